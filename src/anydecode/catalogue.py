@@ -64,6 +64,18 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    def __str__(self) -> str:
+        return "true or false"
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` is a boolean."""
+        return isinstance(value, bool)
+
+
+@dataclass(frozen=True)
 class Words:
     """One of several texts."""
 
@@ -112,7 +124,7 @@ class Nested:
         return True
 
 
-Bounds = Range | Words | Text | Nested
+Bounds = Range | Flag | Words | Text | Nested
 
 
 @dataclass(frozen=True)
@@ -297,21 +309,17 @@ def parameters(key: str) -> list[Parameter]:
             inspect.formatannotation(one.annotation).strip("'"),
             "" if one.default is one.empty else repr(one.default),
             descriptions.get(name, ""),
-            _remote_values(entry, name),
+            str(_bounds(entry, name) or ""),
         )
         for name, one in inspect.signature(method).parameters.items()
     ]
 
 
-def _remote_values(entry: Entry, name: str) -> str:
-    if _is_remote_flag(entry, name):
-        return "true or false"
-    return str(entry.card.remote.get(name, ""))
-
-
-def _is_remote_flag(entry: Entry, name: str) -> bool:
-    """Whether a parameter is a boolean, which is bounded by its type."""
-    return set(_kinds(entry.build).get(name, ())) in ({bool}, {bool, type(None)})
+def _bounds(entry: Entry, name: str) -> Bounds | None:
+    """What remote callers may set a parameter to: what its card says, or its type if that is a
+    boolean; None if they may not set it."""
+    is_flag = set(_kinds(entry.build).get(name, ())) in ({bool}, {bool, type(None)})
+    return entry.card.remote.get(name, Flag() if is_flag else None)
 
 
 def _descriptions(docstring: str) -> dict[str, str]:
@@ -438,17 +446,14 @@ def check_remote(choice: str) -> None:
             raise InvalidRequestError(f"method {key!r} has no parameter {name!r}; known: {known}")
         if name in files:
             raise InvalidRequestError(f"{key!r}: {name} names a file: {_OPERATOR_ONLY}")
-        if (value is None and type(None) in _kinds(entry.build).get(name, ())) or (
-            isinstance(value, bool) and _is_remote_flag(entry, name)
-        ):
+        if value is None and type(None) in _kinds(entry.build).get(name, ()):
             continue
-        bounds = entry.card.remote.get(name)
-        if bounds is None and not _is_remote_flag(entry, name):
+        bounds = _bounds(entry, name)
+        if bounds is None:
             raise InvalidRequestError(f"{key!r}: {name} is not for requests: {_OPERATOR_ONLY}")
-        if bounds is None or not bounds.allows(value):
-            allowed = bounds or "true or false"
+        if not bounds.allows(value):
             raise InvalidRequestError(
-                f"{key!r}: {name} is {value!r}; requests to a server may set {allowed}"
+                f"{key!r}: {name} is {value!r}; requests to a server may set {bounds}"
             )
 
 

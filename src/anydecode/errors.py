@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def one_line(text: object, max_length: int = 300) -> str:
+    """A text, or an error's message, on one line of at most `max_length` characters."""
+    line = " ".join(str(text)[: 2 * max_length].split())
+    return line if len(line) <= max_length else f"{line[: max_length - 3]}..."
+
+
 class AnydecodeError(Exception):
     """Base class of all errors that a user can cause and fix."""
 
@@ -18,8 +24,7 @@ class CheckpointError(AnydecodeError):
     """
 
     def __init__(self, message: str) -> None:
-        line = " ".join(message.split())
-        super().__init__(line if len(line) <= 1000 else f"{line[:997]}...")
+        super().__init__(one_line(message, 1000))
 
 
 class InvalidRequestError(AnydecodeError, ValueError):

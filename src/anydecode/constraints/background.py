@@ -11,8 +11,8 @@ Result = TypeVar("Result")
 
 
 class BackgroundTask(Generic[Result]):
-    """A result that is computed on another thread. Simpler than a `Future`, whose locks cost more
-    than most masks."""
+    """A result that is computed on another thread. Simpler than a `Future`: computing a mask often takes
+    less time than the locks of one."""
 
     def __init__(self, compute: Callable[[], Result]) -> None:
         self._compute = compute

@@ -12,7 +12,7 @@ import numpy as np
 from anydecode.constraints.background import BackgroundTask, BackgroundThread
 from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
 #: Maximum size of the compiled grammars cached per tokenizer, in bytes.
@@ -134,11 +134,6 @@ def clear_templates() -> None:
         for bindings in _bindings.values():
             for binding in bindings.values():
                 binding.clear()
-
-
-def one_line(error: object) -> str:
-    """An engine's error message on one line, at most 300 characters."""
-    return " ".join(str(error).split())[:300]
 
 
 def _compile_error(error: object) -> str:

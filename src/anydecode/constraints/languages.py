@@ -12,10 +12,9 @@ from anydecode.constraints.constraint import Constraint, ConstraintReport, Const
 from anydecode.constraints.guidance_engine import (
     GuidanceState,
     library,
-    one_line,
     tokenizer_binding,
 )
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
 #: Engines that compute masks.

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.guidance_engine import MAX_TEMPLATE_BYTES, one_line
+from anydecode.constraints.guidance_engine import MAX_TEMPLATE_BYTES
 from anydecode.constraints.patterns import patterns
-from anydecode.errors import ConstraintError, MissingPackageError
+from anydecode.errors import ConstraintError, MissingPackageError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import ALLOWED
 
-#: Largest numbers of values, and of lists and objects, in a body. Parsing holds up all other
+#: Largest numbers of values, and of lists and objects, in a body. Parsing delays all other
 #: requests: more of them would take a tenth of a second.
 MAX_VALUES, MAX_CONTAINERS = 1 << 18, 1 << 15
 

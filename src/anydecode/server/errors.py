@@ -12,6 +12,7 @@ from anydecode.errors import (
     EngineStoppedError,
     InvalidRequestError,
     OutOfMemoryError,
+    one_line,
 )
 
 _TYPES = {
@@ -28,12 +29,6 @@ _TYPES = {
 MAX_MESSAGE, MAX_PARAM = 600, 120
 
 
-def one_line(text: str, max_length: int = MAX_MESSAGE) -> str:
-    """`text` on one line of at most `max_length` characters."""
-    line = " ".join(text[: 2 * max_length].split())
-    return line if len(line) <= max_length else line[: max_length - 3] + "..."
-
-
 class ApiError(Exception):
     """An error response. `code` is machine-readable; `param` names the invalid field. Both texts
     are cut and put on one line, since they may quote the request."""
@@ -47,7 +42,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        message = one_line(message)
+        message = one_line(message, MAX_MESSAGE)
         super().__init__(message)
         self.status = status
         self.message = message

@@ -37,7 +37,7 @@ for _ in range(times):
                  b"host: 127.0.0.1:%d\\r\\nconnection: close\\r\\n"
                  b"content-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n"
                  % (port, len(body)) + body)
-    last, first, rest = None, link.recv(65536), b""
+    last, first = None, link.recv(65536)
     assert first.startswith(b"HTTP/1.1 200"), first
     while data := link.recv(65536):
         now = time.perf_counter()

@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema_rs
 
 from anydecode.constraints.byte_cache import ByteCache, text_bytes
-from anydecode.constraints.guidance_engine import one_line
 from anydecode.constraints.json.relaxing import (
     FORMATS,
     INEXACT_FORMATS,
@@ -20,7 +19,7 @@ from anydecode.constraints.json.relaxing import (
     subschemas,
 )
 from anydecode.constraints.patterns import abbreviated, pattern_options
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
 #: If the schema has more characters than this, only complete answers are validated.

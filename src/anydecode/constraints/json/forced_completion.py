@@ -8,12 +8,13 @@ the same tokens and streaming does not change.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from anydecode.constraints.constraint import CompletionHints, ConstraintState
+from anydecode.constraints.constraint import CompletionHints, Constraint, ConstraintState
 from anydecode.constraints.json.shortest_completion import (
     MAX_WORK_PER_ANSWER,
     search_completion,
@@ -38,6 +39,24 @@ class _Search(NamedTuple):
     completion: tuple[int, ...]
     next_search: int
     work: int = 0
+
+
+class CompletedConstraint(Constraint):
+    """A constraint whose answers are completed before the token limit, if it is to `finish`."""
+
+    finish: bool
+
+    @property
+    @abstractmethod
+    def completion_hints(self) -> CompletionHints:
+        """Names and values for shortest completions. Available after `start`."""
+
+    def with_limit(
+        self, state: ConstraintState, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+    ) -> ConstraintState:
+        if not self.finish:
+            return state
+        return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
 
 
 class ForcedCompletion(ConstraintState):
@@ -209,7 +228,7 @@ class ForcedCompletion(ConstraintState):
 
 
 def _is_free_text(state: ConstraintState) -> bool:
-    """Whether the text may end here, and go on with most tokens."""
+    """Whether the text may end here, and more than half of the tokens may follow."""
     if not state.can_stop:
         return False
     mask = state.mask()

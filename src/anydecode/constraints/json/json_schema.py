@@ -9,7 +9,6 @@ from typing import Any
 
 from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import (
-    Constraint,
     ConstraintReport,
     ConstraintState,
     IncrementalValidator,
@@ -18,13 +17,12 @@ from anydecode.constraints.guidance_engine import (
     GuidanceState,
     check_references,
     library,
-    one_line,
     tokenizer_binding,
 )
 from anydecode.constraints.json.canonical import canonical
 from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
 from anydecode.constraints.json.completion_hints import SchemaHints
-from anydecode.constraints.json.forced_completion import ForcedCompletion
+from anydecode.constraints.json.forced_completion import CompletedConstraint
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.relaxing import (
     INEXACT_FORMATS,
@@ -39,7 +37,7 @@ from anydecode.constraints.json.relaxing import (
 )
 from anydecode.constraints.json.termination import cannot_terminate
 from anydecode.constraints.languages import ENGINES
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
 #: Maximum length of a schema, in characters, and its maximum nesting depth.
@@ -67,7 +65,7 @@ class _CompiledSchema:
     hints: SchemaHints
 
 
-class JsonSchema(Constraint):
+class JsonSchema(CompletedConstraint):
     """Allows the JSON texts that are valid under a schema.
 
     `whitespace`, `max_string`, `extra_properties` and `finish` are guards: limits added to those of
@@ -136,13 +134,6 @@ class JsonSchema(Constraint):
 
             return XGrammarState.of("json", self.schema, tokenizer, vocab_size)
         return GuidanceState.of(compiled.grammar, tokenizer, vocab_size)
-
-    def with_limit(
-        self, state: ConstraintState, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
-    ) -> ConstraintState:
-        if not self.finish:
-            return state
-        return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
 
     @property
     def completion_hints(self) -> SchemaHints:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ JsonRule = Callable[[JsonSchema], str]
 @dataclass(frozen=True)
 class CallRules:
     """Parts of a Lark grammar: `trigger first (separator call)* closing`, with their `rules`. Where
-    the trigger may be left out, the first call is `bare`."""
+    the trigger may be left out, the first call is `bare`. `inexact`: the tools whose arguments may
+    match the grammar without being valid."""
 
     first: str
     call: str
@@ -29,6 +30,7 @@ class CallRules:
     separator: str = ""
     closing: str = ""
     bare: str = ""
+    inexact: Set[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,6 @@ class ToolFormat(ABC):
     def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
         """The text of `calls`. `schemas`: the schemas of their arguments, by name."""
 
-    def is_exact(self, schema: JsonSchema, json_rule: JsonRule) -> bool:
-        """Whether all arguments that match the grammar are valid under `schema`."""
-        return not schema.needs_validation
-
 
 @dataclass(frozen=True)
 class JsonCalls(ToolFormat):
@@ -106,16 +104,18 @@ class JsonCalls(ToolFormat):
             options.append(f'{literal(prefix)} arguments_{number} "}}"')
             rules.append(f"arguments_{number}: {json_rule(schema)}")
         rules.append("object: " + " | ".join(options))
+        inexact = inexact_tools(schemas)
         closing = literal(self.closing)
         if self.is_list:
             first = f'{_SPACE} "[" object'
             closing = f'"]" {_SPACE} {closing}' if closing else '"]"'
-            return CallRules(first, "object", rules, '", "', closing, '"[" object')
+            return CallRules(first, "object", rules, '", "', closing, '"[" object', inexact)
         first = f"{_SPACE} object"
         if closing:
             first = f"{first} {_SPACE} {closing}"
-            return CallRules(first, f"{literal(self.opening)} {first}", rules, "/\\n?/")
-        return CallRules(first, "object", rules, literal(self.separator), "", "object")
+            call = f"{literal(self.opening)} {first}"
+            return CallRules(first, call, rules, "/\\n?/", inexact=inexact)
+        return CallRules(first, "object", rules, literal(self.separator), "", "object", inexact)
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         if self.is_optional and (yield from stream.next_of(self.start_trigger[0], removes=False)):
@@ -197,7 +197,14 @@ class NamedCalls(ToolFormat):
         rules.append("named: " + " | ".join(options))
         call = f"{literal(self.before)} named"
         first = call if self.opening else "named"
-        return CallRules(first, call, rules, literal(self.separator), literal(self.closing))
+        return CallRules(
+            first,
+            call,
+            rules,
+            literal(self.separator),
+            literal(self.closing),
+            inexact=inexact_tools(schemas),
+        )
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         while (yield from stream.until(self.trigger)):
@@ -234,6 +241,11 @@ class NamedCalls(ToolFormat):
             text = json.dumps(arguments, ensure_ascii=False)
             texts.append(f"{self.before}{name}{suffix}{self.between}{text}{self.after}")
         return self.opening + self.separator.join(texts) + self.closing
+
+
+def inexact_tools(schemas: Mapping[str, JsonSchema]) -> Set[str]:
+    """The tools whose arguments may match the mask of their schema without being valid."""
+    return {name for name, schema in schemas.items() if schema.needs_validation}
 
 
 def literal(text: str) -> str:

@@ -25,7 +25,7 @@ class HarmonyCalls(NamedCalls):
 
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
         rules = super().rules(schemas, json_rule)
-        return CallRules(rules.first, "", rules.rules)
+        return CallRules(rules.first, "", rules.rules, inexact=rules.inexact)
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         kind = "content"

@@ -4,7 +4,7 @@ FunctionGemma's calls with strings between `<escape>` tokens."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,17 +87,21 @@ class LiteralCalls(ToolFormat):
     """Calls that look like those of a programming language."""
 
     syntax: ValueSyntax
+    opening: str
+    closing: str
+
+    @property
+    def trigger(self) -> str:
+        return self.opening
 
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
-        rules, options = [], []
+        rules, options, inexact = [], [], set()
         for number, (name, schema) in enumerate(schemas.items()):
             members, grammar = self._members(f"tool_{number}", schema, json_rule)
             options.append(self._call_rule(name, members))
             rules += grammar.rules
-        return self._call_rules([*rules, "written: " + " | ".join(options)])
-
-    def is_exact(self, schema: JsonSchema, json_rule: JsonRule) -> bool:
-        return self._members("tool", schema, json_rule)[1].is_exact
+            inexact |= set() if grammar.is_exact else {name}
+        return self._call_rules([*rules, "written: " + " | ".join(options)], inexact)
 
     def _members(
         self, prefix: str, schema: JsonSchema, json_rule: JsonRule
@@ -119,7 +123,7 @@ class LiteralCalls(ToolFormat):
         """An expression of a call of the tool `name`."""
         raise NotImplementedError
 
-    def _call_rules(self, rules: Sequence[str]) -> CallRules:
+    def _call_rules(self, rules: Sequence[str], inexact: Set[str]) -> CallRules:
         """The grammar of calls, which are the rule `written`."""
         raise NotImplementedError
 
@@ -127,13 +131,6 @@ class LiteralCalls(ToolFormat):
 @dataclass(frozen=True)
 class PythonicCalls(LiteralCalls):
     """A list of Python calls, between two tokens that may be left out at the start."""
-
-    opening: str
-    closing: str
-
-    @property
-    def trigger(self) -> str:
-        return self.opening
 
     @property
     def start_trigger(self) -> str:
@@ -145,9 +142,10 @@ class PythonicCalls(LiteralCalls):
     def _call_rule(self, name: str, members: str) -> str:
         return f'{literal(name + "(")} {members} ")"'
 
-    def _call_rules(self, rules: Sequence[str]) -> CallRules:
+    def _call_rules(self, rules: Sequence[str], inexact: Set[str]) -> CallRules:
         closing = f'"]" ({literal(self.closing)})?'
-        return CallRules('"[" written', "written", rules, '", "', closing, '"[" written')
+        first = '"[" written'
+        return CallRules(first, "written", rules, '", "', closing, first, inexact)
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         if (yield from stream.next_of("[")):
@@ -190,19 +188,12 @@ class PythonicCalls(LiteralCalls):
 class EscapedCalls(LiteralCalls):
     """FunctionGemma's calls: a name and arguments in braces, between two tokens."""
 
-    opening: str
-    closing: str
-
-    @property
-    def trigger(self) -> str:
-        return self.opening
-
     def _call_rule(self, name: str, members: str) -> str:
         return f'{literal(f"call:{name}{{")} {members} "}}"'
 
-    def _call_rules(self, rules: Sequence[str]) -> CallRules:
+    def _call_rules(self, rules: Sequence[str], inexact: Set[str]) -> CallRules:
         first = f"written {literal(self.closing)}"
-        return CallRules(first, f"{literal(self.opening)} {first}", rules)
+        return CallRules(first, f"{literal(self.opening)} {first}", rules, inexact=inexact)
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         while tag := (yield from stream.until(self.opening)):

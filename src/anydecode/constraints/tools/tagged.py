@@ -46,17 +46,16 @@ class TaggedCalls(ToolFormat):
         return self.opening
 
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
-        rules, options = [], []
+        rules, options, inexact = [], [], set()
         for number, (name, schema) in enumerate(schemas.items()):
             arguments, grammar = self._arguments(f"tool_{number}", schema, json_rule)
             head = literal(self.before_name + name + self.after_name)
             options.append(f"{head} {arguments} {literal(self.closing)}")
             rules += grammar.rules
+            inexact |= set() if grammar.is_exact else {name}
         rules.append("tagged: " + " | ".join(options))
-        return CallRules("tagged", f"{literal(self.opening)} tagged", rules, "/\\n?/")
-
-    def is_exact(self, schema: JsonSchema, json_rule: JsonRule) -> bool:
-        return self._arguments("tool", schema, json_rule)[1].is_exact
+        call = f"{literal(self.opening)} tagged"
+        return CallRules("tagged", call, rules, "/\\n?/", inexact=inexact)
 
     def _arguments(
         self, prefix: str, schema: JsonSchema, json_rule: JsonRule

@@ -7,19 +7,18 @@ import codecs
 import json
 from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from anydecode.constraints.byte_cache import byte_cached
 from anydecode.constraints.constraint import (
     CompletionHints,
-    Constraint,
     ConstraintReport,
     ConstraintState,
     IncrementalValidator,
 )
 from anydecode.constraints.guidance_engine import GuidanceState, tokenizer_binding
-from anydecode.constraints.json.forced_completion import ForcedCompletion
+from anydecode.constraints.json.forced_completion import CompletedConstraint
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.languages import Grammar
 from anydecode.constraints.tools.formats import ToolFormat, literal, regex_literal
@@ -29,9 +28,11 @@ from anydecode.models.tokenizer import Tokenizer
 
 #: The name of the answer's schema in reports; not the name of a tool.
 _ANSWER = "the answer"
+#: Maximum size of the grammars whose shortest lengths are kept, in bytes.
+_MAX_LENGTHS_BYTES = 8 << 20
 
 
-class ToolCalls(Constraint):
+class ToolCalls(CompletedConstraint):
     """Allows tool calls whose arguments are valid under the schemas of their tools.
 
     Args:
@@ -71,7 +72,7 @@ class ToolCalls(Constraint):
         self._prefix = ""
         self._text = ""  # of the grammar, once it has been made
         self._base_text = ""  # of the grammar that this is a narrowed form of
-        self._validated: set[str] = set()  # names of the tools with validated calls
+        self._validated: Set[str] = frozenset()  # names of the tools with validated calls
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
         self._text = self._text or self._grammar(tokenizer, vocab_size)
@@ -85,13 +86,6 @@ class ToolCalls(Constraint):
     def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
         binding = tokenizer_binding(tokenizer, vocab_size)
         return bool(self._text) and binding.has_template(Grammar(self._text).guidance())
-
-    def with_limit(
-        self, state: ConstraintState, tokenizer: Tokenizer, vocab_size: int, max_tokens: int
-    ) -> ConstraintState:
-        if not self.finish:
-            return state
-        return ForcedCompletion.of(state, tokenizer, vocab_size, max_tokens, self.completion_hints)
 
     @property
     def completion_hints(self) -> CompletionHints:
@@ -172,12 +166,8 @@ class ToolCalls(Constraint):
                 schema.mask_schema(tokenizer, vocab_size)
             except ConstraintError as error:
                 raise ConstraintError(f"{subject} cannot be enforced: {error}") from None
-        self._validated = {
-            name
-            for name, schema in self.schemas.items()
-            if not self.call_format.is_exact(schema, json_rule)
-        }
         parts = self.call_format.rules(self.schemas, json_rule)
+        self._validated = parts.inexact
         has_more = self.is_parallel and parts.call
         more = f"({parts.separator} {parts.call})" if has_more else ""
         rest = f"{more and more + '*'} {parts.closing}"
@@ -239,7 +229,7 @@ def parse_answer(
         yield from call_format.parse(stream, schemas)
 
 
-@lru_cache(256)
+@byte_cached(_MAX_LENGTHS_BYTES)
 def _shortest_lengths(grammar: str) -> MutableMapping[Tokenizer, int | None]:
     """The lengths of the shortest texts of a grammar, by tokenizer: filled by those who need
     them."""
@@ -256,7 +246,7 @@ class _Hints:
         self.names = {name: text for one in hints for name, text in one.names.items()}
 
     def ordered(self, allowed: Set[str]) -> list[str]:
-        """The names `allowed`, in the order of the schema that has most of them."""
+        """The names `allowed`, in the order of the schema that has the largest number of them."""
         best = max(self._hints, key=lambda one: len(one.names.keys() & allowed))
         names: list[str] = best.ordered(best.names.keys() & allowed)
         return names + sorted(allowed - set(names))

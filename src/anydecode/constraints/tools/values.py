@@ -281,11 +281,12 @@ class ArgumentGrammar:
         """The rule of the strings under the schema `node`, written as they are, and the text
         `closing` behind them."""
         pattern = node.get("pattern")
-        least, most = node.get("minLength", 0), node.get("maxLength")
+        min_length, max_length = node.get("minLength", 0), node.get("maxLength")
+        has_bounds = bool(min_length) or max_length is not None
         body = "(?s:.*)"
         if isinstance(pattern, str):
             is_regular = is_pattern(pattern) and "/" not in pattern and "\n" not in pattern
-            self.is_exact = self.is_exact and is_regular and not (least or most is not None)
+            self.is_exact = self.is_exact and is_regular and not has_bounds
             if is_regular:
                 has_end = pattern.endswith("$") and not pattern.endswith("\\$")
                 body = pattern[pattern.startswith("^") : len(pattern) - has_end]
@@ -293,8 +294,8 @@ class ArgumentGrammar:
                 body += "(?s:.*)" * (not has_end)
         elif node.get("format") in _FORMATS:
             body = _FORMATS[node["format"]]
-        elif least or most is not None:
-            body = f"(?s:.{{{least},{'' if most is None else most}}})"
+        elif has_bounds:
+            body = f"(?s:.{{{min_length},{'' if max_length is None else max_length}}})"
         self.is_exact = self.is_exact and "format" not in node
         terminal = f"{self._prefix.upper()}_{len(self.rules)}"
         self.rules.append(f"{terminal}: /{body}/ & ~/(?s:.*){regex_literal(closing)}(?s:.*)/")
@@ -305,17 +306,19 @@ class ArgumentGrammar:
 
     def _array(self, node: dict[str, Any]) -> str:
         item = self._rule(self.value(node.get("items", True)))
-        least, most = node.get("minItems", 0), node.get("maxItems")
+        min_items, max_items = node.get("minItems", 0), node.get("maxItems")
         more = f"({literal(self._syntax.separator)} {item})"
-        if not isinstance(least, int) or least > _MAX_COUNT:
-            least, self.is_exact = 1, False
-        if most is not None and (not isinstance(most, int) or most > _MAX_COUNT or most < least):
-            most, self.is_exact = None, False
-        if most == 0:
+        if not isinstance(min_items, int) or min_items > _MAX_COUNT:
+            min_items, self.is_exact = 1, False
+        if max_items is not None and (
+            not isinstance(max_items, int) or max_items > _MAX_COUNT or max_items < min_items
+        ):
+            max_items, self.is_exact = None, False
+        if max_items == 0:
             return '"[]"'
-        bounds = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = item if most == 1 else f"{item} {more}{bounds}"
-        return f'"[" {items if least else f"({items})?"} "]"'
+        bounds = f"{{{max(min_items - 1, 0)},{'' if max_items is None else max_items - 1}}}"
+        items = item if max_items == 1 else f"{item} {more}{bounds}"
+        return f'"[" {items if min_items else f"({items})?"} "]"'
 
     def _object(self, node: dict[str, Any]) -> str:
         properties = node.get("properties")

@@ -78,11 +78,10 @@ class Rotate(LazyValue):
 class TritonBackend(ReferenceBackend):
     """Values are float32 tensors `[m, width]` on the kernels' device, or `LazyValue`s.
 
-    `force` turns either into a tensor. Weights and vectors are has_moved to the device and packed
-    at their first use. Experts are routed by the reference, which synchronises with the host, so
-    passes
-    of such models are not captured. `product_dtype` is the dtype of values that only products read:
-    bfloat16 where all products round to it.
+    `force` turns either into a tensor. Weights and vectors are moved to the device and packed at
+    their first use. Experts are routed by the reference, which synchronises with the host, so
+    passes of such models are not captured. `product_dtype` is the dtype of values that only
+    products read: bfloat16 where all products round to it.
 
     Args:
         device: Of the values; None: the kernels' device.
