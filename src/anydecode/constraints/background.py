@@ -11,8 +11,8 @@ Result = TypeVar("Result")
 
 
 class BackgroundTask(Generic[Result]):
-    """A result that is computed on another thread. Simpler than a `Future`: computing a mask often takes
-    less time than the locks of one."""
+    """A result that is computed on another thread. Not a `Future`: its locks often take longer than
+    the computation of a mask."""
 
     def __init__(self, compute: Callable[[], Result]) -> None:
         self._compute = compute

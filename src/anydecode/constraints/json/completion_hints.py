@@ -112,7 +112,7 @@ class SchemaHints:
         return sorted(allowed, key=rank)
 
     def _best_object(self, allowed: Set[str]) -> int:
-        """The index of the object with the largest number of the names `allowed`, the first of several."""
+        """The index of the first object with the largest number of the names `allowed`."""
         counts = Counter(index for name in allowed for index in self._indices_by_name.get(name, ()))
         return min(counts, key=lambda index: (-counts[index], index), default=0)
 
