@@ -20,6 +20,8 @@ from anydecode.server.telemetry import OPERATIONS, Telemetry
 
 #: Paths that report the load; they need an API key if keys are configured.
 METRICS_PATHS = ("/metrics", "/live")
+#: The starts of the paths that need an API key; a POST to them is inference.
+_API_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 #: Paths that are recorded also if a request is refused before it is routed.
 _PATHS = frozenset((*METRICS_PATHS, *OPERATIONS))
 
@@ -67,7 +69,7 @@ class AdmissionMiddleware:
             await self.app(scope, receive, send)
             return
         request = RequestScope(self, scope, receive, send)
-        is_inference = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        is_inference = scope["method"] == "POST" and scope["path"].startswith(_API_PREFIXES)
         try:
             self._admit(request)
             if is_inference:
@@ -111,7 +113,7 @@ class AdmissionMiddleware:
             raise too_large_headers(self.settings.max_header)
         self._check_host(headers)
         needs_key = scope["path"] in METRICS_PATHS and not self.settings.open_metrics
-        if self._namespaces and (needs_key or scope["path"].startswith("/v1/")):
+        if self._namespaces and (needs_key or scope["path"].startswith(_API_PREFIXES)):
             state["namespace"] = self._namespace(headers)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.settings.max_body:

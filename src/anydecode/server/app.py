@@ -24,14 +24,17 @@ from anydecode.server.logs import log
 from anydecode.server.protocol import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     EmbeddingRequest,
     ResponsesRequest,
+    TokenizeRequest,
 )
 from anydecode.server.responses import respond
 from anydecode.server.run import Disconnected
 from anydecode.server.service import Service
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry
+from anydecode.server.tokens import detokenize, tokenize
 from anydecode.version import __version__
 
 _PAGE = {
@@ -115,6 +118,16 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
         """Compute one embedding per input."""
         return await embed(service, body, http)
+
+    @app.post("/tokenize", responses=_ERRORS)
+    async def tokenize_text(body: TokenizeRequest, http: Request) -> Response:
+        """The tokens of a prompt, or of a conversation."""
+        return await tokenize(service, body, http)
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def detokenize_tokens(body: DetokenizeRequest, http: Request) -> Response:
+        """The text of tokens."""
+        return await detokenize(service, body, http)
 
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def models() -> Response:

@@ -20,6 +20,7 @@ from anydecode.server.service import Service, canvas, extension
 
 async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Response:
     """Generate the next message of a conversation, as one response or as a stream."""
+    logprobs.check_prompt_logprobs(body)
     chat_run = await start_chat(
         service,
         body,
@@ -63,8 +64,15 @@ class _ChatAnswer:
             **self.service.head("chat.completion", "chatcmpl"),
             "choices": [self._choice(index, one) for index, one in enumerate(generations)],
             "usage": self.chat_run.usage(),
+            **self._prompt_logprobs(),
             "anydecode": extension(generations, self.service.tokenizer, self.body),
         }
+
+    def _prompt_logprobs(self) -> dict[str, Any]:
+        if self.body.prompt_logprobs is None:
+            return {}
+        entries = self.run.requests[0].prompt_logprobs
+        return {"prompt_logprobs": logprobs.prompt_entries(entries, self.service.tokenizer)}
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream."""

@@ -47,18 +47,25 @@ class Answer:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> str:
+async def render(
+    service: Service,
+    body: ChatRequest,
+    state: dict[str, Any],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
     """The prompt: the conversation of `body`, rendered with the chat template.
 
     Args:
         service: The served model.
         body: The request.
         state: The `state` of the ASGI scope.
+        add_generation_prompt: Whether the prompt ends with the start of an answer.
     """
     messages = conversation(body.messages)
     variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
     variables.update(body.chat_template_kwargs or {})
-    variables.pop("add_generation_prompt", None)
+    variables["add_generation_prompt"] = add_generation_prompt
     tools, _ = select_tools(body.tools, body.tool_choice)
     if tools and body.tools:
         if service.tool_format is None:
@@ -103,6 +110,7 @@ async def start_chat(
     limits = (body.max_completion_tokens, body.max_tokens, service.llm.max_length)
     options["max_tokens"] = next(limit for limit in limits if limit is not None)
     options["logprobs"] = num_logprobs
+    options["prompt_logprobs"] = body.prompt_logprobs
     tools, required = select_tools(body.tools, body.tool_choice)
     text = await render(service, body, state)
     parse = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from anydecode.api.generation import Generation
 from anydecode.api.request import Request
+from anydecode.models.fill_in import find_sentinels
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, encode_event
@@ -30,8 +32,12 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
     options = engine_options(body, service.llm, service.settings, state["namespace"])
     options["max_tokens"] = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     options["logprobs"] = body.logprobs
-    if body.echo:
-        options["prompt_logprobs"] = body.logprobs
+    options["prompt_logprobs"] = max(
+        (count for count in (body.logprobs if body.echo else None, body.prompt_logprobs)
+         if count is not None),
+        default=None,
+    )  # fmt: skip
+    logprobs.check_prompt_logprobs(body)
     if _is_ranked(body):
         _check_best_of(body)
         options["n"] = body.best_of
@@ -40,6 +46,9 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
     if make_constraint is not None:
         options["constraint"] = await service.preparation.constraint(state, make_constraint)
     prompts = prompt_list(body.prompt)
+    if body.suffix:
+        prompts, ends = await _with_suffix(service, body, state, prompts)
+        options["stop_tokens"] = [*(body.stop_tokens or ()), *ends]
     run = await service.run(prompts, options, state, streamed=body.stream)
     answer = _CompletionAnswer(service, body, run)
     if body.stream:
@@ -47,6 +56,31 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
     async with run:
         generations = await run.wait_for_generations(http.receive)
     return JSONResponse(answer.response(generations))
+
+
+async def _with_suffix(
+    service: Service, body: CompletionRequest, state: dict[str, Any], prompts: list[Any]
+) -> tuple[list[Any], list[int]]:
+    """The prompts of the gaps between `prompts` and the suffix, and the tokens that end a gap."""
+    if body.echo:
+        raise ApiError(400, "echo and suffix cannot be combined: leave one out", param="suffix")
+    tokenizer = service.tokenizer
+    sentinels = await asyncio.to_thread(find_sentinels, tokenizer)  # reads the vocabulary once
+    if sentinels is None:
+        raise ApiError(
+            400,
+            "suffix needs a fill-in-the-middle model, and the served model has none of the known"
+            " tokens for it; leave suffix out",
+            param="suffix",
+        )
+    assert body.suffix is not None
+    encode = service.preparation.encode
+    after = await encode(state, body.suffix, special=False)
+    filled = []
+    for prompt in prompts:
+        before = await encode(state, prompt, special=True) if isinstance(prompt, str) else prompt
+        filled.append(sentinels.prompt(before, after, tokenizer.bos_id))
+    return filled, sorted({*sentinels.ends, *sentinels.infill_tokens})
 
 
 def _is_ranked(body: CompletionRequest) -> bool:
@@ -88,6 +122,7 @@ class _CompletionAnswer:
             text = self._echo(index) + generations[index].text
             choices.append(
                 self._choice(number, text, self._new_logprobs(index), self._finish_reason(index))
+                | self._prompt_logprobs(index)
             )
         return {
             **self.service.head("text_completion", "cmpl"),
@@ -136,6 +171,14 @@ class _CompletionAnswer:
 
     def _choice(self, index: int, text: str, entries: Any, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": entries, "finish_reason": reason}
+
+    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """The field with the log-probabilities of the prompt's tokens, if the request asks for
+        it."""
+        if self.body.prompt_logprobs is None:
+            return {}
+        entries = self.run.choices[index][0].prompt_logprobs
+        return {"prompt_logprobs": logprobs.prompt_entries(entries, self.service.tokenizer)}
 
     def _echo(self, index: int) -> str:
         if not self.body.echo:

@@ -12,6 +12,8 @@ from anydecode.errors import UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.logprobs import TokenLogprobs
 from anydecode.scoring.sequence import Sequence
+from anydecode.server.errors import ApiError
+from anydecode.server.protocol import ChatRequest, CompletionRequest
 
 #: Replaces minus infinity, which JSON cannot represent.
 FLOOR = -9999.0
@@ -45,6 +47,36 @@ def chat_entries(entries: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dic
         }
         for entry in entries
     ]
+
+
+def check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
+    """Raises `ApiError` if `prompt_logprobs` is to be streamed: no chunk has a field for it."""
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs cannot be streamed; leave out stream"
+        raise ApiError(400, message, param="prompt_logprobs")
+
+
+def prompt_entries(
+    entries: list[TokenLogprobs | None] | None, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's format of the prompt's log-probabilities: per token, None for the first, those of the
+    token and its most probable alternatives by token id. A rank is known of these alternatives."""
+    return None if entries is None else [_by_token(entry, tokenizer) for entry in entries]
+
+
+def _by_token(entry: TokenLogprobs | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+    values = {entry.token: entry.logprob, **dict(entry.top)}
+    return {
+        str(token): {
+            "logprob": _finite(value),
+            "rank": ranks.get(token),
+            "decoded_token": _text(token, tokenizer),
+        }
+        for token, value in values.items()
+    }
 
 
 class CompletionLogprobs:

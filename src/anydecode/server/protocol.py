@@ -64,7 +64,7 @@ ALLOWED = {
     name: f"an integer, {allowed}" if name in INTEGERS and name != "seed" else allowed
     for name, _, _, allowed in RANGES
 }
-#: Sampling options that are objects of the Python API; `echo` sets `prompt_logprobs`.
+#: Sampling options that are objects of the Python API, or that endpoints declare themselves.
 _NOT_REMOTE = ("autodeco", "logits_processors", "prompt_logprobs")
 #: Sampling options that are neither numbers nor booleans.
 _LISTS: dict[str, Any] = {
@@ -194,11 +194,12 @@ class Options(SamplingFields):
     resume: Resume | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_limited)] | None = None
     if TYPE_CHECKING:  # of `SamplingFields`
-        logprobs: Any
-        temperature: float | None
-        top_p: float | None
-        n: int | None
-        max_tokens: int | None
+        logprobs: Any = None
+        temperature: float | None = None
+        top_p: float | None = None
+        n: int | None = None
+        max_tokens: int | None = None
+        stop_tokens: list[int] | None = None
 
 
 class Message(Body):
@@ -242,6 +243,7 @@ class ChatRequest(Options):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
     response_format: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
@@ -260,13 +262,38 @@ class ChatRequest(Options):
 
 class CompletionRequest(Options):
     """`POST /v1/completions`. Of `best_of` samples per prompt, the `n` with the highest mean token
-    log-probability are returned."""
+    log-probability are returned. With `suffix`, the answer is the text between the prompt and that
+    text, of a fill-in-the-middle model."""
 
-    REFUSED = {"suffix": (("",), "a completion continues its prompt; leave it out")}
     prompt: Prompts
+    suffix: str | None = None
     best_of: Samples | None = None
     echo: bool | None = None
+    prompt_logprobs: Alternatives | None = None
     response_format: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`, as in vLLM: of a prompt, or of a conversation as the chat template renders
+    it."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: Name | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, max_length=MAX_ITEMS)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`, as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: Name | None = None
+    tokens: Tokens
 
 
 class EmbeddingRequest(Body):

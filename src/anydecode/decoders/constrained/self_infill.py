@@ -6,42 +6,18 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.tokenizer import Tokenizer
+from anydecode.models.fill_in import SENTINELS, Sentinels, find_sentinels
 from anydecode.sampling.candidates import log_sum_exp
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
-
-#: The prefix, suffix, middle and end tokens of fill-in-the-middle models.
-SENTINELS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"),
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", "<|endoftext|>"),
-    ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),
-    ("<PRE>", "<SUF>", "<MID>", "<EOT>"),
-)
-
-
-@dataclass(frozen=True)
-class Sentinels:
-    """The sentinel token ids of a fill-in-the-middle model. `ends` end a middle or a suffix."""
-
-    prefix: int
-    suffix: int
-    middle: int
-    ends: frozenset[int]
-
-    @property
-    def infill_tokens(self) -> tuple[int, int, int]:
-        return self.prefix, self.suffix, self.middle
 
 
 @dataclass
@@ -233,32 +209,13 @@ class SelfInfill(Decoder):
         branch.release()
 
     def _sentinels(self, sequence: Sequence) -> Sentinels:
-        tokenizer = sequence.tokenizers["target"]
-        for names in self.names:
-            ids = [special_token(tokenizer, name) for name in names]
-            if None not in ids[:3]:
-                prefix, suffix, middle, end = ids
-                ends = set(tokenizer.eos_ids) | ({end} if end is not None else set())
-                return Sentinels(prefix, suffix, middle, frozenset(ends))  # type: ignore[arg-type]
+        found = find_sentinels(sequence.tokenizers["target"], self.names)
+        if found is not None:
+            return found
         raise UnsupportedCombinationError(
             "self-infill needs a fill-in-the-middle model: this tokenizer has none of the known"
             f" sentinels ({', '.join(names[0] for names in self.names)})"
         )
-
-
-_special_tokens: WeakKeyDictionary[Tokenizer, dict[str, int]] = WeakKeyDictionary()
-
-
-def special_token(tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of the special token `name`; None if there is none."""
-    if tokenizer not in _special_tokens:
-        ids_by_name = {
-            tokenizer.token_text(token): token
-            for token in range(tokenizer.vocab_size)
-            if tokenizer.is_special(token)
-        }
-        _special_tokens[tokenizer] = ids_by_name
-    return _special_tokens[tokenizer].get(name)
 
 
 def max_probability(row: np.ndarray) -> float:

@@ -1,0 +1,52 @@
+"""The endpoints `/tokenize` and `/detokenize`, as in vLLM."""
+
+from __future__ import annotations
+
+from fastapi import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from anydecode.errors import InvalidRequestError
+from anydecode.server.chat_run import render
+from anydecode.server.errors import ApiError
+from anydecode.server.options import adapter_of
+from anydecode.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from anydecode.server.service import Service
+
+
+async def tokenize(service: Service, body: TokenizeRequest, http: HttpRequest) -> Response:
+    """The tokens of a prompt, or of a conversation."""
+    adapter_of(body.model, service.llm, service.settings)  # refuses other models
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    state = http.scope["state"]
+    special = body.add_special_tokens
+    if body.prompt is not None:
+        text, special = body.prompt, special is not False
+    else:
+        chat = ChatRequest(
+            messages=body.messages or [],
+            tools=body.tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        text = await render(service, chat, state, add_generation_prompt=body.add_generation_prompt)
+    tokens = await service.preparation.encode(state, text, special=bool(special))
+    names = None
+    if body.return_token_strs:
+        names = [service.tokenizer.token_text(token) for token in tokens]
+    return JSONResponse(
+        {
+            "count": len(tokens),
+            "max_model_len": service.llm.max_length,
+            "tokens": tokens,
+            "token_strs": names,
+        }
+    )
+
+
+async def detokenize(service: Service, body: DetokenizeRequest, http: HttpRequest) -> Response:
+    """The text of tokens, special tokens included."""
+    adapter_of(body.model, service.llm, service.settings)
+    size = service.tokenizer.vocab_size
+    if body.tokens and max(body.tokens) >= size:
+        raise InvalidRequestError(f"token {max(body.tokens)} is not one of the model's {size}")
+    return JSONResponse({"prompt": service.tokenizer.decode(body.tokens, skip_special=False)})

@@ -1,0 +1,136 @@
+"""Tokenising, log-probabilities of prompts, and text between a prompt and a suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from anydecode import LLM  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.certification.oracles.constrained.self_infill import filling_llm  # noqa: E402
+from anydecode.decoders.constrained.self_infill import SelfInfill  # noqa: E402
+from server_client import CHAT, COMPLETIONS, Client, served  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with scripted_llm() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def client(llm: LLM) -> Iterator[Client]:
+    with served(llm) as client:
+        yield client
+
+
+def posted(client: Client, path: str, **fields: Any) -> tuple[int, Any]:
+    answer = client.http.post(path, json=fields)
+    return answer.status_code, answer.json()
+
+
+def test_a_prompt_is_tokenised_and_back(client: Client, llm: LLM) -> None:
+    status, found = posted(client, "/tokenize", prompt="abä", return_token_strs=True)
+    assert status == 200
+    assert found["tokens"] == llm.tokenizer.encode("abä") and found["count"] == 4
+    assert found["max_model_len"] == llm.max_length
+    assert found["token_strs"] == [llm.tokenizer.token_text(token) for token in found["tokens"]]
+    assert posted(client, "/detokenize", tokens=found["tokens"]) == (200, {"prompt": "abä"})
+
+
+def test_a_conversation_is_tokenised_as_the_engine_sees_it(client: Client) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    found = posted(client, "/tokenize", messages=messages)[1]
+    text = posted(client, "/detokenize", tokens=found["tokens"])[1]["prompt"]
+    assert text == "user: hello\nassistant: "
+    assert found["count"] == client.ask(CHAT, "hello")["usage"]["prompt_tokens"]
+    bare = posted(client, "/tokenize", messages=messages, add_generation_prompt=False)[1]
+    assert posted(client, "/detokenize", tokens=bare["tokens"])[1] == {"prompt": "user: hello\n"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "either prompt or messages"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "x": 1}, "x"),
+        ("/detokenize", {"tokens": [0, 100_000]}, "token 100000 is not one of the model's"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_invalid_fields_are_refused(
+    client: Client, path: str, fields: dict[str, Any], message: str
+) -> None:
+    status, answer = posted(client, path, **fields)
+    assert status == 400 and message in answer["error"]["message"]
+
+
+def test_an_unknown_model_is_not_tokenised_for(client: Client) -> None:
+    assert posted(client, "/tokenize", prompt="a", model="other")[0] == 404
+    assert posted(client, "/detokenize", tokens=[1], model="other")[0] == 404
+
+
+def test_tokenising_needs_a_key(llm: LLM) -> None:
+    with served(llm, api_keys=("secret",)) as client:
+        assert posted(client, "/tokenize", prompt="a")[0] == 401
+        assert posted(client, "/detokenize", tokens=[97])[0] == 401
+        client.http.headers["authorization"] = "Bearer secret"
+        assert posted(client, "/tokenize", prompt="a")[0] == 200
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_logprobs_are_those_of_scoring(client: Client, llm: LLM, n: int) -> None:
+    prompt = "the cat sat"
+    answer = client.ask(COMPLETIONS, prompt=prompt, prompt_logprobs=2, n=n, seed=1)
+    expected = llm.score(prompt[0], prompt[1:]).logprobs
+    for choice in answer["choices"]:
+        first, *entries = choice["prompt_logprobs"]
+        assert first is None and len(entries) == len(expected)
+        for letter, entry, value in zip(prompt[1:], entries, expected, strict=True):
+            assert entry[str(ord(letter))]["logprob"] == value
+            assert entry[str(ord(letter))]["decoded_token"] == letter
+            ranked = {one["rank"]: one["logprob"] for one in entry.values() if one["rank"]}
+            assert sorted(ranked) == [1, 2] and ranked[1] >= ranked[2]
+            assert ranked[1] == max(one["logprob"] for one in entry.values())
+
+
+def test_prompt_logprobs_of_a_conversation(client: Client) -> None:
+    answer = client.ask(CHAT, "hello", prompt_logprobs=0)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_prompt_logprobs_are_not_streamed(client: Client, path: str) -> None:
+    error = client.refused(path, prompt_logprobs=1, stream=True)
+    assert "cannot be streamed" in error["message"] and error["param"] == "prompt_logprobs"
+
+
+def test_a_gap_is_filled_as_in_process() -> None:
+    seen: list[tuple[int, ...]] = []
+    with filling_llm(seen) as llm, served(llm) as client:
+        expected = llm.generate("def f(x):", max_tokens=8, decoder=SelfInfill(suffix="return x"))
+        answer = client.ask(
+            COMPLETIONS, prompt="def f(x):", suffix="return x", max_tokens=8, temperature=0
+        )
+        [choice] = answer["choices"]
+        assert choice["text"] == expected.text and choice["finish_reason"] == "stop"
+        assert choice["text"] == "m"
+        assert (259, *b"def f(x):", 260, *b"return x", 261) in seen
+        assert answer["usage"]["prompt_tokens"] == len("def f(x):return x") + 3
+        fields = {"prompt": "def f(x):", "suffix": "return x", "max_tokens": 8, "temperature": 0}
+        parts = [chunk["choices"][0]["text"] for chunk in client.chunks(COMPLETIONS, **fields)]
+        assert "".join(parts) == expected.text
+        assert "echo and suffix" in client.refused(COMPLETIONS, suffix="x", echo=True)["message"]
+
+
+def test_a_suffix_needs_a_model_that_fills_gaps(client: Client) -> None:
+    error = client.refused(COMPLETIONS, suffix="the end")
+    assert "fill-in-the-middle model" in error["message"] and error["param"] == "suffix"
+    assert client.ask(COMPLETIONS, suffix="")
