@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 import torch
 from peft import LoraConfig, get_peft_model
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError
 from anydecode.kernels.library import load_library
 from anydecode.models.lora import read_factors
 from anydecode.models.opening import choose_executor
@@ -77,7 +77,7 @@ def test_logits_equal_peft(case: str, tmp_path: Path) -> None:
     expected = hf_logits(peft_model, PROMPT)
     ours = own_model(hf_model(family))
     plain = logits(ours, chain(PROMPT))
-    assert ours.add_adapter("a", tmp_path) == 0
+    assert ours.add_adapter(tmp_path) == 0
     assert np.abs(adapter_logits(ours, 0, PROMPT) - expected).max() < 1e-4
     assert np.abs(plain - expected).max() > 1e-2
     assert np.array_equal(adapter_logits(ours, -1, PROMPT), plain)
@@ -116,7 +116,7 @@ def test_a_wrong_scale_changes_the_logits(change: dict[str, Any], tmp_path: Path
     expected = hf_logits(peft_model, PROMPT)
     rewrite(tmp_path, **change)
     ours = own_model(hf_model("Llama"))
-    ours.add_adapter("a", tmp_path)
+    ours.add_adapter(tmp_path)
     assert np.abs(adapter_logits(ours, 0, PROMPT) - expected).max() > 1e-3
 
 
@@ -126,7 +126,7 @@ def test_rows_use_their_own_adapters(tmp_path: Path) -> None:
     model = own_model(hf_model("Llama"))
     for number, case in enumerate(("everything", "attention")):
         save_peft_model("Llama", CASES[case][1], tmp_path / case, seed=number)
-        assert model.add_adapter(case, tmp_path / case) == number
+        assert model.add_adapter(tmp_path / case) == number
     count = len(PROMPT)
     rows = make_rows(
         PROMPT * 3,
@@ -159,7 +159,7 @@ def test_adapters_of_experts_and_routers(tmp_path: Path, backend: str) -> None:
     save_file(factors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 1}')
     plain = logits(model, chain(PROMPT))
-    model.add_adapter("a", tmp_path)
+    model.add_adapter(tmp_path)
     adapted = adapter_logits(model, 0, PROMPT)
     layer = merged_model.network.weights.layers[1].mlp
     for weight, name in (
@@ -213,12 +213,4 @@ def test_broken_adapters_are_rejected(corrupt: Any, message: str, tmp_path: Path
     save_peft_model("Llama", CASES["attention"][1], tmp_path)
     corrupt(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        own_model(hf_model("Llama")).add_adapter("a", tmp_path)
-
-
-def test_adapter_names_are_unique(tmp_path: Path) -> None:
-    save_peft_model("Llama", CASES["attention"][1], tmp_path)
-    model = own_model(hf_model("Llama"))
-    model.add_adapter("a", tmp_path)
-    with pytest.raises(InvalidRequestError, match="already"):
-        model.add_adapter("a", tmp_path)
+        own_model(hf_model("Llama")).add_adapter(tmp_path)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from anydecode.api.adapters import Adapters, LoadedAdapter
 from anydecode.api.embedding import MeanState
 from anydecode.api.first_finish import FirstFinish
 from anydecode.api.generation import Generation, StreamChunk
@@ -126,7 +127,7 @@ class LLM:
         if opened is None:
             raise InvalidRequestError("this model has no tokenizer; pass tokenizer=")
         self.tokenizer: Tokenizer = opened
-        self._adapters: dict[str, int] = {}
+        self._adapters = Adapters(self.model)
         self._positions = cache_positions
         self._cache = cache
         self._row_budget = row_budget
@@ -428,27 +429,28 @@ class LLM:
         return [int(token) for token in tokens]
 
     def add_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter in PEFT layout from the folder `path`. Requests select it with
-        `adapter=name`."""
-        add = getattr(self.model, "add_adapter", None)
-        if add is None:
-            raise UnsupportedCombinationError("this model does not support adapters")
-        self._adapters[name] = add(name, Path(path))
+        """Load a LoRA adapter in PEFT layout from the folder `path`, also while requests run.
+        Requests select it with `adapter=name`.
+
+        Raises:
+            InvalidRequestError: There is already an adapter of this name.
+            UnsupportedCombinationError: The model does not support adapters.
+            CheckpointError: The files are missing or corrupt, or do not fit the model.
+        """
+        self._adapters.add(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter. Requests that use it end as they would; then its weights are freed.
+
+        Raises:
+            InvalidRequestError: There is no adapter of this name.
+        """
+        self._adapters.remove(name)
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the loaded adapters."""
-        return sorted(self._adapters)
-
-    def adapter_index(self, name: str | None) -> int:
-        """The model's index of adapter `name`; -1 for None."""
-        if name is None:
-            return -1
-        adapters = self._adapters
-        if name not in adapters:
-            loaded = ", ".join(sorted(adapters)) or "none is loaded"
-            raise InvalidRequestError(f"no adapter is called {name!r} ({loaded})")
-        return adapters[name]
+        """Names of the loaded adapters, sorted."""
+        return self._adapters.names
 
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
         """The decoder that `choice` names: an object, a catalogue key, or
@@ -545,7 +547,7 @@ class LLM:
             SamplingParams(**given),
             name=name,
             constraint=text_constraint,
-            adapter=self.adapter_index(adapter),
+            adapter=self._adapters.find(adapter),
             trace=trace,
             priority=priority,
             namespace=namespace,
@@ -646,14 +648,16 @@ class LLM:
         """One request and decoder per prompt, and whether `prompt` is a batch."""
         prompts, has_many = split_prompts(prompt)
         decoders = [MeanState() for _ in prompts]
-        index = self.adapter_index(adapter)
+        loaded = self._adapters.find(adapter)
         requests = [
-            self._measurement(decoder, self.encode(one), index)
+            self._measurement(decoder, self.encode(one), loaded)
             for decoder, one in zip(decoders, prompts, strict=True)
         ]
         return requests, decoders, has_many
 
-    def _measurement(self, decoder: Decoder, tokens: list[int], adapter: int = -1) -> Request:
+    def _measurement(
+        self, decoder: Decoder, tokens: list[int], adapter: LoadedAdapter | None = None
+    ) -> Request:
         """A request whose decoder reads `tokens` and generates nothing."""
         params = SamplingParams(temperature=0.0, max_tokens=1)
         return Request(self.resources, tokens, decoder, params, adapter=adapter)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.api.adapters import LoadedAdapter
 from anydecode.api.first_finish import FirstFinish, SampleState
 from anydecode.api.generation import Generation, Stats, StreamChunk
 from anydecode.api.resources import Resources
@@ -54,7 +55,7 @@ class Request:
         params: Sampling parameters.
         name: The decoder's name in messages and results.
         constraint: A `Constraint`, a constraint state, or None.
-        adapter: Index of the LoRA adapter, -1 for none.
+        adapter: The LoRA adapter; None for none.
         trace: Whether to record every decoding round.
         priority: For schedules that use it; smaller numbers come first.
         namespace: Cached prefixes are shared only within a namespace.
@@ -76,7 +77,7 @@ class Request:
         *,
         name: str = "",
         constraint: Constraint | ConstraintState | None = None,
-        adapter: int = -1,
+        adapter: LoadedAdapter | None = None,
         trace: bool = False,
         priority: int = 0,
         namespace: Hashable = None,
@@ -90,6 +91,7 @@ class Request:
         self.companion = companion or prompt[-1:]
         self.params = params
         self.name = name
+        self.adapter = adapter
         self.segment = segment or Segment()
         self.first_finish = first_finish
         self.prompt_embeds = prompt_embeds
@@ -105,7 +107,7 @@ class Request:
         self._end_times: list[float] = [self._start_time] * len(samples)
         self._on_progress: Callable[[], Any] | None = None
         self.jobs = [
-            self._job(index, sample, decoder, constraint, adapter, trace, priority, namespace)
+            self._job(index, sample, decoder, constraint, trace, priority, namespace)
             for index, sample in enumerate(samples)
         ]
 
@@ -247,7 +249,6 @@ class Request:
         sample: UnfinishedSample,
         decoder: Decoder,
         constraint: Constraint | ConstraintState | None,
-        adapter: int,
         trace: bool,
         priority: int,
         namespace: Hashable,
@@ -265,6 +266,7 @@ class Request:
             params.include_stop,
             params.min_tokens,
         )
+        adapter = -1 if self.adapter is None else self.adapter.index
         key = (adapter, namespace)
         sampler = params.sampler(
             self.prompt,

@@ -103,6 +103,15 @@ def serve(
             help="LoRA adapter to serve as model NAME; repeatable. Default: none.",
         ),
     ] = None,
+    adapter_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter-folder",
+            exists=True,
+            file_okay=False,
+            help="Folder whose LoRA adapters requests may load and unload. Default: none.",
+        ),
+    ] = None,
     max_requests: Annotated[
         int, typer.Option("--max-requests", min=1, help="Maximum number of concurrent requests.")
     ] = 256,
@@ -205,6 +214,7 @@ def serve(
         allowed_decoders=tuple(allow_decoder or ()),
         allowed_hosts=tuple(name.lower() for name in allow_host or ()),
         open_metrics=open_metrics,
+        adapter_folder=adapter_folder,
     )
     engine = options.without_none(
         dtype=dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,7 +142,7 @@ class NativeExecutor:
         self.threads = thread_count(threads)
         self.packer = Packer(loaded, self.threads, free_weights)
         self._network = (embedding, embedding_scale, num_layers, layer, head)
-        self._adapters, self._num_loaded = adapters, 0
+        self._adapters, self._loaded = adapters, list[Adapter]()
         self._hidden_size, self._vocab_size = embedding.in_features, vocab_size
         self._num_layers = num_layers
         self.program = record(self.packer, *self._network, ())
@@ -471,28 +472,33 @@ class NativeExecutor:
             if self._current is not self._plain:
                 self._use(self._plain)
             return
-        if self._adapted is None or self._num_loaded != len(self._adapters):
+        if self._adapted is None or not _are_same(self._loaded, self._adapters):
             self._load_adapters()
         if self._adapted is not None and self._current is not self._adapted:
             self._use(self._adapted)
 
     def _load_adapters(self) -> None:
         """Record the program again, with every matrix that any adapter targets."""
-        names = {name for adapter in self._adapters for name in adapter}
+        self._loaded = list(self._adapters)
+        names = {name for adapter in self._loaded for name in adapter}
         self._adapted = record(self.packer, *self._network, names)
         targets = self._adapted.targets
-        self._loras = (Lora * (len(targets) * len(self._adapters) or 1))()
+        self._loras = (Lora * (len(targets) * len(self._loaded) or 1))()
         self._lora_data: list[np.ndarray] = []
-        for number, adapter in enumerate(self._adapters):
+        for number, adapter in enumerate(self._loaded):
             for index, name in enumerate(targets):
                 if name in adapter:
                     self._set_lora(self._loras[number * len(targets) + index], adapter[name])
         self._pass.loras = ctypes.addressof(self._loras)
-        self._pass.num_adapters, self._pass.num_targets = len(self._adapters), len(targets)
-        self._num_loaded = len(self._adapters)
+        self._pass.num_adapters, self._pass.num_targets = len(self._loaded), len(targets)
 
     def _set_lora(self, lora: Lora, update: LowRank) -> None:
         down = np.ascontiguousarray(update.down.data, np.float32)
         up = np.ascontiguousarray((update.up.data * np.float32(update.scale)).T, np.float32)
         self._lora_data += [down, up]
         lora.down, lora.up, lora.rank = address_of(down), address_of(up), len(down)
+
+
+def _are_same(some: Sequence[Adapter], others: Sequence[Adapter]) -> bool:
+    """Whether two lists have the same adapters, not equal ones."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import gt
@@ -76,7 +77,7 @@ class Transformer:
         self.name = name
         self.network = network
         self.executor: Executor = executor(network)
-        self.adapter_names: list[str] = []
+        self._adapters_lock = threading.Lock()
         self._parallel_layers: dict[int, Callable[[Any, Any, int], Any]] = {}
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
@@ -121,26 +122,24 @@ class Transformer:
         applied."""
         return to_host(self.executor.embed(tokens))
 
-    def add_adapter(self, name: str, path: str | Path) -> int:
-        """Load a PEFT LoRA adapter from a folder.
-
-        Args:
-            name: A name that no other adapter has.
-            path: The folder.
+    def add_adapter(self, path: str | Path) -> int:
+        """Load a PEFT LoRA adapter from a folder. Passes may run on another thread meanwhile.
 
         Returns:
-            Its index, for `rows.adapters`.
+            Its index, for `rows.adapters`: one that no adapter of this model has had.
 
         Raises:
-            InvalidRequestError: There is already an adapter of this name.
             CheckpointError: The files are missing or corrupt, or do not fit the model.
         """
-        if name in self.adapter_names:
-            raise InvalidRequestError(f"there is already an adapter named {name!r}")
         adapter = load_adapter(Path(path), self.network)
-        self.network.adapters.append(adapter)
-        self.adapter_names.append(name)
-        return len(self.adapter_names) - 1
+        with self._adapters_lock:
+            self.network.adapters.append(adapter)
+            return len(self.network.adapters) - 1
+
+    def remove_adapter(self, index: int) -> None:
+        """Free the factors of the adapter `index`, which no row may use any more. Kernels with
+        copies free them in the next pass with adapters."""
+        self.network.adapters[index] = {}
 
     def _run_parallel(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run a pass in which some rows run layers in parallel: one part per group size, and one
@@ -210,7 +209,7 @@ class Transformer:
                     f"the hidden state after {depth} layers is requested of a row that does not run"
                     " through them"
                 )
-        if rows.adapters is not None and (rows.adapters >= len(self.adapter_names)).any():
+        if rows.adapters is not None and (rows.adapters >= len(self.network.adapters)).any():
             raise InvalidRequestError(f"there is no adapter {int(rows.adapters.max())}")
 
 

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from anydecode.api.llm import LLM
 from anydecode.errors import AnydecodeError
 from anydecode.server import metrics
+from anydecode.server.adapters import load_adapter, unload_adapter
 from anydecode.server.admission import AdmissionMiddleware
 from anydecode.server.bodies import JsonRoute, described
 from anydecode.server.chat import chat
@@ -26,8 +27,10 @@ from anydecode.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    LoadAdapterRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from anydecode.server.responses import respond
 from anydecode.server.run import Disconnected
@@ -118,6 +121,16 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
         """Compute one embedding per input."""
         return await embed(service, body, http)
+
+    @app.post("/v1/load_lora_adapter", responses=_ERRORS)
+    async def load_lora_adapter(body: LoadAdapterRequest, http: Request) -> Response:
+        """Load an adapter from the server's folder of adapters."""
+        return await load_adapter(service, body)
+
+    @app.post("/v1/unload_lora_adapter", responses=_ERRORS)
+    async def unload_lora_adapter(body: UnloadAdapterRequest, http: Request) -> Response:
+        """Unload an adapter."""
+        return await unload_adapter(service, body)
 
     @app.post("/tokenize", responses=_ERRORS)
     async def tokenize_text(body: TokenizeRequest, http: Request) -> Response:

@@ -296,6 +296,21 @@ class DetokenizeRequest(Body):
     tokens: Tokens
 
 
+class LoadAdapterRequest(Body):
+    """`POST /v1/load_lora_adapter`: a name, and a folder inside the server's folder of adapters."""
+
+    model_config = ConfigDict(extra="forbid")
+    lora_name: Annotated[str, Field(min_length=1, max_length=128)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class UnloadAdapterRequest(Body):
+    """`POST /v1/unload_lora_adapter`."""
+
+    model_config = ConfigDict(extra="forbid")
+    lora_name: Name
+
+
 class EmbeddingRequest(Body):
     """`POST /v1/embeddings`."""
 

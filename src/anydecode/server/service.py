@@ -40,6 +40,8 @@ class Service:
         self.metrics = Metrics(llm)
         self.preparation = Preparation(llm, settings)
         self.created = int(time.time())
+        #: Held while a request loads an adapter, so that none exceeds the limit.
+        self.adapter_lock = asyncio.Lock()
         template = self.tokenizer.chat_template
         self.tool_format = tool_format(settings.tool_parser, template)
         self._reasoning_tags = reasoning_tags(settings.reasoning_parser, template)

@@ -7,6 +7,7 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 from anydecode.errors import InvalidRequestError
 
@@ -38,6 +39,8 @@ class Settings:
         prepare_memory: Most memory that one of these may take, in bytes.
         allowed_decoders: Decoders with parameters ("key:name=value") that requests may select,
             although a parameter is beyond the bounds of the method's card.
+        adapter_folder: The folder whose adapters requests may load; None: they may load none.
+        max_adapters: Most adapters that are loaded when a request loads another.
         open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
@@ -61,6 +64,8 @@ class Settings:
     open_metrics: bool = False
     prepare_seconds: float = 2.0
     prepare_memory: int = 1 << 30
+    adapter_folder: Path | None = None
+    max_adapters: int = 16
 
     @property
     def namespaces(self) -> dict[str, str]:

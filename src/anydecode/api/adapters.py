@@ -1,0 +1,73 @@
+"""The LoRA adapters of an engine, by name: loaded and removed while requests run."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+
+
+class LoadedAdapter:
+    """An adapter that a model has loaded. The requests that use it refer to it; its weights are
+    freed when nothing does any more.
+
+    Attributes:
+        index: Its index in the model.
+    """
+
+    def __init__(self, model: Any, index: int) -> None:
+        self.index = index
+        weakref.finalize(self, model.remove_adapter, index).atexit = False
+
+
+class Adapters:
+    """The adapters of one model; safe for threads."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._lock = threading.Lock()  # while one is loaded
+        self._adapters: dict[str, LoadedAdapter] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the loaded adapters, sorted."""
+        return sorted(self._adapters)
+
+    def add(self, name: str, path: str | Path) -> None:
+        """Load an adapter from a folder.
+
+        Raises:
+            InvalidRequestError: There is already an adapter of this name.
+            UnsupportedCombinationError: The model does not support adapters.
+            CheckpointError: The files are missing or corrupt, or do not fit the model.
+        """
+        add = getattr(self._model, "add_adapter", None)
+        if add is None:
+            raise UnsupportedCombinationError("this model does not support adapters")
+        with self._lock:
+            if name in self._adapters:
+                raise InvalidRequestError(
+                    f"there is already an adapter called {name!r}; remove it first"
+                )
+            self._adapters[name] = LoadedAdapter(self._model, add(Path(path)))
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter. Requests that use it end as they would; then its weights are freed.
+
+        Raises:
+            InvalidRequestError: There is no adapter of this name.
+        """
+        with self._lock:
+            self.find(name)
+            del self._adapters[name]
+
+    def find(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter called `name`; None for None. Raises `InvalidRequestError`."""
+        adapter = None if name is None else self._adapters.get(name)
+        if adapter is None and name is not None:
+            loaded = ", ".join(self.names) or "none is loaded"
+            raise InvalidRequestError(f"no adapter is called {name!r} ({loaded})")
+        return adapter

@@ -1,0 +1,104 @@
+"""Adapters that requests load and unload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from adapter_files import save_adapter  # noqa: E402
+from anydecode import LLM  # noqa: E402
+from anydecode.certification.tiny import tiny_llm  # noqa: E402
+from server_client import COMPLETIONS, Client, served  # noqa: E402
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with tiny_llm() as llm:
+        yield llm
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed in (1, 2, 3):
+        save_adapter(tmp_path / "adapters" / f"lora-{seed}", seed)
+    save_adapter(tmp_path / "outside", 4)
+    (tmp_path / "adapters" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "adapters" / "empty").mkdir()
+    return tmp_path / "adapters"
+
+
+@pytest.fixture
+def client(llm: LLM, folder: Path) -> Iterator[Client]:
+    with served(llm, adapter_folder=folder, max_adapters=2) as client:
+        yield client
+
+
+def posted(client: Client, action: str, name: str, path: str | None = None) -> tuple[int, Any]:
+    body = {"lora_name": name} | ({} if path is None else {"lora_path": path})
+    answer = client.http.post(f"/v1/{action}_lora_adapter", json=body)
+    return answer.status_code, answer.json()
+
+
+def text(client: Client, **fields: Any) -> str:
+    fields = {"max_tokens": 16, "ignore_eos": True, "temperature": 0, **fields}
+    answer = client.ask(COMPLETIONS, "the cat sat ", **fields)
+    found: str = answer["choices"][0]["text"]
+    return found
+
+
+def test_adapters_are_loaded_listed_and_unloaded(client: Client, folder: Path) -> None:
+    assert posted(client, "load", "a", "lora-1")[0] == 200
+    models = client.http.get("/v1/models").json()["data"]
+    assert [(one["id"], one["parent"]) for one in models] == [("scripted", None), ("a", "scripted")]
+    with tiny_llm() as alone:
+        alone.add_adapter("x", folder / "lora-1")
+        expected = alone.generate("the cat sat ", max_tokens=16, ignore_eos=True, adapter="x").text
+    assert text(client, model="a") == expected != text(client)
+    assert posted(client, "unload", "a")[0] == 200
+    assert client.http.post(COMPLETIONS, json={"prompt": "a", "model": "a"}).status_code == 404
+    assert posted(client, "unload", "a")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("a", "../outside", "not a folder inside"),
+        ("a", "link", "not a folder inside"),
+        ("a", "/etc", "not a folder inside"),
+        ("a", ".", "not a folder inside"),
+        ("a", "none", "not a folder inside"),
+        ("a", "a\0b", "not a folder inside"),
+        ("a", "empty", "empty: adapter_config.json is missing"),
+        ("scripted", "lora-1", "already a model called 'scripted'"),
+        ("", "lora-1", "lora_name"),
+    ],
+)
+def test_invalid_loads_are_refused(
+    client: Client, folder: Path, name: str, path: str, message: str
+) -> None:
+    status, answer = posted(client, "load", name, path)
+    assert status == 400 and message in answer["error"]["message"]
+    assert str(folder) not in answer["error"]["message"]
+
+
+def test_the_number_of_adapters_is_limited(client: Client) -> None:
+    for number in (1, 2):
+        assert posted(client, "load", f"a{number}", f"lora-{number}")[0] == 200
+    assert posted(client, "load", "a1", "lora-3")[0] == 400
+    status, answer = posted(client, "load", "a3", "lora-3")
+    assert status == 400 and "this server allows 2" in answer["error"]["message"]
+    assert posted(client, "unload", "a1")[0] == 200
+    assert posted(client, "load", "a3", "lora-3")[0] == 200
+
+
+def test_without_a_folder_requests_change_no_adapters(llm: LLM, folder: Path) -> None:
+    llm.add_adapter("a", folder / "lora-1")
+    with served(llm) as client:
+        assert posted(client, "load", "b", "lora-2")[0] == 403
+        assert posted(client, "unload", "a")[0] == 403
+        assert text(client, model="a")
