@@ -1,4 +1,5 @@
-"""Tokenising, log-probabilities of prompts, and text between a prompt and a suffix."""
+"""Tokenising, log-probabilities of prompts, text between a prompt and a suffix, and second
+prompts."""
 
 from __future__ import annotations
 
@@ -134,3 +135,19 @@ def test_a_suffix_needs_a_model_that_fills_gaps(client: Client) -> None:
     error = client.refused(COMPLETIONS, suffix="the end")
     assert "fill-in-the-middle model" in error["message"] and error["param"] == "suffix"
     assert client.ask(COMPLETIONS, suffix="")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_negative_prompt_guides_as_in_process(client: Client, llm: LLM, path: str) -> None:
+    prompt = "the cat sat" if path == COMPLETIONS else "user: the cat sat\nassistant: "
+    options: dict[str, Any] = {"guidance_scale": 4.0, "negative_prompt": "a dog", "seed": 3}
+    expected = llm.generate(prompt, max_tokens=8, temperature=1.0, **options).text
+    answer = client.ask(path, "the cat sat", max_tokens=8, **options)["choices"][0]
+    assert (answer["text"] if path == COMPLETIONS else answer["message"]["content"]) == expected
+    options["negative_prompt"] = "a cow"
+    assert llm.generate(prompt, max_tokens=8, temperature=1.0, **options).text != expected
+
+
+def test_a_negative_prompt_needs_guidance(client: Client) -> None:
+    error = client.refused(COMPLETIONS, negative_prompt="a dog")
+    assert "negative_prompt has no effect without guidance" in error["message"]

@@ -88,6 +88,7 @@ class Request:
     ) -> None:
         self.resources = resources
         self.prompt = prompt
+        self._has_companion = companion is not None
         self.companion = companion or prompt[-1:]
         self.params = params
         self.name = name
@@ -277,6 +278,10 @@ class Request:
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
         )
+        if self._has_companion and not sampler.companions:
+            raise InvalidRequestError(
+                "negative_prompt has no effect without guidance; set guidance_scale"
+            )
         sequence = Sequence(
             prompt=self.prompt,
             sampler=sampler,

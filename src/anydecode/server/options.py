@@ -36,6 +36,7 @@ def engine_options(
     options["trace"] = bool(body.trace)
     options["priority"] = body.priority or 0
     options["namespace"] = namespace
+    options["negative_prompt"] = body.negative_prompt
     options["first_finish"] = body.first_finish
     options["segment"] = body.segment
     options["resume"] = None if body.resume is None else body.resume.model_dump()

@@ -175,6 +175,7 @@ class Options(SamplingFields):
         segment: Most tokens that this call generates.
         resume: Continue from `anydecode.resume` of an earlier response.
         structured_outputs: A constraint of the answer, or limits of its JSON.
+        negative_prompt: The second prompt of classifier-free guidance (`guidance_scale`).
         IGNORED: Fields of OpenAI's API that have no effect, with their neutral values.
         REFUSED: Unsupported fields of OpenAI's API that would change the answer, with their neutral
             values and advice on what to do instead.
@@ -193,6 +194,7 @@ class Options(SamplingFields):
     segment: Positive | None = None
     resume: Resume | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_limited)] | None = None
+    negative_prompt: str | None = None
     if TYPE_CHECKING:  # of `SamplingFields`
         logprobs: Any = None
         temperature: float | None = None

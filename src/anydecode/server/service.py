@@ -105,6 +105,13 @@ class Service:
             for prompt in prompts
         ]
 
+        if isinstance(options.get("negative_prompt"), str):
+            negative = await self.preparation.encode(
+                state, options["negative_prompt"], special=True
+            )
+            check_prompt(negative, self.settings)
+            options = {**options, "negative_prompt": negative}
+
         def make_requests() -> list[Request]:
             tokens = [self.llm.encode(prompt) for prompt in prompts]
             for prompt in tokens:
