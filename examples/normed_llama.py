@@ -9,7 +9,7 @@ With the entry point in pyproject.toml, a folder whose config.json has the model
 from __future__ import annotations
 
 from anydecode import Family
-from anydecode.models.families.config import Config
+from anydecode.models.families.values import Config
 
 
 def full_attention(config: Config) -> list[str]:

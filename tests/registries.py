@@ -10,7 +10,7 @@ from typing import Any
 
 from anydecode import catalogue
 from anydecode.certification.certify import load_oracle_tests
-from anydecode.models.families.config import FAMILIES
+from anydecode.models.families.table import FAMILIES
 
 
 @contextmanager

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         TextDraftSession,
     )
     from anydecode.engine.schedule import DecodesFirst, RowBudget, Schedule, ScheduledSpan
-    from anydecode.models.families.config import Family
+    from anydecode.models.families.family import Family
     from anydecode.models.interface import Model
     from anydecode.models.spec import ModelSpec
     from anydecode.models.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ _MODULES = {
     "RowBudget": "anydecode.engine.schedule",
     "Schedule": "anydecode.engine.schedule",
     "ScheduledSpan": "anydecode.engine.schedule",
-    "Family": "anydecode.models.families.config",
+    "Family": "anydecode.models.families.family",
     "Model": "anydecode.models.interface",
     "ModelSpec": "anydecode.models.spec",
     "Tokenizer": "anydecode.models.tokenizer",

@@ -52,7 +52,7 @@ def test_wrappers_pass_the_requirements_on(wrap: Callable[[Any], Any], key: str)
 def test_compressed_prompts_pass_the_requirements_on(prefill: str, key: str) -> None:
     inner = catalogue.build(key).requirements
     assert catalogue.build(prefill, decoder=key).requirements == replace(
-        inner, takes_embeddings=True
+        inner, takes_embeddings=True, attention_only=("target",)
     )
 
 
@@ -67,8 +67,8 @@ def test_requirements_of_methods() -> None:
     expected = {
         "autoregressive": Requirements(),
         "beam": Requirements(can_sample=False),
-        "llada": Requirements(causal=False),
-        "wedlm": Requirements(),
+        "llada": Requirements(causal=False, attention_only=("target",)),
+        "wedlm": Requirements(attention_only=("target",)),
         "apd": Requirements(runners=("draft",), causal=False),
         "elastic-cache": Requirements(causal=False, reads_weights=True),
         "omnidraft": Requirements(runners=("draft",), can_translate_vocab=True),

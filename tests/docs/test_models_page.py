@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from anydecode.kernels.interface import FORMATS
-from anydecode.models.families.config import FAMILIES
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.loading.gguf_config import ARCHITECTURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"

@@ -33,6 +33,13 @@ GRANITE_4: dict[str, Any] = {
     "residual_multiplier": 0.6,
     "logits_scaling": 1.5,
 }
+GRANITE_4_HYBRID: dict[str, Any] = {
+    **GRANITE_4,
+    "layer_types": ["mamba", "attention", "linear_attention"],
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+}
+MAMBA_2 = {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}
 #: With factors that grow within the test's positions.
 MINISTRAL_3: dict[str, Any] = {
     "rope_type": "yarn",
@@ -229,6 +236,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite 4": ("GraniteMoeHybrid", {**GRANITE_4, "position_embedding_type": "rope"}),
     "granite 4 nope": ("GraniteMoeHybrid", {**GRANITE_4, "tie_word_embeddings": True}),
+    "granite 4 hybrid": ("GraniteMoeHybrid", GRANITE_4_HYBRID),
+    "granite 4 hybrid rope": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE_4_HYBRID,
+            "position_embedding_type": "rope",
+            "layer_types": ["attention", "mamba", "full_attention"],
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "mamba2": ("Mamba2", MAMBA_2),
+    "mamba2 odd": (
+        "Mamba2",
+        {
+            **MAMBA_2,
+            "n_groups": 1,
+            "state_size": 13,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2 odd": (
+        "Lfm2",
+        {
+            "full_attn_idxs": [1],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2 own size": ("Lfm2", {"full_attn_idxs": [0, 2], "block_auto_adjust_ff_dim": False}),
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4 no bias": (
         "Glm4",
@@ -409,12 +454,14 @@ def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int
     """Greedy tokens and the logits of every position."""
     import torch
 
-    tokens, past, rows = list(prompt), None, []
+    tokens, rows = list(prompt), []
+    name = "cache_params" if type(model).__name__.startswith("Mamba") else "past_key_values"
+    past: dict[str, Any] = {}
     step = torch.tensor([prompt])
     for _ in range(count):
         with torch.inference_mode():
-            out = model(step, past_key_values=past, use_cache=True)
-        past = out.past_key_values
+            out = model(step, **past, use_cache=True)
+        past = {name: out[name]}
         rows.append(out.logits[0].numpy())
         step = out.logits[:, -1:].argmax(-1)
         tokens.append(int(step))
@@ -478,13 +525,6 @@ def test_ministral3_inside_a_multimodal_model() -> None:
     outer.config = config
     outer.tensors = {f"language_model.{name}": t for name, t in inner.tensors.items()}
     assert np.array_equal(logits(built(outer), chain(PROMPT)), ours(model))
-
-
-def test_granite_with_state_space_layers_is_refused() -> None:
-    config = checkpoint_of(hf_model("GraniteMoeHybrid", **GRANITE_4)).config
-    config["layer_types"] = ["mamba", "attention", "mamba"]
-    with pytest.raises(CheckpointError, match="attention of type 'mamba' is not supported"):
-        spec_from_config(config)
 
 
 @pytest.mark.parametrize(

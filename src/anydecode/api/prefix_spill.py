@@ -78,7 +78,7 @@ def _identity(model: Any, cache: KeyValues | None) -> str:
     else:
         facts["object"] = f"{id(model)}"
     if cache is not None:
-        tensors = [*cache.keys, *cache.values]
+        tensors = cache.arrays
         facts["layout"] = [f"{one.dtype} {tuple(one.shape[1:])}" for one in tensors]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 

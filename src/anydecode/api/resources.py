@@ -78,6 +78,12 @@ class Resources:
             if self.engine.runners[runner].model.spec.causal != needs.draft_causal:
                 kind = "causal" if needs.draft_causal else "diffusion (bidirectional)"
                 raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} {runner} model")
+        for runner in needs.attention_only:
+            if self.engine.runners[runner].model.spec.recurrences:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} edits the {runner} model's key-value cache, which a model"
+                    " with recurrent layers does not allow"
+                )
         if needs.runners and not needs.can_translate_vocab and not self.shares_vocabulary:
             raise UnsupportedCombinationError(
                 f"decoder {name!r} needs a draft model with the target's vocabulary;"

@@ -26,6 +26,8 @@ class Requirements:
         can_sample: Whether the method samples from the request's sampler; False if it ignores the
             sampler.
         takes_embeddings: Whether a part of the prompt may be given as embeddings.
+        attention_only: The runners whose models must not have recurrent layers: the method removes
+            or changes positions of their caches, or lets rows see later ones.
     """
 
     runners: tuple[str, ...] = ()
@@ -35,6 +37,7 @@ class Requirements:
     reads_weights: bool = False
     can_sample: bool = True
     takes_embeddings: bool = False
+    attention_only: tuple[str, ...] = ()
 
 
 class Decoder(ABC):

@@ -7,16 +7,17 @@ Q8_0 and Q4_1: 34 and 20 bytes per block. Vectors are padded with zeros to whole
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize
-from anydecode.kernels.interface import Attention, KeyValues, Weight
-from anydecode.kernels.pages import map_anonymous
+from anydecode.kernels.interface import Attention, KeyValues, Recurrence, Weight
+from anydecode.kernels.pages import mapped_zeros
+from anydecode.kernels.recurrent import StatePool
 
 #: Cache format -> the weight format with the same layout.
 CACHE_FORMATS = {
@@ -28,28 +29,41 @@ CACHE_FORMATS = {
 }
 
 
-def new_cache(format: str, num_slots: int, shapes: Sequence[Attention]) -> KeyValues:
+def new_cache(
+    format: str,
+    num_slots: int,
+    shapes: Sequence[Attention | None],
+    recurrences: Mapping[int, Recurrence] = MappingProxyType({}),
+) -> KeyValues:
     """A key-value cache of zeros in main memory.
 
     Args:
         format: A name of `CACHE_FORMATS`.
         num_slots: Number of positions.
-        shapes: The attention of each layer.
+        shapes: The attention of each layer; None: it has none.
+        recurrences: The recurrence of each layer that has one.
 
     Raises:
         InvalidRequestError: The format is unknown.
     """
     check_cache_format(format)
 
-    def empty(shape: Attention) -> np.ndarray:
-        # Each head's slots are contiguous, so that consecutive slots are read sequentially.
+    def empty(shape: Attention | None) -> np.ndarray:
         dtype = cache_dtype(format)
+        if shape is None:
+            return np.empty((num_slots, 1, 0), dtype)
+        # Each head's slots are contiguous, so that consecutive slots are read sequentially.
         size = (shape.num_kv_heads, num_slots, stored_width(format, shape.head_dim))
-        buffer = map_anonymous(max(1, math.prod(size) * dtype.itemsize))
-        flat = np.frombuffer(buffer, dtype, math.prod(size))
-        return flat.reshape(size).swapaxes(0, 1)
+        return mapped_zeros(size, dtype).swapaxes(0, 1)
 
-    return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], format)
+    inputs = {
+        layer: mapped_zeros((num_slots, shape.width + shape.num_gates), np.dtype(np.float32))
+        for layer, shape in recurrences.items()
+    }
+    has_states = any(shape.state_shape for shape in recurrences.values())
+    states = StatePool(recurrences, len(shapes)) if has_states else None
+    keys, values = ([empty(shape) for shape in shapes] for _ in range(2))
+    return KeyValues(keys, values, format, inputs, states)
 
 
 def check_cache_format(format: str) -> None:
@@ -73,7 +87,7 @@ def stored_width(format: str, head_dim: int) -> int:
 
 def bytes_per_position(cache: KeyValues) -> int:
     """Bytes of one position in all layers of a cache."""
-    return sum(x.nbytes // max(1, len(x)) for x in (*cache.keys, *cache.values))
+    return sum(x.nbytes // max(1, len(x)) for x in cache.arrays)
 
 
 def encode(format: str, x: np.ndarray) -> np.ndarray:

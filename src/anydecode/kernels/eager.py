@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.cache import (
     CACHE_FORMATS,
     cache_dtype,
@@ -24,9 +26,11 @@ from anydecode.kernels.interface import (
     KeyValues,
     Output,
     OutputSpec,
+    Recurrence,
     Rows,
     Weight,
 )
+from anydecode.kernels.recurrent import PassStates, check_rows
 from anydecode.kernels.reference import ReferenceBackend
 from anydecode.kernels.torch_arrays import as_numpy, as_tensor
 
@@ -67,14 +71,29 @@ class TorchExecutor(ABC):
     def head(self, x: Any) -> torch.Tensor:
         """Logits float32 `[m, vocab_size]`, final norm included. May be called outside a pass."""
 
-    def new_cache(self, format: str, num_slots: int, shapes: Sequence[Attention]) -> KeyValues:
-        """A key-value cache of zeros on the device, see `kernels.cache.new_cache`."""
+    def new_cache(
+        self,
+        format: str,
+        num_slots: int,
+        shapes: Sequence[Attention | None],
+        recurrences: Mapping[int, Recurrence] = MappingProxyType({}),
+    ) -> KeyValues:
+        """A key-value cache of zeros on the device, see `kernels.cache.new_cache`.
+
+        Raises:
+            UnsupportedCombinationError: Layers are recurrent and the device is not the CPU.
+        """
         if self.device.type == "cpu":
-            return new_cache(format, num_slots, shapes)
+            return new_cache(format, num_slots, shapes, recurrences)
+        if recurrences:
+            raise UnsupportedCombinationError(
+                f"recurrent layers do not run on {self.device.type} yet; use device='cpu'"
+            )
         check_cache_format(format)
         dtype = as_tensor(np.empty(0, cache_dtype(format))).dtype
 
-        def empty(shape: Attention) -> torch.Tensor:
+        def empty(shape: Attention | None) -> torch.Tensor:
+            assert shape is not None, "only layers with a recurrence lack attention"
             width = stored_width(format, shape.head_dim)
             size = (num_slots, shape.num_kv_heads, width)
             return torch.zeros(size, dtype=dtype, device=self.device)
@@ -138,9 +157,13 @@ class EagerExecutor(TorchExecutor):
         self._head = head
         self._adapters = adapters
         self._pass: tuple[Rows, KeyValues] | None = None
+        self._states: PassStates | None = None  # of the pass
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         self._pass = rows, cache
+        if cache.inputs:
+            check_rows(rows)
+        self._states = None if cache.states is None else cache.states.begin(rows)
 
     def embed(self, tokens: np.ndarray) -> torch.Tensor:
         x = as_tensor(dequantize_rows(self._embedding, tokens), self.device)
@@ -155,7 +178,8 @@ class EagerExecutor(TorchExecutor):
         if self._pass is None:
             raise RuntimeError("begin a pass before running its layers")
         rows, cache = self._pass
-        self._backend.bind(rows, active, cache, self._adapters)
+        scan = None if self._states is None else self._states.scan(active)
+        self._backend.bind(rows, active, cache, self._adapters, scan)
         state: Any = x
         for index in range(first, last):
             state = self._layer(self._backend, state, index)

@@ -55,6 +55,17 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1.0 / (exp(-x) + 1.0)
 
 
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(x)), with log(1 + u) = 2 artanh(u / (2 + u)) by its series."""
+    u = exp(-x.abs())
+    z = u / (u + 2.0)
+    square = z * z
+    value = torch.full_like(z, 1.0 / 17)
+    for k in range(15, 0, -2):
+        value = value * square + 1.0 / k
+    return x.clamp(min=0.0) + value * z * 2.0
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + exp(-x))"""
     return x / (exp(-x) + 1.0)
@@ -88,7 +99,18 @@ def clamped_swiglu(
     return (up.clamp(-limit, limit) + 1.0) * (gate * sigmoid(gate * alpha))
 
 
-ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "gelu": gelu}
+def identity(x: torch.Tensor) -> torch.Tensor:
+    """x"""
+    return x
+
+
+ACTIVATIONS = {
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+    "sigmoid": sigmoid,
+    "identity": identity,
+}
 
 
 def tree_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:

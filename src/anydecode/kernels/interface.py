@@ -7,6 +7,7 @@ of slots. `Rows` represents trees, blocks, beams, chunks and batches alike.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,6 +97,66 @@ class Attention:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
 
+@dataclass(frozen=True)
+class Recurrence:
+    """The shape of one layer's causal convolution and recurrence.
+
+    A row's inputs are `width` channels and `num_gates` gates. A depthwise convolution over the last
+    `window` positions and an activation come first. With the rule "conv" they are all there is.
+    With the others the channels are, in this order, the values `[num_heads, head_dim]`, the keys
+    and the queries `[num_groups, state_size]`; consecutive heads share a key and a query. Each head
+    has a state S `[head_dim, state_size]`, zero before the first position, and the row's output is
+    S @ query of the new state:
+
+    - "ssd" (Mamba-2; Dao and Gu, arXiv:2405.21060): S = exp(step * decay) * S + step * value @ key,
+      with one gate per head and step = softplus(gate + step_bias), limited to `step_limits`. The
+      output has skip * value added.
+    - "delta" (gated delta rule; Yang et al., arXiv:2412.06464): S = exp(step * decay) * S, then
+      S = S + sigmoid(strength) * (value - S @ key) @ key. The gates are the strengths of all heads,
+      then those of the steps. Keys and queries are divided by their norms, and queries by
+      sqrt(state_size).
+    """
+
+    rule: str
+    width: int
+    window: int
+    activation: str | None = None
+    num_heads: int = 0
+    head_dim: int = 0
+    num_groups: int = 0
+    state_size: int = 0
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def num_gates(self) -> int:
+        """Gates per row."""
+        return {"ssd": self.num_heads, "delta": 2 * self.num_heads}.get(self.rule, 0)
+
+    @property
+    def width_out(self) -> int:
+        """Numbers of a row's output."""
+        return self.width if self.rule == "conv" else self.num_heads * self.head_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int] | None:
+        """The shape of a state; None if there is none."""
+        if self.rule == "conv":
+            return None
+        return self.num_heads, self.head_dim, self.state_size
+
+
+@dataclass(eq=False)
+class RecurrenceWeights:
+    """The vectors of a recurrence, float32. All but the first two are `[num_heads]`, see
+    `Recurrence`."""
+
+    conv: np.ndarray  # [width, window], the oldest position first
+    conv_bias: np.ndarray | None = None  # [width]
+    decay: np.ndarray | None = None  # negative
+    step_bias: np.ndarray | None = None
+    skip: np.ndarray | None = None
+
+
 class ClampedSwiglu(NamedTuple):
     """The activation of gpt-oss: g * sigmoid(alpha * g) * (u + 1).
 
@@ -106,7 +167,7 @@ class ClampedSwiglu(NamedTuple):
     limit: float = 7.0
 
 
-#: The activation of a gated MLP: "silu", "gelu_tanh" or a `ClampedSwiglu`.
+#: The function of a gate: "silu", "gelu_tanh", "gelu", "sigmoid", "identity" or a `ClampedSwiglu`.
 Activation = str | ClampedSwiglu
 
 
@@ -164,12 +225,19 @@ class KeyValues:
 
     Per layer, keys and values are `[num_slots, num_kv_heads, head_dim]`, or `[num_slots,
     num_kv_heads, bytes]` in a packed format (see `kernels/cache.py`). In main memory each head's
-    slots are contiguous.
+    slots are contiguous. Layers without attention have arrays without entries.
+
+    Attributes:
+        inputs: Per recurrent layer the inputs of its recurrence, float32 `[num_slots, width +
+            num_gates]`.
+        states: The `StatePool` of `kernels/recurrent.py`, if a recurrence has a state.
     """
 
     keys: list[Array]
     values: list[Array]
     format: str = ""  # "float32", "float16", "bfloat16", "int8" or "int4"; empty: by the dtype
+    inputs: dict[int, Array] = field(default_factory=dict)
+    states: Any = None
 
     def __post_init__(self) -> None:
         if not self.format and self.keys:
@@ -178,6 +246,11 @@ class KeyValues:
     @property
     def num_slots(self) -> int:
         return self.keys[0].shape[0]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Every array with one entry per slot."""
+        return [*self.keys, *self.values, *self.inputs.values()]
 
 
 @dataclass(eq=False)
@@ -303,6 +376,15 @@ class Backend(ABC):
 
         `sinks` is float32 `[num_heads]`: the score of a key of each head that every row attends to
         and whose value is zero (gpt-oss).
+        """
+
+    @abstractmethod
+    def recurrence(
+        self, x: Any, gates: Any, layer: int, shape: Recurrence, weights: RecurrenceWeights
+    ) -> Any:
+        """Store x and gates in each row's slot of `layer`, then compute the recurrence.
+
+        `gates` is None where `shape` has none. Each row must see all earlier positions and itself.
         """
 
     @abstractmethod

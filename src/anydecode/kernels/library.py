@@ -52,6 +52,19 @@ class Routing(ctypes.Structure):
     ]
 
 
+class Recurrence(ctypes.Structure):
+    """A convolution and a recurrence."""
+
+    _fields_ = [
+        *((name, pointer) for name in ("conv", "conv_bias", "decay", "step_bias", "skip")),
+        *((name, c_int32) for name in ("rule", "width", "window", "activation")),
+        *((name, c_int32) for name in ("heads", "head_dim", "groups", "state_size", "num_gates")),
+        ("min_step", c_float),
+        ("max_step", c_float),
+        ("reserved", c_int32),
+    ]
+
+
 class Op(ctypes.Structure):
     """One operation of a program."""
 
@@ -66,6 +79,7 @@ class Op(ctypes.Structure):
         ("weight", pointer),
         ("experts", pointer),
         ("routing", pointer),
+        ("recurrence", pointer),
     ]
 
 
@@ -112,6 +126,9 @@ class Pass(ctypes.Structure):
         ("attention_scratch", pointer),
         ("attention_scratch_floats", c_int64),
         *((name, pointer) for name in ("samples", "multi_step_tokens", "end_tokens")),
+        *((name, pointer) for name in ("recurrent_inputs", "states", "scan_start", "scan_first")),
+        *((name, pointer) for name in ("scan_slots", "scan_rows", "scan_saves")),
+        *((name, c_int32) for name in ("num_runs", "scan_lead")),
     ]
 
 
@@ -120,6 +137,7 @@ _SIGNATURES = {
     "size": (c_int64, [c_int]),
     "group_bytes": (c_int64, [c_int, c_int]),
     "attention_floats": (c_int64, [c_int, c_int]),
+    "recurrence_floats": (c_int64, [c_int, c_int]),
     "repack": (None, [pointer, pointer, c_int64, c_int]),
     "linear": (None, [pointer, pointer, c_int, pointer, pointer, pointer]),
     "unpack_row": (None, [pointer, c_int, pointer]),

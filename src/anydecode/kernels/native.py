@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from anydecode.kernels.interface import (
     LowRank,
     Output,
     OutputSpec,
+    Recurrence,
     Rows,
     SampleSpec,
     Weight,
@@ -30,6 +32,7 @@ from anydecode.kernels.library import SampleSpec as NativeSampleSpec
 from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import Packer
 from anydecode.kernels.program import Program, record
+from anydecode.kernels.recurrent import PassStates, Scan, check_rows
 
 _CACHE_CODES = {name: FORMAT_CODES[format] for name, format in CACHE_FORMATS.items()}
 MAX_THREADS = 256  # of the pool in cpu/threads.c
@@ -153,6 +156,7 @@ class NativeExecutor:
         self.cache_format = "float16" if self.packer.has_quantised else "float32"
         self._cache_ends: tuple[Any, Any] = (None, None)  # of the bound cache
         self._rows: Rows | None = None
+        self._states: PassStates | None = None  # of the recurrences, in the current pass
         self._pass = Pass(
             num_layers=num_layers, vocab_size=vocab_size, hidden_size=self._hidden_size
         )
@@ -169,7 +173,10 @@ class NativeExecutor:
 
     def _scratch_floats(self) -> int:
         sizes = {(s.head_dim, s.num_heads // s.num_kv_heads) for s in self.program.shapes}
-        return max((int(self._library.attention_floats(*size)) for size in sizes), default=0)
+        floats = [int(self._library.attention_floats(*size)) for size in sizes]
+        sizes = {(s.head_dim, s.state_size) for s in self.program.recurrences}
+        floats += [int(self._library.recurrence_floats(*size)) for size in sizes]
+        return max(floats, default=0)
 
     def _use(self, program: Program) -> None:
         self._current = program
@@ -178,9 +185,15 @@ class NativeExecutor:
         p.num_prologue, p.head = program.num_prologue, program.head
         p.head_offset = program.body_floats
 
-    def new_cache(self, format: str, num_slots: int, shapes: Sequence[Attention]) -> KeyValues:
+    def new_cache(
+        self,
+        format: str,
+        num_slots: int,
+        shapes: Sequence[Attention | None],
+        recurrences: Mapping[int, Recurrence] = MappingProxyType({}),
+    ) -> KeyValues:
         """A key-value cache of zeros, see `kernels.cache.new_cache`."""
-        return new_cache(format, num_slots, shapes)
+        return new_cache(format, num_slots, shapes, recurrences)
 
     # --- a whole pass
 
@@ -192,12 +205,16 @@ class NativeExecutor:
             count > 1 and not ((rows.start == start).all() and (rows.stop == stop).all())
         ):
             return self._run_parts(rows, cache, output_spec)
+        if cache.inputs:
+            self._begin_states(rows, cache)
         self._bind(rows, cache, None)
         self._pass.embed = 1
         self._set_inputs(rows, count)
         captures, hidden = self._bind_captures(output_spec, start, stop)
         specs = self._bind_samples(output_spec.samples)
         num_steps = output_spec.num_steps if rows.tables[-1].ndim == 1 else 1
+        if self._states is not None and self._states.last_state < 0:
+            num_steps = 1
         if num_steps > 1:
             self._bind_multi_step(num_steps, output_spec.end_tokens)
         self._call(start, stop, output_spec.logits, captures, len(output_spec.samples), num_steps)
@@ -205,6 +222,9 @@ class NativeExecutor:
         if num_steps > 1:
             sampled = self._multi_step_tokens[:num_steps].tolist()
             sampled = sampled[: sampled.index(-1)] if -1 in sampled else sampled
+            if self._states is not None and len(sampled) > 1:
+                slot = rows.tables[rows.table[-1]][rows.positions[-1] + len(sampled) - 1]
+                cache.states.move(self._states.last_state, int(slot))
         return Output(self._logits(len(output_spec.logits)), hidden, sampled)
 
     def _bind_multi_step(self, num_steps: int, end_tokens: frozenset[int]) -> None:
@@ -247,6 +267,13 @@ class NativeExecutor:
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         """Start a pass: the following `layers` calls belong to it."""
         self._rows, self._cache_in_use = rows, cache
+        if cache.inputs:
+            self._begin_states(rows, cache)
+
+    def _begin_states(self, rows: Rows, cache: KeyValues) -> None:
+        """Check the rows of a pass with recurrent layers, and choose the states it uses."""
+        check_rows(rows)
+        self._states = None if cache.states is None else cache.states.begin(rows)
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Scaled embeddings float32 `[m, hidden_size]` of int32 `tokens` `[m]`."""
@@ -334,6 +361,15 @@ class NativeExecutor:
             p.adapters = address_of(ints[len(_INT_FIELDS)])
         self._bind_tables(rows)
         self._bind_cache(cache)
+        if self._states is not None:
+            indices = np.arange(count) if active is None else active
+            self._bind_scan(self._states.scan(indices))
+
+    def _bind_scan(self, scan: Scan) -> None:
+        p, self._scan = self._pass, scan
+        p.num_runs, p.scan_lead = len(scan.start), scan.lead
+        for name in ("start", "first", "slots", "rows", "saves"):
+            setattr(p, f"scan_{name}", address_of(getattr(scan, name)))
 
     def _bind_tables(self, rows: Rows) -> None:
         p, count = self._pass, len(rows.tables)
@@ -373,8 +409,20 @@ class NativeExecutor:
         self._pass.keys, self._pass.values = ctypes.addressof(keys), ctypes.addressof(values)
         self._pass.cache_format = _CACHE_CODES[cache.format]
         self._pass.num_slots = cache.num_slots
-        self._cache_arrays = (keys, values)
+        self._cache_arrays = (keys, values, *self._bind_recurrent(cache))
         self._cache_ends = (cache.keys[0], cache.values[-1])
+
+    def _bind_recurrent(self, cache: KeyValues) -> list[Any]:
+        """Set the inputs and states of the recurrences; returns the arrays of their addresses."""
+        states = {} if cache.states is None else cache.states.arrays
+        bound = []
+        for name, arrays in (("recurrent_inputs", cache.inputs), ("states", states)):
+            pointers = (ctypes.c_void_p * self._num_layers)()
+            for layer, array in arrays.items():
+                pointers[layer] = address_of(array)
+            setattr(self._pass, name, ctypes.addressof(pointers))
+            bound.append(pointers)
+        return bound
 
     def _set_inputs(self, rows: Rows, count: int) -> None:
         if rows.inputs is None:

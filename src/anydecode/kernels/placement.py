@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from anydecode.kernels.library import Op
 from anydecode.kernels.steps import NONE, Code, Step, Value
 
-# Ops that are divided by rows; in all others threads split columns or heads.
-_BY_ROW = frozenset(Code) - {Code.LINEAR, Code.ATTEND, Code.EXPERTS}
+# Ops whose rows need no other row's results; in all others threads split columns or heads, or read
+# what other rows have stored.
+_BY_ROW = frozenset(Code) - {Code.LINEAR, Code.ATTEND, Code.EXPERTS, Code.CONVOLVE, Code.SCAN}
 # Ops that may overwrite their first input.
 _IN_PLACE = frozenset(
     {

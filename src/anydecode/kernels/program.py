@@ -15,18 +15,22 @@ from anydecode.kernels.interface import (
     Backend,
     ClampedSwiglu,
     ExpertWeights,
+    Recurrence,
+    RecurrenceWeights,
     Rope,
     Routing,
     Weight,
 )
 from anydecode.kernels.library import Matrix, Op
+from anydecode.kernels.library import Recurrence as RecurrenceStruct
 from anydecode.kernels.library import Routing as RoutingStruct
 from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import assign_offsets, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 5}
+_RULES = {"conv": 0, "ssd": 1, "delta": 2}
 _CLAMPED_SWIGLU = 3
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 
@@ -44,6 +48,7 @@ class NativeBackend(Backend):
         self.targets: list[str] = []
         self.keepalive: list[Any] = []  # objects that the ops point to
         self.shapes: list[Attention] = []
+        self.recurrences: list[Recurrence] = []
         self._quantised: dict[Value, Value] = {}
 
     def begin(self) -> None:
@@ -125,6 +130,47 @@ class NativeBackend(Backend):
         limits |= {"width": q.width, "width_out": q.width}
         self.steps.append(Step(Code.MERGE, (out,), out, {**fields, **limits}))
         return out
+
+    def recurrence(
+        self,
+        x: Value,
+        gates: Value | None,
+        layer: int,
+        shape: Recurrence,
+        weights: RecurrenceWeights,
+    ) -> Value:
+        fields = {"layer": layer, "recurrence": self._keep_recurrence(shape, weights)}
+        inputs = (x,) if gates is None else (x, gates)
+        store = {"width": x.width, "count": shape.num_gates, **fields}
+        self.steps.append(Step(Code.STORE_INPUTS, inputs, None, store, cache="write"))
+        code = Code.CONVOLVE if shape.rule == "conv" else Code.SCAN
+        out = self._record(code, (x,), shape.width_out, **fields)
+        self.steps[-1].cache = "read"
+        self.recurrences.append(shape)
+        return out
+
+    def _keep_recurrence(self, shape: Recurrence, weights: RecurrenceWeights) -> int:
+        """The address of the C struct for a recurrence and its vectors."""
+        struct = RecurrenceStruct(
+            rule=_RULES[shape.rule],
+            width=shape.width,
+            window=shape.window,
+            activation=_ACTIVATIONS[shape.activation or "identity"],
+            heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            groups=shape.num_groups,
+            state_size=shape.state_size,
+            num_gates=shape.num_gates,
+            min_step=shape.step_limits[0],
+            max_step=shape.step_limits[1],
+            conv=self._keep_vector(np.ascontiguousarray(weights.conv.T)),
+        )
+        for name in ("conv_bias", "decay", "step_bias", "skip"):
+            vector = getattr(weights, name)
+            if vector is not None:
+                setattr(struct, name, self._keep_vector(vector))
+        self.keepalive.append(struct)
+        return ctypes.addressof(struct)
 
     def gated(self, gate: Value, up: Value, activation: Activation) -> Value:
         fields = _activation_fields(activation)
@@ -227,6 +273,7 @@ class Program:
     body_floats: int
     head_floats: int
     shapes: list[Attention]
+    recurrences: list[Recurrence]
     embedding: Matrix
     targets: list[str]
     keepalive: list[Any]
@@ -272,7 +319,7 @@ def record(
     array = (Op * len(ops))(*ops)
     return Program(
         array, len(ops), len(prologue), starts, len(steps), body, head_floats, backend.shapes,
-        matrix, backend.targets, backend.keepalive,
+        backend.recurrences, matrix, backend.targets, backend.keepalive,
     )  # fmt: skip
 
 

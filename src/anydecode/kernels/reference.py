@@ -8,7 +8,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,11 +25,15 @@ from anydecode.kernels.interface import (
     ClampedSwiglu,
     ExpertWeights,
     KeyValues,
+    Recurrence,
+    RecurrenceWeights,
     Rope,
     Routing,
     Rows,
     Weight,
 )
+from anydecode.kernels.recurrent import Scan, windows
+from anydecode.kernels.scan import convolve, run_scan
 from anydecode.kernels.tiled import TiledProduct
 from anydecode.kernels.torch_arrays import DeviceCopies, as_numpy, as_tensor
 from anydecode.kernels.visibility import lengths, visible_slots
@@ -50,6 +54,8 @@ class _BoundRows:
     adapters: Sequence[Adapter]
     positions: torch.Tensor  # int64 [m]
     max_position: int
+    scan: Scan | None  # of the recurrences
+    windows: dict[int, torch.Tensor] = field(default_factory=dict)  # by size, see `windows`
 
 
 class ReferenceBackend(Backend):
@@ -70,9 +76,15 @@ class ReferenceBackend(Backend):
         self._bound: _BoundRows | None = None
 
     def bind(
-        self, rows: Rows, index: np.ndarray, cache: KeyValues, adapters: Sequence[Adapter] = ()
+        self,
+        rows: Rows,
+        index: np.ndarray,
+        cache: KeyValues,
+        adapters: Sequence[Adapter] = (),
+        scan: Scan | None = None,
     ) -> None:
-        """Set the rows of the values that follow: the rows `index` of the pass `rows`."""
+        """Set the rows of the values that follow: the rows `index` of the pass `rows`. `scan` has
+        the steps of their recurrences, if there are any with a state."""
         index = index.astype(np.int64)
         positions = rows.positions[index].astype(np.int64)
         self._bound = _BoundRows(
@@ -82,6 +94,7 @@ class ReferenceBackend(Backend):
             adapters,
             torch.from_numpy(positions).to(self.device),
             int(positions.max(initial=0)),
+            scan,
         )
 
     def unbind(self) -> None:
@@ -167,6 +180,33 @@ class ReferenceBackend(Backend):
             index = torch.from_numpy(group).to(self.device)
             out[index] = _attend(q[index], keys, values, format, table, shape, sink_scores)
         return out
+
+    def recurrence(
+        self,
+        x: torch.Tensor,
+        gates: torch.Tensor | None,
+        layer: int,
+        shape: Recurrence,
+        weights: RecurrenceWeights,
+    ) -> torch.Tensor:
+        bound = self._rows()
+        stored = as_tensor(bound.cache.inputs[layer], self.device)
+        slots = torch.from_numpy(bound.rows.slots[bound.index].astype(np.int64)).to(self.device)
+        stored[slots] = x if gates is None else torch.cat((x, gates), -1)
+        if shape.rule != "conv":
+            assert bound.scan is not None
+            states = as_tensor(bound.cache.states.arrays[layer], self.device)
+            vectors = {name: self._optional(value) for name, value in vars(weights).items()}
+            return run_scan(bound.scan, stored, states, len(x), shape, vectors)
+        if shape.window not in bound.windows:
+            table = torch.from_numpy(windows(bound.rows, bound.index, shape.window))
+            bound.windows[shape.window] = table.to(self.device)
+        bias = self._optional(weights.conv_bias)
+        table = bound.windows[shape.window]
+        return convolve(stored, table, shape, self._vector(weights.conv), bias)
+
+    def _optional(self, vector: np.ndarray | None) -> torch.Tensor | None:
+        return None if vector is None else self._vector(vector)
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
         if isinstance(activation, ClampedSwiglu):

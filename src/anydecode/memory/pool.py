@@ -112,6 +112,8 @@ class KVPool:
         slots = slots[slots >= 0]
         self.references[slots] -= 1
         freed = slots[self.references[slots] == 0]
+        if self.cache.states is not None:
+            self.cache.states.forget(freed)
         self._free.extend(freed[::-1].tolist())
 
     def check_integrity(self, tables: list[Slots]) -> None:

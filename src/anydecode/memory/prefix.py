@@ -195,12 +195,12 @@ class PrefixCache:
 
 def read_slots(cache: KeyValues, slots: Slots) -> bytes:
     """The bytes of `slots` in every array of the cache."""
-    return b"".join(select(array, slots).tobytes() for array in (*cache.keys, *cache.values))
+    return b"".join(select(array, slots).tobytes() for array in cache.arrays)
 
 
 def write_slots(cache: KeyValues, slots: Slots, block: bytes) -> bool:
     """Write the bytes that `read_slots` returned; False if the length does not match."""
-    arrays = (*cache.keys, *cache.values)
+    arrays = cache.arrays
     shapes = [(len(slots), *array.shape[1:]) for array in arrays]
     sizes = [math.prod(shape) * array.itemsize for shape, array in zip(shapes, arrays, strict=True)]
     if sum(sizes) != len(block):

@@ -13,6 +13,8 @@ from anydecode.errors import CheckpointError
 MAX_SIZE = 1 << 30
 #: Maximum of the number of heads and of the dimensions of one head.
 MAX_COUNT = 1 << 16
+#: Maximum of the positions of a convolution.
+MAX_WINDOW = 64
 #: Maximum of the number of tokens of a vocabulary.
 MAX_TOKENS = 1 << 24
 #: Maximum of the number of layers, and of the experts of all layers together. Lists are built with

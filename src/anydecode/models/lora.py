@@ -21,7 +21,7 @@ from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Adapter, LowRank, Weight
 from anydecode.models.files import read_json, untrusted
 from anydecode.models.limits import number, refusal
-from anydecode.models.network import Network, mlp_matrices
+from anydecode.models.network import Network
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -166,8 +166,7 @@ def _weights(network: Network) -> dict[str, Weight]:
     """The weights that an adapter can target, by name."""
     weights: list[Weight] = []
     for layer in network.weights.layers:
-        weights += [linear.weight for linear in (layer.query, layer.key, layer.value, layer.output)]
-        weights += mlp_matrices(layer.mlp)
+        weights += layer.matrices
     return {weight.name: weight for weight in weights}
 
 
@@ -176,9 +175,11 @@ def _row_orders(network: Network) -> dict[str, np.ndarray]:
     orders = {}
     for spec, layer in zip(network.spec.layers, network.weights.layers, strict=True):
         shape = spec.attention
+        if shape is None:
+            continue
         for linear, heads in ((layer.query, shape.num_heads), (layer.key, shape.num_kv_heads)):
             order = spec.row_order(heads)
-            if order is not None:
+            if order is not None and linear is not None:
                 orders[linear.weight.name] = order
     return orders
 

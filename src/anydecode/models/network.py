@@ -14,8 +14,16 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import check_weight
-from anydecode.kernels.interface import Adapter, Backend, ExpertWeights, Rope, Weight
-from anydecode.models.spec import LayerSpec, ModelSpec
+from anydecode.kernels.interface import (
+    Adapter,
+    Attention,
+    Backend,
+    ExpertWeights,
+    RecurrenceWeights,
+    Rope,
+    Weight,
+)
+from anydecode.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 
 
 @dataclass(eq=False)
@@ -58,14 +66,41 @@ class Experts:
 
 
 @dataclass(eq=False)
-class LayerWeights:
-    """The weights of one layer. Norm weights are float32, None if `LayerSpec` has no such norm."""
+class RecurrentWeights:
+    """The weights of a recurrent sublayer.
 
-    query: Linear
-    key: Linear
-    value: Linear
+    output(gate(x) * recurrence(input_gate(x) * inputs(x), gates(x))), see `RecurrentSpec`.
+    """
+
+    inputs: Linear
+    gate: Linear
     output: Linear
-    mlp: GatedMlp | PlainMlp | Experts
+    vectors: RecurrenceWeights
+    gates: Linear | None = None
+    input_gate: Linear | None = None
+    norm: np.ndarray | None = None
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All products of the sublayer."""
+        every = (self.inputs, self.gate, self.output, self.gates, self.input_gate)
+        return [linear for linear in every if linear is not None]
+
+
+#: The second sublayer of a layer.
+Mlp = GatedMlp | PlainMlp | Experts
+
+
+@dataclass(eq=False)
+class LayerWeights:
+    """The weights of one layer. Norm weights are float32. What `LayerSpec` does not have is
+    None."""
+
+    query: Linear | None = None
+    key: Linear | None = None
+    value: Linear | None = None
+    output: Linear | None = None
+    mlp: Mlp | None = None
     attention_norm: np.ndarray | None = None
     attention_post_norm: np.ndarray | None = None
     mlp_norm: np.ndarray | None = None
@@ -75,6 +110,16 @@ class LayerWeights:
     attention_norm_bias: np.ndarray | None = None
     mlp_norm_bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
+    attention_gate: Linear | None = None
+    recurrent: RecurrentWeights | None = None
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every matrix of a product."""
+        linears = [self.query, self.key, self.value, self.output, self.attention_gate]
+        linears += [] if self.recurrent is None else self.recurrent.linears
+        weights = [linear.weight for linear in linears if linear is not None]
+        return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
 
 @dataclass(eq=False)
@@ -127,9 +172,7 @@ class Network:
         yield self.weights.embedding
         yield self.weights.head
         for layer in self.weights.layers:
-            for linear in (layer.query, layer.key, layer.value, layer.output):
-                yield linear.weight
-            yield from mlp_matrices(layer.mlp)
+            yield from layer.matrices
 
     def release_matrices(self) -> None:
         """Free the matrices' data, after an executor has packed its own copy."""
@@ -140,16 +183,19 @@ class Network:
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The hidden states after layer `index`, from those before it."""
         x = self._inputs(backend, x, index)
-        return self._add_blocks(backend, x, self._attention_block(backend, x, index), index)
+        return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings."""
         table = self.weights.position_table
         return x if table is None or index else backend.add_positions(x, table)
 
-    def _add_blocks(self, backend: Backend, x: Any, attended: Any, index: int) -> Any:
-        """x plus the output of layer `index`'s attention, plus that of its MLP."""
-        state = backend.add(x, attended)
+    def _add_blocks(self, backend: Backend, x: Any, mixed: Any, index: int) -> Any:
+        """x plus the output of layer `index`'s first sublayer (None: it has none), plus that of its
+        MLP."""
+        state = x if mixed is None else backend.add(x, mixed)
+        if self.weights.layers[index].mlp is None:
+            return state
         is_parallel = self.spec.layers[index].is_parallel
         return backend.add(state, self._mlp_block(backend, x if is_parallel else state, index))
 
@@ -170,8 +216,8 @@ class Network:
             if (index - 1) % size:
                 return x
             group = range(index, min(index + size, last))
-            attention_outputs = [self._attention_block(backend, x, member) for member in group]
-            for member, y in zip(group, attention_outputs, strict=True):
+            mixer_outputs = [self._mixer_block(backend, x, member) for member in group]
+            for member, y in zip(group, mixer_outputs, strict=True):
                 x = self._add_blocks(backend, x, y, member)
             return x
 
@@ -180,6 +226,7 @@ class Network:
     def queries(self, backend: Backend, x: Any, index: int) -> Any:
         """The attention queries of layer `index` for hidden states `x`, with rotary embedding."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
+        assert spec.attention is not None and weights.query is not None
         heads = spec.attention.num_heads
         y = self._inputs(backend, x, index)
         if spec.norms != "post":
@@ -189,13 +236,16 @@ class Network:
             backend, q, spec, heads, weights.query_norm, spec.query_rope or spec.rope
         )
 
-    def _attention_block(self, backend: Backend, x: Any, index: int) -> Any:
-        """The attention sublayer of a layer without its residual connection, norms included."""
+    def _mixer_block(self, backend: Backend, x: Any, index: int) -> Any:
+        """The first sublayer of a layer without its residual connection, norms included; None if it
+        has none."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
+        if spec.attention is None and spec.recurrence is None:
+            return None
         y = x
         if spec.norms != "post":
             y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
-        y = self._attention(backend, y, spec, weights, index)
+        y = self._mixer(backend, y, spec, weights, index)
         if spec.norms != "pre":
             y = self._norm(backend, y, weights.attention_post_norm)
         return self._scaled(backend, y)
@@ -206,6 +256,7 @@ class Network:
         y = x
         if spec.norms != "post":
             y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
+        assert weights.mlp is not None, "checked by `_add_blocks`"
         y = _mlp(backend, y, spec, weights.mlp)
         if spec.norms != "pre":
             y = self._norm(backend, y, weights.mlp_post_norm)
@@ -239,10 +290,39 @@ class Network:
             y = backend.softcap(y, self.spec.logit_softcap)
         return y
 
+    def _mixer(
+        self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
+    ) -> Any:
+        """The output of attention, of the recurrent sublayer, or the sum of both."""
+        if spec.recurrence is None:
+            return self._attention(backend, x, spec, weights, index)
+        assert weights.recurrent is not None, "checked by `_check_layer`"
+        y = self._recurrent(backend, x, spec.recurrence, weights.recurrent, index)
+        if spec.attention is None:
+            return y
+        return backend.add(y, self._attention(backend, x, spec, weights, index))
+
+    def _recurrent(
+        self, backend: Backend, x: Any, spec: RecurrentSpec, weights: RecurrentWeights, index: int
+    ) -> Any:
+        inputs = _linear(backend, x, weights.inputs)
+        if weights.input_gate is not None:
+            inputs = backend.gated(_linear(backend, x, weights.input_gate), inputs, "identity")
+        gates = None if weights.gates is None else _linear(backend, x, weights.gates)
+        y = backend.recurrence(inputs, gates, index, spec.shape, weights.vectors)
+        if spec.norm == "before":
+            y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
+        y = backend.gated(_linear(backend, x, weights.gate), y, spec.gate)
+        if spec.norm == "after":
+            y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
+        return _linear(backend, y, weights.output)
+
     def _attention(
         self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
     ) -> Any:
         shape = spec.attention
+        assert shape is not None and weights.query is not None and weights.key is not None
+        assert weights.value is not None and weights.output is not None
         q = _linear(backend, x, weights.query)
         k = _linear(backend, x, weights.key)
         v = _linear(backend, x, weights.value)
@@ -250,6 +330,8 @@ class Network:
         q = self._positioned(backend, q, spec, shape.num_heads, weights.query_norm, query_rope)
         k = self._positioned(backend, k, spec, shape.num_kv_heads, weights.key_norm, spec.rope)
         y = backend.attention(q, k, v, index, shape, weights.sinks)
+        if weights.attention_gate is not None:
+            y = backend.gated(_linear(backend, x, weights.attention_gate), y, "sigmoid")
         return _linear(backend, y, weights.output)
 
     def _positioned(
@@ -272,7 +354,7 @@ class Network:
         return x
 
 
-def mlp_matrices(mlp: GatedMlp | PlainMlp | Experts) -> Iterator[Weight]:
+def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
     """Yield every matrix of an MLP."""
     if not isinstance(mlp, Experts):
         yield from (linear.weight for linear in vars(mlp).values())
@@ -289,7 +371,7 @@ def _linear(backend: Backend, x: Any, linear: Linear) -> Any:
     return backend.linear(x, linear.weight, linear.bias)
 
 
-def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | PlainMlp | Experts) -> Any:
+def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if isinstance(mlp, PlainMlp):
         assert isinstance(spec.activation, str), "checked by `ModelSpec`"
         inner = backend.activate(_linear(backend, x, mlp.up), spec.activation)
@@ -309,37 +391,85 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp | PlainMlp | E
 
 
 def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int) -> None:
-    dim = spec.attention.head_dim
-    q_size, kv_size = spec.attention.num_heads * dim, spec.attention.num_kv_heads * dim
-    for name, shape in (
-        ("query", (q_size, hidden)),
-        ("key", (kv_size, hidden)),
-        ("value", (kv_size, hidden)),
-        ("output", (hidden, q_size)),
-    ):
-        _check_linear(prefix + name, getattr(layer, name), shape)
+    has_mixer = spec.attention is not None or spec.recurrence is not None
+    if spec.attention is not None:
+        _check_attention(prefix, spec, spec.attention, layer, hidden)
+    if (spec.recurrence is None) != (layer.recurrent is None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
+    if spec.recurrence is not None and layer.recurrent is not None:
+        _check_recurrent(prefix, spec.recurrence, layer.recurrent, hidden)
     has_pre_norm, has_post_norm = spec.norms != "post", spec.norms != "pre"
-    is_full_norm = spec.qk_norm == "full"
+    has_mlp = spec.mlp != "none"
     sizes = {
-        "attention_norm": hidden if has_pre_norm else None,
-        "mlp_norm": hidden if has_pre_norm else None,
-        "attention_post_norm": hidden if has_post_norm else None,
-        "mlp_post_norm": hidden if has_post_norm else None,
-        "query_norm": (q_size if is_full_norm else dim) if spec.qk_norm else None,
-        "key_norm": (kv_size if is_full_norm else dim) if spec.qk_norm else None,
-        "sinks": spec.attention.num_heads if spec.has_sinks else None,
+        "attention_norm": hidden if has_pre_norm and has_mixer else None,
+        "mlp_norm": hidden if has_pre_norm and has_mlp else None,
+        "attention_post_norm": hidden if has_post_norm and has_mixer else None,
+        "mlp_post_norm": hidden if has_post_norm and has_mlp else None,
     }
     for name, size in sizes.items():
         if size is not None:
             _check_vector(prefix + name, getattr(layer, name), size)
     for name in ("attention_norm_bias", "mlp_norm_bias"):
         _check_bias(prefix + name, getattr(layer, name), hidden)
-    _check_mlp(prefix, spec, layer.mlp, hidden)
+    if (layer.mlp is not None) != has_mlp:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has an MLP")
+    if layer.mlp is not None:
+        _check_mlp(prefix, spec, layer.mlp, hidden)
 
 
-def _check_mlp(
-    prefix: str, spec: LayerSpec, mlp: GatedMlp | PlainMlp | Experts, hidden: int
+def _check_attention(
+    prefix: str, spec: LayerSpec, shape: Attention, layer: LayerWeights, hidden: int
 ) -> None:
+    dim, is_full_norm = shape.head_dim, spec.qk_norm == "full"
+    q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
+    for name, size in (
+        ("query", (q_size, hidden)),
+        ("key", (kv_size, hidden)),
+        ("value", (kv_size, hidden)),
+        ("output", (hidden, q_size)),
+    ):
+        linear = getattr(layer, name)
+        if linear is None:
+            raise CheckpointError(f"{prefix}{name} is missing")
+        _check_linear(prefix + name, linear, size)
+    vectors = {
+        "query_norm": (q_size if is_full_norm else dim) if spec.qk_norm else None,
+        "key_norm": (kv_size if is_full_norm else dim) if spec.qk_norm else None,
+        "sinks": shape.num_heads if spec.has_sinks else None,
+    }
+    for name, length in vectors.items():
+        if length is not None:
+            _check_vector(prefix + name, getattr(layer, name), length)
+    if (layer.attention_gate is not None) != spec.has_attention_gate:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
+    if layer.attention_gate is not None:
+        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (q_size, hidden))
+
+
+def _check_recurrent(
+    prefix: str, spec: RecurrentSpec, weights: RecurrentWeights, hidden: int
+) -> None:
+    shape, vectors = spec.shape, weights.vectors
+    _check_linear(f"{prefix}inputs", weights.inputs, (shape.width, hidden))
+    _check_linear(f"{prefix}gate", weights.gate, (shape.width_out, hidden))
+    _check_linear(f"{prefix}output", weights.output, (hidden, shape.width_out))
+    if weights.gates is not None:
+        _check_linear(f"{prefix}gates", weights.gates, (shape.num_gates, hidden))
+    if weights.input_gate is not None:
+        _check_linear(f"{prefix}input_gate", weights.input_gate, (shape.width, hidden))
+    _check_vector(f"{prefix}conv", vectors.conv.ravel(), shape.width * shape.window)
+    _check_bias(f"{prefix}conv_bias", vectors.conv_bias, shape.width)
+    if shape.rule != "conv":
+        _check_vector(f"{prefix}decay", vectors.decay, shape.num_heads)
+        _check_vector(f"{prefix}step_bias", vectors.step_bias, shape.num_heads)
+        _check_bias(f"{prefix}skip", vectors.skip, shape.num_heads)
+    if spec.norm is not None:
+        size = 0 if weights.norm is None else weights.norm.size
+        if size * spec.norm_groups != shape.width_out:
+            _check_vector(f"{prefix}norm", weights.norm, shape.width_out)
+
+
+def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
     if not isinstance(mlp, Experts):
         if spec.num_experts:
             raise CheckpointError(

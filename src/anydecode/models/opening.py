@@ -112,6 +112,11 @@ def _triton_executor(
         return None
 
     def execute(network: Network) -> Executor:
+        shapes = [layer.attention for layer in network.spec.layers if layer.attention is not None]
+        if network.spec.recurrences:
+            raise UnsupportedCombinationError(
+                "recurrent layers run on the CPU only; use device='cpu'"
+            )
         if any(layer.has_sinks for layer in network.spec.layers):
             if not requested:
                 return torch_executor(device)(network)
@@ -126,7 +131,7 @@ def _triton_executor(
             network.spec.vocab_size,
             network.layer,
             network.head,
-            [layer.attention for layer in network.spec.layers],
+            shapes,
             matrices=network.matrices(),
             embedding_scale=network.spec.embedding_scale,
             adapters=network.adapters,

@@ -8,24 +8,51 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
+from anydecode.kernels.interface import (
+    Activation,
+    Attention,
+    ClampedSwiglu,
+    Recurrence,
+    Rope,
+    Routing,
+)
 from anydecode.models.limits import (
     MAX_COUNT,
     MAX_EXPERTS,
     MAX_LAYERS,
     MAX_TOKENS,
+    MAX_WINDOW,
     integer,
     number,
     refusal,
 )
 
 
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """The architecture of a recurrent sublayer.
+
+    Attributes:
+        shape: The convolution and the recurrence.
+        gate: The activation of the gate that multiplies their output.
+        norm: Whether that output is normed "before" the gate, "after" it, or not (None).
+        norm_groups: The number of equal parts of the output that are normed separately.
+    """
+
+    shape: Recurrence
+    gate: str = "silu"
+    norm: str | None = None
+    norm_groups: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
     """The architecture of one layer.
 
+    Its first sublayer is attention, recurrent, the sum of both, or missing.
+
     Attributes:
-        attention: The shape of the attention.
+        attention: The shape of the attention; None for no attention.
         rope: The rotary position embedding; None for no position embedding (SmolLM3).
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3).
@@ -41,12 +68,15 @@ class LayerSpec:
             (Hunyuan), not before it.
         interleaved_rope: Whether checkpoints store query and key rows for rotary pairs (2i, 2i + 1)
             (GLM-4). They are reordered when they are loaded, as are the rows of adapters.
-        mlp: "gated" or "plain" (no gate; StarCoder2).
+        mlp: "gated", "plain" (no gate; StarCoder2) or "none" (Mamba).
         is_parallel: Whether the MLP reads the input of the layer (GPT-NeoX), not that input plus
             the output of the attention.
+        recurrence: The recurrent sublayer, if there is one.
+        has_attention_gate: Whether the attention's output is multiplied by the sigmoid of a
+            projection of its input (Qwen3-Next).
     """
 
-    attention: Attention
+    attention: Attention | None
     rope: Rope | None
     norms: str = "pre"
     qk_norm: str | None = None
@@ -59,11 +89,13 @@ class LayerSpec:
     interleaved_rope: bool = False
     mlp: str = "gated"
     is_parallel: bool = False
+    recurrence: RecurrentSpec | None = None
+    has_attention_gate: bool = False
 
     def row_order(self, num_heads: int) -> np.ndarray | None:
         """The order in which the stored query or key rows of `num_heads` heads are loaded; None: as
         they are stored."""
-        if not self.interleaved_rope or self.rope is None:
+        if not self.interleaved_rope or self.rope is None or self.attention is None:
             return None
         dim, half = self.attention.head_dim, self.rope.frequencies.size
         head = np.arange(dim)
@@ -120,19 +152,29 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def recurrences(self) -> dict[int, Recurrence]:
+        """The recurrence of each layer that has one."""
+        specs = {index: layer.recurrence for index, layer in enumerate(self.layers)}
+        return {index: spec.shape for index, spec in specs.items() if spec is not None}
+
 
 def _check_layer(prefix: str, layer: LayerSpec) -> None:
-    _check_attention(prefix, layer.attention)
+    if layer.attention is not None:
+        _check_attention(prefix, layer.attention)
+    if layer.recurrence is not None:
+        _check_recurrence(prefix, layer.recurrence)
     for rope in (layer.rope, layer.query_rope):
         if rope is not None:
-            _check_rope(prefix, rope, layer.attention.head_dim)
+            head_dim = 0 if layer.attention is None else layer.attention.head_dim
+            _check_rope(prefix, rope, head_dim)
     if layer.query_rope is not None and layer.rope is None:
         raise CheckpointError(f"{prefix}query_rope is set without rope")
     choices = {
         "norms": ("pre", "post", "both"),
         "qk_norm": (None, "head", "full"),
         "activation": ("silu", "gelu_tanh", "gelu"),
-        "mlp": ("gated", "plain"),
+        "mlp": ("gated", "plain", "none"),
     }
     if isinstance(layer.activation, ClampedSwiglu) and layer.mlp == "gated":
         number(f"{prefix}swiglu_alpha", layer.activation.alpha)
@@ -177,6 +219,25 @@ def _check_attention(prefix: str, shape: Attention) -> None:
         integer(f"{prefix}window", shape.window)
     if shape.softcap is not None:
         number(f"{prefix}softcap", shape.softcap)
+
+
+def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
+    shape = spec.shape
+    integer(f"{prefix}conv width", shape.width)
+    integer(f"{prefix}conv size", shape.window, 1, MAX_WINDOW)
+    if shape.rule == "conv":
+        return
+    heads = integer(f"{prefix}num_heads", shape.num_heads, 1, MAX_COUNT)
+    groups = integer(f"{prefix}num_groups", shape.num_groups, 1, MAX_COUNT)
+    if heads % groups:
+        raise refusal(f"{prefix}num_groups", groups, f"a divisor of the {heads} heads")
+    dim = integer(f"{prefix}head_dim", shape.head_dim, 1, MAX_COUNT)
+    size = integer(f"{prefix}state_size", shape.state_size, 1, MAX_COUNT)
+    integer(f"{prefix}num_heads * head_dim * state_size", heads * dim * size)
+    if shape.width != heads * dim + 2 * groups * size:
+        raise refusal(f"{prefix}conv width", shape.width, f"{heads * dim + 2 * groups * size}")
+    if heads * dim % spec.norm_groups:
+        raise refusal(f"{prefix}norm_groups", spec.norm_groups, f"a divisor of {heads * dim}")
 
 
 def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:

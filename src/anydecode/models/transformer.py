@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import gt
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from anydecode.kernels.interface import (
     KeyValues,
     Output,
     OutputSpec,
+    Recurrence,
     Rows,
 )
 from anydecode.models.lora import load_adapter
@@ -36,7 +38,13 @@ class Executor(Protocol):
     cache_formats: tuple[str, ...]  # the supported formats of the key-value cache
     cache_format: str  # the fastest of them
 
-    def new_cache(self, format: str, num_slots: int, shapes: Sequence[Attention]) -> KeyValues:
+    def new_cache(
+        self,
+        format: str,
+        num_slots: int,
+        shapes: Sequence[Attention | None],
+        recurrences: Mapping[int, Recurrence] = MappingProxyType({}),
+    ) -> KeyValues:
         """A key-value cache of zeros, see `kernels.cache.new_cache`."""
         ...
 
@@ -86,7 +94,8 @@ class Transformer:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
         The default is the executor's preferred format."""
         shapes = [layer.attention for layer in self.spec.layers]
-        return self.executor.new_cache(format or self.executor.cache_format, num_slots, shapes)
+        format = format or self.executor.cache_format
+        return self.executor.new_cache(format, num_slots, shapes, self.spec.recurrences)
 
     @property
     def cache_formats(self) -> tuple[str, ...]:
@@ -105,7 +114,13 @@ class Transformer:
         self._check(rows, output_spec)
         if rows.parallel is not None:
             return self._run_parallel(rows, cache, output_spec)
-        return self.executor.run(rows, cache, output_spec)
+        if cache.states is None:
+            return self.executor.run(rows, cache, output_spec)
+        try:
+            return self.executor.run(rows, cache, output_spec)
+        except BaseException:
+            cache.states.forget(rows.slots)  # they may not have been computed
+            raise
 
     def head(self, hidden: Array) -> np.ndarray:
         """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included."""

@@ -29,7 +29,8 @@ from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families.config import head_dim, text_config
+from anydecode.models.families.config import text_config
+from anydecode.models.families.values import head_dim
 from anydecode.models.loading.llada import INNER_NAMES
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.tokenizers import HFTokenizer

@@ -60,7 +60,7 @@ class Denoiser(Decoder):
             of the model's own.
     """
 
-    requirements = Requirements(causal=False)
+    requirements = Requirements(causal=False, attention_only=(TARGET,))
     plain = "llada:block=0"  # one token per pass over the whole canvas, without a cache
     #: The layers before which `Predictions.scores.hidden` has the hidden states of predicted rows.
     capture_layers: tuple[int, ...] = ()

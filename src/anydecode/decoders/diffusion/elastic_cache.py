@@ -55,7 +55,7 @@ class ElasticDenoiser(Denoiser):
             raise UnsupportedCombinationError(
                 "elastic-cache needs a key-value cache in CPU memory, as it reads attention weights"
             )
-        if any(layer.attention.window for layer in model.spec.layers):
+        if any(layer.attention and layer.attention.window for layer in model.spec.layers):
             raise UnsupportedCombinationError(
                 "elastic-cache does not support layers with sliding window attention"
             )

@@ -45,6 +45,7 @@ class AttentionProbe:
             visible: For each row, how many positions it sees (default: those up to its own).
         """
         shape = self._network.spec.layers[layer].attention
+        assert shape is not None, "checked by the requirements of decoders"
         backend: Any = RowArithmetic(row_positions)
         queries = self._network.queries(backend, state, layer)
         queries = queries.reshape(len(row_positions), shape.num_heads, shape.head_dim)

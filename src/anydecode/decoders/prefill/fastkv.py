@@ -176,8 +176,9 @@ class FastKV(Prefilled):
                 layer, hidden[layer], positions[-self.window :], kv_cache.pool.cache,
                 kv_cache.table[positions], positions,
             )  # fmt: skip
-            heads = model.spec.layers[layer].attention.num_kv_heads
-            scores.append(window_scores(attention, heads, self.kernel))
+            shape = model.spec.layers[layer].attention
+            assert shape is not None, "checked by the requirements of `Prefilled`"
+            scores.append(window_scores(attention, shape.num_kv_heads, self.kernel))
         return scores
 
     def _positions_to_keep(

@@ -39,7 +39,9 @@ class Prefilled(Decoder):
                 f"{decoder!r} is not a decoder that can continue from a given context"
             )
         self.inner = built
-        self.requirements = replace(built.requirements, takes_embeddings=True)
+        self.requirements = replace(
+            built.requirements, takes_embeddings=True, attention_only=(TARGET,)
+        )
 
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts or sequence.sampler.capture_layers or sequence.adapter >= 0:
@@ -208,7 +210,8 @@ def compact(kv_cache: SequenceCache, start: int, kept_positions: list[np.ndarray
 def check_compressible(kv_cache: SequenceCache) -> None:
     """Raise `UnsupportedCombinationError` if single positions cannot be removed from the cache."""
     check_float(kv_cache)
-    if any(layer.attention.window for layer in kv_cache.pool.model.spec.layers):
+    layers = kv_cache.pool.model.spec.layers
+    if any(layer.attention and layer.attention.window for layer in layers):
         raise UnsupportedCombinationError(
             "prompts cannot be compressed in models with sliding window attention"
         )

@@ -17,7 +17,7 @@ from anydecode.scoring.tree import TokenTree
 class WindowDrafter(Drafter):
     """Drafts with a draft model that keeps the first `sinks` and the last `window` positions."""
 
-    requirements = Requirements(runners=(DRAFT,))
+    requirements = Requirements(runners=(DRAFT,), attention_only=(DRAFT,))
 
     def __init__(self, window: int, sinks: int) -> None:
         if window < 1 or sinks < 0:

@@ -154,6 +154,11 @@ EXPORT int64_t anydecode_attention_floats(int head_dim, int group) {
   return attention_scratch_floats(head_dim, group);
 }
 
+/* Floats of scratch memory that one thread needs for a recurrence. */
+EXPORT int64_t anydecode_recurrence_floats(int head_dim, int state_size) {
+  return recurrence_floats(head_dim, state_size);
+}
+
 EXPORT void anydecode_unpack_row(const Matrix *w, int row, float *out) {
   chosen->unpack_row(w, row, out);
 }
@@ -241,7 +246,7 @@ static int is_end_token(const Pass *pass, int32_t token) {
  * on, up to num_steps tokens. */
 static int multi_step(const Pass *pass, int threads) {
   static const int32_t zero = 0;
-  int last = pass->num_rows - 1;
+  int last = pass->num_rows - 1, lead = pass->scan_lead;
   int32_t token, slot, prefix, table = pass->table[last], position = pass->positions[last];
   SampleSpec *spec = pass->samples;
   Pass next = *pass;
@@ -255,6 +260,20 @@ static int multi_step(const Pass *pass, int threads) {
   next.tail_start = next.tail_length = next.logit_rows = &zero;
   next.inputs = NULL;
   if (pass->adapters) next.adapters = pass->adapters + last;
+  /* The last row's state is that of its run's last step; each further step replaces it. */
+  int32_t scan_slots[MAX_WINDOW], scan_rows[MAX_WINDOW], scan_saves[MAX_WINDOW], state = -1;
+  int32_t scan_first[2] = {0, lead + 1};
+  if (pass->num_runs) {
+    state = pass->scan_saves[pass->scan_first[pass->num_runs] - 1];
+    next.num_runs = 1;
+    next.scan_start = &state;
+    next.scan_first = scan_first;
+    next.scan_slots = scan_slots;
+    next.scan_rows = scan_rows;
+    next.scan_saves = scan_saves;
+    scan_rows[lead] = 0;
+    scan_saves[lead] = state;
+  }
   spec->row = 0;
   for (int step = 0;;) {
     pass->multi_step_tokens[step++] = token = spec->token;
@@ -266,6 +285,8 @@ static int multi_step(const Pass *pass, int threads) {
     prefix = ++position + 1;
     if (prefix > pass->table_length[table]) return ERROR_TABLE;
     slot = pass->tables[table][position];
+    for (int j = 0; pass->num_runs && j <= lead; j++)
+      scan_slots[j] = position < lead - j ? -1 : pass->tables[table][position - lead + j];
     spec->counter[0]++;
     int problem = run_once(&next, threads);
     if (problem) return problem;

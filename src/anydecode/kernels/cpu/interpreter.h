@@ -8,6 +8,7 @@
 #include "sample.h"
 #include "plan.h"
 #include "pointwise.h"
+#include "recurrence.h"
 #include "repack.h"
 #include "threads.h"
 
@@ -97,6 +98,8 @@ static void run_row(const Step *s, int r) {
            out + from);
       break;
     case OP_STORE: store_row(s->pass, op, r, a + from, b + from); break;
+    case OP_STORE_INPUTS: store_inputs(s->pass, op, r, a + from, b + (int64_t)r * op->count); break;
+    case OP_CONVOLVE: convolve_row(s->pass, op, r, out + to); break;
     case OP_GATED: gated(a + from, b + from, op->width, op, out + from); break;
     case OP_ADD: add_rows(a + from, b + from, wide, out + from); break;
     case OP_SCALE: scale_row(a + from, op->width, op->x, out + from); break;
@@ -133,6 +136,12 @@ static void run_experts(const Step *s, int phase, int part, int parts) {
           buffer(s, s->op->out), phase, part, parts);
 }
 
+static void run_scan(const Step *s, int head, int thread) {
+  const Pass *pass = s->pass;
+  float *scratch = pass->attention_scratch + thread * pass->attention_scratch_floats;
+  scan_head(pass, s->op, head, scratch, buffer(s, s->op->out));
+}
+
 static void run_sample(const Plan *plan, int part, int parts) {
   const Pass *pass = plan->pass;
   int64_t n = pass->vocab_size, first = n * part / parts & ~(int64_t)15, last = n;
@@ -167,8 +176,10 @@ static void run(const Plan *plan, int number, int part, int thread) {
     if (rows) continue;
     int parts = plan->parts[number];
     if (s.op->code == OP_LINEAR) parts = linear_parts(s.op->matrix, s.n, plan->threads);
+    if (s.op->code == OP_SCAN) parts = s.op->recurrence->heads;
     if (part < parts) {
       if (s.op->code == OP_LINEAR) run_linear(&s, part);
+      else if (s.op->code == OP_SCAN) run_scan(&s, part, thread);
       else if (s.op->code == OP_ATTEND)
         attend(plan, s.op, buffer(&s, s.op->a), buffer(&s, s.op->out), part, thread);
       else run_experts(&s, stage->phase, part, parts);

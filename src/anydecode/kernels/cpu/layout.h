@@ -24,8 +24,12 @@ enum Format {
 enum Code {
   OP_EMBED, OP_CAPTURE, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
   OP_STORE, OP_ATTEND, OP_MERGE, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS,
-  OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE
+  OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE, OP_STORE_INPUTS, OP_CONVOLVE,
+  OP_SCAN
 };
+
+enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA };
+enum { MAX_WINDOW = 64 }; /* positions of a convolution */
 
 /* The buffer of a value: an offset into the workspace, in floats per row, or one of these. */
 enum { BUFFER_STREAM = -1, BUFFER_LOGITS = -2, BUFFER_NONE = -3 };
@@ -54,6 +58,15 @@ typedef struct {
   int32_t reserved;
 } Routing;
 
+/* A convolution and a recurrence (interface.py: Recurrence). */
+typedef struct {
+  const float *conv; /* [window, width] */
+  const float *conv_bias, *decay, *step_bias, *skip; /* conv_bias, skip: NULL: none */
+  int32_t rule, width, window, activation, heads, head_dim, groups, state_size, num_gates;
+  float min_step, max_step;
+  int32_t reserved;
+} Recurrence;
+
 typedef struct {
   int32_t code, barrier; /* barrier: starts a stage, which waits for all earlier ops */
   int32_t layer, activation;
@@ -64,6 +77,7 @@ typedef struct {
   const float *weight;
   const Matrix *const *experts; /* [gate, up, down][count] */
   const Routing *routing;
+  const Recurrence *recurrence;
 } Op;
 
 /* Rows whose hidden states after `layer` layers are copied to `out` [count, hidden_size]. */
@@ -115,6 +129,10 @@ typedef struct {
    * after `num_steps` tokens. Where there are fewer, -1 follows the last. */
   int32_t *multi_step_tokens;
   const int32_t *end_tokens;
+  float *const *recurrent_inputs, *const *states; /* by layer; NULL: none */
+  /* The steps of the recurrences (kernels/recurrent.py: Scan), in num_runs runs. */
+  const int32_t *scan_start, *scan_first, *scan_slots, *scan_rows, *scan_saves;
+  int32_t num_runs, scan_lead;
 } Pass;
 
 /* A block of 32 quantised activations: x = scale * q, scaled_sum = scale * (low + high). */
@@ -220,6 +238,11 @@ INLINE int64_t cache_head_bytes(int format, int head_dim) {
  * [heads, padded], sums of weights per lane [heads, 8] and maximum scores [heads]. */
 INLINE int64_t attention_state_floats(int padded, int heads) {
   return (int64_t)heads * (padded + 8) + (heads + 7) / 8 * 8;
+}
+
+/* Floats of scratch memory that one thread needs for a recurrence. */
+INLINE int64_t recurrence_floats(int head_dim, int state_size) {
+  return (int64_t)head_dim * state_size + (head_dim + 7) / 8 * 8 + (state_size + 7) / 8 * 16;
 }
 
 INLINE int64_t attention_scratch_floats(int head_dim, int group) {

@@ -27,6 +27,21 @@ INLINE f8 f8_sigmoid(f8 x) {
   return f8_div(one, f8_add(one, f8_exp(f8_sub(f8_set(0.0f), x))));
 }
 
+/* log(1 + e^x), with log(1 + u) = 2 artanh(u / (2 + u)) by its series */
+INLINE f8 f8_softplus(f8 x) {
+  f8 zero = f8_set(0.0f), u = f8_exp(f8_sub(zero, f8_abs(x)));
+  f8 z = f8_div(u, f8_add(u, f8_set(2.0f))), s = f8_mul(z, z), p = f8_set(1.0f / 17);
+  p = f8_fma(p, s, f8_set(1.0f / 15));
+  p = f8_fma(p, s, f8_set(1.0f / 13));
+  p = f8_fma(p, s, f8_set(1.0f / 11));
+  p = f8_fma(p, s, f8_set(1.0f / 9));
+  p = f8_fma(p, s, f8_set(1.0f / 7));
+  p = f8_fma(p, s, f8_set(1.0f / 5));
+  p = f8_fma(p, s, f8_set(1.0f / 3));
+  p = f8_fma(p, s, f8_set(1.0f));
+  return f8_fma(f8_mul(p, z), f8_set(2.0f), f8_max(x, zero));
+}
+
 /* Series near 0, where 1 - 2 / (e^2x + 1) would lose digits. */
 INLINE f8 f8_tanh(f8 x) {
   f8 one = f8_set(1.0f), two = f8_set(2.0f);

@@ -6,7 +6,7 @@
 
 /* Whether an op works row by row. */
 INLINE int is_row_op(int code) {
-  return code != OP_LINEAR && code != OP_ATTEND && code != OP_EXPERTS;
+  return code != OP_LINEAR && code != OP_ATTEND && code != OP_EXPERTS && code != OP_SCAN;
 }
 
 INLINE int column_pairs(const Matrix *w) { return (w->out_features + 2 * LANES - 1) / (2 * LANES); }

@@ -34,6 +34,7 @@ from anydecode.kernels.interface import (
     Rows,
     Weight,
 )
+from anydecode.kernels.recurrent import Scan
 from anydecode.kernels.reference import ReferenceBackend
 from anydecode.kernels.torch_arrays import as_tensor
 
@@ -106,9 +107,14 @@ class TritonBackend(ReferenceBackend):
     # --- the rows of the values
 
     def bind(
-        self, rows: Rows, index: np.ndarray, cache: KeyValues, adapters: Sequence[Adapter] = ()
+        self,
+        rows: Rows,
+        index: np.ndarray,
+        cache: KeyValues,
+        adapters: Sequence[Adapter] = (),
+        scan: Scan | None = None,
     ) -> None:
-        super().bind(rows, index, cache, adapters)
+        super().bind(rows, index, cache, adapters, scan)
         self.grow_tables(int(rows.positions[index].max(initial=0)))
         self.bind_device(to_device(rows, index, self.device), cache)
 

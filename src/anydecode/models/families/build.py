@@ -8,17 +8,12 @@ from types import MappingProxyType
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Attention
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families.config import (
-    FAMILIES,
-    Config,
-    bool_value,
-    int_value,
-    is_expert_layer,
-    spec_from_config,
-    text_config,
-)
+from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.experts import read_experts
+from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import Config, bool_value, int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_LAYERS
@@ -72,13 +67,14 @@ def load_network(
 def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) -> ModelWeights:
     """Read all weights of a model, converted to `dtype`."""
     config = text_config(checkpoint.config)
-    reader = TensorReader(checkpoint, dtype)
+    family = FAMILIES[config["model_type"]]
+    name = family.names.get("embed_tokens", "embed_tokens")
+    reader = TensorReader(checkpoint, dtype, name)
     shape = (spec.vocab_size, spec.hidden_size)
-    embedding = reader.matrix("embed_tokens", shape, is_outer=True)
+    embedding = reader.matrix(name, shape, is_outer=True)
     # Checkpoints with tied embeddings do not store the head.
     is_tied = bool_value(config, "tie_word_embeddings")
     head = embedding if is_tied else reader.matrix("lm_head", shape, is_outer=True)
-    family = FAMILIES[config["model_type"]]
     # Layers that predict further tokens follow the others, and are left out.
     num_unused = int_value(config, "num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
     if reader.has_module(f"layers.{spec.num_layers + num_unused}"):
@@ -86,9 +82,10 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
             f"num_hidden_layers is {spec.num_layers}, but {checkpoint.name} contains more layers"
         )
     layers = [_LayerReader(reader, spec, config, index).read() for index in range(spec.num_layers)]
-    norm = reader.vector("norm.weight", spec.hidden_size, family.norm_offset)
+    final = family.names.get("norm", "norm")
+    norm = reader.vector(f"{final}.weight", spec.hidden_size, family.norm_offset)
     bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
-    norm_bias = reader.vector("norm.bias", spec.hidden_size) if family.has_norm_bias else None
+    norm_bias = reader.vector(f"{final}.bias", spec.hidden_size) if family.has_norm_bias else None
     table = None
     if spec.has_position_table:
         shape = (int_value(config, "max_position_embeddings"), spec.hidden_size)
@@ -112,29 +109,40 @@ class _LayerReader:
         self._name = f"layers.{index}"
 
     def read(self) -> LayerWeights:
-        query, key, value, output = self._attention()
-        layer = LayerWeights(query, key, value, output, self._mlp())
+        layer, has_mlp = LayerWeights(), self._spec.mlp != "none"
+        if self._spec.attention is not None:
+            self._read_attention(layer, self._spec.attention)
+        if self._spec.recurrence is not None:
+            assert self._family.recurrent is not None, "its spec has a recurrence"
+            layer.recurrent = self._family.recurrent.read(
+                self._reader, self._config, self._name, self._spec.recurrence, self._hidden
+            )
+        if has_mlp:
+            layer.mlp = self._mlp()
         post, both = self._spec.norms == "post", self._spec.norms == "both"
         if not post:
             layer.attention_norm = self._norm("input_layernorm")
             second = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
-            layer.mlp_norm = self._norm(second)
+            if has_mlp:
+                layer.mlp_norm = self._norm(second)
             if self._family.has_norm_bias:
                 layer.attention_norm_bias = self._norm_bias("input_layernorm")
                 layer.mlp_norm_bias = self._norm_bias(second)
         if post or both:
             layer.attention_post_norm = self._norm("post_attention_layernorm")
             layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
+        return layer
+
+    def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
+        layer.query, layer.key, layer.value, layer.output = self._attention(shape)
         if self._spec.has_sinks:
             name = f"{self._name}.self_attn.sinks"
-            layer.sinks = self._reader.vector(name, self._spec.attention.num_heads)
+            layer.sinks = self._reader.vector(name, shape.num_heads)
         if self._spec.qk_norm is not None:
-            shape = self._spec.attention
             per_head = self._spec.qk_norm == "head"
             heads, kv_heads = (1, 1) if per_head else (shape.num_heads, shape.num_kv_heads)
             layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
             layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
-        return layer
 
     def _full(self, module: str) -> str:
         """The name of a module of the layer in the family's checkpoints."""
@@ -147,8 +155,7 @@ class _LayerReader:
     def _norm_bias(self, name: str) -> np.ndarray:
         return self._reader.vector(f"{self._full(name)}.bias", self._hidden)
 
-    def _attention(self) -> tuple[Linear, Linear, Linear, Linear]:
-        shape = self._spec.attention
+    def _attention(self, shape: Attention) -> tuple[Linear, Linear, Linear, Linear]:
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         bias = bool_value(self._config, "attention_bias")
         q, k, v = self._parts(

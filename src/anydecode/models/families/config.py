@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
+from anydecode.models.families.family import Family, MixtureOfExperts, Scales
+from anydecode.models.families.patterns import FULL, SLIDING
+from anydecode.models.families.recurrent import RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type
+from anydecode.models.families.table import FAMILIES, GROUP
+from anydecode.models.families.values import (
+    Config,
+    bool_value,
+    head_dim,
+    int_value,
+    list_value,
+    mapping_value,
+    num_layers,
+    optional_number,
+    value_or,
+)
 from anydecode.models.limits import (
     MAX_COUNT,
     MAX_EXPERTS,
-    MAX_LAYERS,
     MAX_SIZE,
     MAX_TOKENS,
     integer,
@@ -25,8 +38,6 @@ from anydecode.models.limits import (
     refusal,
 )
 from anydecode.models.spec import LayerSpec, ModelSpec
-
-Config = Mapping[str, Any]
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -36,555 +47,9 @@ _ACTIVATIONS = {
     "gelu": "gelu",
 }
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-@dataclass(frozen=True)
-class MixtureOfExperts:
-    """The properties of a family's mixture of experts.
-
-    Attributes:
-        inner_size: The config's key for the inner size of an expert.
-        is_normalised: The default of `norm_topk_prob`, see `Routing.normalise`.
-        has_biases: Whether the router and the experts have biases.
-        is_interleaved: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
-            and up alternating (gpt-oss).
-        scoring: See `Routing.scoring`.
-        has_selection_bias: See `ExpertWeights.selection_bias`.
-        shared_module: The module of the MLP that every token runs through, if there is one.
-        shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
-            an expert.
-        has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
-    """
-
-    inner_size: str = "moe_intermediate_size"
-    is_normalised: bool = True
-    has_biases: bool = False
-    is_interleaved: bool = False
-    scoring: str = "softmax"
-    has_selection_bias: bool = False
-    shared_module: str | None = None
-    shared_size: str | None = None
-    has_shared_gate: bool = False
-
-
-@dataclass(frozen=True)
-class Family:
-    """The properties of a model family.
-
-    Attributes:
-        architectures: Allowed values of `architectures` in its configs.
-        layer_types: Returns the attention type of each layer of a config.
-        norms: See `LayerSpec.norms`.
-        qk_norm: See `LayerSpec.qk_norm`.
-        norm_offset: Added to stored norm weights.
-        has_scaled_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
-        has_attention_softcap: Whether `attn_logit_softcapping` applies.
-        qkv_bias: Whether q, k and v have biases even without `attention_bias`.
-        defaults: Values of keys that its configs may leave out.
-        causal: Whether rows attend to earlier positions only.
-        logit_shift: Of a diffusion model: 1 if row r predicts position r + 1.
-        block_size: The config's key for the block size of a block-diffusion model.
-        default_block_size: The block size if the config lacks the key; None for no blocks.
-        keys: Config keys of the family, and the keys that they stand for.
-        names: The usual names of a layer's modules, and the names in the family's checkpoints.
-        output_bias: Whether `attention_bias` includes the attention's output.
-        has_partial_rotary: Whether `partial_rotary_factor` applies.
-        interleaved_rope: See `LayerSpec.interleaved_rope`.
-        norm_after_rope: See `LayerSpec.norm_after_rope`.
-        rope_layers: Returns whether each layer has a rotary position embedding, from the config and
-            the attention type of each layer; None: all have.
-        norm: See `ModelSpec.norm`.
-        has_norm_bias: Whether norms have biases.
-        mlp: See `LayerSpec.mlp`.
-        is_parallel: See `LayerSpec.is_parallel`; the key `use_parallel_residual` may turn it off.
-        has_position_table: See `ModelSpec.has_position_table`.
-        scales: Returns the factors of embeddings, scores, sublayers and logits; None: the usual
-            ones.
-        moe: Its mixture of experts, if it has one.
-        has_sinks: See `LayerSpec.has_sinks`.
-        has_clamped_swiglu: Whether the activation is a `ClampedSwiglu`.
-    """
-
-    architectures: tuple[str, ...]
-    layer_types: Callable[[Config], list[str]]
-    norms: str = "pre"
-    qk_norm: str | None = None
-    norm_offset: float = 0.0
-    has_scaled_embedding: bool = False
-    has_attention_softcap: bool = False
-    qkv_bias: bool = False
-    defaults: Config = field(default_factory=dict)
-    causal: bool = True
-    logit_shift: int = 0
-    block_size: str | None = None
-    default_block_size: int | None = None
-    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-    output_bias: bool = True
-    has_partial_rotary: bool = False
-    interleaved_rope: bool = False
-    norm_after_rope: bool = False
-    rope_layers: Callable[[Config, list[str]], list[bool]] | None = None
-    scales: Callable[[Config], Scales] | None = None
-    norm: str = "rms"
-    has_norm_bias: bool = False
-    mlp: str = "gated"
-    is_parallel: bool = False
-    has_position_table: bool = False
-    moe: MixtureOfExperts | None = None
-    has_sinks: bool = False
-    has_clamped_swiglu: bool = False
-
-
-class Scales(NamedTuple):
-    """Constant factors of a model. `attention` is None for the usual 1 / sqrt(head size)."""
-
-    embedding: float = 1.0
-    attention: float | None = None
-    residual: float = 1.0
-    logits: float = 1.0
-
-
-def _all_full(config: Config) -> list[str]:
-    """Full attention in every layer."""
-    return [_FULL] * num_layers(config)
-
-
-def _all_sliding(config: Config) -> list[str]:
-    """Sliding attention in every layer if the config has a window, else full."""
-    kind = _SLIDING if config.get("sliding_window") is not None else _FULL
-    return [kind] * num_layers(config)
-
-
-def _sliding_from_layer(config: Config) -> list[str]:
-    """Qwen: sliding attention from layer `max_window_layers` on, if windows are enabled."""
-    count, first = num_layers(config), int_value(config, "max_window_layers", 28, low=0)
-    if not _uses_window(config):
-        return [_FULL] * count
-    return [_SLIDING if layer >= first else _FULL for layer in range(count)]
-
-
-def _alternating_before_layer(config: Config) -> list[str]:
-    """Qwen2-MoE: sliding attention in every second layer before `max_window_layers`, if windows are
-    enabled."""
-    count, stop = num_layers(config), int_value(config, "max_window_layers", 28, low=0)
-    if not _uses_window(config):
-        return [_FULL] * count
-    return [_FULL if layer % 2 or layer >= stop else _SLIDING for layer in range(count)]
-
-
-def _all_sliding_if_enabled(config: Config) -> list[str]:
-    """Sliding attention in every layer, if windows are enabled."""
-    kind = _SLIDING if _uses_window(config) else _FULL
-    return [kind] * num_layers(config)
-
-
-def _sliding_without_rope(config: Config) -> list[str]:
-    """SmolLM3: sliding attention in the layers without position embedding, if windows are
-    enabled."""
-    is_enabled = _uses_window(config)
-    flags = _rope_flags(config, [])
-    return [_FULL if has_rope or not is_enabled else _SLIDING for has_rope in flags]
-
-
-def _rope_flags(config: Config, layer_types: list[str]) -> list[bool]:
-    """SmolLM3: whether each layer has a rotary position embedding."""
-    count = num_layers(config)
-    flags = _list(config, "no_rope_layers", int)  # despite its name, 1 means with rope
-    if flags is None:
-        interval = int_value(config, "no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(count)]
-    return [bool(flag) for flag in flags[:count]]
-
-
-def _rope_if_sliding(config: Config, layer_types: list[str]) -> list[bool]:
-    """EXAONE 4 with windows: a rotary position embedding in layers with sliding attention."""
-    if config.get("sliding_window") is None:
-        return [True] * len(layer_types)
-    return [kind == _SLIDING for kind in layer_types]
-
-
-def _no_rope(config: Config, layer_types: list[str]) -> list[bool]:
-    """No rotary position embedding in any layer."""
-    return [False] * len(layer_types)
-
-
-def _rope_if_named(config: Config, layer_types: list[str]) -> list[bool]:
-    """Granite 4: a rotary position embedding in all layers or none."""
-    return [config.get("position_embedding_type") == "rope"] * len(layer_types)
-
-
-def _full_every_nth(config: Config) -> list[str]:
-    """Full attention in every n-th layer, sliding attention in the others."""
-    period = int_value(config, "sliding_window_pattern", 6)
-    count = num_layers(config)
-    return [_SLIDING if (layer + 1) % period else _FULL for layer in range(count)]
-
-
-def _hybrid_pattern(config: Config) -> list[str]:
-    """EXAONE 4: a period, or a text with one letter per layer of it, L for sliding attention."""
-    count, pattern = num_layers(config), config.get("sliding_window_pattern")
-    if config.get("sliding_window") is None:
-        return [_FULL] * count
-    if isinstance(pattern, str) and set(pattern) <= set("LG") and pattern:
-        letters = [pattern[layer % len(pattern)] for layer in range(count)]
-        return [_SLIDING if letter == "L" else _FULL for letter in letters]
-    return _full_every_nth(config)
-
-
-def _all_attention(config: Config) -> list[str]:
-    """Granite 4: the types must be listed, because the layers of most models are no attention."""
-    raise CheckpointError("the config lacks 'layer_types'")
-
-
-def _granite_scales(config: Config) -> Scales:
-    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
-    embedding, attention, residual = (number(key, _value(config, key, 1.0)) for key in factors)
-    logits = 1.0 / number("logits_scaling", _value(config, "logits_scaling", 1.0))
-    return Scales(embedding, attention, residual, logits)
-
-
-def _cohere_scales(config: Config) -> Scales:
-    return Scales(logits=number("logit_scale", _value(config, "logit_scale", 0.0625)))
-
-
-def _minicpm_scales(config: Config) -> Scales:
-    depth = number("scale_depth", _value(config, "scale_depth", 1.0))
-    base = int_value(config, "dim_model_base", 1)
-    return Scales(
-        embedding=number("scale_emb", _value(config, "scale_emb", 1.0)),
-        residual=depth / math.sqrt(num_layers(config)),
-        logits=base / int_value(config, "hidden_size"),
-    )
-
-
-def _uses_window(config: Config) -> bool:
-    return bool_value(config, "use_sliding_window") and config.get("sliding_window") is not None
-
-
-_GEMMA = {
-    "tie_word_embeddings": True,
-    "hidden_act": "gelu_pytorch_tanh",
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-}
-
-_GPT: dict[str, Any] = {"norm": "layer", "has_norm_bias": True, "mlp": "plain"}
-#: Both MLP and attention read the only norm of a layer.
-_COHERE: dict[str, Any] = {
-    "norm": "layer",
-    "is_parallel": True,
-    "interleaved_rope": True,
-    "scales": _cohere_scales,
-    "names": {"post_attention_layernorm": "input_layernorm"},
-    "defaults": {"tie_word_embeddings": True, "rope_theta": 500_000.0},
-}
-
-#: The entry points by which other packages add families; their names are model types.
-GROUP = "anydecode.families"
-#: The families by `model_type` of their configs.
-FAMILIES: dict[str, Family] = {
-    "llama": Family(("LlamaForCausalLM",), _all_full),
-    "mistral": Family(("MistralForCausalLM",), _all_sliding, defaults={"sliding_window": 4096}),
-    "mixtral": Family(
-        ("MixtralForCausalLM",),
-        _all_sliding,
-        defaults={"rope_theta": 1e6},
-        moe=MixtureOfExperts("intermediate_size"),
-    ),
-    "smollm3": Family(
-        ("SmolLM3ForCausalLM",),
-        _sliding_without_rope,
-        rope_layers=_rope_flags,
-        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
-    ),
-    "qwen2": Family(
-        ("Qwen2ForCausalLM",), _sliding_from_layer, qkv_bias=True, defaults={"sliding_window": 4096}
-    ),
-    "qwen3": Family(
-        ("Qwen3ForCausalLM",),
-        _sliding_from_layer,
-        qk_norm="head",
-        defaults={"sliding_window": 4096, "head_dim": 128},
-    ),
-    "qwen3_moe": Family(
-        ("Qwen3MoeForCausalLM",),
-        _all_sliding_if_enabled,
-        qk_norm="head",
-        defaults={"sliding_window": 4096},
-        moe=MixtureOfExperts(is_normalised=False),
-    ),
-    "gpt_oss": Family(
-        ("GptOssForCausalLM",),
-        _full_every_nth,
-        defaults={
-            "sliding_window_pattern": 2,
-            "sliding_window": 128,
-            "head_dim": 64,
-            "attention_bias": True,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-        },
-        moe=MixtureOfExperts("intermediate_size", has_biases=True, is_interleaved=True),
-        has_sinks=True,
-        has_clamped_swiglu=True,
-    ),
-    "qwen2_moe": Family(
-        ("Qwen2MoeForCausalLM",),
-        _alternating_before_layer,
-        qkv_bias=True,
-        defaults={"sliding_window": 4096},
-        moe=MixtureOfExperts(
-            is_normalised=False,
-            shared_module="shared_expert",
-            shared_size="shared_expert_intermediate_size",
-            has_shared_gate=True,
-        ),
-    ),
-    "olmoe": Family(
-        ("OlmoeForCausalLM",),
-        _all_full,
-        qk_norm="full",
-        defaults={"rms_norm_eps": 1e-5},
-        moe=MixtureOfExperts("intermediate_size", is_normalised=False),
-    ),
-    "glm4_moe": Family(
-        ("Glm4MoeForCausalLM",),
-        _all_full,
-        qk_norm="head",
-        defaults={
-            "use_qk_norm": False,
-            "rms_norm_eps": 1e-5,
-            "first_k_dense_replace": 1,
-            "partial_rotary_factor": 0.5,
-        },
-        moe=MixtureOfExperts(
-            scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
-        ),
-        output_bias=False,
-        has_partial_rotary=True,
-    ),
-    "phi3": Family(("Phi3ForCausalLM",), _all_sliding, has_partial_rotary=True),
-    "olmo2": Family(
-        ("Olmo2ForCausalLM",),
-        _all_full,
-        norms="post",
-        qk_norm="full",
-        defaults={"rms_norm_eps": 1e-5},
-    ),
-    "gemma2": Family(
-        ("Gemma2ForCausalLM",),
-        _full_every_nth,
-        norms="both",
-        norm_offset=1.0,
-        has_scaled_embedding=True,
-        has_attention_softcap=True,
-        defaults={
-            **_GEMMA,
-            "sliding_window_pattern": 2,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-    ),
-    # Its config has a softcap for attention scores, which transformers does not apply.
-    "gemma3_text": Family(
-        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        _full_every_nth,
-        norms="both",
-        qk_norm="head",
-        norm_offset=1.0,
-        has_scaled_embedding=True,
-        defaults={**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-    ),
-}
-FAMILIES |= {
-    "granite": Family(("GraniteForCausalLM",), _all_full, scales=_granite_scales),
-    # Granite 4 models without state-space layers and experts.
-    "granitemoehybrid": Family(
-        ("GraniteMoeHybridForCausalLM",),
-        _all_attention,
-        scales=_granite_scales,
-        rope_layers=_rope_if_named,
-        keys={"shared_intermediate_size": ("intermediate_size",)},
-        names={
-            "mlp.gate_up_proj": "shared_mlp.input_linear",
-            "mlp.down_proj": "shared_mlp.output_linear",
-        },
-    ),
-    "minicpm": Family(
-        ("MiniCPMForCausalLM",),
-        _all_full,
-        scales=_minicpm_scales,
-        defaults={"tie_word_embeddings": True},
-    ),
-    "glm4": Family(
-        ("Glm4ForCausalLM",),
-        _all_full,
-        norms="both",
-        has_partial_rotary=True,
-        interleaved_rope=True,
-        output_bias=False,
-        names={
-            "post_attention_layernorm": "post_self_attn_layernorm",
-            "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "post_mlp_layernorm",
-        },
-        defaults={
-            "head_dim": 128,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1.5625e-07,
-        },
-    ),
-    "ernie4_5": Family(
-        ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
-        _all_full,
-        interleaved_rope=True,
-        keys={"use_bias": ("attention_bias", "mlp_bias")},
-        defaults={
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            "rope_theta": 500_000.0,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "seed_oss": Family(
-        ("SeedOssForCausalLM",),
-        _all_full,
-        output_bias=False,
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
-    ),
-    "olmo3": Family(
-        ("Olmo3ForCausalLM",),
-        _full_every_nth,
-        norms="post",
-        qk_norm="full",
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-        },
-    ),
-    "ministral": Family(("MinistralForCausalLM",), _all_sliding, defaults={"sliding_window": 4096}),
-    "ministral3": Family(
-        ("Ministral3ForCausalLM",),
-        _all_sliding,
-        defaults={"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-    ),
-    "exaone4": Family(
-        ("Exaone4ForCausalLM",),
-        _hybrid_pattern,
-        norms="post",
-        qk_norm="head",
-        rope_layers=_rope_if_sliding,
-        defaults={"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
-    ),
-    "hunyuan_v1_dense": Family(
-        ("HunYuanDenseV1ForCausalLM",),
-        _all_full,
-        qk_norm="head",
-        norm_after_rope=True,
-        names={
-            "self_attn.q_norm": "self_attn.query_layernorm",
-            "self_attn.k_norm": "self_attn.key_layernorm",
-        },
-        defaults={"rms_norm_eps": 1e-5},
-    ),
-    # The families below have layer norms.
-    "starcoder2": Family(
-        ("Starcoder2ForCausalLM",),
-        _all_sliding,
-        norm="layer",
-        has_norm_bias=True,
-        mlp="plain",
-        keys={
-            "norm_epsilon": ("layer_norm_eps",),
-            "use_bias": ("attention_bias", "mlp_bias"),
-        },
-        names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
-        defaults={
-            "attention_bias": True,
-            "mlp_bias": True,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-        },
-    ),
-    "cohere": Family(("CohereForCausalLM",), _all_full, **_COHERE),
-    "cohere2": Family(
-        ("Cohere2ForCausalLM",),
-        _full_every_nth,
-        rope_layers=_rope_if_sliding,
-        **{
-            **_COHERE,
-            "defaults": {
-                "tie_word_embeddings": True,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 4,
-            },
-        },
-    ),
-    # Their layouts are converted when they are loaded.
-    "gpt2": Family(
-        ("GPT2LMHeadModel",),
-        _all_full,
-        rope_layers=_no_rope,
-        has_position_table=True,
-        defaults={"attention_bias": True, "mlp_bias": True},
-        **_GPT,
-    ),
-    "gpt_neox": Family(
-        ("GPTNeoXForCausalLM",),
-        _all_full,
-        is_parallel=True,
-        has_partial_rotary=True,
-        defaults={"partial_rotary_factor": 0.25, "mlp_bias": True},
-        **_GPT,
-    ),
-    "falcon": Family(("FalconForCausalLM", "RWForCausalLM"), _all_full, is_parallel=True, **_GPT),
-}
-
-
-def _bidirectional(like: str, *architectures: str, **changes: Any) -> Family:
-    """The family `like`, with bidirectional attention."""
-    return replace(FAMILIES[like], architectures=architectures, causal=False, **changes)
-
-
-FAMILIES |= {
-    # Masked diffusion (LLaDA's own layout is converted when it is loaded).
-    "llada": _bidirectional("llama", "LLaDAModelLM", defaults={"rms_norm_eps": 1e-5}),
-    "dream": _bidirectional("qwen2", "DreamModel", logit_shift=1),
-    # Autoregressive models that the dLLM library converted to diffusion models.
-    "a2d-llama": _bidirectional("llama", "A2DLlamaLMHeadModel", block_size="block_size"),
-    "a2d-qwen2": _bidirectional("qwen2", "A2DQwen2LMHeadModel"),
-    "a2d-qwen3": _bidirectional("qwen3", "A2DQwen3LMHeadModel"),
-    # Block diffusion: a row attends to its own block and those before it. SDAR's configs lack the
-    # block size; its generation script and the servers that run it default to 4.
-    "sdar": _bidirectional(
-        "qwen3", "SDARForCausalLM", block_size="block_size", default_block_size=4
-    ),
-    "sdar_moe": _bidirectional(
-        "qwen3_moe", "SDARMoeForCausalLM", block_size="block_size", default_block_size=4
-    ),
-    "fast_dllm_qwen": _bidirectional(
-        "qwen2",
-        "Fast_dLLM_QwenForCausalLM",
-        logit_shift=1,
-        block_size="bd_size",
-        default_block_size=32,
-    ),
-    # Their own layout is converted when it is loaded.
-    "bd3lm": _bidirectional("llama", "BD3LM", block_size="block_size"),
-    "mdlm": _bidirectional("llama", "MDLM", "BD3LM"),
-    # Causal, and trained to predict mask tokens after the visible tokens.
-    "wedlm": replace(FAMILIES["qwen2"], architectures=("WeDLMForCausalLM",), qkv_bias=False),
-    "wedlm_qwen3": replace(FAMILIES["qwen3"], architectures=("WeDLMForCausalLM",)),
-}
 #: The keys for the number of experts.
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
     "Gemma3ForConditionalGeneration",
@@ -607,7 +72,7 @@ def text_config(config: Config) -> dict[str, Any]:
     """
     if "text_config" in config:
         check_multimodal(config)
-    text = _mapping(config, "text_config") if "text_config" in config else dict(config)
+    text = mapping_value(config, "text_config") if "text_config" in config else dict(config)
     model_type = text.get("model_type") or config.get("model_type")
     model_type = "gemma3_text" if model_type == "gemma3" else model_type
     if model_type in ("Dream", "Fast_dLLM_Qwen", "WeDLM"):
@@ -631,7 +96,8 @@ def text_config(config: Config) -> dict[str, Any]:
     for key, targets in family.keys.items():
         if key in text:
             text.update(dict.fromkeys(targets, text[key]))
-    return {**family.defaults, **text}
+    merged = {**family.defaults, **text}
+    return merged if family.derived is None else {**merged, **family.derived(merged)}
 
 
 def _is_known(model_type: str) -> bool:
@@ -650,7 +116,7 @@ def check_multimodal(config: Config) -> None:
 
 def _check_architecture(config: Config, model_type: Any, supported: tuple[str, ...]) -> None:
     """Raise CheckpointError if the config has `architectures` and none of them is supported."""
-    names = _list(config, "architectures", str)
+    names = list_value(config, "architectures", str)
     if names and not set(names) & set(supported):
         raise CheckpointError(
             f"architecture {', '.join(names)} of model type {model_type!r} is not supported;"
@@ -701,7 +167,7 @@ def spec_from_config(
         layers=tuple(_layers(config, family, limit, scales.attention)),
         embedding_scale=scales.embedding,
         logit_scale=scales.logits,
-        logit_softcap=_optional_number(config, "final_logit_softcapping"),
+        logit_softcap=optional_number(config, "final_logit_softcapping"),
         causal=family.causal,
         logit_shift=1 if bool_value(config, "right_shift_logits") else family.logit_shift,
         block_size=_block_size(config, family),
@@ -713,8 +179,8 @@ def spec_from_config(
 
 def _norm_eps(config: Config, family: Family) -> float:
     if family.norm == "layer":
-        return number("layer_norm_eps", _value(config, "layer_norm_eps", 1e-5), 0.0, 1.0)
-    return number("rms_norm_eps", _value(config, "rms_norm_eps", 1e-6), 0.0, 1.0)
+        return number("layer_norm_eps", value_or(config, "layer_norm_eps", 1e-5), 0.0, 1.0)
+    return number("rms_norm_eps", value_or(config, "rms_norm_eps", 1e-6), 0.0, 1.0)
 
 
 def _block_size(config: Config, family: Family) -> int | None:
@@ -731,73 +197,12 @@ def _architecture(config: Config) -> str | None:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
-def int_value(
-    config: Config, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE
-) -> int:
-    """The integer under `key`; null counts as missing.
-
-    Raises:
-        CheckpointError: It is not an integer from `low` to `high`, or is missing without a default.
-    """
-    value = _value(config, key, default)
-    if value is None:
-        raise CheckpointError(f"the config lacks {key!r}")
-    return integer(key, value, low, high)
-
-
-def bool_value(config: Config, key: str, default: bool = False) -> bool:
-    """The boolean under `key`; null counts as missing."""
-    value = _value(config, key, default)
-    if not isinstance(value, bool):
-        raise refusal(key, value, "true or false")
-    return value
-
-
-def _value(config: Config, key: str, default: Any) -> Any:
-    value = config.get(key)
-    return default if value is None else value
-
-
-def _optional_number(config: Config, key: str) -> float | None:
-    """The number under `key`; None if it is null or missing."""
-    value = config.get(key)
-    return None if value is None else number(key, value)
-
-
-def _mapping(config: Config, key: str) -> dict[str, Any]:
-    """A copy of the object under `key`; empty if it is null or missing."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise refusal(key, value, "an object")
-    return dict(value or {})
-
-
-def _list(config: Config, key: str, kind: type) -> list[Any] | None:
-    """The list under `key`, with entries of one type; None if it is null or missing."""
-    value = config.get(key)
-    is_valid = isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
-    if value is not None and not is_valid:
-        raise refusal(key, value, f"a list of {kind.__name__}")
-    return value
-
-
-def num_layers(config: Config) -> int:
-    """The number of layers."""
-    return int_value(config, "num_hidden_layers", high=MAX_LAYERS)
-
-
-def head_dim(config: Config) -> int:
-    """Dimensions per head: `head_dim`, or else the hidden size divided by the number of heads."""
-    heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
-    return int_value(config, "head_dim", int_value(config, "hidden_size") // heads, high=MAX_COUNT)
-
-
 def is_expert_layer(config: Config, layer: int) -> bool:
     """Whether a layer's MLP is a mixture of experts."""
     if FAMILIES[config["model_type"]].moe is None:
         return False
     step = int_value(config, "decoder_sparse_step", 1)
-    dense = _list(config, "mlp_only_layers", int) or []
+    dense = list_value(config, "mlp_only_layers", int) or []
     first = int_value(config, "first_k_dense_replace", 0, low=0)
     is_sparse = layer >= first and layer not in dense and (layer + 1) % step == 0
     return is_sparse and num_experts(config) > 0
@@ -826,7 +231,7 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         scoring=moe.scoring,
         num_groups=int_value(config, "n_group", 1),
         groups_per_token=int_value(config, "topk_group", 1),
-        scale=number("routed_scaling_factor", _value(config, "routed_scaling_factor", 1.0)),
+        scale=number("routed_scaling_factor", value_or(config, "routed_scaling_factor", 1.0)),
     )
 
 
@@ -838,15 +243,15 @@ def _activation(config: Config, family: Family) -> Activation:
         return _ACTIVATIONS[name]
     default = ClampedSwiglu()
     return ClampedSwiglu(
-        number("swiglu_alpha", _value(config, "swiglu_alpha", default.alpha)),
-        number("swiglu_limit", _value(config, "swiglu_limit", default.limit)),
+        number("swiglu_alpha", value_or(config, "swiglu_alpha", default.alpha)),
+        number("swiglu_limit", value_or(config, "swiglu_limit", default.limit)),
     )
 
 
 def _layer_types(config: Config, family: Family) -> list[str]:
     """The attention type of each layer."""
-    types = _list(config, "layer_types", str) or family.layer_types(config)
-    return [_FULL if kind == "attention" else kind for kind in types]
+    types = list_value(config, "layer_types", str) or family.layer_types(config)
+    return [FULL if kind == "attention" else kind for kind in types]
 
 
 def _layers(
@@ -864,13 +269,28 @@ def _layers(
     dim, trained = head_dim(config), int_value(config, "max_position_embeddings")
     ropes = {
         layer_type: make_rope(_rope_parameters(config, layer_type), dim, trained, max_positions)
-        for layer_type in sorted(set(layer_types))
+        for layer_type in sorted(set(layer_types) - set(RECURRENT_TYPES))
     }
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
     query_ropes = {kind: _query_rope(config, kind, rope) for kind, rope in ropes.items()}
     layers = []
+    recurrent = None if family.recurrent is None else family.recurrent.spec(config)
     for layer in range(count):
         is_moe = is_expert_layer(config, layer)
+        if recurrent is not None and layer_types[layer] in RECURRENT_TYPES:
+            layers.append(
+                LayerSpec(
+                    attention=None,
+                    rope=None,
+                    norms=family.norms,
+                    activation=activation,
+                    num_experts=num_experts(config) if is_moe else 0,
+                    routing=_routing(config, family.moe) if is_moe and family.moe else None,
+                    mlp=family.mlp,
+                    recurrence=recurrent,
+                )
+            )
+            continue
         layers.append(
             LayerSpec(
                 attention=_attention(config, family, layer_types[layer], dim, attention_scale),
@@ -897,7 +317,7 @@ def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
         return None
     parameters = _rope_parameters(config, layer_type)
     key = "llama_4_scaling_beta"
-    growth = number(key, _value(parameters, key, 0.0), 0.0)
+    growth = number(key, value_or(parameters, key, 0.0), 0.0)
     period = int_value(parameters, "original_max_position_embeddings")
     return replace(rope, growth=growth, growth_period=period) if growth else None
 
@@ -906,15 +326,15 @@ def _attention(
     config: Config, family: Family, layer_type: str, dim: int, scale: float | None
 ) -> Attention:
     heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
-    if layer_type not in (_SLIDING, _FULL):
+    if layer_type not in (SLIDING, FULL):
         raise CheckpointError(f"attention of type {layer_type!r} is not supported")
     return Attention(
         num_heads=heads,
         num_kv_heads=int_value(config, "num_key_value_heads", heads, high=MAX_COUNT),
         head_dim=dim,
-        scale=scale or (_optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
-        window=int_value(config, "sliding_window") if layer_type == _SLIDING else None,
-        softcap=_optional_number(config, "attn_logit_softcapping")
+        scale=scale or (optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
+        window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
+        softcap=optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap
         else None,
     )
@@ -923,17 +343,17 @@ def _attention(
 def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
     """The rope parameters of one layer type, from the current keys (`rope_parameters`, flat or per
     layer type) or the older ones (`rope_theta`, `rope_scaling`, `rope_local_base_freq`)."""
-    parameters = _mapping(config, "rope_parameters")
-    theta = _value(config, "rope_theta", 10_000.0)
+    parameters = mapping_value(config, "rope_parameters")
+    theta = value_or(config, "rope_theta", 10_000.0)
     if layer_type in parameters:
-        rope = _mapping(parameters, layer_type)
-    elif config["model_type"] == "gemma3_text" and layer_type == _SLIDING:
+        rope = mapping_value(parameters, layer_type)
+    elif config["model_type"] == "gemma3_text" and layer_type == SLIDING:
         rope, theta = {}, config["rope_local_base_freq"]
-    elif config["model_type"] == "olmo3" and layer_type == _SLIDING:
+    elif config["model_type"] == "olmo3" and layer_type == SLIDING:
         rope = {}  # only full attention has a scaling
     else:
         rope = {key: value for key, value in parameters.items() if not isinstance(value, dict)}
-        rope.update(_mapping(config, "rope_scaling"))
+        rope.update(mapping_value(config, "rope_scaling"))
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = theta
     name = rope_type(rope)
@@ -956,7 +376,7 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
 def _default_max_positions(config: Config) -> int:
     """The default context length: the largest for which no rope scaling depends on the length."""
     longest = int_value(config, "max_position_embeddings")
-    parameters = _rope_parameters(config, _FULL)
+    parameters = _rope_parameters(config, FULL)
     if rope_type(parameters) == "longrope":
         return min(longest, int_value(parameters, "original_max_position_embeddings"))
     return longest

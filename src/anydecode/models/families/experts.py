@@ -9,13 +9,9 @@ import numpy as np
 
 from anydecode.kernels.formats import BLOCKS, plain_weight
 from anydecode.kernels.interface import ExpertWeights, Weight
-from anydecode.models.families.config import (
-    Config,
-    Family,
-    MixtureOfExperts,
-    int_value,
-    shared_size,
-)
+from anydecode.models.families.config import shared_size
+from anydecode.models.families.family import Family, MixtureOfExperts
+from anydecode.models.families.values import Config, int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.network import Experts, GatedMlp, Linear
 

@@ -24,27 +24,30 @@ DTYPES: dict[str | None, tuple[str | None, str | None]] = {
     "int4": ("Q4_0", "Q8_0"),
 }
 
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.", "")
 
 
 class TensorReader:
     """Reads a checkpoint's tensors.
 
-    Names are given without the family's prefix: `layers.0.mlp.up_proj`. Missing and invalid tensors
-    raise a CheckpointError that names the tensor.
+    Names are given without the family's prefix, which that of the `embedding` has:
+    `layers.0.mlp.up_proj`. Missing and invalid tensors raise a CheckpointError that names the
+    tensor.
 
     Raises:
         InvalidRequestError: `dtype` is unknown.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str | None, embedding: str = "embed_tokens"
+    ) -> None:
         if dtype not in DTYPES:
             known = ", ".join(name for name in DTYPES if name)
             raise InvalidRequestError(f"dtype {dtype!r} is unknown; choose from {known}")
         self._tensors = checkpoint.tensors
         self._source = checkpoint.name
         self._layer_format, self._outer_format = DTYPES[dtype]
-        prefixes = (p for p in _PREFIXES if f"{p}embed_tokens.weight" in checkpoint.tensors)
+        prefixes = (p for p in _PREFIXES if f"{p}{embedding}.weight" in checkpoint.tensors)
         self._prefix = next(prefixes, "model.")
 
     def has(self, name: str) -> bool:
@@ -63,10 +66,14 @@ class TensorReader:
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> np.ndarray:
         """A one-dimensional tensor in float32, plus `offset`."""
+        return self.tensor(name, (size,), offset)
+
+    def tensor(self, name: str, shape: tuple[int, ...], offset: float = 0.0) -> np.ndarray:
+        """A tensor of floats in float32, plus `offset`."""
         tensor = self._read(name)
         if isinstance(tensor, Weight):
             raise CheckpointError(f"{self._source}: {self._full_name(name)} is packed as a matrix")
-        self._check(name, tuple(tensor.shape), (size,))
+        self._check(name, tuple(tensor.shape), shape)
         if tensor.dtype not in FLOATS.values() and tensor.dtype != np.float64:
             raise CheckpointError(
                 f"{self._source}: {self._full_name(name)} is {tensor.dtype}, no float"

@@ -13,7 +13,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES, dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families.config import FAMILIES
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.files import read_json
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.names import base_model_name, resolve

@@ -14,12 +14,12 @@ from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import (
-    FAMILIES,
     is_expert_layer,
     num_experts,
     shared_size,
     spec_from_config,
 )
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.lazy import LazyTensors, Reader

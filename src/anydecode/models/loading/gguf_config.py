@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.models.families.config import FAMILIES
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, integer, number, refusal
 from anydecode.models.loading.gguf_file import GGUFFile
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.models.families.config import bool_value
+from anydecode.models.families.values import bool_value
 from anydecode.models.limits import MAX_COUNT, integer, refusal
 from anydecode.models.loading.lazy import Reader
 

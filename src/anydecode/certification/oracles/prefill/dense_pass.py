@@ -42,7 +42,8 @@ def dense_pass(model: Transformer, rows: np.ndarray, seen: dict[int, np.ndarray]
         here = np.isin(positions, seen[index])
         state, positions = state[here], positions[here]
         shape, rope = spec.layers[index].attention, spec.layers[index].rope
-        assert rope is not None
+        assert rope and shape and layer.query and layer.key and layer.value
+        assert layer.output is not None and layer.mlp is not None
         states.append(state)
         y = rms_norm(state, layer.attention_norm, spec.norm_eps)
         q, k, v = (

@@ -27,6 +27,7 @@ def _planted_model() -> Transformer:
     table[97:123, 0] = 4.0
     slow = size // 2 - 1  # per head, the dimension with the lowest rotary frequency
     for layer in weights.layers:
+        assert layer.output and layer.query and layer.key
         layer.output.weight.data[:2] = 0.0
         layer.mlp.down.weight.data[:2] = 0.0  # type: ignore[union-attr]
         for matrix, source, factor in ((layer.key, 0, -2.0), (layer.query, 1, 2.0)):

@@ -53,11 +53,13 @@ class Forward:
 
     def _mlp(self, x: np.ndarray, layer: int) -> np.ndarray:
         weights = self.weights.layers[layer]
+        assert weights.mlp is not None
         return gated_mlp(self._normed(x, weights.mlp_norm), weights.mlp)
 
     def _attention(self, x: np.ndarray, layer: int) -> np.ndarray:
         weights, spec = self.weights.layers[layer], self.spec.layers[layer]
         shape, position = spec.attention, len(self.keys[layer])
+        assert shape and weights.query and weights.key and weights.value and weights.output
         y = self._normed(x, weights.attention_norm)
 
         def rotated(vector: np.ndarray, heads: int) -> np.ndarray:

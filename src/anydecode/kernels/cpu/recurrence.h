@@ -1,0 +1,139 @@
+/* Causal convolutions and recurrences: one position after the other, each head by itself. */
+#ifndef ANYDECODE_RECURRENCE_H
+#define ANYDECODE_RECURRENCE_H
+
+#include "plan.h"
+#include "pointwise.h"
+
+/* Store a row's channels and gates in its slot. */
+static void store_inputs(const Pass *pass, const Op *op, int row, const float *x,
+                         const float *gates) {
+  const Recurrence *shape = op->recurrence;
+  float *to = pass->recurrent_inputs[op->layer] +
+              (int64_t)pass->slots[row] * (shape->width + shape->num_gates);
+  memcpy(to, x, (size_t)shape->width * 4);
+  if (shape->num_gates) memcpy(to + shape->width, gates, (size_t)shape->num_gates * 4);
+}
+
+/* Channels [first, first + count) of the convolution at the last of the `window` slots. */
+INLINE void convolve(const Pass *pass, const Op *op, const int32_t *slots, int first, int count,
+                     float *out) {
+  const Recurrence *shape = op->recurrence;
+  const float *inputs = pass->recurrent_inputs[op->layer] + first;
+  int64_t stride = shape->width + shape->num_gates;
+  for (int i = 0; i < count; i += 8) {
+    f8 sum = f8_set(0.0f);
+    for (int j = 0; j < shape->window; j++) {
+      if (slots[j] < 0) continue;
+      f8 x = f8_load_part(inputs + slots[j] * stride + i, count - i);
+      f8 w = f8_load_part(shape->conv + (int64_t)j * shape->width + first + i, count - i);
+      sum = f8_fma(x, w, sum);
+    }
+    if (shape->conv_bias)
+      sum = f8_add(sum, f8_load_part(shape->conv_bias + first + i, count - i));
+    f8_store_part(out + i, f8_activate(sum, shape->activation), count - i);
+  }
+}
+
+/* The slots of the last `count` positions that a row sees; -1 before the first position. */
+static void last_slots(const Pass *pass, int row, int count, int32_t *slots) {
+  int prefix = pass->prefix[row], length = prefix + pass->tail_length[row];
+  const int32_t *table = pass->tables[pass->table[row]];
+  const int32_t *tail = pass->tails + pass->tail_start[row];
+  for (int j = 0; j < count; j++) {
+    int position = length - count + j;
+    slots[j] = position < 0 ? -1 : position < prefix ? table[position] : tail[position - prefix];
+  }
+}
+
+static void convolve_row(const Pass *pass, const Op *op, int row, float *out) {
+  int32_t slots[MAX_WINDOW];
+  last_slots(pass, row, op->recurrence->window, slots);
+  convolve(pass, op, slots, 0, op->recurrence->width, out);
+}
+
+INLINE float first_lane(f8 x) {
+  float v[8];
+  f8_store(v, x);
+  return v[0];
+}
+
+/* x / sqrt(sum(x^2) + 1e-6) * scale */
+INLINE void normalise(float *x, int count, float scale) {
+  float factor = scale / sqrtf(sum_of_squares(x, count) + 1e-6f);
+  for (int i = 0; i < count; i += 8)
+    f8_store_part(x + i, f8_mul(f8_load_part(x + i, count - i), f8_set(factor)), count - i);
+}
+
+/* The inputs of one step of one head. */
+typedef struct {
+  float *value, *key, *query;
+  float decay, strength;
+} HeadStep;
+
+/* Advance the state of one head, [head_dim, state_size], by one step. `out` receives the output,
+ * unless it is NULL. */
+INLINE void advance(const Recurrence *shape, const HeadStep *step, float skip, float *state,
+                    float *out) {
+  int size = shape->state_size;
+  f8 decay = f8_set(step->decay);
+  for (int p = 0; p < shape->head_dim; p++, state += size) {
+    float value = step->value[p];
+    if (shape->rule == RULE_DELTA) {
+      f8 dot = f8_set(0.0f);
+      for (int i = 0; i < size; i += 8) {
+        f8 s = f8_mul(f8_load_part(state + i, size - i), decay);
+        dot = f8_fma(s, f8_load_part(step->key + i, size - i), dot);
+      }
+      value -= f8_sum(dot);
+    }
+    f8 change = f8_set(value * step->strength), sum = f8_set(0.0f);
+    for (int i = 0; i < size; i += 8) {
+      f8 s = f8_mul(f8_load_part(state + i, size - i), decay);
+      s = f8_fma(change, f8_load_part(step->key + i, size - i), s);
+      f8_store_part(state + i, s, size - i);
+      sum = f8_fma(s, f8_load_part(step->query + i, size - i), sum);
+    }
+    if (out) out[p] = f8_sum(sum) + skip * step->value[p];
+  }
+}
+
+/* Run all steps of one head. `scratch` has recurrence_floats(...) floats. */
+static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, float *out) {
+  const Recurrence *shape = op->recurrence;
+  int dim = shape->head_dim, size = shape->state_size, lead = pass->scan_lead;
+  int64_t floats = (int64_t)dim * size, total = floats * shape->heads;
+  int group = head / (shape->heads / shape->groups), keys = shape->heads * dim;
+  int padded = (size + 7) / 8 * 8, is_delta = shape->rule == RULE_DELTA;
+  float *state = scratch, *kept = pass->states[op->layer] + head * floats;
+  HeadStep step = {scratch + floats, scratch + floats + (dim + 7) / 8 * 8, NULL, 0.0f, 0.0f};
+  step.query = step.key + padded;
+  for (int run = 0; run < pass->num_runs; run++) {
+    if (pass->scan_start[run] < 0) memset(state, 0, (size_t)floats * 4);
+    else memcpy(state, kept + pass->scan_start[run] * total, (size_t)floats * 4);
+    for (int i = pass->scan_first[run] + lead; i < pass->scan_first[run + 1]; i++) {
+      const int32_t *slots = pass->scan_slots + i + 1 - shape->window;
+      int64_t stride = shape->width + shape->num_gates;
+      const float *gates =
+          pass->recurrent_inputs[op->layer] + pass->scan_slots[i] * stride + shape->width;
+      convolve(pass, op, slots, head * dim, dim, step.value);
+      convolve(pass, op, slots, keys + group * size, size, step.key);
+      convolve(pass, op, slots, keys + (shape->groups + group) * size, size, step.query);
+      f8 gate = f8_set(gates[shape->num_gates - shape->heads + head] + shape->step_bias[head]);
+      f8 time = f8_min(f8_max(f8_softplus(gate), f8_set(shape->min_step)),
+                       f8_set(shape->max_step));
+      step.decay = first_lane(f8_exp(f8_mul(time, f8_set(shape->decay[head]))));
+      step.strength = first_lane(is_delta ? f8_sigmoid(f8_set(gates[head])) : time);
+      if (is_delta) {
+        normalise(step.key, size, 1.0f);
+        normalise(step.query, size, 1.0f / sqrtf((float)size));
+      }
+      int32_t row = pass->scan_rows[i], save = pass->scan_saves[i];
+      float *to = row < 0 ? NULL : out + (int64_t)row * shape->heads * dim + head * dim;
+      advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);
+      if (save >= 0) memcpy(kept + save * total, state, (size_t)floats * 4);
+    }
+  }
+}
+
+#endif

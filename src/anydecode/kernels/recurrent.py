@@ -1,0 +1,277 @@
+"""Recurrent states of a key-value cache, and the order in which a pass advances them.
+
+A recurrent layer stores its inputs (the channels of the convolution and the gates) per slot, as
+attention stores keys and values. So every state can be computed again from the slots of its
+prefix, one position after the other. The states after some slots are kept, and a row starts from
+the nearest one before it. A kept state has the bits of the one that would be computed again,
+because there is only one order of operations; which states are kept changes the speed alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.kernels.interface import Recurrence, Rows
+from anydecode.kernels.pages import mapped_zeros
+
+#: The size of the states that a cache keeps, in bytes; memory is occupied from the first use.
+STATE_BYTES = 1 << 30
+#: States after every so many positions of a prompt are kept for requests that share the prefix.
+INTERVAL = 256
+# A chain of at most this many rows may be a draft of which only the first row is sure to stay.
+_MAX_DRAFT = 32
+
+
+def check_rows(rows: Rows) -> None:
+    """Check that each row sees every earlier position and itself, as a recurrence needs.
+
+    Raises:
+        UnsupportedCombinationError: A row does not.
+    """
+    prefix, tails = rows.prefix, rows.tail_length
+    is_valid = bool((prefix + tails == rows.positions + 1).all() and (rows.slots >= 0).all())
+    for number, table in enumerate(rows.tables):
+        own = rows.table == number
+        longest = int(prefix[own].max(initial=0))
+        is_valid = is_valid and table.ndim == 1 and bool((table[:longest] >= 0).all())
+        ends = own & (tails == 0)
+        is_valid = is_valid and bool((table[prefix[ends] - 1] == rows.slots[ends]).all())
+    has_tail = tails > 0
+    if is_valid and has_tail.any():
+        last = rows.tails[rows.tail_start[has_tail] + tails[has_tail] - 1]
+        is_valid = bool((rows.tails >= 0).all() and (last == rows.slots[has_tail]).all())
+    if not is_valid:
+        raise UnsupportedCombinationError(
+            "a recurrent layer needs the inputs of every earlier position: methods that evict, skip"
+            " or merge positions, or see later ones, do not work with this model"
+        )
+
+
+def path_slots(rows: Rows, row: int) -> np.ndarray:
+    """The slots of all positions up to that of a row, int32 `[position + 1]`."""
+    table, start = rows.tables[rows.table[row]], int(rows.tail_start[row])
+    slots = table[: rows.prefix[row]]
+    count = int(rows.tail_length[row])
+    return np.concatenate([slots, rows.tails[start : start + count]]) if count else slots
+
+
+def windows(rows: Rows, index: np.ndarray, size: int) -> np.ndarray:
+    """The slots of the last `size` positions of the rows `index`, up to their own, int64 `[rows,
+    size]`; -1 before the first position."""
+    found = np.full((len(index), size), -1, np.int64)
+    for i, row in enumerate(index):
+        slots = path_slots(rows, row)[-size:]
+        found[i, size - len(slots) :] = slots
+    return found
+
+
+@dataclass(eq=False)
+class Scan:
+    """The steps that compute the states of some rows, in runs of consecutive positions.
+
+    Run i starts from the state `start[i]` (-1: zeros). Its slots are `slots[first[i] : first[i +
+    1]]`: `lead` slots before its first step (-1 before the first position), then that of each step.
+    `rows` and `saves` are parallel to `slots`: the row that a step computes (-1: none, its position
+    was computed before), and the state that receives the result (-1: none). Runs are in order: a
+    run may start from a state that an earlier one has saved. All arrays are int32.
+    """
+
+    lead: int
+    start: np.ndarray
+    first: np.ndarray
+    slots: np.ndarray
+    rows: np.ndarray
+    saves: np.ndarray
+
+
+class StatePool:
+    """The recurrent states after some slots of a cache.
+
+    Args:
+        shapes: The recurrence of each layer that has one.
+        num_layers: The number of all layers.
+        max_states: The largest number of states; None: as many as `STATE_BYTES` hold.
+        interval: See `INTERVAL`.
+
+    Attributes:
+        arrays: Per recurrent layer with a state, float32 `[max_states, num_heads, head_dim,
+            state_size]`.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[int, Recurrence],
+        num_layers: int,
+        max_states: int | None = None,
+        interval: int = INTERVAL,
+    ) -> None:
+        self.lead = max(shape.window for shape in shapes.values()) - 1
+        sizes = {layer: s.state_shape for layer, s in shapes.items() if s.state_shape}
+        num_bytes = sum(4 * int(np.prod(size)) for size in sizes.values())
+        self.max_states = max_states or max(4, STATE_BYTES // max(1, num_bytes))
+        self.interval, self.num_layers = interval, num_layers
+        self.arrays = {
+            layer: mapped_zeros((self.max_states, *size), np.dtype(np.float32))
+            for layer, size in sizes.items()
+        }
+        self._free = list(range(self.max_states - 1, -1, -1))
+        self._state_of: dict[int, int] = {}  # slot -> state, the least recently used first
+        self._shared: set[int] = set()  # slots whose states are kept for other requests
+        self._superseded: dict[int, None] = {}  # slots whose states a later one has replaced
+        self._lock = threading.Lock()  # slots may be freed while a pass runs
+
+    @property
+    def num_states(self) -> int:
+        """The number of states that are kept."""
+        return len(self._state_of)
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Drop the states after slots that have been freed or are written again."""
+        with self._lock:
+            for slot in slots.tolist():
+                self._drop(slot)
+
+    def begin(self, rows: Rows) -> PassStates:
+        """Choose the states that a pass, whose rows `check_rows` accepts, starts from and keeps."""
+        with self._lock:
+            return PassStates(self, rows)
+
+    def move(self, state: int, slot: int) -> None:
+        """Make a state the one after `slot`, after further steps."""
+        with self._lock:
+            before = next((s for s, index in self._state_of.items() if index == state), None)
+            if before is not None:
+                self._shared.discard(before)
+                self._superseded.pop(before, None)
+                del self._state_of[before]
+                self._state_of[slot] = state
+
+    def _drop(self, slot: int) -> None:
+        state = self._state_of.pop(slot, None)
+        if state is not None:
+            self._free.append(state)
+            self._shared.discard(slot)
+            self._superseded.pop(slot, None)
+
+    def _allocate(self, slot: int, pinned: set[int]) -> int:
+        """A state for the one after `slot`, of a slot that is not `pinned`; -1 if there is none."""
+        unused = next((s for s in self._superseded if s not in pinned), None)
+        if unused is None and not self._free:
+            candidates = [s for s in self._state_of if s not in pinned]
+            unused = next((s for s in candidates if s not in self._shared), None)
+            unused = candidates[0] if unused is None and candidates else unused
+        if unused is not None:
+            self._drop(unused)
+        if not self._free:
+            return -1
+        self._state_of[slot] = state = self._free.pop()
+        return state
+
+
+class PassStates:
+    """The states of one pass, and its steps in any range of layers."""
+
+    def __init__(self, pool: StatePool, rows: Rows) -> None:
+        self._pool, self._rows = pool, rows
+        self._paths = [path_slots(rows, row) for row in range(len(rows))]
+        self._saves: dict[int, int] = {}  # row -> state
+        for slot in rows.slots[rows.start == 0].tolist():
+            pool._drop(slot)
+        self._before = pool._state_of
+        runs = self._runs(range(len(rows)))
+        starts = {int(self._paths[run.rows[0]][run.begin - 1]) for run in runs if run.begin}
+        self._before = {slot: pool._state_of[slot] for slot in starts}
+        is_whole = (rows.start == 0) & (rows.stop == pool.num_layers) & (rows.tail_length == 0)
+        pinned = set(starts)
+        for run in runs:
+            self._save(run, is_whole, pinned)
+
+    def scan(self, active: np.ndarray) -> Scan:
+        """The steps for the rows `active`, which are in the order of the pass."""
+        lead = self._pool.lead
+        start, first = [], [0]
+        slots: list[np.ndarray] = []
+        row_parts: list[np.ndarray] = []
+        saves: list[np.ndarray] = []
+        for run in self._runs(active):
+            path, count = self._paths[run.rows[-1]], len(run.rows)
+            begin = run.begin - lead
+            part = path[max(0, begin) :]
+            slots += [np.full(max(0, -begin), -1, np.int32), part]
+            size = max(0, -begin) + len(part)
+            row_parts += [np.full(size - count, -1, np.int32), np.array(run.members, np.int32)]
+            states = [self._saves.get(row, -1) for row in run.rows]
+            saves += [np.full(size - count, -1, np.int32), np.array(states, np.int32)]
+            start.append(run.state)
+            first.append(first[-1] + size)
+        arrays = (np.concatenate(x).astype(np.int32) for x in (slots, row_parts, saves))
+        return Scan(lead, np.array(start, np.int32), np.array(first, np.int32), *arrays)
+
+    @property
+    def last_state(self) -> int:
+        """The state that the last row saves, or -1."""
+        return self._saves.get(len(self._rows) - 1, -1)
+
+    def _runs(self, active: Sequence[int] | np.ndarray) -> list[_Run]:
+        runs: list[_Run] = []
+        known = dict(self._before)
+        for member, row in enumerate(active):
+            path = self._paths[row]
+            last = runs[-1].rows[-1] if runs else -1
+            if last >= 0 and len(path) > 1 and path[-2] == self._rows.slots[last]:
+                runs[-1].rows.append(row)
+                runs[-1].members.append(member)
+            else:
+                begin, state = len(path) - 1, -1
+                while begin and state < 0:
+                    state = known.get(int(path[begin - 1]), -1)
+                    begin -= state < 0
+                runs.append(_Run(begin, state, [row], [member]))
+            if row in self._saves:
+                known[int(path[-1])] = self._saves[row]
+        return runs
+
+    def _save(self, run: _Run, is_whole: np.ndarray, pinned: set[int]) -> None:
+        """Choose the rows of a run whose states are kept: the last one, those at multiples of the
+        interval and, of a chain that may be a draft, the first."""
+        pool, rows = self._pool, [row for row in run.rows if is_whole[row]]
+        if not rows:
+            return
+        self._supersede(run)
+        chosen = {rows[-1]} | ({rows[0]} if 1 < len(rows) <= _MAX_DRAFT else set())
+        for row in rows:
+            path = self._paths[row]
+            is_shared = len(path) % pool.interval == 0
+            if row in chosen or is_shared:
+                slot = int(path[-1])
+                pinned.add(slot)
+                state = pool._allocate(slot, pinned)
+                if state >= 0:
+                    self._saves[row] = state
+                    if is_shared:
+                        pool._shared.add(slot)
+
+    def _supersede(self, run: _Run) -> None:
+        """Mark the states before a run that only a rejected draft or a fork would use again, and
+        the one that it starts from as used."""
+        pool, path = self._pool, self._paths[run.rows[0]]
+        for slot in path[max(0, run.begin - _MAX_DRAFT) : run.begin].tolist():
+            if slot in pool._state_of and slot not in pool._shared:
+                pool._superseded[slot] = None
+        if run.begin:
+            slot = int(path[run.begin - 1])
+            if slot in pool._state_of:
+                pool._state_of[slot] = pool._state_of.pop(slot)
+
+
+@dataclass(eq=False)
+class _Run:
+    begin: int  # the position of the first step
+    state: int  # the state before it; -1: zeros
+    rows: list[int]  # rows of the pass
+    members: list[int]  # their indices among the active rows

@@ -1,0 +1,126 @@
+"""Convolutions and recurrences of the reference backend, one position after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from anydecode.kernels import elementary
+from anydecode.kernels.interface import Recurrence
+from anydecode.kernels.recurrent import Scan
+from anydecode.kernels.torch_arrays import as_tensor
+
+#: Added to the sum of squares that keys and queries of the delta rule are divided by the root of.
+_NORM_EPS = 1e-6
+
+
+def convolve(
+    stored: torch.Tensor,
+    table: torch.Tensor,
+    shape: Recurrence,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The convolution and its activation, float32 `[rows, width]`.
+
+    Args:
+        stored: The inputs by slot, float32 `[slots, width + num_gates]`.
+        table: The slots of each row's window, int64 `[rows, window]`; -1: before the first.
+        shape: The layer's recurrence.
+        weight: float32 `[width, window]`.
+        bias: float32 `[width]`, or None.
+    """
+    result = torch.zeros(len(table), shape.width, device=stored.device)
+    for offset in range(shape.window):
+        slots = table[:, offset]
+        taps = stored[slots.clamp(min=0), : shape.width] * weight[:, offset]
+        result = result + taps.masked_fill((slots < 0).unsqueeze(-1), 0.0)
+    if bias is not None:
+        result = result + bias
+    return elementary.ACTIVATIONS[shape.activation or "identity"](result)
+
+
+def run_scan(
+    scan: Scan,
+    stored: torch.Tensor,
+    states: torch.Tensor,
+    num_rows: int,
+    shape: Recurrence,
+    weights: dict[str, torch.Tensor | None],
+) -> torch.Tensor:
+    """Run the steps of `scan` on `states`; returns the outputs of the rows, float32 `[num_rows,
+    width_out]`.
+
+    Args:
+        scan: The steps.
+        stored: The inputs by slot, float32 `[slots, width + num_gates]`.
+        states: float32 `[num_states, num_heads, head_dim, state_size]`, changed in place.
+        num_rows: The number of rows.
+        shape: The layer's recurrence.
+        weights: The fields of `RecurrenceWeights`.
+    """
+    out = torch.empty(num_rows, shape.num_heads, shape.head_dim, device=stored.device)
+    assert shape.state_shape is not None
+    for run, begin in enumerate(scan.start.tolist()):
+        part = slice(int(scan.first[run]), int(scan.first[run + 1]))
+        slots = as_tensor(scan.slots[part], stored.device).long()
+        own = slots[scan.lead :]
+        table = slots[scan.lead + 1 - shape.window :].unfold(0, shape.window, 1)
+        conv, conv_bias = weights["conv"], weights["conv_bias"]
+        assert conv is not None
+        channels = convolve(stored, table, shape, conv, conv_bias)
+        steps = _Steps(shape, channels, stored[own, shape.width :], weights)
+        zeros = torch.zeros(shape.state_shape, device=stored.device)
+        state = zeros if begin < 0 else states[begin].clone()
+        rows, saves = scan.rows[part][scan.lead :].tolist(), scan.saves[part][scan.lead :].tolist()
+        for index, (row, save) in enumerate(zip(rows, saves, strict=True)):
+            state = steps.advance(state, index)
+            if row >= 0:
+                out[row] = steps.output(state, index)
+            if save >= 0:
+                states[save] = state
+    return out.flatten(-2)
+
+
+class _Steps:
+    """The inputs of a run's steps, one entry of each tensor per step."""
+
+    def __init__(
+        self,
+        shape: Recurrence,
+        channels: torch.Tensor,
+        gates: torch.Tensor,
+        weights: dict[str, torch.Tensor | None],
+    ) -> None:
+        heads, groups = shape.num_heads, shape.num_groups
+        num_values, num_keys = heads * shape.head_dim, groups * shape.state_size
+        values, keys, queries = torch.split(channels, [num_values, num_keys, num_keys], -1)
+        self._is_delta = shape.rule == "delta"
+        self._value = values.view(-1, heads, shape.head_dim)
+        key, query = (x.view(-1, groups, shape.state_size) for x in (keys, queries))
+        if self._is_delta:
+            key, query = _unit(key), _unit(query) * shape.state_size**-0.5
+        self._key, self._query = (
+            x.repeat_interleave(heads // groups, 1).unsqueeze(-2) for x in (key, query)
+        )
+        decay, bias, self._skip = weights["decay"], weights["step_bias"], weights["skip"]
+        assert decay is not None and bias is not None
+        step = elementary.softplus(gates[:, -heads:] + bias).clamp(*shape.step_limits)
+        self._decay = elementary.exp(step * decay)[..., None, None]
+        self._strength = elementary.sigmoid(gates[:, :heads]) if self._is_delta else step
+
+    def advance(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The state after step `index`, from the one before it."""
+        state, value, key = state * self._decay[index], self._value[index], self._key[index]
+        if self._is_delta:
+            value = value - elementary.tree_sum(state * key)
+        return state + (value * self._strength[index].unsqueeze(-1)).unsqueeze(-1) * key
+
+    def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
+        y = elementary.tree_sum(state * self._query[index])
+        return y if self._skip is None else y + self._value[index] * self._skip.unsqueeze(-1)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Vectors divided by their norms."""
+    return x / torch.sqrt(elementary.tree_sum(x * x) + _NORM_EPS).unsqueeze(-1)

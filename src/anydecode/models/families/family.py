@@ -1,0 +1,122 @@
+"""The properties in which model families differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from anydecode.models.families.recurrent import RecurrentLayout
+from anydecode.models.families.values import Config
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """The properties of a family's mixture of experts.
+
+    Attributes:
+        inner_size: The config's key for the inner size of an expert.
+        is_normalised: The default of `norm_topk_prob`, see `Routing.normalise`.
+        has_biases: Whether the router and the experts have biases.
+        is_interleaved: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
+            and up alternating (gpt-oss).
+        scoring: See `Routing.scoring`.
+        has_selection_bias: See `ExpertWeights.selection_bias`.
+        shared_module: The module of the MLP that every token runs through, if there is one.
+        shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
+            an expert.
+        has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
+    """
+
+    inner_size: str = "moe_intermediate_size"
+    is_normalised: bool = True
+    has_biases: bool = False
+    is_interleaved: bool = False
+    scoring: str = "softmax"
+    has_selection_bias: bool = False
+    shared_module: str | None = None
+    shared_size: str | None = None
+    has_shared_gate: bool = False
+
+
+class Scales(NamedTuple):
+    """Constant factors of a model. `attention` is None for the usual 1 / sqrt(head size)."""
+
+    embedding: float = 1.0
+    attention: float | None = None
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """The properties of a model family.
+
+    Attributes:
+        architectures: Allowed values of `architectures` in its configs.
+        layer_types: Returns the attention type of each layer of a config.
+        norms: See `LayerSpec.norms`.
+        qk_norm: See `LayerSpec.qk_norm`.
+        norm_offset: Added to stored norm weights.
+        has_scaled_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        has_attention_softcap: Whether `attn_logit_softcapping` applies.
+        qkv_bias: Whether q, k and v have biases even without `attention_bias`.
+        defaults: Values of keys that its configs may leave out.
+        causal: Whether rows attend to earlier positions only.
+        logit_shift: Of a diffusion model: 1 if row r predicts position r + 1.
+        block_size: The config's key for the block size of a block-diffusion model.
+        default_block_size: The block size if the config lacks the key; None for no blocks.
+        keys: Config keys of the family, and the keys that they stand for.
+        names: The usual names of a layer's modules, and the names in the family's checkpoints.
+        output_bias: Whether `attention_bias` includes the attention's output.
+        has_partial_rotary: Whether `partial_rotary_factor` applies.
+        interleaved_rope: See `LayerSpec.interleaved_rope`.
+        norm_after_rope: See `LayerSpec.norm_after_rope`.
+        rope_layers: Returns whether each layer has a rotary position embedding, from the config and
+            the attention type of each layer; None: all have.
+        norm: See `ModelSpec.norm`.
+        has_norm_bias: Whether norms have biases.
+        mlp: See `LayerSpec.mlp`.
+        is_parallel: See `LayerSpec.is_parallel`; the key `use_parallel_residual` may turn it off.
+        has_position_table: See `ModelSpec.has_position_table`.
+        scales: Returns the factors of embeddings, scores, sublayers and logits; None: the usual
+            ones.
+        moe: Its mixture of experts, if it has one.
+        has_sinks: See `LayerSpec.has_sinks`.
+        has_clamped_swiglu: Whether the activation is a `ClampedSwiglu`.
+        recurrent: Its recurrent sublayers, if it has some: those of the layers whose type is one of
+            `RECURRENT_TYPES`.
+        derived: Returns keys that replace those of a config.
+    """
+
+    architectures: tuple[str, ...]
+    layer_types: Callable[[Config], list[str]]
+    norms: str = "pre"
+    qk_norm: str | None = None
+    norm_offset: float = 0.0
+    has_scaled_embedding: bool = False
+    has_attention_softcap: bool = False
+    qkv_bias: bool = False
+    defaults: Config = field(default_factory=dict)
+    causal: bool = True
+    logit_shift: int = 0
+    block_size: str | None = None
+    default_block_size: int | None = None
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    output_bias: bool = True
+    has_partial_rotary: bool = False
+    interleaved_rope: bool = False
+    norm_after_rope: bool = False
+    rope_layers: Callable[[Config, list[str]], list[bool]] | None = None
+    scales: Callable[[Config], Scales] | None = None
+    norm: str = "rms"
+    has_norm_bias: bool = False
+    mlp: str = "gated"
+    is_parallel: bool = False
+    has_position_table: bool = False
+    moe: MixtureOfExperts | None = None
+    has_sinks: bool = False
+    has_clamped_swiglu: bool = False
+    recurrent: RecurrentLayout | None = None
+    derived: Callable[[Config], dict[str, Any]] | None = None

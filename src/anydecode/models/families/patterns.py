@@ -1,0 +1,154 @@
+"""What families compute from a config: the attention types of the layers, which layers have a
+rotary position embedding, and constant factors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from anydecode.models.families.family import Scales
+from anydecode.models.families.values import (
+    Config,
+    bool_value,
+    int_value,
+    list_value,
+    num_layers,
+    value_or,
+)
+from anydecode.models.limits import number
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def all_full(config: Config) -> list[str]:
+    """Full attention in every layer."""
+    return [FULL] * num_layers(config)
+
+
+def all_sliding(config: Config) -> list[str]:
+    """Sliding attention in every layer if the config has a window, else full."""
+    kind = SLIDING if config.get("sliding_window") is not None else FULL
+    return [kind] * num_layers(config)
+
+
+def sliding_from_layer(config: Config) -> list[str]:
+    """Qwen: sliding attention from layer `max_window_layers` on, if windows are enabled."""
+    count, first = num_layers(config), int_value(config, "max_window_layers", 28, low=0)
+    if not _uses_window(config):
+        return [FULL] * count
+    return [SLIDING if layer >= first else FULL for layer in range(count)]
+
+
+def alternating_before_layer(config: Config) -> list[str]:
+    """Qwen2-MoE: sliding attention in every second layer before `max_window_layers`, if windows are
+    enabled."""
+    count, stop = num_layers(config), int_value(config, "max_window_layers", 28, low=0)
+    if not _uses_window(config):
+        return [FULL] * count
+    return [FULL if layer % 2 or layer >= stop else SLIDING for layer in range(count)]
+
+
+def all_sliding_if_enabled(config: Config) -> list[str]:
+    """Sliding attention in every layer, if windows are enabled."""
+    kind = SLIDING if _uses_window(config) else FULL
+    return [kind] * num_layers(config)
+
+
+def sliding_without_rope(config: Config) -> list[str]:
+    """SmolLM3: sliding attention in the layers without position embedding, if windows are
+    enabled."""
+    is_enabled = _uses_window(config)
+    flags = rope_flags(config, [])
+    return [FULL if has_rope or not is_enabled else SLIDING for has_rope in flags]
+
+
+def rope_flags(config: Config, layer_types: list[str]) -> list[bool]:
+    """SmolLM3: whether each layer has a rotary position embedding."""
+    count = num_layers(config)
+    flags = list_value(config, "no_rope_layers", int)  # despite its name, 1 means with rope
+    if flags is None:
+        interval = int_value(config, "no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    return [bool(flag) for flag in flags[:count]]
+
+
+def rope_if_sliding(config: Config, layer_types: list[str]) -> list[bool]:
+    """EXAONE 4 with windows: a rotary position embedding in layers with sliding attention."""
+    if config.get("sliding_window") is None:
+        return [True] * len(layer_types)
+    return [kind == SLIDING for kind in layer_types]
+
+
+def no_rope(config: Config, layer_types: list[str]) -> list[bool]:
+    """No rotary position embedding in any layer."""
+    return [False] * len(layer_types)
+
+
+def rope_if_named(config: Config, layer_types: list[str]) -> list[bool]:
+    """Granite 4: a rotary position embedding in all layers or none."""
+    return [config.get("position_embedding_type") == "rope"] * len(layer_types)
+
+
+def full_every_nth(config: Config) -> list[str]:
+    """Full attention in every n-th layer, sliding attention in the others."""
+    period = int_value(config, "sliding_window_pattern", 6)
+    count = num_layers(config)
+    return [SLIDING if (layer + 1) % period else FULL for layer in range(count)]
+
+
+def hybrid_pattern(config: Config) -> list[str]:
+    """EXAONE 4: a period, or a text with one letter per layer of it, L for sliding attention."""
+    count, pattern = num_layers(config), config.get("sliding_window_pattern")
+    if config.get("sliding_window") is None:
+        return [FULL] * count
+    if isinstance(pattern, str) and set(pattern) <= set("LG") and pattern:
+        letters = [pattern[layer % len(pattern)] for layer in range(count)]
+        return [SLIDING if letter == "L" else FULL for letter in letters]
+    return full_every_nth(config)
+
+
+def all_recurrent(config: Config) -> list[str]:
+    """A recurrent sublayer in every layer."""
+    return ["linear_attention"] * num_layers(config)
+
+
+def listed_attention(config: Config) -> list[str]:
+    """LFM2: attention in the layers of `full_attn_idxs` (all without it), convolution in others."""
+    count = num_layers(config)
+    full = list_value(config, "full_attn_idxs", int)
+    return [FULL if full is None or layer in full else "conv" for layer in range(count)]
+
+
+def lfm2_sizes(config: Config) -> dict[str, Any]:
+    """LFM2: the inner size of its MLPs, and its layers' types."""
+    inner = int_value(config, "intermediate_size")
+    if bool_value(config, "block_auto_adjust_ff_dim", True):
+        factor = number("block_ffn_dim_multiplier", value_or(config, "block_ffn_dim_multiplier", 1))
+        multiple = int_value(config, "block_multiple_of", 256)
+        inner = -(-int(factor * int(2 * inner / 3)) // multiple) * multiple
+    return {"intermediate_size": inner, "block_auto_adjust_ff_dim": False}
+
+
+def granite_scales(config: Config) -> Scales:
+    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+    embedding, attention, residual = (number(key, value_or(config, key, 1.0)) for key in factors)
+    logits = 1.0 / number("logits_scaling", value_or(config, "logits_scaling", 1.0))
+    return Scales(embedding, attention, residual, logits)
+
+
+def cohere_scales(config: Config) -> Scales:
+    return Scales(logits=number("logit_scale", value_or(config, "logit_scale", 0.0625)))
+
+
+def minicpm_scales(config: Config) -> Scales:
+    depth = number("scale_depth", value_or(config, "scale_depth", 1.0))
+    base = int_value(config, "dim_model_base", 1)
+    return Scales(
+        embedding=number("scale_emb", value_or(config, "scale_emb", 1.0)),
+        residual=depth / math.sqrt(num_layers(config)),
+        logits=base / int_value(config, "hidden_size"),
+    )
+
+
+def _uses_window(config: Config) -> bool:
+    return bool_value(config, "use_sliding_window") and config.get("sliding_window") is not None

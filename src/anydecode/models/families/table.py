@@ -1,0 +1,406 @@
+"""The supported model families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from anydecode.models.families.family import Family, MixtureOfExperts
+from anydecode.models.families.patterns import (
+    all_full,
+    all_recurrent,
+    all_sliding,
+    all_sliding_if_enabled,
+    alternating_before_layer,
+    cohere_scales,
+    full_every_nth,
+    granite_scales,
+    hybrid_pattern,
+    lfm2_sizes,
+    listed_attention,
+    minicpm_scales,
+    no_rope,
+    rope_flags,
+    rope_if_named,
+    rope_if_sliding,
+    sliding_from_layer,
+    sliding_without_rope,
+)
+from anydecode.models.families.recurrent import MAMBA_2, SHORT_CONV
+
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+
+_GPT: dict[str, Any] = {"norm": "layer", "has_norm_bias": True, "mlp": "plain"}
+
+#: Both MLP and attention read the only norm of a layer.
+_COHERE: dict[str, Any] = {
+    "norm": "layer",
+    "is_parallel": True,
+    "interleaved_rope": True,
+    "scales": cohere_scales,
+    "names": {"post_attention_layernorm": "input_layernorm"},
+    "defaults": {"tie_word_embeddings": True, "rope_theta": 500_000.0},
+}
+
+#: The entry points by which other packages add families; their names are model types.
+GROUP = "anydecode.families"
+
+#: The families by `model_type` of their configs.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(("LlamaForCausalLM",), all_full),
+    "mistral": Family(("MistralForCausalLM",), all_sliding, defaults={"sliding_window": 4096}),
+    "mixtral": Family(
+        ("MixtralForCausalLM",),
+        all_sliding,
+        defaults={"rope_theta": 1e6},
+        moe=MixtureOfExperts("intermediate_size"),
+    ),
+    "smollm3": Family(
+        ("SmolLM3ForCausalLM",),
+        sliding_without_rope,
+        rope_layers=rope_flags,
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+    ),
+    "qwen2": Family(
+        ("Qwen2ForCausalLM",), sliding_from_layer, qkv_bias=True, defaults={"sliding_window": 4096}
+    ),
+    "qwen3": Family(
+        ("Qwen3ForCausalLM",),
+        sliding_from_layer,
+        qk_norm="head",
+        defaults={"sliding_window": 4096, "head_dim": 128},
+    ),
+    "qwen3_moe": Family(
+        ("Qwen3MoeForCausalLM",),
+        all_sliding_if_enabled,
+        qk_norm="head",
+        defaults={"sliding_window": 4096},
+        moe=MixtureOfExperts(is_normalised=False),
+    ),
+    "gpt_oss": Family(
+        ("GptOssForCausalLM",),
+        full_every_nth,
+        defaults={
+            "sliding_window_pattern": 2,
+            "sliding_window": 128,
+            "head_dim": 64,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+        },
+        moe=MixtureOfExperts("intermediate_size", has_biases=True, is_interleaved=True),
+        has_sinks=True,
+        has_clamped_swiglu=True,
+    ),
+    "qwen2_moe": Family(
+        ("Qwen2MoeForCausalLM",),
+        alternating_before_layer,
+        qkv_bias=True,
+        defaults={"sliding_window": 4096},
+        moe=MixtureOfExperts(
+            is_normalised=False,
+            shared_module="shared_expert",
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
+    ),
+    "olmoe": Family(
+        ("OlmoeForCausalLM",),
+        all_full,
+        qk_norm="full",
+        defaults={"rms_norm_eps": 1e-5},
+        moe=MixtureOfExperts("intermediate_size", is_normalised=False),
+    ),
+    "glm4_moe": Family(
+        ("Glm4MoeForCausalLM",),
+        all_full,
+        qk_norm="head",
+        defaults={
+            "use_qk_norm": False,
+            "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+        },
+        moe=MixtureOfExperts(
+            scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
+        ),
+        output_bias=False,
+        has_partial_rotary=True,
+    ),
+    "phi3": Family(("Phi3ForCausalLM",), all_sliding, has_partial_rotary=True),
+    "olmo2": Family(
+        ("Olmo2ForCausalLM",),
+        all_full,
+        norms="post",
+        qk_norm="full",
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "gemma2": Family(
+        ("Gemma2ForCausalLM",),
+        full_every_nth,
+        norms="both",
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        has_attention_softcap=True,
+        defaults={
+            **_GEMMA,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # Its config has a softcap for attention scores, which transformers does not apply.
+    "gemma3_text": Family(
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        full_every_nth,
+        norms="both",
+        qk_norm="head",
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        defaults={**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+}
+
+FAMILIES |= {
+    "granite": Family(("GraniteForCausalLM",), all_full, scales=granite_scales),
+    # Granite 4 models without experts.
+    "granitemoehybrid": Family(
+        ("GraniteMoeHybridForCausalLM",),
+        all_recurrent,
+        recurrent=MAMBA_2,
+        scales=granite_scales,
+        rope_layers=rope_if_named,
+        keys={"shared_intermediate_size": ("intermediate_size",)},
+        names={
+            "mlp.gate_up_proj": "shared_mlp.input_linear",
+            "mlp.down_proj": "shared_mlp.output_linear",
+        },
+    ),
+    "minicpm": Family(
+        ("MiniCPMForCausalLM",),
+        all_full,
+        scales=minicpm_scales,
+        defaults={"tie_word_embeddings": True},
+    ),
+    "glm4": Family(
+        ("Glm4ForCausalLM",),
+        all_full,
+        norms="both",
+        has_partial_rotary=True,
+        interleaved_rope=True,
+        output_bias=False,
+        names={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+        defaults={
+            "head_dim": 128,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-07,
+        },
+    ),
+    "ernie4_5": Family(
+        ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+        all_full,
+        interleaved_rope=True,
+        keys={"use_bias": ("attention_bias", "mlp_bias")},
+        defaults={
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "seed_oss": Family(
+        ("SeedOssForCausalLM",),
+        all_full,
+        output_bias=False,
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
+    ),
+    "olmo3": Family(
+        ("Olmo3ForCausalLM",),
+        full_every_nth,
+        norms="post",
+        qk_norm="full",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    "ministral": Family(("MinistralForCausalLM",), all_sliding, defaults={"sliding_window": 4096}),
+    "ministral3": Family(
+        ("Ministral3ForCausalLM",),
+        all_sliding,
+        defaults={"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    ),
+    "exaone4": Family(
+        ("Exaone4ForCausalLM",),
+        hybrid_pattern,
+        norms="post",
+        qk_norm="head",
+        rope_layers=rope_if_sliding,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
+    ),
+    "hunyuan_v1_dense": Family(
+        ("HunYuanDenseV1ForCausalLM",),
+        all_full,
+        qk_norm="head",
+        norm_after_rope=True,
+        names={
+            "self_attn.q_norm": "self_attn.query_layernorm",
+            "self_attn.k_norm": "self_attn.key_layernorm",
+        },
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    # The families below have layer norms.
+    "starcoder2": Family(
+        ("Starcoder2ForCausalLM",),
+        all_sliding,
+        norm="layer",
+        has_norm_bias=True,
+        mlp="plain",
+        keys={
+            "norm_epsilon": ("layer_norm_eps",),
+            "use_bias": ("attention_bias", "mlp_bias"),
+        },
+        names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        defaults={
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cohere": Family(("CohereForCausalLM",), all_full, **_COHERE),
+    "cohere2": Family(
+        ("Cohere2ForCausalLM",),
+        full_every_nth,
+        rope_layers=rope_if_sliding,
+        **{
+            **_COHERE,
+            "defaults": {
+                "tie_word_embeddings": True,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+        },
+    ),
+    # Their layouts are converted when they are loaded.
+    "gpt2": Family(
+        ("GPT2LMHeadModel",),
+        all_full,
+        rope_layers=no_rope,
+        has_position_table=True,
+        defaults={"attention_bias": True, "mlp_bias": True},
+        **_GPT,
+    ),
+    "gpt_neox": Family(
+        ("GPTNeoXForCausalLM",),
+        all_full,
+        is_parallel=True,
+        has_partial_rotary=True,
+        defaults={"partial_rotary_factor": 0.25, "mlp_bias": True},
+        **_GPT,
+    ),
+    "falcon": Family(("FalconForCausalLM", "RWForCausalLM"), all_full, is_parallel=True, **_GPT),
+}
+
+
+FAMILIES |= {
+    "lfm2": Family(
+        ("Lfm2ForCausalLM",),
+        listed_attention,
+        qk_norm="head",
+        recurrent=SHORT_CONV,
+        derived=lfm2_sizes,
+        keys={
+            "norm_eps": ("rms_norm_eps",),
+            "tie_embedding": ("tie_word_embeddings",),
+            "block_ff_dim": ("intermediate_size",),
+        },
+        names={
+            "norm": "embedding_norm",
+            "input_layernorm": "operator_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+            "self_attn.q_norm": "self_attn.q_layernorm",
+            "self_attn.k_norm": "self_attn.k_layernorm",
+            "self_attn.o_proj": "self_attn.out_proj",
+        },
+        defaults={"tie_word_embeddings": True, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    ),
+    "mamba2": Family(
+        ("Mamba2ForCausalLM",),
+        all_recurrent,
+        mlp="none",
+        recurrent=MAMBA_2,
+        keys={
+            "num_heads": ("mamba_n_heads",),
+            "head_dim": ("mamba_d_head",),
+            "state_size": ("mamba_d_state",),
+            "n_groups": ("mamba_n_groups",),
+            "conv_kernel": ("mamba_d_conv",),
+            "expand": ("mamba_expand",),
+            "use_bias": ("mamba_proj_bias",),
+            "use_conv_bias": ("mamba_conv_bias",),
+            "layer_norm_epsilon": ("rms_norm_eps",),
+        },
+        names={"embed_tokens": "embeddings", "norm": "norm_f", "input_layernorm": "norm"},
+        defaults={
+            "max_position_embeddings": 1 << 20,
+            "num_attention_heads": 1,
+            "rms_norm_eps": 1e-5,
+            "mamba_n_groups": 8,
+        },
+    ),
+}
+
+
+def _bidirectional(like: str, *architectures: str, **changes: Any) -> Family:
+    """The family `like`, with bidirectional attention."""
+    return replace(FAMILIES[like], architectures=architectures, causal=False, **changes)
+
+
+FAMILIES |= {
+    # Masked diffusion (LLaDA's own layout is converted when it is loaded).
+    "llada": _bidirectional("llama", "LLaDAModelLM", defaults={"rms_norm_eps": 1e-5}),
+    "dream": _bidirectional("qwen2", "DreamModel", logit_shift=1),
+    # Autoregressive models that the dLLM library converted to diffusion models.
+    "a2d-llama": _bidirectional("llama", "A2DLlamaLMHeadModel", block_size="block_size"),
+    "a2d-qwen2": _bidirectional("qwen2", "A2DQwen2LMHeadModel"),
+    "a2d-qwen3": _bidirectional("qwen3", "A2DQwen3LMHeadModel"),
+    # Block diffusion: a row attends to its own block and those before it. SDAR's configs lack the
+    # block size; its generation script and the servers that run it default to 4.
+    "sdar": _bidirectional(
+        "qwen3", "SDARForCausalLM", block_size="block_size", default_block_size=4
+    ),
+    "sdar_moe": _bidirectional(
+        "qwen3_moe", "SDARMoeForCausalLM", block_size="block_size", default_block_size=4
+    ),
+    "fast_dllm_qwen": _bidirectional(
+        "qwen2",
+        "Fast_dLLM_QwenForCausalLM",
+        logit_shift=1,
+        block_size="bd_size",
+        default_block_size=32,
+    ),
+    # Their own layout is converted when it is loaded.
+    "bd3lm": _bidirectional("llama", "BD3LM", block_size="block_size"),
+    "mdlm": _bidirectional("llama", "MDLM", "BD3LM"),
+    # Causal, and trained to predict mask tokens after the visible tokens.
+    "wedlm": replace(FAMILIES["qwen2"], architectures=("WeDLMForCausalLM",), qkv_bias=False),
+    "wedlm_qwen3": replace(FAMILIES["qwen3"], architectures=("WeDLMForCausalLM",)),
+}

@@ -1,0 +1,124 @@
+"""The engine's promises for recurrent models: the same text whatever the batch, the chunks, the
+cache, the drafter and the number of restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anydecode.api.llm import LLM
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.kernels.library import load_library
+from anydecode.kernels.recurrent import StatePool
+from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
+from tiny_models import hf_model, own_model
+
+BACKEND = "torch" if load_library() is None else "native"
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
+}
+PROMPTS = [
+    "the cat sat on the mat, the cat sat on the mat, the cat sat on",
+    "the cat sat on the mat, the dog",
+    "abcabcabcabc",
+    "one two three one two three one two",
+]
+OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
+_BUILT: dict[tuple[str, int], Any] = {}
+
+
+@pytest.fixture(params=MODELS)
+def name(request: Any) -> str:
+    return str(request.param)
+
+
+def model(name: str, seed: int = 0) -> Any:
+    if (name, seed) not in _BUILT:
+        family, settings = MODELS[name]
+        theirs = hf_model(family, seed, vocab_size=ByteTokenizer().vocab_size, **settings)
+        executor = choose_executor(BACKEND, threads=1)
+        _BUILT[name, seed] = own_model(theirs, executor=executor)
+    return _BUILT[name, seed]
+
+
+def texts(name: str, prompts: list[str], engine: dict[str, Any], **options: Any) -> list[Any]:
+    """The tokens after each prompt, generated together."""
+    with LLM(model(name), tokenizer=ByteTokenizer(), **engine) as llm:
+        found = llm.generate(prompts, **{**OPTIONS, **options})
+        llm.engine.check_integrity()
+        return [one.tokens for one in found]
+
+
+def alone(name: str, **options: Any) -> list[Any]:
+    """The tokens after each prompt, each by itself, without a prefix cache."""
+    engine = {"prefix_cache": False, "cache_positions": 512}
+    return [texts(name, [prompt], engine, **options)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("row_budget", [1, 5, 512])
+def test_batches_and_chunks(name: str, row_budget: int) -> None:
+    engine = {"row_budget": row_budget, "cache_positions": 1024}
+    assert texts(name, PROMPTS, engine) == alone(name)
+
+
+def test_preempted_requests_start_again_with_the_same_text(name: str) -> None:
+    with LLM(model(name), tokenizer=ByteTokenizer(), cache_positions=160) as llm:
+        found = [one.tokens for one in llm.generate(PROMPTS, **OPTIONS)]
+        assert llm.engine.num_preemptions
+        llm.engine.check_integrity()
+    assert found == alone(name)
+
+
+@pytest.mark.parametrize("max_states", [1, 2, 64])
+def test_cached_prefixes(name: str, max_states: int) -> None:
+    expected = alone(name)
+    with LLM(model(name), tokenizer=ByteTokenizer(), cache_positions=1024) as llm:
+        cache, spec = llm.engine.runners["target"].pool.cache, model(name).spec
+        if cache.states is not None:
+            cache.states = StatePool(spec.recurrences, spec.num_layers, max_states, interval=16)
+        for _ in range(2):
+            found = [llm.generate(prompt, **OPTIONS) for prompt in PROMPTS]
+            assert [one.tokens for one in found] == expected
+        assert llm.engine.runners["target"].prefixes.num_hits >= 4 * 16
+        assert cache.states is None or cache.states.num_states <= max_states
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layer-draft"]
+)
+def test_drafts_and_trees(name: str, decoder: str, temperature: float) -> None:
+    engine = {"draft": model(name, 1), "cache_positions": 2048}
+    expected = alone(name, temperature=temperature)
+    assert texts(name, PROMPTS, engine, decoder=decoder, temperature=temperature) == expected
+
+
+def test_beams_share_states(name: str) -> None:
+    options = {"decoder": "beam:width=3", "temperature": 0.0}
+    assert texts(name, PROMPTS, {"cache_positions": 2048}, **options) == alone(name, **options)
+
+
+def test_restored_blocks_have_no_state_of_their_slots_before(name: str) -> None:
+    """Blocks that were spilled come back into slots that held other positions."""
+    engine = {"cache_positions": 128, "prefix_spill": "memory"}
+    with LLM(model(name), tokenizer=ByteTokenizer(), **engine) as llm:
+        for _ in range(2):
+            found = [llm.generate(prompt, **OPTIONS).tokens for prompt in PROMPTS]
+            assert found == alone(name)
+        assert llm.engine.runners["target"].prefixes.num_restored
+
+
+@pytest.mark.parametrize("decoder", ["gear", "fastkv", "mustdrop", "quickprefill", "wedlm"])
+def test_methods_that_edit_the_cache_are_refused(name: str, decoder: str) -> None:
+    with pytest.raises(UnsupportedCombinationError, match="edits the target model's") as caught:
+        texts(name, PROMPTS, {"cache_positions": 512}, decoder=decoder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_model_whose_cache_is_a_window_must_have_attention_only(name: str) -> None:
+    engine = {"draft": model(name, 1), "cache_positions": 512}
+    with pytest.raises(UnsupportedCombinationError, match="edits the draft model's"):
+        texts(name, PROMPTS, engine, decoder="longspec")

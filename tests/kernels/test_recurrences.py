@@ -1,0 +1,154 @@
+"""Recurrent layers give the same bits however a text is divided into passes, whichever states are
+kept, and along the paths of a tree as along chains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.kernels.library import load_library
+from anydecode.kernels.recurrent import StatePool
+from anydecode.models.opening import choose_executor
+from anydecode.models.transformer import Transformer
+from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
+
+BACKENDS = ["torch", *(["native"] if load_library() is not None else [])]
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
+    "granite": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 72,
+        },
+    ),
+}
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
+
+
+@pytest.fixture(params=[(name, backend) for name in MODELS for backend in BACKENDS], ids=" ".join)
+def model(request: Any) -> Transformer:
+    name, backend = request.param
+    family, settings = MODELS[name]
+    executor = choose_executor(backend, threads=2)
+    return own_model(hf_model(family, **settings), executor=executor)
+
+
+def new_cache(model: Transformer, max_states: int | None = None, interval: int = 8) -> Any:
+    """A cache for 128 positions, with few states if `max_states` says so."""
+    cache = model.new_cache(128)
+    if cache.states is not None:
+        recurrences = model.spec.recurrences
+        cache.states = StatePool(recurrences, model.spec.num_layers, max_states, interval)
+    return cache
+
+
+def in_parts(model: Transformer, cache: Any, sizes: list[int], slots: Any = None) -> np.ndarray:
+    """Logits of every token, computed in passes of `sizes` rows."""
+    slots = np.arange(128)[::-1].copy() if slots is None else slots
+    found, first = [], 0
+    for size in sizes:
+        rows = chain(TOKENS[first : first + size], first, slots[: first + size])
+        found.append(logits(model, whole(rows, model), cache).copy())
+        first += size
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("max_states", [None, 1, 3])
+@pytest.mark.parametrize(
+    "sizes", [[1] * 40, [7, 1, 1, 20, 11], [33, 7]], ids=["decode", "mixed", "two"]
+)
+def test_chunks_and_kept_states_leave_the_bits_alone(
+    model: Transformer, sizes: list[int], max_states: int | None
+) -> None:
+    whole_text = in_parts(model, new_cache(model), [40])
+    assert np.array_equal(in_parts(model, new_cache(model, max_states), sizes), whole_text)
+
+
+def test_a_shared_prefix_continues_with_the_same_bits(model: Transformer) -> None:
+    cache = new_cache(model)
+    expected = in_parts(model, cache, [40])
+    slots = np.concatenate([np.arange(128)[::-1][:13], np.arange(40)])
+    rows = chain(TOKENS[13:40], 13, slots[:40])
+    assert np.array_equal(logits(model, whole(rows, model), cache), expected[13:])
+
+
+def test_a_slot_that_was_freed_has_no_state(model: Transformer) -> None:
+    cache = new_cache(model)
+    in_parts(model, cache, [40])
+    expected = in_parts(model, new_cache(model), [10, 30])
+    if cache.states is not None:
+        cache.states.forget(np.arange(128))
+        assert cache.states.num_states == 0
+    # The same slots, for another order of positions.
+    slots = np.random.default_rng(0).permutation(128)
+    assert np.array_equal(in_parts(model, cache, [10, 30], slots), expected)
+
+
+def test_nodes_of_a_tree_have_the_bits_of_their_paths(model: Transformer) -> None:
+    parents = [-1, -1, 0, 0, 1, 2, 4, 6]
+    tokens = [9, 12, 40, 41, 42, 43, 44, 45]
+    cache, base = new_cache(model), 11
+    in_parts(model, cache, [base])
+    slots = np.arange(128)[::-1].copy()
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    trunk = base + 2
+    rows = make_rows(
+        [*TOKENS[base:trunk], *tokens],
+        [base, base + 1, *(trunk + len(path) - 1 for path in paths)],
+        [*slots[base:trunk], *range(8)],
+        [slots[:trunk]],
+        [0] * 10,
+        [base + 1, *[trunk] * 9],
+        [[], [], *paths],
+    )
+    found = logits(model, whole(rows, model), cache)
+    for node, path in enumerate(paths):
+        text = TOKENS[:trunk] + [tokens[member] for member in path]
+        alone = logits(model, whole(chain(text), model), new_cache(model))
+        assert np.array_equal(found[2 + node], alone[-1])
+    # The nodes of an accepted path are positions from now on.
+    path = paths[6]
+    table = np.concatenate([slots[:trunk], path]).astype(np.int32)
+    rows = chain([77], len(table), np.append(table, 20))
+    text = TOKENS[:trunk] + [tokens[member] for member in path] + [77]
+    alone = logits(model, whole(chain(text), model), new_cache(model))
+    assert np.array_equal(logits(model, whole(rows, model), cache)[0], alone[-1])
+
+
+def test_a_batch_has_the_bits_of_single_sequences(model: Transformer) -> None:
+    cache = new_cache(model, max_states=2)
+    first, second = TOKENS[:9], TOKENS[20:33]
+    tables = [np.arange(9), np.arange(50, 63)]
+    rows = make_rows(
+        first + second,
+        [*range(9), *range(13)],
+        [*tables[0], *tables[1]],
+        tables,
+        [0] * 9 + [1] * 13,
+        [*range(1, 10), *range(1, 14)],
+    )
+    found = logits(model, whole(rows, model), cache)
+    for tokens, part in ((first, found[:9]), (second, found[9:])):
+        alone = logits(model, whole(chain(tokens), model), new_cache(model))
+        assert np.array_equal(part, alone)
+
+
+def test_rows_that_do_not_see_every_position_are_refused(model: Transformer) -> None:
+    table = np.array([0, -1, 2], np.int32)
+    evicted = make_rows([5], [2], [2], [table], [0], [3])
+    ahead = make_rows([5, 6], [0, 1], [0, 1], [np.array([0, 1])], [0, 0], [2, 2])
+    unstored = make_rows([5], [0], [-1], [np.array([0])], [0], [1])
+    for rows in (evicted, ahead, unstored):
+        with pytest.raises(UnsupportedCombinationError, match="every earlier position"):
+            logits(model, whole(rows, model), new_cache(model))
