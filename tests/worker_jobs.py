@@ -50,6 +50,15 @@ def wait_for(table: Table, path: str) -> str:
     return path
 
 
+def announce(table: Table, started: str, go: str) -> int:
+    """Writes the id of the process to a file, waits until another exists, and returns the id."""
+    part = Path(started).with_suffix(".part")
+    part.write_text(str(os.getpid()))
+    part.rename(started)
+    wait_for(table, go)
+    return os.getpid()
+
+
 def niceness(table: Table) -> Any:
     """The niceness of the process."""
     return os.nice(0)

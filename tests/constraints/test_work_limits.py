@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 
 import anydecode
-from anydecode import JsonSchema
+from anydecode import LLM, JsonSchema
 from anydecode.constraints import guidance_engine, patterns
 from anydecode.constraints.byte_cache import ENTRY_BYTES, ByteCache, byte_cached
 from anydecode.constraints.guidance_engine import tokenizer_binding
 from anydecode.constraints.json import forced_completion, json_schema, narrowing
+from anydecode.constraints.json import shortest_completion as shortest_completion_module
 from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
 from anydecode.constraints.json.completion_hints import SchemaHints
 from anydecode.constraints.json.forced_completion import ForcedCompletion
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.shortest_completion import (
     MAX_WORK,
+    MAX_WORK_PER_TRY,
     search_completion,
     shortest_completion,
 )
@@ -30,7 +32,7 @@ from anydecode.constraints.json.termination import cannot_terminate
 from anydecode.constraints.monitors import Monitor
 from anydecode.constraints.reasoning import AfterReasoning
 from anydecode.errors import ConstraintError
-from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 TOKENIZER = ByteTokenizer()
 SIZE = TOKENIZER.vocab_size
@@ -175,7 +177,7 @@ def test_the_searches_of_an_answer_share_their_work(monkeypatch: pytest.MonkeyPa
         return None, 40
 
     monkeypatch.setattr(forced_completion, "search_completion", search)
-    monkeypatch.setattr(forced_completion, "MAX_WORK_PER_ANSWER", 100)
+    monkeypatch.setattr(shortest_completion_module, "MAX_WORK_PER_TRY", 100)
     constraint = JsonSchema({"type": "array", "items": {"type": "integer"}})
     state: Any = constraint.start_with_limit(TOKENIZER, SIZE, 512)
     assert isinstance(state, ForcedCompletion)
@@ -184,11 +186,77 @@ def test_the_searches_of_an_answer_share_their_work(monkeypatch: pytest.MonkeyPa
         state.advance(token)
         if draft is None and limits:
             draft = state.fork()
-    assert limits == [100, 60, 20]
+    assert limits == [50, 30, 10, *[0] * (len(limits) - 3)] and len(limits) < 12
     # The work belongs to the text: a fork, or a text after a rollback, has that of its own tokens.
+    again = len(limits)
     for token in b"1," * 200:
         draft.advance(token)
-    assert limits == [100, 60, 20, 60, 20]
+    assert limits[again : 2 * again - 1] == limits[1:again]
+
+
+@pytest.mark.parametrize("has_reasoning", [False, True])
+def test_later_tries_of_an_answer_search_less(
+    has_reasoning: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+
+    def search(state: Any, tokenizer: Any, hints: Any, max_work: int) -> tuple[None, int]:
+        limits.append(max_work)
+        return None, 0
+
+    monkeypatch.setattr(forced_completion, "search_completion", search)
+    constraint: Any = JsonSchema({"type": "array", "items": {"type": "integer"}})
+    if has_reasoning:
+        constraint = AfterReasoning(constraint, "<t>", "</t>", False)
+    state: Any = constraint.start_with_limit(TOKENIZER, SIZE, 64)
+    state.limit_searches(9)
+    branch = state.fork().with_banned([ord("]")])
+    for token in b"[" + b"1," * 8:
+        branch.advance(token)
+    assert limits == [MAX_WORK_PER_TRY // 10 // 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_tries_of_an_answer_have_bounded_work(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[int] = []
+    run = shortest_completion_module._Search.run
+
+    def recorded(search: Any) -> Any:
+        tokens = run(search)
+        spent.append(search.work)
+        return tokens
+
+    monkeypatch.setattr(shortest_completion_module._Search, "run", recorded)
+    item: dict[str, Any] = {"const": "x"}
+    for number in range(6):
+        names = {f"name{number}": item, "k": {"const": f"constant value {number}"}}
+        item = {"type": "object", "properties": names, "required": [*names]}
+    options = [item, {"type": "integer"}, {"enum": [f"v{number}" for number in range(40)]}]
+    schema = {"type": "array", "uniqueItems": True, "minItems": 30, "items": {"anyOf": options}}
+    model = ScriptedModel(vocab_size=SIZE, seed=1)
+    with LLM(model, tokenizer=TOKENIZER) as llm:
+        answer = llm.generate(
+            "a", constraint=JsonSchema(schema), max_tokens=300, temperature=temperature, seed=1
+        )
+    report = answer.constraint
+    assert report is not None and report["tries"] > 1
+    assert max(spent) < 1.2 * MAX_WORK and sum(spent) < 8 * MAX_WORK_PER_TRY
+
+
+def test_a_short_limit_takes_the_shortest_text_that_is_known() -> None:
+    constraint = JsonSchema({"type": "object", "minProperties": 20})
+    first: Any = constraint.start_with_limit(TOKENIZER, SIZE, 200)
+    assert first.forced_tokens()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forced_completion, "search_completion", None)
+        second: Any = constraint.start_with_limit(TOKENIZER, SIZE, 200)
+    assert second.forced_tokens() == first.forced_tokens()
+    # The shortest text of a constraint is not one of a state that forbids it.
+    shortest = constraint.completion_hints.shortest[TOKENIZER].tolist()
+    assert first._is_completion(shortest)
+    assert not first.with_banned([ord("{")])._is_completion(shortest)
 
 
 def test_what_applies_to_a_value_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

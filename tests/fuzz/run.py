@@ -28,9 +28,11 @@ TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 FINDINGS = TESTS / "fuzz" / "findings"
 MAX_SECONDS, MAX_WALL_SECONDS = 5.0, 60.0
-#: Most memory that one case may take, and by which a process may grow after its first third: the
-#: caches of constraints, which are bounded, may fill.
-MAX_CASE_BYTES, MAX_GROWTH = 512 << 20, 256 << 20
+#: Most memory that one case may take, and by which a process may grow after its first third, beside
+#: what caches keep within their limits.
+MAX_CASE_BYTES, MAX_GROWTH = 512 << 20, 64 << 20
+#: Memory is sampled so often in a run.
+NUM_SAMPLES = 12
 #: Most data of a process without sanitizers, in bytes: larger allocations fail.
 MAX_DATA_BYTES = 1 << 30
 #: A surface ends after so many crashes.
@@ -47,6 +49,13 @@ def resident_bytes() -> int:
     """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def unlimited_bytes() -> int:
+    """Resident memory of this process without what its caches keep within limits."""
+    from anydecode.constraints.byte_cache import cached_bytes
+
+    return resident_bytes() - cached_bytes()
 
 
 def peak_bytes() -> int:
@@ -72,17 +81,17 @@ class Fuzzer:
         folder = FINDINGS / name
         self.corpus = [*self.seeds, *(file.read_bytes() for file in sorted(folder.glob("*")))]
         self.known: set[Any] = set()
-        self.report: dict[str, Any] = {"cases": 0, "findings": []}
+        self.report: dict[str, Any] = {"cases": 0, "findings": [], "longest": 0.0}
 
     def fuzz(self, seconds: float) -> None:
         """Run cases for so many seconds of processor time."""
         for case in self.seeds:
-            self.run(case)
+            self.try_case(case)
         start = processor_seconds()
         sizes: list[int] = []
         while (used := processor_seconds() - start) < seconds:
-            if len(sizes) == 0 and used > seconds / 3:
-                sizes.append(resident_bytes())
+            if used > seconds / 3 + len(sizes) * seconds / NUM_SAMPLES:
+                sizes.append(unlimited_bytes())
             case = self.surface.mutate(
                 self.random, self.random.choice(self.corpus), self.surface.tokens
             )
@@ -90,7 +99,7 @@ class Fuzzer:
             self.report.update(seconds=round(used, 1))
             if self.report["cases"] % 20 == 0:
                 self._write_report()
-        sizes.append(resident_bytes())
+        sizes.append(unlimited_bytes())
         if sizes[-1] > sizes[0] + MAX_GROWTH:
             grown = f"memory grew from {sizes[0] >> 20} to {sizes[-1] >> 20} MiB"
             self.report["findings"].append(grown)
@@ -101,7 +110,7 @@ class Fuzzer:
         """Run one case under the limits."""
         self.current.write_bytes(case)
         self.report["cases"] += 1
-        peak = peak_bytes()
+        peak, start = peak_bytes(), processor_seconds()
         faulthandler.dump_traceback_later(MAX_WALL_SECONDS, exit=True)
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
         try:
@@ -119,6 +128,8 @@ class Fuzzer:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             faulthandler.cancel_dump_traceback_later()
+        longest = max(self.report["longest"], processor_seconds() - start)
+        self.report["longest"] = round(longest, 2)
         if peak_bytes() > peak + MAX_CASE_BYTES:
             path = keep(self.name, case)
             grown = f"{path.name}: took {(peak_bytes() - peak) >> 20} MiB"
@@ -146,7 +157,7 @@ def fuzz_here(name: str, seconds: float, seed: int, current: Path) -> None:
 def fuzz_in_process(name: str, seconds: float, seed: int, is_native: bool) -> list[str]:
     """Fuzz one surface in processes, again after a crash; print a line, and return the findings."""
     findings: list[str] = []
-    cases, used, sizes = 0, 0.0, []
+    cases, used, longest, sizes = 0, 0.0, 0.0, []
     with tempfile.TemporaryDirectory() as folder:
         for attempt in range(MAX_CRASHES):
             current = Path(folder) / f"case-{attempt}"
@@ -163,6 +174,7 @@ def fuzz_in_process(name: str, seconds: float, seed: int, is_native: bool) -> li
             findings += report.get("findings", ())
             cases += report.get("cases", 0)
             used += report.get("seconds", 0.0)
+            longest = max(longest, report.get("longest", 0.0))
             sizes = report.get("memory", sizes)
             if done.returncode == 0:
                 break
@@ -173,8 +185,8 @@ def fuzz_in_process(name: str, seconds: float, seed: int, is_native: bool) -> li
             reason = {-signal.SIGPROF: "hang", 1: "hang or error"}.get(done.returncode, "crash")
             findings.append(f"{path.name}: {reason} (exit {done.returncode})")
     memory = f", memory {sizes[0]} to {sizes[-1]} MiB" if sizes else ""
-    print(f"{name}: {cases} cases in {used:.0f} s of processor time{memory};"
-          f" {len(findings)} findings", flush=True)  # fmt: skip
+    print(f"{name}: {cases} cases in {used:.0f} s of processor time, the longest in {longest:g} s"
+          f"{memory}; {len(findings)} findings", flush=True)  # fmt: skip
     for finding in findings:
         print(f"  {finding}", flush=True)
     return findings

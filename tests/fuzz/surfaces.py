@@ -213,7 +213,7 @@ class _App:
         assert answer.status_code == 200 or 400 <= answer.status_code < 500, (
             f"status {answer.status_code}: {answer.text[:300]}"
         )
-        for fault in ("internal_error", "its process failed"):
+        for fault in ("internal_error", "worker_ended"):
             assert fault not in answer.text, answer.text[:300]
         if answer.text.startswith(("data:", "event:")):
             return None

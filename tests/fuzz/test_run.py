@@ -30,6 +30,25 @@ def test_errors_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert kept.read_bytes() == b""
 
 
+def test_memory_that_grows_and_the_longest_case_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "FINDINGS", tmp_path / "findings")
+    kept = []
+
+    def keep(case: bytes) -> None:
+        kept.append(b"x" * (3 << 19))  # 100 times in a second
+        start = run.processor_seconds()
+        while run.processor_seconds() < start + 0.01:
+            pass
+
+    fuzzer = run.Fuzzer("patterns", keep, SURFACES["patterns"], tmp_path / "case", seed=0)
+    fuzzer.fuzz(1.5)
+    (finding,) = fuzzer.report["findings"]
+    assert finding.startswith("memory grew from")
+    assert len(fuzzer.report["memory"]) > 5 and fuzzer.report["longest"] >= 0.01
+
+
 @pytest.mark.parametrize("name", SURFACES)
 def test_changes_are_those_of_the_seed(name: str) -> None:
     surface = SURFACES[name]

@@ -332,6 +332,19 @@ def test_shards_are_joined_and_missing_ones_named(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(3), "b": np.zeros(2)}, tmp_path / "model-1.safetensors")
+    save_file({"b": np.ones(2)}, tmp_path / "model-2.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="'b' is in both model-1.*and model-2.*") as error:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(error.value)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="'b' is in both model-1.*and model-2.*"):
+        load_checkpoint(tmp_path)
+
+
 def test_errors_of_broken_folders(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", {"a": np.ones((64, 64))})
     file = folder / "model.safetensors"

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import fields
+from random import Random
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from anydecode.decoders.diffusion.chains import ChainDenoiser  # noqa: E402
 from anydecode.decoders.diffusion.denoiser import Denoiser  # noqa: E402
 from anydecode.sampling.params import SamplingParams  # noqa: E402
 from anydecode.server.app import create_app  # noqa: E402
+from anydecode.server.bodies import _check_size  # noqa: E402
+from anydecode.server.errors import ApiError  # noqa: E402
 from anydecode.server.protocol import (  # noqa: E402
     ChatRequest,
     CompletionRequest,
@@ -364,14 +367,38 @@ def test_invalid_decoder_parameters_are_refused(causal: bool, caplog: Any) -> No
     "values, allowed",
     [
         ("1," * (1 << 18), False),
-        ("{}," * (1 << 15), False),
+        ("{}," * (1 << 13), False),
+        ("{" + '"a":1,' * (1 << 14) + '"b":1},', False),
+        ("{}," * 8000, True),
         ("1," * 100_000, True),
         ('"' + ',[{"'[:3] * 200_000 + '",', True),
         ('"' + r"\",[{\\" * 100_000 + '",', True),
     ],
-    ids=["values", "objects", "fewer values", "text", "escaped text"],
+    ids=["values", "objects", "members", "fewer objects", "fewer values", "text", "escaped text"],
 )
 def test_the_values_of_a_body_are_limited(post: Any, values: str, allowed: bool) -> None:
     answer = post("/v1/completions", f'{{"prompt": "a", "n": [{values}1]}}'.encode())
     assert answer.status_code == 400
     assert ("lists and objects; allowed are" in answer.text) != allowed, answer.text
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 64])
+def test_values_are_counted_in_parts_of_any_size(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anydecode.server.bodies._PART", size)
+    generator = Random(size)
+    for _ in range(50):
+        texts = ["".join(generator.choices('a\\",:[{', k=generator.randrange(9))) for _ in range(9)]
+        value = [{text: [text, 1]} for text in texts]
+        # One value more than there are commas: 8 between the objects, and one in each list.
+        counts = {"MAX_VALUES": 1 + 8 + 9, "MAX_MEMBERS": 9, "MAX_CONTAINERS": 1 + 9 + 9}
+        content = json.dumps(value).encode()
+        for name, count in counts.items():
+            monkeypatch.setattr(f"anydecode.server.bodies.{name}", count)
+        _check_size(content)
+        for name, count in counts.items():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(f"anydecode.server.bodies.{name}", count - 1)
+                with pytest.raises(ApiError, match="the body has at least"):
+                    _check_size(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ httpx = pytest.importorskip("httpx")
 from anydecode.benchmarks.serving import soak as soak_module  # noqa: E402
 from anydecode.benchmarks.serving.soak import Case, Soak, soak  # noqa: E402
 from anydecode.certification.tiny import tiny_llm, tiny_model  # noqa: E402
+from anydecode.constraints.byte_cache import ByteCache, cached_bytes  # noqa: E402
 from anydecode.engine import costs  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
 from anydecode.memory.spill import DiskSpill  # noqa: E402
@@ -69,9 +71,31 @@ def test_a_soak_detects_wrong_texts_and_leaks(monkeypatch: pytest.MonkeyPatch) -
     assert len([line for line in result.wrong if line.startswith("whole: status 200")]) == 3
     assert any("the memory check failed" in line for line in result.wrong)
     assert any("3 positions" in line for line in result.wrong)
-    grown = Soak(1000, Counter(), memory=[100 << 20] * 10 + [200 << 20] * 10)
+
+
+@pytest.mark.parametrize("bounded, is_wrong", [(0, True), (90, False), (60, True)])
+def test_memory_of_a_soak_may_grow_by_what_has_limits(bounded: int, is_wrong: bool) -> None:
+    """With attacks too: the caches that they fill are counted, not assumed."""
+    grown = Soak(
+        1000,
+        Counter(),
+        memory=[100 << 20] * 10 + [200 << 20] * 10,
+        bounded=[5 << 20] * 10 + [(5 + bounded) << 20] * 10,
+        attacks=Counter({"wrong decoders: 400": 9}),
+    )
     grown.check_memory()
-    assert grown.wrong == ["memory grew from 100 to 200 MiB"]
+    message = f"memory grew from 100 to 200 MiB, and what has limits by {bounded} MiB"
+    assert grown.wrong == ([message] if is_wrong else [])
+
+
+def test_the_bytes_of_all_caches_are_counted() -> None:
+    before = cached_bytes()
+    cache: ByteCache[str, int] = ByteCache(1 << 20)
+    cache.put("a", 1, 1000)
+    assert cached_bytes() == before + cache.num_bytes >= before + 1000
+    del cache
+    gc.collect()
+    assert cached_bytes() == before
 
 
 def test_preemption_changes_no_text_of_any_decoder() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,10 +52,34 @@ async def test_jobs_past_a_limit_are_ended_and_the_limit_is_named(pool: WorkerPo
     if sys.platform == "linux":
         with pytest.raises(LimitError, match="more than 64 MiB.*memory limit"):
             await run(pool, worker_jobs.grow, 1 << 30, limits=Limits(5.0, 64 << 20))
-    with pytest.raises(LimitError, match="its process failed"):
-        await run(pool, worker_jobs.crash)
     results = await asyncio.gather(*(run(pool, worker_jobs.add, i) for i in range(4)))
     assert [total for total, _ in results] == [40, 41, 42, 43]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+async def test_a_job_whose_process_is_killed_runs_again(
+    pool: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    started, go = tmp_path / "started", tmp_path / "go"
+    job = asyncio.ensure_future(run(pool, worker_jobs.announce, str(started), str(go)))
+    while not started.exists():
+        await asyncio.sleep(0.01)
+    first = int(started.read_text())
+    os.kill(first, signal.SIGKILL)
+    go.touch()
+    assert await job not in (first, os.getpid())
+    assert "code -9 during a job; it runs again" in caplog.text
+
+
+async def test_the_server_is_at_fault_for_processes_that_end_twice(
+    pool: WorkerPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ApiError, match="the thing could not be prepared") as failed:
+        await run(pool, worker_jobs.crash)
+    assert failed.value.status == 503 and not isinstance(failed.value, LimitError)
+    assert failed.value.to_dict()["error"]["type"] == "server_error"
+    assert "code 7 during a job; its request fails" in caplog.text
+    assert (await run(pool, worker_jobs.add, 2))[0] == 42
 
 
 async def test_arguments_that_are_nested_too_deep_are_refused(pool: WorkerPool) -> None:

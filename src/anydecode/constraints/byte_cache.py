@@ -8,11 +8,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cache, wraps
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 #: Bytes counted for every entry beside its size: the key, the links and the counters.
 ENTRY_BYTES = 512
+
+
+#: All caches of this process.
+_caches: WeakSet[ByteCache[Any, Any]] = WeakSet()
 
 
 class ByteCache(Generic[Key, Value]):
@@ -26,6 +31,7 @@ class ByteCache(Generic[Key, Value]):
         self.num_bytes = 0
         self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._lock = threading.Lock()
+        _caches.add(self)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,6 +70,11 @@ class ByteCache(Generic[Key, Value]):
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.num_bytes -= entry[1]
+
+
+def cached_bytes() -> int:
+    """The bytes of all values that caches of this process keep, as these count them."""
+    return sum(kept.num_bytes for kept in list(_caches))
 
 
 def byte_cached(max_bytes: int) -> Callable[[Callable[[Any], Value]], Callable[[Any], Value]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Hashable, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ class CompletionHints(Protocol):
     of the shortest text by tokenizer."""
 
     @property
-    def shortest(self) -> MutableMapping[Tokenizer, int | None]: ...
+    def shortest(self) -> MutableMapping[Tokenizer, array[int]]: ...
 
     @property
     def values(self) -> list[bytes]: ...
@@ -130,6 +131,10 @@ class ConstraintState(ABC):
         """Whether the text so far contains tokens of a forced completion."""
         return False
 
+    def limit_searches(self, num_tries: int) -> None:  # noqa: B027  most states search nothing
+        """Limits the searches for completions of a text that is generated after `num_tries` tries
+        of the same answer."""
+
     def prepare(self) -> None:  # noqa: B027  most states have nothing to compute in advance
         """Starts to compute the next mask, on another thread if that is faster."""
 
@@ -181,6 +186,9 @@ class TokenBan(ConstraintState):
 
     def forced_tokens(self) -> list[int]:
         return self.inner.forced_tokens() if self.num_after else []
+
+    def limit_searches(self, num_tries: int) -> None:
+        self.inner.limit_searches(num_tries)
 
     def prepare(self) -> None:
         self.inner.prepare()

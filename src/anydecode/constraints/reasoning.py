@@ -254,6 +254,7 @@ class AfterReasoningState(ConstraintState):
         self._path = path
         self._inner: ConstraintState | None = None
         self._num_answer_tokens = 0
+        self._num_tries = 0
 
     def mask(self) -> np.ndarray | None:
         outside_mask, inner = self._outside_mask(), self._answer_state()
@@ -340,6 +341,11 @@ class AfterReasoningState(ConstraintState):
         inner = self._answer_state()
         return inner is not None and self._outside_mask() is None and inner.finished
 
+    def limit_searches(self, num_tries: int) -> None:
+        self._num_tries = num_tries
+        if self._inner is not None:
+            self._inner.limit_searches(num_tries)
+
     def prepare(self) -> None:
         inner = self._answer_state()
         if inner is not None:
@@ -348,6 +354,7 @@ class AfterReasoningState(ConstraintState):
     def _with(self, inner: ConstraintState | None) -> AfterReasoningState:
         other = AfterReasoningState(self._masks, self._start_answer, self._path, self.origin)
         other._inner, other._num_answer_tokens = inner, self._num_answer_tokens
+        other._num_tries = self._num_tries
         return other
 
     def _outside_mask(self) -> np.ndarray | None:
@@ -364,7 +371,9 @@ class AfterReasoningState(ConstraintState):
             path = self._path
             if path.position.phase == _CLOSED and path.answer_state is None:
                 path.answer_state = self._start_answer(path.num_tokens)
-            self._inner = None if path.answer_state is None else path.answer_state.fork()
+            if path.answer_state is not None:
+                self._inner = path.answer_state.fork()
+                self._inner.limit_searches(self._num_tries)
         return self._inner
 
 

@@ -16,9 +16,11 @@ from starlette.responses import Response
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import ALLOWED
 
-#: Largest numbers of values, and of lists and objects, in a body. Parsing delays all other
-#: requests: more of them would take a tenth of a second.
-MAX_VALUES, MAX_CONTAINERS = 1 << 18, 1 << 15
+#: Largest numbers of values, of members of objects, and of lists and objects in a body. Parsing
+#: delays all other requests: each of these numbers takes some hundredths of a second.
+MAX_VALUES, MAX_MEMBERS, MAX_CONTAINERS = 1 << 18, 1 << 14, 1 << 13
+#: Bodies of more bytes are checked on another thread, in parts of this size.
+_PART = 1 << 16
 
 
 class JsonRoute(APIRoute):
@@ -42,8 +44,10 @@ class JsonRoute(APIRoute):
             if not _is_json(http.headers.get("content-type", "")):
                 # Browsers let pages of other origins send other types without a CORS preflight.
                 raise ApiError(400, "the body: send it as application/json", code="invalid_body")
-            if _may_be_too_large(content):
+            if len(content) > _PART:
                 await asyncio.to_thread(_check_size, content)
+            elif len(content) > MAX_CONTAINERS:  # else it cannot have so many of anything
+                _check_size(content)
             try:
                 body = model.model_validate_json(content)
             except ValidationError as error:
@@ -67,27 +71,34 @@ def described(error: Mapping[str, Any]) -> tuple[str, str]:
     return field, f"{field or 'the body'}: {error['msg']}{shown}"
 
 
-def _may_be_too_large(content: bytes) -> bool:
-    """Whether a JSON text has too many values, or texts with as many signs."""
-    num_containers = content.count(b"[") + content.count(b"{")
-    return num_containers > MAX_CONTAINERS or content.count(b",") >= MAX_VALUES
-
-
 def _check_size(content: bytes) -> None:
-    """Raises `ApiError` if a JSON text has too many values."""
-    unescaped = content.replace(rb"\\", b"").replace(rb"\"", b"")
-    text = np.frombuffer(unescaped, np.uint8)
-    is_outside = np.cumsum(text == ord('"'), dtype=np.uint8) & 1 == 0  # of strings
-    num_containers = np.count_nonzero(is_outside & (text | 32 == ord("{")))  # | 32: also "["
-    num_values = 1 + np.count_nonzero(is_outside & (text == ord(",")))
-    if num_containers > MAX_CONTAINERS or num_values > MAX_VALUES:
-        raise ApiError(
-            400,
-            f"the body has at least {num_values} values and {num_containers} lists and objects;"
-            f" allowed are {MAX_VALUES} and {MAX_CONTAINERS}: send several requests, or texts"
-            " instead of token ids",
-            code="invalid_body",
-        )
+    """Raises `ApiError` if a JSON text has too many values. The interpreter lock is held for one
+    part of the text at a time."""
+    num_values, num_members, num_containers = 1, 0, 0
+    num_quotes = start = 0
+    while start < len(content):
+        part = content[start : start + _PART]
+        num_escapes = len(part) - len(part.rstrip(b"\\"))
+        if num_escapes % 2 and len(part) > 1:  # the escaped character is in the next part
+            part = part[:-1]
+        start += len(part)
+        if b"\\" in part:
+            part = part.replace(rb"\\", b"").replace(rb"\"", b"")
+        text = np.frombuffer(part, np.uint8)
+        quotes = np.cumsum(text == ord('"'), dtype=np.uint8) + np.uint8(num_quotes & 1)
+        outside = text[quotes & 1 == 0]  # of strings
+        num_quotes += part.count(b'"')
+        num_values += np.count_nonzero(outside == ord(","))
+        num_members += np.count_nonzero(outside == ord(":"))
+        num_containers += np.count_nonzero(outside | 32 == ord("{"))  # | 32: also "["
+        if num_values > MAX_VALUES or num_members > MAX_MEMBERS or num_containers > MAX_CONTAINERS:
+            raise ApiError(
+                400,
+                f"the body has at least {num_values} values, {num_members} members of objects and"
+                f" {num_containers} lists and objects; allowed are {MAX_VALUES}, {MAX_MEMBERS} and"
+                f" {MAX_CONTAINERS}: send several requests, or texts instead of token ids",
+                code="invalid_body",
+            )
 
 
 def _is_json(content_type: str) -> bool:

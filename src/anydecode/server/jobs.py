@@ -47,11 +47,11 @@ class TokenTable:
 
 
 class Compiled(NamedTuple):
-    """A constraint with what its compilation found; the number of tokens of its shortest text, if
-    that is known; and the size of its pickle, in bytes."""
+    """A constraint with what its compilation found; the tokens of its shortest text, if that was
+    searched for; and the size of its pickle, in bytes."""
 
     constraint: Constraint
-    shortest: int | None
+    shortest: array[int] | None
     size: int
 
 

@@ -88,7 +88,8 @@ class Preparation:
             constraint = accepted if compiled is None else compiled.constraint
             assert constraint is not None
             allocated = allocated_bytes()
-            if compiled is not None and (hints := constraint.completion_hints) is not None:
+            hints = constraint.completion_hints
+            if hints is not None and compiled is not None and compiled.shortest is not None:
                 hints.shortest[self._tokenizer] = compiled.shortest
             constraint.warm(self._tokenizer, self._vocab_size)
             if compiled is not None:

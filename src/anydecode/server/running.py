@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import threading
 import time
 from types import FrameType
@@ -18,6 +19,10 @@ from anydecode.server.connection import LimitedProtocol
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry, from_environment
 
+#: How long a thread keeps the interpreter lock while others wait for it, in seconds: a tenth of
+#: Python's default, which is as long as a token of a small model takes.
+_SWITCH_SECONDS = 0.0005
+
 
 class _Server(uvicorn.Server):
     """A uvicorn server that refuses new requests once a shutdown is requested, while running
@@ -26,6 +31,8 @@ class _Server(uvicorn.Server):
     _stop_time: float | None = None  # when the engine was found stopped
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # The engine's thread and the event loop wait so long for a thread that computes.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
         # Afterwards, so that the server accepts requests sooner.
         warm = self.config.app.app.state.service.warm  # type: ignore[union-attr]

@@ -52,6 +52,15 @@ class LimitError(ApiError):
         super().__init__(400, f"{what} {reason}", code="limit_exceeded")
 
 
+class _WorkerDeathError(Exception):
+    """A worker process ended during a job with the exit code `code`, for no limit of the job: it
+    crashed, or something outside killed it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 class Turns:
     """Access to `num_slots` slots, in turns by client. A client has at most all slots but one, and
     waits for at most `seconds`. Used on one event loop."""
@@ -141,7 +150,26 @@ class _Worker:
         )  # fmt: skip
 
     async def run(self, key: str, payload: bytes, message: bytes, limits: Limits, what: str) -> Any:
-        """Run a job that uses the object `key`, whose pickle `payload` is loaded first."""
+        """Run a job that uses the object `key`, whose pickle `payload` is loaded first. If the
+        process ends for no limit of the job, the job runs once more, in another process."""
+        for following in ("it runs again in another process", "its request fails"):
+            try:
+                return await self._run_once(key, payload, message, limits, what)
+            except _WorkerDeathError as death:
+                log.error(
+                    "a worker process ended with code %s during a job; %s", death.code, following
+                )
+        raise ApiError(
+            503,
+            f"{what} could not be prepared: two worker processes of the server ended while they"
+            " worked on it, for no limit of the request; try again, or see the server's log",
+            code="worker_ended",
+            headers={"retry-after": "1"},
+        )
+
+    async def _run_once(
+        self, key: str, payload: bytes, message: bytes, limits: Limits, what: str
+    ) -> Any:
         try:
             if len(self._loaded) >= _MAX_LOADED and key not in self._loaded:
                 await self.stop()
@@ -157,11 +185,11 @@ class _Worker:
             except asyncio.TimeoutError:
                 raise LimitError(what, _time_reason(limits)) from None
             except (asyncio.IncompleteReadError, OSError):
-                raise LimitError(what, await self._cause_of_death(limits)) from None
+                raise await self._cause_of_death(limits, what) from None
         except asyncio.CancelledError:
             await self.stop()  # its outcome is not for the next job
             raise
-        except LimitError:
+        except (LimitError, _WorkerDeathError):
             await self.stop()
             await self.start()  # now, so that the next job need not wait
             raise
@@ -199,16 +227,15 @@ class _Worker:
         outcome: Outcome = pickle.loads(body)
         return outcome
 
-    async def _cause_of_death(self, limits: Limits) -> str:
-        """Why the process has ended during a job."""
+    async def _cause_of_death(self, limits: Limits, what: str) -> LimitError | _WorkerDeathError:
+        """The error for a process that has ended during a job."""
         assert self.process is not None
         code = await self.process.wait()
         if code in _TIME_SIGNALS:
-            return _time_reason(limits)
+            return LimitError(what, _time_reason(limits))
         if code == -signal.SIGABRT:  # what native code does when an allocation fails
-            return _memory_reason(limits)
-        log.error("a worker process ended with code %s", code)
-        return "could not be prepared: its process failed; make it simpler"
+            return LimitError(what, _memory_reason(limits))
+        return _WorkerDeathError(code)
 
 
 def _time_reason(limits: Limits) -> str:
@@ -267,7 +294,7 @@ class WorkerPool:
 
         Raises:
             LimitError: The job passes a limit.
-            ApiError: The client's turn did not come (429).
+            ApiError: The client's turn did not come (429), or the processes of the job ended (503).
             AnydecodeError: An error of the job.
         """
 

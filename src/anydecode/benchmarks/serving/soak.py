@@ -10,7 +10,9 @@ import os
 import random
 import signal
 import struct
+import sys
 from collections import Counter
+from collections.abc import Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,11 +26,10 @@ import typer
 from anydecode.api.llm import LLM
 from anydecode.benchmarks.serving.attacks import ATTACKS, Address
 from anydecode.certification.tiny import tiny_llm
-from anydecode.constraints.guidance_engine import MAX_TEMPLATE_BYTES
+from anydecode.constraints.byte_cache import cached_bytes
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.spill import DiskSpill
 from anydecode.report import JsonFile, write_report
-from anydecode.server.preparation import MAX_ACCEPTED_BYTES
 from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
 from anydecode.server.workers import worker_pool
@@ -46,14 +47,13 @@ INVALID_BODIES = (
 )  # fmt: skip
 #: Largest growth of the process, in bytes, that is still attributed to the allocator.
 MAX_GROWTH = 24 << 20
-#: Maximum memory of the caches of compiled constraints, in bytes.
-MAX_CONSTRAINT_BYTES = MAX_ACCEPTED_BYTES + MAX_TEMPLATE_BYTES
 #: Maximum memory of what decoders learn from earlier answers, in bytes: small, so that it is
 #: reached early.
 MAX_LEARNED_BYTES = 16 << 20
 #: Seconds between two kills of a worker process, and between two attacks.
 KILL_SECONDS, ATTACK_SECONDS = 3.0, 1.0
-#: Statuses that an attack may have: 0 for a closed connection, never a server error.
+#: Statuses that an attack may have: 0 for a closed connection, never a server error. 503 only if
+#: worker processes are killed, for a job whose second process is killed too.
 ALLOWED_STATUSES = frozenset((0, 200, 400, 408, 413, 429, 431))
 
 
@@ -75,6 +75,7 @@ class Soak:
         compared: Number of answers compared with the expected ones.
         wrong: Descriptions of all failures.
         memory: Resident bytes, sampled about twenty times over the run.
+        bounded: Bytes that caches and decoders kept at the same times. They have upper limits.
         learned: Bytes that the decoders report to have learned, at the end.
         killed: Number of worker processes that were killed.
         attacks: Number of answers to attacks by name and status.
@@ -90,6 +91,7 @@ class Soak:
     compared: int = 0
     wrong: list[str] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
+    bounded: list[int] = field(default_factory=list)
     learned: int = 0
     killed: int = 0
     attacks: Counter[str] = field(default_factory=Counter)
@@ -100,13 +102,16 @@ class Soak:
     seconds: float = 0.0
 
     def check_memory(self) -> None:
-        """Add a failure if memory grew from the first half to the last quarter of the samples. With
-        attacks, the caches of compiled constraints may fill."""
-        max_growth = MAX_GROWTH + (MAX_CONSTRAINT_BYTES if self.attacks else 0)
+        """Add a failure if memory grew from the first half to the last quarter of the samples, by
+        more than what is kept within limits."""
         quarter = max(1, len(self.memory) // 4)
         early, late = max(self.memory[: 2 * quarter]), max(self.memory[-quarter:])
-        if late > early + max_growth:
-            self.wrong.append(f"memory grew from {early >> 20} to {late >> 20} MiB")
+        filled = max(self.bounded[-quarter:]) - max(self.bounded[: 2 * quarter])
+        if late > early + MAX_GROWTH + max(0, filled):
+            self.wrong.append(
+                f"memory grew from {early >> 20} to {late >> 20} MiB, and what has limits by"
+                f" {max(0, filled) >> 20} MiB"
+            )
 
 
 def cases(count: int, generator: random.Random, alone: LLM) -> list[Case]:
@@ -243,7 +248,7 @@ class Clients:
 
 
 async def _kill_workers(result: Soak) -> None:
-    """Kill a random worker process again and again. A job that runs in one ends with a 400."""
+    """Kill a random worker process again and again. Its job runs again in another."""
     generator = random.Random(0)
     while True:
         await asyncio.sleep(KILL_SECONDS)
@@ -253,14 +258,14 @@ async def _kill_workers(result: Soak) -> None:
                 result.killed += 1
 
 
-async def _attack(result: Soak, host: str, port: int) -> None:
-    """Send one attack after the other."""
+async def _attack(result: Soak, host: str, port: int, allowed: Set[int]) -> None:
+    """Send one attack after the other, whose statuses must be `allowed`."""
     address = Address(host, port)
     for number in count():
         name = list(ATTACKS)[number % len(ATTACKS)]
         status = await ATTACKS[name](address, number)
         result.attacks[f"{name}: {status}"] += 1
-        if status not in ALLOWED_STATUSES:
+        if status not in allowed:
             result.wrong.append(f"the attack {name!r} has status {status}")
         await asyncio.sleep(ATTACK_SECONDS)
 
@@ -334,10 +339,18 @@ def soak(
             def sample_memory() -> None:
                 gc.collect()
                 result.memory.append(resident_bytes())
+                result.bounded.append(cached_bytes() + llm.methods.learned_bytes)
+                print(
+                    f"{sum(result.kinds.values())} requests: {result.memory[-1] >> 20} MiB, of"
+                    f" which {result.bounded[-1] >> 20} MiB have limits",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
             async def run_all() -> None:
                 beside = [_kill_workers(result)] if kills else []
-                beside += [_attack(result, host, int(port))] if attacks else []
+                allowed = ALLOWED_STATUSES | ({503} if kills else set())
+                beside += [_attack(result, host, int(port), allowed)] if attacks else []
                 tasks = [asyncio.ensure_future(one) for one in beside]
                 await clients.run(result, at_once, sample_memory)
                 for task in tasks:
@@ -432,6 +445,8 @@ def print_report(result: Soak) -> None:
         print(f"{result.failed_writes} blocks of the spill not written")
     sizes = " ".join(str(size >> 20) for size in result.memory)
     print(f"memory in MiB over the run: {sizes}")
+    sizes = " ".join(str(size >> 20) for size in result.bounded)
+    print(f"of which caches and decoders keep within limits: {sizes}")
     for line in result.wrong[:20]:
         print(f"WRONG: {line}")
     print("wrong: " + (str(len(result.wrong)) if result.wrong else "nothing"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Set
 from functools import cached_property
@@ -43,14 +44,14 @@ class _Object(NamedTuple):
 class SchemaHints:
     """Names and values of a schema, computed on first use.
 
-    `shortest` caches, by tokenizer, the number of tokens of the shortest complete text; None if
-    none was found.
+    `shortest` caches, by tokenizer, the tokens of the shortest complete text; none if none was
+    found.
     """
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._sizes: dict[tuple[int, int], int] = {}
-        self.shortest: WeakKeyDictionary[Tokenizer, int | None] = WeakKeyDictionary()
+        self.shortest: WeakKeyDictionary[Tokenizer, array[int]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         # Sizes are kept by the identity of their schema, and lengths by the tokenizer's.

@@ -9,6 +9,7 @@ the same tokens and streaming does not change.
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from anydecode.constraints.constraint import CompletionHints, Constraint, ConstraintState
 from anydecode.constraints.json.shortest_completion import (
-    MAX_WORK_PER_ANSWER,
+    max_work,
     search_completion,
     shortest_completion,
 )
@@ -33,7 +34,7 @@ _MAX_SLACK = 16
 class _Search(NamedTuple):
     """The result of a search after `num_tokens` tokens: the completion to force from there on
     (empty if none), the number of tokens after which to search again, and the work of this search
-    and all before it."""
+    and all before it in the same try."""
 
     num_tokens: int
     completion: tuple[int, ...]
@@ -79,6 +80,7 @@ class ForcedCompletion(ConstraintState):
         self._hints = hints
         self._slack = min(_MAX_SLACK, max_tokens // _FIRST_SEARCH_SHARE)
         self._num_tokens = 0
+        self._num_tries = 0
         self._searches: tuple[_Search, ...] = (_Search(0, (), max_tokens // _FIRST_SEARCH_SHARE),)
 
     @classmethod
@@ -95,14 +97,12 @@ class ForcedCompletion(ConstraintState):
         state = cls(inner, tokenizer, vocab_size, max_tokens, hints)
         if tokenizer not in hints.shortest:
             shortest_found = shortest_completion(inner, tokenizer, hints)
-            hints.shortest[tokenizer] = None if shortest_found is None else len(shortest_found)
+            hints.shortest[tokenizer] = array("i", shortest_found or ())
         shortest = hints.shortest[tokenizer]
-        if (
-            shortest is not None
-            and max_tokens // _FIRST_SEARCH_SHARE + state._slack > (max_tokens - shortest) // 2
-        ):
+        num_spare = (max_tokens - len(shortest)) // 2
+        if shortest and max_tokens // _FIRST_SEARCH_SHARE + state._slack > num_spare:
             state._searches = (_Search(0, (), 0),)
-            state._search()
+            state._search(shortest.tolist())
         return state
 
     @property
@@ -115,6 +115,9 @@ class ForcedCompletion(ConstraintState):
     @property
     def unforced(self) -> ConstraintState:
         return self.inner
+
+    def limit_searches(self, num_tries: int) -> None:
+        self._num_tries = num_tries
 
     def with_banned(self, banned: Sequence[int]) -> ForcedCompletion:
         other = self._with(self.inner.with_banned(banned))
@@ -178,6 +181,7 @@ class ForcedCompletion(ConstraintState):
             inner, self._tokenizer, self._vocab_size, self._max_tokens, self._hints
         )
         other._num_tokens, other._searches = self._num_tokens, self._searches
+        other._num_tries = self._num_tries
         return other
 
     def _remaining(self) -> tuple[int, ...]:
@@ -188,28 +192,34 @@ class ForcedCompletion(ConstraintState):
     def _ends_late(self) -> bool:
         """Whether the text may end here, and there is hardly room for another part like it, such
         as another call."""
-        shortest = self._hints.shortest.get(self._tokenizer) or 0
         num_left = self._max_tokens - self._num_tokens
-        return num_left <= shortest + self._slack + self._slack // 2 and self.inner.can_stop
+        return (
+            num_left <= self._shortest_length() + self._slack + self._slack // 2
+            and self.inner.can_stop
+        )
 
-    def _search(self) -> None:
-        """Searches for the shortest completion. A token usually lengthens it by one, so half of the
-        spare tokens can be generated before the next search. Free text is complete after every
-        character, so nothing is forced in it."""
+    def _shortest_length(self) -> int:
+        """The number of tokens of the shortest complete text; 0 if it is not known."""
+        return len(self._hints.shortest.get(self._tokenizer) or ())
+
+    def _search(self, known: list[int] | None = None) -> None:
+        """Searches for the shortest completion, unless `known` is one. A token usually lengthens
+        it by one, so half of the spare tokens can be generated before the next search. Free text
+        is complete after every character, so nothing is forced in it."""
         if _is_free_text(self.inner):
             return
         num_left = self._max_tokens - self._num_tokens
         work = self._searches[-1].work if self._searches else 0
-        shortest_found = None
-        if work < MAX_WORK_PER_ANSWER:
+        shortest_found = known
+        if known is None or not self._is_completion(known):
             shortest_found, spent = search_completion(
-                self.inner, self._tokenizer, self._hints, MAX_WORK_PER_ANSWER - work
+                self.inner, self._tokenizer, self._hints, max_work(self._num_tries, work)
             )
             work += spent
         num_needed = None if shortest_found is None else len(shortest_found)
         if num_needed is not None and self.inner.can_stop:
             # The answer may also go on, for example with another call.
-            num_needed = max(num_needed, self._hints.shortest.get(self._tokenizer) or 0)
+            num_needed = max(num_needed, self._shortest_length())
         num_spare = num_left // 2 if num_needed is None else num_left - num_needed
         completion: tuple[int, ...] = ()
         is_late = num_spare <= self._slack + self._slack // 2
@@ -225,6 +235,17 @@ class ForcedCompletion(ConstraintState):
             *self._searches,
             _Search(self._num_tokens, completion, self._num_tokens + num_free, work),
         )
+
+    def _is_completion(self, tokens: list[int]) -> bool:
+        """Whether the text may go on with `tokens`, which end it. The shortest text of a constraint
+        need not be one of its narrowed forms."""
+        *text, end = tokens
+        if not self.inner.allows_sequence(text):
+            return False
+        state = self.inner.fork()
+        for token in text:
+            state.advance(token)
+        return state.can_stop and state.allows(end)
 
 
 def _is_free_text(state: ConstraintState) -> bool:

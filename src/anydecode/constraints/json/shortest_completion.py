@@ -22,10 +22,11 @@ _EXIT_COST = 16
 #: Maximum number of branching states, and of masks, before the search gives up.
 _MAX_BRANCHES = 600
 _MAX_MASKS = 6000
-#: Maximum work of one search, and of all searches of one answer. The unit is the check of one token
-#: of a value or name, about 0.2 microseconds; each check of a text and each mask cost some more.
-MAX_WORK, MAX_WORK_PER_ANSWER = 4_000_000, 12_000_000
-_WORK_PER_CHECK, _WORK_PER_MASK = 8, 300
+#: Maximum work of one search, and of all searches of the first try of an answer. The unit is the
+#: check of one token of a value or name, about 0.1 microseconds; each check of a text, each mask
+#: and each character tried as an exit cost some more.
+MAX_WORK, MAX_WORK_PER_TRY = 300_000, 1_000_000
+_WORK_PER_CHECK, _WORK_PER_MASK, _WORK_PER_EXIT = 8, 800, 100
 #: Maximum number of continuations of one state, and of values from the hints among them.
 _MAX_CONTINUATIONS = 5
 _MAX_VALUES = 2
@@ -58,10 +59,25 @@ def search_completion(
     state: ConstraintState, tokenizer: Tokenizer, hints: CompletionHints | None, max_work: int
 ) -> tuple[list[int] | None, int]:
     """`shortest_completion` with at most about `max_work` of work, and the work it took."""
-    search = _Search(state, _vocabulary(tokenizer), hints, min(max_work, MAX_WORK))
+    search = _Search(state, _vocabulary(tokenizer), hints, max_work)
     tokens = search.run()
     completion = None if tokens is None else _retokenized(state, _vocabulary(tokenizer), tokens)
     return completion, search.work
+
+
+def max_work(num_tries: int, work: int) -> int:
+    """Maximum work of the next search of an answer, a function of its text and number of tries
+    alone.
+
+    A try has the less work the more tries there were before it: all tries together have only some
+    times the work of the first. A search has at most half of what is left, so that the later
+    searches, which have less text to find, are possible after one that finds nothing.
+
+    Args:
+        num_tries: Number of tries of the answer before this one.
+        work: Work of the earlier searches of this try.
+    """
+    return max(0, min(MAX_WORK, (MAX_WORK_PER_TRY // (1 + num_tries) - work) // 2))
 
 
 def _retokenized(state: ConstraintState, vocab: _Vocabulary, tokens: list[int]) -> list[int]:
@@ -108,7 +124,7 @@ class _Search:
     def run(self) -> list[int] | None:
         """Returns the tokens after which the text may stop, or None."""
         for _ in range(_MAX_BRANCHES):
-            if not self._queue or self._num_masks > _MAX_MASKS or self.work > self._max_work:
+            if not self._queue or self._num_masks > _MAX_MASKS or self.work >= self._max_work:
                 return None
             cost, _, step = heappop(self._queue)
             mask = self._skip_forced(step)
@@ -142,7 +158,7 @@ class _Search:
             allowed = np.flatnonzero(mask)
             if len(allowed) > 1:
                 allowed = self._vocab.single_byte[mask[self._vocab.single_byte]]
-            if len(allowed) != 1 or self._num_masks > _MAX_MASKS:
+            if len(allowed) != 1 or self._num_masks > _MAX_MASKS or self.work > self._max_work:
                 return mask
             step.state.advance(int(allowed[0]))
             step.tokens.append(int(allowed[0]))
@@ -168,7 +184,7 @@ class _Search:
             continuations = [
                 (extra_cost + _EXIT_COST, candidate) for extra_cost, candidate in continuations
             ]
-            self.work += _WORK_PER_MASK * len(vocab.string_characters)
+            self.work += _WORK_PER_EXIT * len(vocab.string_characters)
             exits = _exits(state, mask, vocab)
             continuations += [(_EXIT_COST * i, [candidate]) for i, candidate in enumerate(exits)]
         return continuations

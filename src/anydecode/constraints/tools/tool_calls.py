@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from array import array
 from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,7 @@ class ToolCalls(CompletedConstraint):
     def completion_hints(self) -> CompletionHints:
         """The names and values of all schemas. Available after `start`."""
         hints = [schema.completion_hints for schema in self._named_schemas().values()]
-        return _Hints(hints, _shortest_lengths(self._base_text or self._text))
+        return _Hints(hints, _shortest_texts(self._base_text or self._text))
 
     def report(self) -> ConstraintReport:
         reports = {name: schema.report() for name, schema in self._named_schemas().items()}
@@ -230,16 +231,15 @@ def parse_answer(
 
 
 @byte_cached(_MAX_LENGTHS_BYTES)
-def _shortest_lengths(grammar: str) -> MutableMapping[Tokenizer, int | None]:
-    """The lengths of the shortest texts of a grammar, by tokenizer: filled by those who need
-    them."""
+def _shortest_texts(grammar: str) -> MutableMapping[Tokenizer, array[int]]:
+    """The tokens of the shortest text of a grammar, by tokenizer: filled by those who need them."""
     return WeakKeyDictionary()
 
 
 class _Hints:
     """The completion hints of several schemas."""
 
-    def __init__(self, hints: list[Any], shortest: MutableMapping[Tokenizer, int | None]) -> None:
+    def __init__(self, hints: list[Any], shortest: MutableMapping[Tokenizer, array[int]]) -> None:
         self._hints = hints
         self.shortest = shortest
         self.values = sorted({value for one in hints for value in one.values}, key=len)

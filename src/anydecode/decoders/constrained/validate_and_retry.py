@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anydecode.constraints.constraint import Constraint, IncrementalValidator
-from anydecode.constraints.json.shortest_completion import (
-    MAX_WORK_PER_ANSWER,
-    search_completion,
-)
+from anydecode.constraints.json.shortest_completion import max_work, search_completion
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
@@ -158,7 +155,7 @@ class ValidateAndRetry(Decoder):
                 if self._retry(sequence, retry_state, branch, output):
                     continue
             if output.reason == "length" and self.close:
-                self._close(sequence, output, _num_reasoning_tokens(branch))
+                self._close(sequence, output, _num_reasoning_tokens(branch), retry_state.num_tries)
             self._emit(sequence, branch, output.tokens)
             branch.release()
             return
@@ -231,6 +228,9 @@ class ValidateAndRetry(Decoder):
             )
             for token in sequence.tokens:
                 part.state.advance(token)
+        if part is not None:
+            limited: Any = part.state
+            limited.limit_searches(retry_state.num_tries)
         for token in retry_state.tokens[len(sequence.tokens) :]:
             sampler.advance(token)
         bans = retry_state.bans.get(len(retry_state.tokens))
@@ -326,7 +326,9 @@ class ValidateAndRetry(Decoder):
         retry_state.rewind(num_kept)
         retry_state.bans.setdefault(num_kept, []).append(tokens[num_kept])
 
-    def _close(self, sequence: Sequence, output: OutputBuffer, num_reasoning_tokens: int) -> None:
+    def _close(
+        self, sequence: Sequence, output: OutputBuffer, num_reasoning_tokens: int, num_tries: int
+    ) -> None:
         """Replaces the end of a long answer, after its first `num_reasoning_tokens` tokens, by the
         shortest completion."""
         limit = len(output.tokens)
@@ -337,13 +339,13 @@ class ValidateAndRetry(Decoder):
             states.append(state.fork())
         num_kept, step, work = limit, 1, 0
         for _ in range(_MAX_COMPLETION_STARTS):
-            if num_kept < num_reasoning_tokens or work >= MAX_WORK_PER_ANSWER:
+            if num_kept < num_reasoning_tokens:
                 return
             completion, spent = search_completion(
                 states[num_kept],
                 self.tokenizer,
                 self.constraint.completion_hints,
-                MAX_WORK_PER_ANSWER - work,
+                max_work(num_tries, work),
             )
             work += spent
             if completion is None or num_kept + len(completion) > limit:

@@ -54,10 +54,7 @@ def load_folder(path: Path) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: there is no config.json")
     config = read_json(path / "config.json")
-    readers: dict[str, Reader] = {}
-    for file in _files(path):
-        for name, reader in _open_file(file).items():
-            readers[name] = reader
+    readers = _open_files(_files(path))
     settings = config.get("quantization_config")
     if isinstance(config.get("text_config"), dict):
         check_multimodal(config)
@@ -109,6 +106,22 @@ def _files(path: Path) -> list[Path]:
             "use a checkpoint with safetensors"
         )
     raise CheckpointError(f"{path}: there are no safetensors files")
+
+
+def _open_files(files: list[Path]) -> dict[str, Reader]:
+    """A reader per tensor of all files. Raises CheckpointError if two contain the same tensor."""
+    readers: dict[str, Reader] = {}
+    sources: dict[str, Path] = {}
+    for file in files:
+        for name, reader in _open_file(file).items():
+            if name in readers:
+                raise CheckpointError(
+                    f"{file.parent}: the tensor {name!r} is in both {sources[name].name} and"
+                    f" {file.name}; each tensor must be in one file: remove the file that does not"
+                    " belong to the checkpoint"
+                )
+            readers[name], sources[name] = reader, file
+    return readers
 
 
 def _open_file(file: Path) -> dict[str, Reader]:
