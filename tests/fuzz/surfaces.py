@@ -268,6 +268,13 @@ _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
                    "instructions": "i", "max_output_tokens": 3, "reasoning": {"effort": "low"},
                    "text": {"format": {**_FORMAT, "schema": _SCHEMA, "name": "n"}}}),
+    ("responses", {"input": [_USER,
+                             {"type": "function_call", "call_id": "1", "name": "f",
+                              "arguments": "{}"},
+                             {"type": "function_call_output", "call_id": "1", "output": "2"}],
+                   "tools": [{"type": "function", **_TOOL["function"]}], "max_output_tokens": 3,
+                   "include": ["message.output_text.logprobs"], "truncation": "auto",
+                   "stream": True}),
     ("embeddings", {"input": ["a", "b"], "encoding_format": "base64"}),
 )  # fmt: skip
 

@@ -235,8 +235,96 @@ def test_responses_match_the_engine_with_and_without_streaming(client: Any, llm:
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == alone.text
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].response.output_text == alone.text
-    with pytest.raises(openai.BadRequestError, match="not stored"):
+    with pytest.raises(openai.NotFoundError, match="no stored response 'resp_1'"):
         client.responses.create(**options, previous_response_id="resp_1")
+
+
+RESPONSE_TOOLS: list[Any] = [{"type": "function", "strict": True, **TOOLS[0]["function"]}]
+
+
+def test_calls_of_responses_are_answered(client: Any) -> None:
+    options: dict[str, Any] = {
+        "model": "scripted", "tools": RESPONSE_TOOLS, "max_output_tokens": 200,
+        "extra_body": {"seed": 2},
+    }  # fmt: skip
+    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    response = client.responses.create(**options, **forced, input="hello")
+    [call] = [item for item in response.output if item.type == "function_call"]
+    assert json.loads(call.arguments)["town"] in ("Oslo", "Rome")
+    with client.responses.stream(**options, **forced, input="hello") as stream:
+        snapshots = [
+            event.snapshot
+            for event in stream
+            if event.type == "response.function_call_arguments.delta"
+        ]
+        final = stream.get_final_response()
+    [streamed] = [item for item in final.output if item.type == "function_call"]
+    assert streamed.arguments == call.arguments == snapshots[-1]
+    result: dict[str, Any] = {
+        "type": "function_call_output", "call_id": call.call_id, "output": "rain",
+    }  # fmt: skip
+    stored = client.responses.create(
+        **options, previous_response_id=response.id, input=[result], tool_choice="none"
+    )
+    ask = {"role": "user", "content": "hello"}
+    sent = client.responses.create(
+        **options, input=[ask, *response.output, result], tool_choice="none", store=False
+    )
+    assert stored.output_text == sent.output_text
+    assert stored.usage.input_tokens == sent.usage.input_tokens
+
+
+def test_responses_are_parsed(client: Any) -> None:
+    from typing import Literal
+
+    import pydantic
+
+    class Town(pydantic.BaseModel):
+        model_config = {"extra": "forbid"}
+        name: Literal["Oslo", "Rome"]
+
+    options: dict[str, Any] = {"model": "scripted", "input": "hello", "text_format": Town}
+    response = client.responses.parse(**options, extra_body={"seed": 1})
+    assert response.output_parsed.name in ("Oslo", "Rome")
+    with client.responses.stream(**options, extra_body={"seed": 1}) as stream:
+        assert stream.get_final_response().output_parsed == response.output_parsed
+
+
+def test_stored_responses_are_listed_and_deleted(client: Any) -> None:
+    options: dict[str, Any] = {"model": "scripted", "max_output_tokens": 4, "temperature": 0}
+    included: Any = ["message.output_text.logprobs"]
+    first = client.responses.create(**options, input="one", include=included, top_logprobs=2)
+    entries = first.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries) == first.output_text
+    second = client.responses.create(
+        **options, input="two", previous_response_id=first.id, metadata={"a": "b"}
+    )
+    assert client.responses.retrieve(second.id) == second
+    counted = client.responses.input_tokens.count(input="two", previous_response_id=first.id)
+    assert counted.input_tokens == second.usage.input_tokens
+    pages = client.responses.input_items.list(second.id, order="asc", limit=2)
+    texts = [item.content[0].text for item in pages]
+    assert texts == ["one", first.output_text, "two"]
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+
+
+def test_responses_run_in_the_background(client: Any) -> None:
+    options: dict[str, Any] = {"model": "scripted", "input": "one", "background": True}
+    long = {"ignore_eos": True, "temperature": 0}
+    running = client.responses.create(**options, max_output_tokens=3000, extra_body=long)
+    assert running.status == "queued"
+    assert client.responses.retrieve(running.id).status in ("queued", "in_progress")
+    assert client.responses.cancel(running.id).status == "cancelled"
+    events = list(
+        client.responses.create(**options, max_output_tokens=8, extra_body=long, stream=True)
+    )
+    assert [event.type for event in events[:2]] == ["response.created", "response.queued"]
+    identity = events[0].response.id
+    assert list(client.responses.retrieve(identity, stream=True, starting_after=3)) == events[4:]
+    with client.responses.stream(response_id=identity) as stream:
+        assert [event.sequence_number for event in stream] == list(range(len(events)))
 
 
 def test_embeddings_have_unit_length(client: Any) -> None:

@@ -51,6 +51,12 @@ TURNS = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "user", "content": [{"type": "text", "text": "a"}]},
 ]
+ITEMS = [
+    {"role": "user", "content": "a"},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "a"},
+]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
 RESUME = {"seed": 1, "samples": [{"number": 0, "tokens": [97]}]}
 
@@ -81,7 +87,10 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
         ResponsesRequest,
         {"input": "a", "max_output_tokens": 2},
         [{"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
-          "text": {"format": {**FORMAT, "schema": SCHEMA}}, "max_output_tokens": 2}],
+          "text": {"format": {**FORMAT, "schema": SCHEMA}}, "max_output_tokens": 2},
+         {"input": ITEMS, "tools": [{"type": "function", **TOOL["function"]}], "stream": True,
+          "tool_choice": {"type": "function", "name": "f"}, "max_output_tokens": 2,
+          "metadata": {"a": "b"}}],
     ),
     "/v1/embeddings": (EmbeddingRequest, {"input": "a"}, [{"input": ["a", "b"]}]),
 }  # fmt: skip
@@ -154,7 +163,8 @@ def check(endpoint: str, body: bytes, answer: Any, field: str | None = None) -> 
         if not answer.text.startswith(("data:", "event:")):
             json.loads(answer.content, parse_constant=lambda name: pytest.fail(f"{name}: {case}"))
         return
-    assert answer.status_code == 400 or (field == "model" and answer.status_code == 404), case
+    is_reference = field in ("model", "previous_response_id")
+    assert answer.status_code == 400 or (is_reference and answer.status_code == 404), case
     (error,) = answer.json().values()
     assert set(error) == {"message", "type", "param", "code"}, case
     assert error["message"] and "\n" not in error["message"], case

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 
 pytest.importorskip("llguidance")
@@ -15,15 +14,15 @@ pydantic = pytest.importorskip("pydantic")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from anydecode import LLM  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
 from anydecode.errors import ConstraintError  # noqa: E402
-from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel  # noqa: E402
+from anydecode.models.scripted import ByteTokenizer  # noqa: E402
 from anydecode.server.protocol import Function, Tool  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 from anydecode.server.tools import tool_constraint  # noqa: E402
+from replaying import replaying_llm  # noqa: E402
 from server_client import CHAT, served  # noqa: E402
 
 
@@ -221,21 +220,6 @@ def test_nested_pydantic_models_work_as_tools(client: Any, stream: bool) -> None
         model: Any = Trip if calls[0].function.name == "Trip" else City
         arguments = "".join(call.function.arguments for call in calls)
         assert model.model_validate_json(arguments)
-
-
-def replaying_llm(text: str) -> LLM:
-    """A model that prefers to answer `text` and to stop."""
-
-    def script(seen: tuple[int, ...]) -> np.ndarray:
-        generated = bytes(token for token in seen if token < 256).rpartition(b"assistant: ")[2]
-        logits = np.random.default_rng(list(generated)).normal(size=259).astype(np.float32)
-        whole = text.encode()
-        if whole.startswith(generated):
-            logits[[*whole, EOS][len(generated)]] = 30
-        return logits
-
-    model = ScriptedModel(script)
-    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
 FORECAST = object_schema(days={"type": "array", "items": INTEGER}, town={"type": "string"})

@@ -137,6 +137,33 @@ def serve(
         str,
         typer.Option("--prepare-memory", help="Maximum memory of the same, such as 512MiB or 4g."),
     ] = "1GiB",
+    store: Annotated[
+        str,
+        typer.Option(
+            "--store",
+            metavar="PATH|memory|none",
+            help="Where the responses of /v1/responses are stored, with their texts: a file that"
+            " outlasts the server, its memory, or nowhere.",
+        ),
+    ] = "memory",
+    store_limit: Annotated[
+        str,
+        typer.Option(
+            "--store-limit", help="Maximum size of the stored responses, such as 64MiB or 4g."
+        ),
+    ] = "256MiB",
+    store_days: Annotated[
+        float,
+        typer.Option("--store-days", min=0, help="Days after which stored responses are removed."),
+    ] = 30.0,
+    max_background: Annotated[
+        int,
+        typer.Option(
+            "--max-background",
+            min=1,
+            help="Maximum number of responses that are generated in the background at once.",
+        ),
+    ] = 64,
     drain: Annotated[
         float,
         typer.Option("--drain", min=0, help="Seconds that a shutdown waits for running answers."),
@@ -206,6 +233,10 @@ def serve(
         max_prompt=max_prompt,
         max_requests=max_requests,
         drain_seconds=drain,
+        store=store,
+        store_bytes=parse_bytes(store_limit),
+        store_seconds=86400 * store_days,
+        max_background=max_background,
         prepare_seconds=prepare_seconds,
         prepare_memory=parse_bytes(prepare_memory),
         decoder=decoder,

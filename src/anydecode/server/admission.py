@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from secrets import token_hex
 from time import perf_counter, time_ns
 from typing import Any
@@ -34,7 +34,8 @@ class AdmissionMiddleware:
     On a loopback address, only loopback host names (and `allowed_hosts`) are accepted, which blocks
     DNS rebinding: a web page whose own host name resolves to this machine is refused. Paths under
     `/v1/` need an API key if keys are configured. A POST under `/v1/` needs the engine of `driver`
-    to be running and fewer than `max_requests` active requests. It becomes active when its body is
+    to be running and fewer than `max_requests` active requests, those in the `background` included;
+    a POST that cancels one does not. A request becomes active when its body is
     complete, so that clients that send slowly take no capacity from others. At most `max_requests`
     bodies may be received in part; of more, the one that has taken longest is refused.
 
@@ -50,8 +51,10 @@ class AdmissionMiddleware:
         settings: Settings,
         metrics: Metrics,
         telemetry: Telemetry | None = None,
+        background: Sized = (),
     ) -> None:
         self.app = app
+        self._background = background
         self.driver = driver
         self.telemetry = telemetry
         self._is_local = is_loopback(settings.host)
@@ -69,7 +72,11 @@ class AdmissionMiddleware:
             await self.app(scope, receive, send)
             return
         request = RequestScope(self, scope, receive, send)
-        is_inference = scope["method"] == "POST" and scope["path"].startswith(_API_PREFIXES)
+        is_inference = (
+            scope["method"] == "POST"
+            and scope["path"].startswith(_API_PREFIXES)
+            and not scope["path"].endswith("/cancel")
+        )
         try:
             self._admit(request)
             if is_inference:
@@ -147,9 +154,10 @@ class AdmissionMiddleware:
             raise api_error(error)
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
-        if self.active >= self.settings.max_requests:
+        num_running = self.active + len(self._background)
+        if num_running >= self.settings.max_requests:
             wait = str(min(60, max(1, math.ceil(self._mean_seconds))))
-            message = f"{self.active} requests are already running; try again in {wait} s"
+            message = f"{num_running} requests are already running; try again in {wait} s"
             raise ApiError(429, message, code="too_many_requests", headers={"retry-after": wait})
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:

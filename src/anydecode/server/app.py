@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -23,6 +23,7 @@ from anydecode.server.embeddings import embed
 from anydecode.server.errors import ApiError, api_error, stopped_message
 from anydecode.server.logs import log
 from anydecode.server.protocol import (
+    MAX_COUNT,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -32,7 +33,7 @@ from anydecode.server.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from anydecode.server.responses import respond
+from anydecode.server.responses.endpoint import ResponsesApi
 from anydecode.server.run import Disconnected
 from anydecode.server.service import Service
 from anydecode.server.settings import Settings
@@ -58,7 +59,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request is invalid; the message gives the reason.",
         401: "The API key is missing or wrong.",
         403: "The host in the Host header is not allowed.",
-        404: "The model does not exist.",
+        404: "The model or the stored response does not exist.",
         413: "The body is too large.",
         429: "Too many requests are running; retry after the seconds in Retry-After.",
         500: "Internal server error.",
@@ -84,11 +85,16 @@ def create_app(
     app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     app.state.service = service
+    app.state.responses = ResponsesApi(service)
     _add_api(app, service)
+    _add_responses(app, app.state.responses)
     _add_metrics(app, service)
     _add_page(app)
     _add_errors(app)
-    admission = AdmissionMiddleware(app, llm.driver, service.settings, service.metrics, telemetry)
+    background = app.state.responses.background
+    admission = AdmissionMiddleware(
+        app, llm.driver, service.settings, service.metrics, telemetry, background
+    )
 
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
@@ -111,11 +117,6 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Generate the continuation of one prompt or several."""
         return await complete(service, body, http)
-
-    @app.post("/v1/responses", responses=_ERRORS)
-    async def responses(body: ResponsesRequest, http: Request) -> Response:
-        """Generate a response to an input."""
-        return await respond(service, body, http)
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
@@ -156,6 +157,51 @@ def _add_api(app: FastAPI, service: Service) -> None:
         raise ApiError(
             404, f"the model {name!r} does not exist on this server", code="model_not_found"
         )
+
+
+def _add_responses(app: FastAPI, api: ResponsesApi) -> None:
+    path = "/v1/responses/{response_id}"
+
+    @app.post("/v1/responses", responses=_ERRORS)
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
+        """Generate a response to an input."""
+        return await api.create(body, http)
+
+    @app.post("/v1/responses/input_tokens", responses=_ERRORS)
+    async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
+        """Count the tokens of an input."""
+        return await api.count_input(body, http)
+
+    @app.get(path, responses=_ERRORS)
+    async def response(
+        response_id: str,
+        http: Request,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0, le=MAX_COUNT)] = None,
+    ) -> Response:
+        """Return a stored response, or the events of its stream."""
+        return await api.retrieve(response_id, http, stream, starting_after)
+
+    @app.delete(path, responses=_ERRORS)
+    async def delete_response(response_id: str, http: Request) -> Response:
+        """Delete a stored response."""
+        return await api.delete(response_id, http)
+
+    @app.post(f"{path}/cancel", responses=_ERRORS)
+    async def cancel_response(response_id: str, http: Request) -> Response:
+        """Cancel a response that is generated in the background."""
+        return await api.cancel(response_id, http)
+
+    @app.get(f"{path}/input_items", responses=_ERRORS)
+    async def input_items(
+        response_id: str,
+        http: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """List the input items of a stored response."""
+        return await api.input_items(response_id, http, limit, order, after)
 
 
 def _models(service: Service) -> list[dict[str, Any]]:

@@ -10,8 +10,12 @@ from typing import Any
 from uuid import uuid4
 
 from anydecode.api.generation import Generation
+from anydecode.api.text import Detokenizer
 from anydecode.constraints.tools.stream import Event
 from anydecode.constraints.tools.tool_calls import parse_answer
+from anydecode.models.tokenizer import Tokenizer
+from anydecode.sampling.logprobs import TokenLogprobs
+from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
 from anydecode.server.options import engine_options
 from anydecode.server.parsers import Parser
@@ -157,6 +161,7 @@ class ChatRun:
         self.run = run
         self._new_parser = new_parser
         self._parsers = [new_parser() for _ in run.choices]
+        self._token_parsers: list[TokenParser | None] = [None] * len(run.choices)
         self._has_calls = [False] * len(run.choices)
 
     async def stream(self) -> AsyncIterator[tuple[int, list[Event], bool]]:
@@ -183,12 +188,16 @@ class ChatRun:
                 self._note_calls(index, events)
                 yield index, events, ended
 
-    def answer(self, index: int, generation: Generation) -> Answer:
-        """The complete answer of a finished choice that was not streamed."""
+    def events(self, index: int, generation: Generation) -> list[Event]:
+        """All events of a finished choice that was not streamed."""
         events = list(self._parsers[index].push(generation.text, final=True))
         self._note_calls(index, events)
+        return events
+
+    def answer(self, index: int, generation: Generation) -> Answer:
+        """The complete answer of a finished choice that was not streamed."""
         answer = Answer()
-        for kind, value in events:
+        for kind, value in self.events(index, generation):
             if kind == "call":
                 answer.calls.append(ToolCall(value))
             elif kind == "arguments":
@@ -209,5 +218,71 @@ class ChatRun:
         """The `usage` object of OpenAI's chat completions."""
         return usage(self.run, self._new_parser)
 
+    def content_logprobs(self, index: int) -> list[tuple[int, TokenLogprobs]]:
+        """The log-probabilities of the tokens of the content that are new since the last call, each
+        with the number of reasoning blocks and tool calls before it."""
+        if self._token_parsers[index] is None:
+            self._token_parsers[index] = TokenParser(self.service.tokenizer, self._new_parser())
+        parser = self._token_parsers[index]
+        assert parser is not None
+        request, number = self.run.choices[index]
+        job = request.jobs[number]
+        parser.push(logprobs.generated(job.sequence, parser.num_tokens), final=job.done)
+        return parser.take()
+
     def _note_calls(self, index: int, events: list[Event]) -> None:
         self._has_calls[index] = self._has_calls[index] or any(kind == "call" for kind, _ in events)
+
+
+class TokenParser:
+    """Finds the tokens of the content among those of an answer.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        parser: A new parser of the answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, parser: Parser) -> None:
+        self.num_tokens = 0
+        self._detokenizer = Detokenizer(tokenizer)
+        self._parser = parser
+        #: Tokens that no event has covered yet, with their texts: these may be parts of tags.
+        self._pending: list[tuple[TokenLogprobs, str]] = []
+        self._content: list[tuple[int, TokenLogprobs]] = []
+        self._num_others = 0
+        self._kind = "content"
+
+    def push(self, entries: list[TokenLogprobs], *, final: bool) -> None:
+        """Parse the next tokens. `final`: whether they are the last ones."""
+        self.num_tokens += len(entries)
+        for entry in entries:
+            text = self._detokenizer.push(entry.token)
+            self._pending.append((entry, text))
+            self._parse(text, final=False)
+        if final:
+            self._parse(self._detokenizer.flush(), final=True)
+
+    def take(self) -> list[tuple[int, TokenLogprobs]]:
+        """The tokens of the content since the last call, as in `ChatRun.content_logprobs`."""
+        taken, self._content = self._content, []
+        return taken
+
+    def _parse(self, text: str, *, final: bool) -> None:
+        kind = None
+        for kind, value in self._parser.push(text, final=final):
+            self._num_others += kind == "call" or (kind == "reasoning" != self._kind)
+            self._kind = kind
+            if kind == "content":
+                self._take_content(len(value))
+        if kind is not None:
+            self._pending = []
+
+    def _take_content(self, length: int) -> None:
+        """Move the pending tokens of the last `length` characters to the content: what precedes
+        them is a tag."""
+        start = len(self._pending)
+        while start and (length > 0 or not self._pending[start - 1][1]):
+            start -= 1
+            length -= len(self._pending[start][1])
+        self._content += [(self._num_others, entry) for entry, _ in self._pending[start:]]
+        self._pending = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from starlette.responses import Response
 
 from anydecode.server.errors import ApiError, api_error
 from anydecode.server.logs import log
-from anydecode.server.run import ServerRun, wait_for_disconnect
+from anydecode.server.run import wait_for_disconnect
 
 DONE = b"data: [DONE]\n\n"
 _RESPONSE_START = {
@@ -40,15 +41,15 @@ def encode_error(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """An ASGI response that streams the `chunks` of `run`.
+    """An ASGI response that streams `chunks` while `run`, a context manager, is entered.
 
-    The run is cancelled when the client disconnects or reads nothing for `stall_seconds`. An error
-    after the response has started is sent as the events that `encode_failure` returns.
+    The block ends, which cancels a `ServerRun`, when the client disconnects or reads nothing for
+    `stall_seconds`. An error after the response has started is sent as an event.
     """
 
     def __init__(
         self,
-        run: ServerRun,
+        run: AbstractAsyncContextManager[Any],
         chunks: AsyncIterator[bytes],
         stall_seconds: float,
         encode_failure: Callable[[ApiError], bytes] = encode_error,

@@ -12,7 +12,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.server.errors import ApiError
 from anydecode.server.prompts import effort_variables
-from anydecode.server.protocol import Options, ResponsesRequest, SamplingFields
+from anydecode.server.protocol import Body, Options, SamplingFields
 from anydecode.server.settings import Settings
 
 
@@ -51,8 +51,10 @@ def check_extra_fields(body: Options) -> None:
     change the answer."""
     extra = body.model_extra or {}
     unknown = sorted(extra.keys() - body.IGNORED.keys() - body.REFUSED.keys())
-    if isinstance(body, ResponsesRequest) and body.reasoning is not None:
-        unknown += [f"reasoning.{name}" for name in sorted(body.reasoning.model_extra or ())]
+    for name in sorted(body.model_fields_set):
+        part = getattr(body, name)
+        if isinstance(part, Body):
+            unknown += [f"{name}.{field}" for field in sorted(part.model_extra or ())]
     if unknown:
         names = ", ".join(unknown)
         raise ApiError(400, f"unknown field {names}", code="unknown_parameter", param=unknown[0])

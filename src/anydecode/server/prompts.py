@@ -97,31 +97,3 @@ def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[s
     if isinstance(prompt[0], int):
         return [list(prompt)]
     return list(prompt)
-
-
-def response_items(items: str | list[dict[str, Any]], instructions: str | None) -> list[Message]:
-    """The input of `/v1/responses` as messages."""
-    messages = [Message(role="system", content=instructions)] if instructions else []
-    if isinstance(items, str):
-        return [*messages, Message(role="user", content=items)]
-    for item in items:
-        if item.get("type", "message") != "message":
-            kind = item.get("type")
-            raise ApiError(
-                400, f"an input item has type {kind!r}; only messages are supported", param="input"
-            )
-        content, role = item.get("content"), item.get("role", "user")
-        if role not in ("system", "developer", "user", "assistant"):
-            raise ApiError(
-                400,
-                f"the role is {role!r}; it must be system, developer, user or assistant",
-                param="input",
-            )
-        if not isinstance(content, (str, list)) or not all(
-            isinstance(part, dict) for part in content if not isinstance(content, str)
-        ):
-            raise ApiError(
-                400, "a message's content must be text or a list of parts", param="input"
-            )
-        messages.append(Message(role=role, content=content))
-    return messages

@@ -334,36 +334,67 @@ class Reasoning(Body):
     mode: Name | None = None
 
 
+class TextOptions(Body):
+    """Options of the text of a response. Other fields are refused, one by one."""
+
+    model_config = ConfigDict(extra="allow")
+    format: dict[str, Any] | None = None
+    verbosity: Name | None = None
+
+
+#: What a response can include besides its text. Only log-probabilities have an effect: the others
+#: are of tools and images, or encrypt reasoning that is returned as text.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
 class ResponsesRequest(Options):
-    """`POST /v1/responses`, for text. Nothing is stored between requests."""
+    """`POST /v1/responses`."""
 
     IGNORED = {
-        **_IGNORED,
+        **{name: value for name, value in _IGNORED.items() if name not in ("metadata", "store")},
         "access_programs": ({},),
         "context_management": ([],),
         "image": ({},),
-        "include": ([],),
+        "include": ([], [INCLUDE_LOGPROBS]),
         "max_tool_calls": (),
-        "parallel_tool_calls": (True, False),  # there are no tools
         "reasoning.context": ("auto",),
         "reasoning.generate_summary": (),
         "reasoning.mode": ("standard",),
         "reasoning.summary": (),
         "text.verbosity": ("medium",),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
     }
     REFUSED = {
-        "previous_response_id": ((), "responses are not stored; send the whole conversation"),
-        "background": ((False,), "nothing is stored; wait for the answer, or stream it"),
-        "conversation": ((), "conversations are not stored; send the whole of it"),
+        "conversation": ((), "conversations are not stored; send previous_response_id"),
         "moderation": ((), _MODERATION),
         "prompt": ((), "prompts are not stored; send the text as input"),
-        "tools": (([],), "/v1/chat/completions takes tools"),
-        "tool_choice": (("none", "auto"), "/v1/chat/completions takes tools"),
     }
-    input: str | Objects
+    input: str | Objects | None = None
     instructions: str | None = None
+    previous_response_id: Name | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     max_output_tokens: Count | None = None
-    text: dict[str, Any] | None = None
+    max_tool_calls: Count | None = None
+    text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    tools: Objects | None = None
+    tool_choice: Name | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[Includable], Field(fail_fast=True, max_length=100)] | None = None
+    top_logprobs: Alternatives | None = None
+    truncation: Literal["auto", "disabled"] | None = None

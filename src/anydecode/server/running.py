@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
@@ -37,6 +38,11 @@ class _Server(uvicorn.Server):
         # Afterwards, so that the server accepts requests sooner.
         warm = self.config.app.app.state.service.warm  # type: ignore[union-attr]
         threading.Thread(target=warm, name="anydecode-warm", daemon=True).start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        responses = self.config.app.app.state.responses  # type: ignore[union-attr]
+        await asyncio.gather(super().shutdown(sockets), responses.drain())
+        await responses.close()
 
     async def on_tick(self, counter: int) -> bool:
         admission: AdmissionMiddleware = self.config.app  # type: ignore[assignment]

@@ -41,6 +41,10 @@ class Settings:
             although a parameter is beyond the bounds of the method's card.
         adapter_folder: The folder whose adapters requests may load; None: they may load none.
         max_adapters: Most adapters that are loaded when a request loads another.
+        store: Where responses are stored: "memory", "none" or a file.
+        store_bytes: Maximum size of the stored responses, in bytes.
+        store_seconds: Maximum age of a stored response, in seconds.
+        max_background: Most responses that are generated in the background at once.
         open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
@@ -62,6 +66,10 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     allowed_decoders: tuple[str, ...] = ()
     open_metrics: bool = False
+    store: str = "memory"
+    store_bytes: int = 256 << 20
+    store_seconds: float = 30 * 86400.0
+    max_background: int = 64
     prepare_seconds: float = 2.0
     prepare_memory: int = 1 << 30
     adapter_folder: Path | None = None
