@@ -16,14 +16,15 @@ pytest.importorskip("uvicorn")
 
 from anydecode.api.llm import LLM  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
-from anydecode.models import chat  # noqa: E402
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel  # noqa: E402
+from anydecode.server.anthropic.protocol import MessagesRequest  # noqa: E402
 from anydecode.server.protocol import (  # noqa: E402
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
 )
 from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: E402
+from server_models import TemplateTokenizer  # noqa: E402
 
 LONG = "a prompt that is long enough to fill several blocks of the cache. "
 
@@ -159,7 +160,7 @@ def test_fields_that_change_the_answer_are_refused(
 
 def test_the_documentation_lists_all_fields() -> None:
     table = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    for request in (CompletionRequest, ChatRequest, ResponsesRequest):
+    for request in (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest):
         for name in (*request.IGNORED, *request.REFUSED):
             assert name in table or f"`.{name.rpartition('.')[2]}`" in table, name
 
@@ -171,19 +172,6 @@ def test_misspelt_fields_are_refused(client: Client, path: str, value: Any) -> N
         error = client.refused(path, **{field: value})
         assert (error["code"], error["param"]) == ("unknown_parameter", field)
     assert client.refused(RESPONSES, reasoning={"efort": "low"})["param"] == "reasoning.efort"
-
-
-class TemplateTokenizer(ByteTokenizer):
-    """Bytes, and a chat template in Jinja."""
-
-    def __init__(self, template: str) -> None:
-        self.chat_template = template
-
-    def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **names: Any
-    ) -> str:
-        assert self.chat_template is not None
-        return chat.render(self.chat_template, messages, **names)
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,28 @@ from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.decoders.diffusion.chains import ChainDenoiser  # noqa: E402
 from anydecode.decoders.diffusion.denoiser import Denoiser  # noqa: E402
 from anydecode.sampling.params import SamplingParams  # noqa: E402
+from anydecode.server.anthropic.protocol import (  # noqa: E402
+    CountTokensRequest,
+    MessagesRequest,
+)
 from anydecode.server.app import create_app  # noqa: E402
 from anydecode.server.bodies import _check_size  # noqa: E402
 from anydecode.server.errors import ApiError  # noqa: E402
+from anydecode.server.ollama.protocol import (  # noqa: E402
+    EmbeddingsRequest,
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    ShowRequest,
+)
 from anydecode.server.protocol import (  # noqa: E402
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     EmbeddingRequest,
     Options,
     ResponsesRequest,
+    TokenizeRequest,
 )
 from anydecode.server.settings import Settings  # noqa: E402
 
@@ -58,6 +71,22 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "1", "output": "a"},
 ]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "b", "signature": "c"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+    ]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "d"}]},
+    ]},
+]  # fmt: skip
+OLLAMA_TURNS = [
+    {"role": "assistant", "content": "a", "thinking": "b",
+     "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "c", "tool_name": "f"},
+]  # fmt: skip
+FEW = {"num_predict": 2}
 RESUME = {"seed": 1, "samples": [{"number": 0, "tokens": [97]}]}
 
 #: By endpoint: its body model, a minimal body, and larger bodies of which every part is replaced in
@@ -93,6 +122,42 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
           "metadata": {"a": "b"}}],
     ),
     "/v1/embeddings": (EmbeddingRequest, {"input": "a"}, [{"input": ["a", "b"]}]),
+    "/v1/messages": (
+        MessagesRequest,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        [
+            {"messages": BLOCKS, "max_tokens": 2, "system": [{"type": "text", "text": "a"}]},
+            {"messages": BLOCKS[:1], "max_tokens": 2, "thinking": {"type": "disabled"},
+             "tools": [{"name": "f", "input_schema": SCHEMA}],
+             "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True}},
+            {"messages": BLOCKS[:1], "max_tokens": 2, "stream": True, "stop_sequences": ["x"],
+             "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        ],
+    ),
+    "/v1/messages/count_tokens": (
+        CountTokensRequest, {"messages": [{"role": "user", "content": "a"}]}, []
+    ),
+    "/api/chat": (
+        OllamaChatRequest,
+        {"messages": [{"role": "user", "content": "a"}], "options": FEW},
+        [
+            {"messages": OLLAMA_TURNS, "options": {**FEW, "stop": ["x"], "seed": 1}},
+            {"messages": OLLAMA_TURNS[1:], "tools": [TOOL], "options": FEW, "think": True},
+            {"messages": OLLAMA_TURNS[1:], "format": SCHEMA, "options": FEW, "stream": False},
+        ],
+    ),
+    "/api/generate": (
+        GenerateRequest,
+        {"prompt": "a", "options": FEW},
+        [{"prompt": "a", "raw": True, "options": {**FEW, "temperature": 0}, "logprobs": True}],
+    ),
+    "/api/embed": (EmbedRequest, {"input": "a"}, [{"input": ["a", "b"]}]),
+    "/api/embeddings": (EmbeddingsRequest, {"prompt": "a"}, []),
+    "/api/show": (ShowRequest, {}, []),
+    "/tokenize": (
+        TokenizeRequest, {"prompt": "a"}, [{"messages": TURNS, "tools": [TOOL]}]
+    ),
+    "/detokenize": (DetokenizeRequest, {"tokens": [97]}, []),
 }  # fmt: skip
 
 
@@ -100,7 +165,8 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
 ALTERNATIVE_WORDS = {
     "prompt": ("the prompt", "token "), "input": ("the prompt", "token "),
     "decoder": ("decoding method",), "max_output_tokens": ("max_tokens",),
-    "max_completion_tokens": ("max_tokens",),
+    "max_completion_tokens": ("max_tokens",), "stop_sequences": ("stop",),
+    "name": ("the model",), "format": ("the schema",),
 }  # fmt: skip
 
 
@@ -156,17 +222,28 @@ def cases() -> Iterator[tuple[str, str | None, bytes]]:
 
 
 def check(endpoint: str, body: bytes, answer: Any, field: str | None = None) -> None:
-    """Assert that an answer is a complete 200, or an OpenAI error that names the field."""
+    """Assert that an answer is a complete 200, or an error of the API that names the field."""
     case = (endpoint, body[:300], answer.text[:500])
     if answer.status_code == 200:
         assert "internal_error" not in answer.text, case
-        if not answer.text.startswith(("data:", "event:")):
-            json.loads(answer.content, parse_constant=lambda name: pytest.fail(f"{name}: {case}"))
+        lines = [] if answer.text.startswith(("data:", "event:")) else [answer.text]
+        if answer.headers["content-type"] == "application/x-ndjson":
+            lines = answer.text.splitlines()
+            assert json.loads(lines[-1])["done"], case
+        for line in lines:
+            json.loads(line, parse_constant=lambda name: pytest.fail(f"{name}: {case}"))
         return
-    is_reference = field in ("model", "previous_response_id")
-    assert answer.status_code == 400 or (is_reference and answer.status_code == 404), case
-    (error,) = answer.json().values()
-    assert set(error) == {"message", "type", "param", "code"}, case
+    is_name = field in ("model", "name", "previous_response_id")
+    assert answer.status_code == 400 or (is_name and answer.status_code == 404), case
+    error = answer.json()["error"]
+    if endpoint.startswith("/api/"):
+        error = {"message": error, "param": None}
+        assert len(answer.json()) == 1, case
+    elif endpoint.startswith("/v1/messages"):
+        assert (answer.json()["type"], set(error)) == ("error", {"type", "message"}), case
+        error["param"] = None
+    else:
+        assert set(error) == {"message", "type", "param", "code"}, case
     assert error["message"] and "\n" not in error["message"], case
     text = f"{error['message']} {error['param']}"
     assert field is None or any(
@@ -202,10 +279,12 @@ def post() -> Iterator[Any]:
         llm.engine.check_integrity()
 
 
+#: Those of Anthropic's API that it shares with the others are tested there.
 FIELDS = [
     (endpoint, field)
     for endpoint, (model, _, _) in ENDPOINTS.items()
     for field in model.model_fields
+    if not (endpoint.startswith("/v1/messages") and field in Options.model_fields)
 ]
 
 
@@ -287,6 +366,16 @@ def test_messages_and_tools_stop_at_the_first_error() -> None:
         for values in ([None] * 9999, [{"role": 1}] * 9999):
             body = json.dumps({"messages": [{"role": "user"}], field: values}).encode()
             assert num_errors(ChatRequest, body) < 20
+
+
+def test_messages_of_other_apis_have_few_errors() -> None:
+    many = {str(number): None for number in range(9999)}
+    values = [many, [{"role": "user", **many}] * 2, [None] * 9999, {"type": "enabled", **many}]
+    for model in (MessagesRequest, OllamaChatRequest, GenerateRequest, EmbedRequest):
+        for field in model.model_fields.keys() - Options.model_fields.keys():
+            for value in values:
+                body = json.dumps({"messages": [], "max_tokens": 1, field: value}).encode()
+                assert num_errors(model, body) < 20
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])

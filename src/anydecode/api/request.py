@@ -105,7 +105,7 @@ class Request:
         self._numbers = [sample.number for sample in samples]
         self._start_time = perf_counter()
         self._first_token_times: list[float | None] = [None] * len(samples)
-        self._end_times: list[float] = [self._start_time] * len(samples)
+        self._end_times: list[float | None] = [None] * len(samples)
         self._on_progress: Callable[[], Any] | None = None
         self.jobs = [
             self._job(index, sample, decoder, constraint, trace, priority, namespace)
@@ -128,6 +128,11 @@ class Request:
     def text(self, number: int = 0) -> str:
         """All text of sample `number` so far, except an end that may become a stop string."""
         return self._output_processor(number).text
+
+    def stop_string(self, number: int = 0) -> str | None:
+        """The stop string that ended sample `number`, if one did."""
+        stopped_by = self._output_processor(number).stopped_by
+        return stopped_by if isinstance(stopped_by, str) else None
 
     def notify(self, callback: Callable[[], Any]) -> None:
         """Call `callback` on the engine's thread when there are new tokens or trace entries, and at
@@ -358,9 +363,9 @@ class Request:
                 self.resources.engine.cancel(self.jobs[number])
 
     def _finished(self, number: int) -> None:
-        self._end_times[number] = perf_counter()
+        self._end_times[number] = end_time = perf_counter()
         if self._first_token_times[number] is None:
-            self._first_token_times[number] = self._end_times[number]
+            self._first_token_times[number] = end_time
         try:
             self._cancel_losers()
         finally:
@@ -381,13 +386,15 @@ class Request:
     def _sample(self, number: int) -> Generation:
         job = self.jobs[number]
         sequence = job.sequence
-        first_token_time = self._first_token_times[number] or self._end_times[number]
+        # Another thread may see that the job is done before `_finished` is called.
+        end_time = self._end_times[number] or perf_counter()
+        first_token_time = self._first_token_times[number] or end_time
         stats = Stats(
             passes=sequence.num_passes,
             rows=sequence.num_rows,
             num_tokens=len(sequence.tokens),
             num_prompt_tokens=len(self.prompt),
-            seconds=self._end_times[number] - self._start_time,
+            seconds=end_time - self._start_time,
             time_to_first_token=first_token_time - self._start_time,
             num_cached_tokens=sequence.num_cached_tokens,
         )

@@ -21,7 +21,7 @@ from anydecode.server.telemetry import OPERATIONS, Telemetry
 #: Paths that report the load; they need an API key if keys are configured.
 METRICS_PATHS = ("/metrics", "/live")
 #: The starts of the paths that need an API key; a POST to them is inference.
-_API_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+_API_PREFIXES = ("/v1/", "/api/", "/tokenize", "/detokenize")
 #: Paths that are recorded also if a request is refused before it is routed.
 _PATHS = frozenset((*METRICS_PATHS, *OPERATIONS))
 
@@ -32,12 +32,13 @@ class AdmissionMiddleware:
     """ASGI middleware that admits or refuses each request, and records it when it ends.
 
     On a loopback address, only loopback host names (and `allowed_hosts`) are accepted, which blocks
-    DNS rebinding: a web page whose own host name resolves to this machine is refused. Paths under
-    `/v1/` need an API key if keys are configured. A POST under `/v1/` needs the engine of `driver`
-    to be running and fewer than `max_requests` active requests, those in the `background` included;
-    a POST that cancels one does not. A request becomes active when its body is
-    complete, so that clients that send slowly take no capacity from others. At most `max_requests`
-    bodies may be received in part; of more, the one that has taken longest is refused.
+    DNS rebinding: a web page whose own host name resolves to this machine is refused. Paths that
+    start with one of `_API_PREFIXES` need an API key if keys are configured. A POST to them needs
+    the engine of `driver` to be running and fewer than `max_requests` active requests, those in the
+    `background` included; a POST that cancels one does not. A request becomes active when its body
+    is complete, so that clients that send slowly take no capacity from others. At most
+    `max_requests` bodies may be received in part; of more, the one that has taken longest is
+    refused.
 
     `scope["state"]` receives the request's `id`, the address of its `client`, and the key's
     `namespace`. If a handler stores a function there as `count`, it is called when the request
@@ -170,15 +171,18 @@ class AdmissionMiddleware:
             raise ApiError(403, message, code="host_not_allowed")
 
     def _namespace(self, headers: dict[bytes, bytes]) -> str:
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [headers.get(b"x-api-key", b""), bearer if scheme.lower() == b"bearer" else b""]
         result = None
         for key, namespace in self._namespaces.items():  # no early exit: constant time
-            if hmac.compare_digest(key.encode(), given.strip()) and scheme.lower() == b"bearer":
-                result = namespace
+            for value in given:
+                if hmac.compare_digest(key.encode(), value.strip()):
+                    result = namespace
         if result is None:
             raise ApiError(
                 401,
-                "this server requires an API key; send it as Authorization: Bearer KEY",
+                "this server requires an API key; send it as Authorization: Bearer KEY or as"
+                " x-api-key: KEY",
                 code="invalid_api_key",
             )
         return result
@@ -296,7 +300,7 @@ class RequestScope:
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error response without calling the application."""
-        body = error.to_json()
+        body = error.to_json(self.scope["path"])
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),

@@ -16,12 +16,14 @@ from anydecode.errors import AnydecodeError
 from anydecode.server import metrics
 from anydecode.server.adapters import load_adapter, unload_adapter
 from anydecode.server.admission import AdmissionMiddleware
+from anydecode.server.anthropic.routes import add_anthropic_api
 from anydecode.server.bodies import JsonRoute, described
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
 from anydecode.server.errors import ApiError, api_error, stopped_message
 from anydecode.server.logs import log
+from anydecode.server.ollama.routes import add_ollama_api
 from anydecode.server.protocol import (
     MAX_COUNT,
     ChatRequest,
@@ -88,6 +90,8 @@ def create_app(
     app.state.responses = ResponsesApi(service)
     _add_api(app, service)
     _add_responses(app, app.state.responses)
+    add_anthropic_api(app, service, _ERRORS)
+    add_ollama_api(app, service, _ERRORS)
     _add_metrics(app, service)
     _add_page(app)
     _add_errors(app)
@@ -289,17 +293,19 @@ def _add_errors(app: FastAPI) -> None:
         api_failure = api_error(error)
         if api_failure.status == 500:
             log.error("a request failed", exc_info=error)
-        return _error_response(api_failure)
+        return _error_response(http, api_failure)
 
     @app.exception_handler(RequestValidationError)
     async def handle_invalid_body(http: Request, error: RequestValidationError) -> Response:
         field, message = described(error.errors()[0])
-        return _error_response(ApiError(400, message, code="invalid_body", param=field or None))
+        api_failure = ApiError(400, message, code="invalid_body", param=field or None)
+        return _error_response(http, api_failure)
 
     @app.exception_handler(HTTPException)
     async def handle_http_exception(http: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
-        return _error_response(ApiError(error.status_code, str(error.detail), headers=headers))
+        api_failure = ApiError(error.status_code, str(error.detail), headers=headers)
+        return _error_response(http, api_failure)
 
     @app.exception_handler(Disconnected)
     async def handle_disconnect(http: Request, error: Disconnected) -> Response:
@@ -307,10 +313,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def handle_unexpected(http: Request, error: Exception) -> Response:
-        return _error_response(api_error(error))
+        return _error_response(http, api_error(error))
 
 
-def _error_response(error: ApiError) -> Response:
-    return Response(
-        error.to_json(), error.status, headers=error.headers, media_type="application/json"
-    )
+def _error_response(http: Request, error: ApiError) -> Response:
+    content = error.to_json(http.scope["path"])
+    return Response(content, error.status, headers=error.headers, media_type="application/json")

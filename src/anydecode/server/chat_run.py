@@ -214,6 +214,11 @@ class ChatRun:
         reason = request.jobs[number].sequence.finish_reason or "stop"
         return "tool_calls" if self._has_calls[index] and reason == "stop" else reason
 
+    def stop_string(self, index: int) -> str | None:
+        """The stop string that ended a choice, if one did."""
+        request, number = self.run.choices[index]
+        return request.stop_string(number)
+
     def usage(self) -> dict[str, Any]:
         """The `usage` object of OpenAI's chat completions."""
         return usage(self.run, self._new_parser)

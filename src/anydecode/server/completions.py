@@ -47,7 +47,9 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
         options["constraint"] = await service.preparation.constraint(state, make_constraint)
     prompts = prompt_list(body.prompt)
     if body.suffix:
-        prompts, ends = await _with_suffix(service, body, state, prompts)
+        if body.echo:
+            raise ApiError(400, "echo and suffix cannot be combined: leave one out", param="suffix")
+        prompts, ends = await with_suffix(service, state, prompts, body.suffix)
         options["stop_tokens"] = [*(body.stop_tokens or ()), *ends]
     run = await service.run(prompts, options, state, streamed=body.stream)
     answer = _CompletionAnswer(service, body, run)
@@ -58,12 +60,10 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
     return JSONResponse(answer.response(generations))
 
 
-async def _with_suffix(
-    service: Service, body: CompletionRequest, state: dict[str, Any], prompts: list[Any]
+async def with_suffix(
+    service: Service, state: dict[str, Any], prompts: list[Any], suffix: str
 ) -> tuple[list[Any], list[int]]:
-    """The prompts of the gaps between `prompts` and the suffix, and the tokens that end a gap."""
-    if body.echo:
-        raise ApiError(400, "echo and suffix cannot be combined: leave one out", param="suffix")
+    """The prompts of the gaps between `prompts` and `suffix`, and the tokens that end a gap."""
     tokenizer = service.tokenizer
     sentinels = await asyncio.to_thread(find_sentinels, tokenizer)  # reads the vocabulary once
     if sentinels is None:
@@ -73,9 +73,8 @@ async def _with_suffix(
             " tokens for it; leave suffix out",
             param="suffix",
         )
-    assert body.suffix is not None
     encode = service.preparation.encode
-    after = await encode(state, body.suffix, special=False)
+    after = await encode(state, suffix, special=False)
     filled = []
     for prompt in prompts:
         before = await encode(state, prompt, special=True) if isinstance(prompt, str) else prompt

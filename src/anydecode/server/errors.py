@@ -1,8 +1,9 @@
-"""Error responses as OpenAI clients expect them: a status and one JSON object."""
+"""Error responses as the clients of each API expect them: a status and one JSON object."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from anydecode.errors import (
@@ -23,7 +24,15 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
-
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 #: Largest length of an error's message and of its `param`, in characters.
 MAX_MESSAGE, MAX_PARAM = 600, 120
@@ -50,21 +59,38 @@ class ApiError(Exception):
         self.param = None if param is None else one_line(param, MAX_PARAM)
         self.headers = headers or {}
 
-    def to_dict(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+    def to_dict(self, path: str = "") -> dict[str, Any]:
+        """The error object of the API to which the endpoint `path` belongs; OpenAI's by default."""
+        for prefix, error_object in _ERROR_OBJECTS.items():
+            if path.startswith(prefix):
+                return error_object(self)
+        return _openai_error(self)
 
-    def to_json(self) -> bytes:
+    def to_json(self, path: str = "") -> bytes:
         """The error object as ASCII JSON."""
-        return json.dumps(self.to_dict()).encode()
+        return json.dumps(self.to_dict(path)).encode()
+
+
+def _openai_error(error: ApiError) -> dict[str, Any]:
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": fields}
+
+
+def _anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _ollama_error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+#: The error object of an API, by the start of its paths.
+_ERROR_OBJECTS: dict[str, Callable[[ApiError], dict[str, Any]]] = {
+    "/v1/messages": _anthropic_error,
+    "/api/": _ollama_error,
+}
 
 
 def too_large_headers(limit: int) -> ApiError:

@@ -1,4 +1,4 @@
-"""Server-sent events: a response that is streamed while it is generated."""
+"""Responses that are streamed while they are generated, as server-sent events or lines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ from anydecode.server.logs import log
 from anydecode.server.run import wait_for_disconnect
 
 DONE = b"data: [DONE]\n\n"
-_RESPONSE_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 #: Encodes a value as JSON without spaces. Shared, because constructing an encoder costs more than
 #: encoding most events.
@@ -41,7 +33,8 @@ def encode_error(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """An ASGI response that streams `chunks` while `run`, a context manager, is entered.
+    """An ASGI response that streams `chunks`, server-sent events by default, while `run`, a context
+    manager, is entered.
 
     The block ends, which cancels a `ServerRun`, when the client disconnects or reads nothing for
     `stall_seconds`. An error after the response has started is sent as an event.
@@ -53,8 +46,10 @@ class EventStream(Response):
         chunks: AsyncIterator[bytes],
         stall_seconds: float,
         encode_failure: Callable[[ApiError], bytes] = encode_error,
+        media_type: str = "text/event-stream; charset=utf-8",
     ) -> None:
-        super().__init__(media_type="text/event-stream")
+        super().__init__(media_type=media_type)
+        self._content_type = media_type.encode()
         self._run = run
         self._chunks = chunks
         self._stall_seconds = stall_seconds
@@ -62,7 +57,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with self._run:
-            await send(_RESPONSE_START)
+            headers = [(b"content-type", self._content_type), *_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             writing = asyncio.ensure_future(self._write(send))
             disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
             try:

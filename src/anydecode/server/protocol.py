@@ -45,6 +45,7 @@ def _limited(value: Any) -> Any:
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Name = Annotated[str, Field(max_length=1000)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.-]+$")]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Tokens = Annotated[list[Count], Field(fail_fast=True)]
@@ -197,6 +198,7 @@ class Options(SamplingFields):
     negative_prompt: str | None = None
     if TYPE_CHECKING:  # of `SamplingFields`
         logprobs: Any = None
+        stop: str | list[str] | None = None
         temperature: float | None = None
         top_p: float | None = None
         n: int | None = None
@@ -217,7 +219,7 @@ class Function(Body):
     """A function that the model may call; `parameters` is a JSON Schema of its arguments."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.-]+$")
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 

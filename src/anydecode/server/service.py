@@ -47,7 +47,7 @@ class Service:
         self._reasoning_tags = reasoning_tags(settings.reasoning_parser, template)
         #: Whether the model may generate the opening reasoning tag itself, as far as the template
         #: shows.
-        self._may_open_reasoning = self._reasoning_tags is not None and (
+        self.may_open_reasoning = self._reasoning_tags is not None and (
             settings.reasoning_parser != "auto" or self._reasoning_tags[1] in (template or "")
         )
 
@@ -149,7 +149,7 @@ class Service:
             return constraint
         opening, closing = self._reasoning_tags
         is_open = prompt_end.rstrip().endswith(opening)
-        may_open = self._may_open_reasoning and not prompt_end.rstrip().endswith(closing)
+        may_open = self.may_open_reasoning and not prompt_end.rstrip().endswith(closing)
         if is_open or may_open:
             return AfterReasoning(constraint, opening, closing, is_open)
         return constraint

@@ -23,6 +23,11 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
     "/v1/embeddings": "embeddings",
+    "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
 }
 #: Span attributes, by the name of the request's fact.
 _FACTS = {

@@ -1,0 +1,131 @@
+"""Translation of Ollama's requests into the one form of chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from anydecode.server.errors import ApiError
+from anydecode.server.ollama.protocol import (
+    GenerateRequest,
+    GeneratingBody,
+    ModelOptions,
+    OllamaChatRequest,
+    OllamaMessage,
+)
+from anydecode.server.options import adapter_of
+from anydecode.server.prompts import effort_variables
+from anydecode.server.protocol import ChatRequest, Message
+from anydecode.server.service import Service
+from anydecode.server.translation import chat_request, thinking_variables
+
+#: The tag of models without another one.
+LATEST = ":latest"
+#: Ollama's defaults. Its repetition penalty is left out: it is not one of the last 64 tokens here.
+_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+#: Options of the engine that have no effect here: these APIs have fields for them, or one answer.
+_NO_OPTIONS = ("logprobs", "model", "n", "stream", "stream_options")
+
+
+def served_model(name: str | None, service: Service) -> str:
+    """The name of the model or adapter that a client calls `name`: itself, or with a tag.
+
+    Raises:
+        ApiError: There is none.
+    """
+    served = service.settings.name
+    if name is not None and name.endswith(LATEST) and name not in (served, *service.llm.adapters):
+        name = name[: -len(LATEST)]
+    return adapter_of(name, service.llm, service.settings) or served
+
+
+def chat_form(body: OllamaChatRequest, service: Service) -> tuple[ChatRequest, list[str]]:
+    """The chat request of `body`, and the names of the fields without effect."""
+    messages = [_message(message) for message in body.messages or ()]
+    if messages and messages[-1].role == "assistant":
+        raise ApiError(
+            400,
+            "messages: the last one is the assistant's, which cannot be continued here; end with"
+            " another role",
+        )
+    return _form(body, service, messages=messages, tools=body.tools)
+
+
+def generate_form(body: GenerateRequest, service: Service) -> tuple[ChatRequest, list[str]]:
+    """The chat request of `body`, and the names of the fields without effect. If the prompt is not
+    rendered, it is the message."""
+    refused = {
+        "template": (body.template, "render the prompt yourself, and set raw"),
+        "context": (body.context, "send the whole conversation to /api/chat"),
+        "images": (body.images, "this model accepts text only"),
+        "system": (
+            not body.is_rendered and body.system,
+            "with raw or suffix, write it into prompt",
+        ),
+    }
+    for name, (value, advice) in refused.items():
+        if value:
+            raise ApiError(400, f"{name} is not supported here: {advice}")
+    messages = [Message(role="system", content=body.system)] if body.system else []
+    messages.append(Message(role="user", content=body.prompt or ""))
+    return _form(body, service, messages=messages)
+
+
+def _form(body: GeneratingBody, service: Service, **fields: Any) -> tuple[ChatRequest, list[str]]:
+    options: Any = body.options or ModelOptions.model_construct()
+    template = service.tokenizer.chat_template
+    ignored = list(ignored_names(body))
+    defaults = {"temperature": 0.8} if options.mirostat else _DEFAULTS
+    fields |= {name: value for name, value in defaults.items() if getattr(options, name) is None}
+    if options.num_predict is not None:
+        fields["max_tokens"] = options.num_predict if options.num_predict > 0 else None
+    if options.repeat_penalty is not None:
+        fields["repetition_penalty"] = options.repeat_penalty
+    if options.seed == -1:  # a random one
+        fields["seed"] = None
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif body.format:
+        fields["response_format"] = {"type": "json_schema", "schema": body.format}
+    variables: dict[str, Any] = {}
+    if isinstance(body.think, str):
+        fields["reasoning_effort"] = body.think
+        variables = effort_variables(body.think, template)
+    elif body.think is not None:
+        fields["chat_template_kwargs"] = variables = thinking_variables(body.think, template)
+    if body.think is not None and not variables:
+        ignored.append("think")
+    fields |= {"model": served_model(body.model, service), "n": None}
+    return chat_request(options, **fields), ignored
+
+
+def _message(message: OllamaMessage) -> Message:
+    if message.images:
+        raise ApiError(400, "messages: images are given; this model accepts text only")
+    extra: dict[str, Any] = {
+        "reasoning_content": message.thinking,
+        "tool_call_id": message.tool_call_id,
+        "name": message.tool_name,
+    }
+    if message.tool_calls:
+        extra["tool_calls"] = [
+            {"type": "function", **call.model_dump(exclude_none=True)}
+            for call in message.tool_calls
+        ]
+    set_extra = {name: value for name, value in extra.items() if value is not None}
+    return Message(role=message.role, content=message.content, **set_extra)
+
+
+def ignored_names(body: BaseModel) -> Iterator[str]:
+    """The names of the fields that are set but have no effect; "options.a" is a part of options."""
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield name
+    if getattr(body, "keep_alive", None) is not None:
+        yield "keep_alive"
+    options = getattr(body, "options", None)
+    if options is not None:
+        names = [*_NO_OPTIONS, *(options.model_extra or ())]
+        yield from (f"options.{name}" for name in names if getattr(options, name) is not None)
