@@ -149,9 +149,9 @@ def serve(
     store_limit: Annotated[
         str,
         typer.Option(
-            "--store-limit", help="Maximum size of the stored responses, such as 64MiB or 4g."
+            "--store-limit", help="Maximum size of the stored responses, such as 512MiB or 4g."
         ),
-    ] = "256MiB",
+    ] = "64MiB",
     store_days: Annotated[
         float,
         typer.Option("--store-days", min=0, help="Days after which stored responses are removed."),

@@ -67,7 +67,7 @@ class Settings:
     allowed_decoders: tuple[str, ...] = ()
     open_metrics: bool = False
     store: str = "memory"
-    store_bytes: int = 256 << 20
+    store_bytes: int = 64 << 20
     store_seconds: float = 30 * 86400.0
     max_background: int = 64
     prepare_seconds: float = 2.0

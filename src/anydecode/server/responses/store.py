@@ -65,8 +65,9 @@ class ResponseStore:
             self._fail_interrupted()
             self._sizes = self._read_sizes()
         except (sqlite3.Error, OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise InvalidRequestError(
-                f"--store {where}: {error}; give a file that one server of anydecode writes,"
+                f"--store {where}: {reason}; give a file that one server of anydecode writes,"
                 " 'memory' or 'none'"
             ) from None
         self._executor = ThreadPoolExecutor(1, "anydecode-store")
