@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ pytest.importorskip("fastapi")
 
 from anydecode.api.llm import LLM  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.server.ollama.models import short  # noqa: E402
 from anydecode.server.ollama.prompts import chat_form  # noqa: E402
 from anydecode.server.ollama.protocol import OllamaChatRequest  # noqa: E402
 from anydecode.server.prompts import conversation  # noqa: E402
 from anydecode.server.service import Service  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
+from gguf_models import make_tensors, write_gguf  # noqa: E402
 from server_client import Client, served  # noqa: E402
 from server_models import THINKING, TOWN, TemplateTokenizer, answering  # noqa: E402
 
@@ -269,6 +273,35 @@ def test_models_have_a_tag(client: Client) -> None:
     (loaded,) = client.http.get("/api/ps").json()["models"]
     assert loaded["context_length"] == 4096 and loaded["digest"] == listed["digest"]
     assert client.http.get("/api/version").json()["version"].count(".") == 2
+    assert client.http.head("/").status_code == 200  # by which Ollama's command finds a server
+
+
+def test_a_model_of_a_file_is_described(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "tiny.gguf", make_tensors("llama")
+    write_gguf(path, "llama", tensors, "Q8_0")
+    with LLM(path, threads=1) as llm, served(llm) as client:
+        (listed,) = client.http.get("/api/tags").json()["models"]
+        shown = client.http.post("/api/show", json={"model": "scripted"}).json()
+    count = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 2)
+    assert listed["size"] == path.stat().st_size
+    written = datetime.fromisoformat(listed["modified_at"].replace("Z", "+00:00"))
+    assert written.timestamp() == pytest.approx(path.stat().st_mtime, abs=1e-3)
+    assert listed["details"] == shown["details"] == {
+        "parent_model": "", "format": "gguf", "family": "llama", "families": ["llama"],
+        "parameter_size": "0M", "quantization_level": "Q8_0",
+    }  # fmt: skip
+    assert shown["template"] == ""
+    assert shown["model_info"] == {
+        "general.architecture": "llama", "general.parameter_count": count,
+        "llama.context_length": 256, "llama.embedding_length": 64, "llama.block_count": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(134_479_872, "134M"), (999_600_000, "1000M"), (1_540_000_000, "1.5B")]
+)
+def test_sizes_are_short(count: int, text: str) -> None:
+    assert short(count) == text
 
 
 def test_embeddings_are_those_of_the_other_api(client: Client) -> None:

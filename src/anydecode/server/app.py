@@ -269,7 +269,7 @@ def _add_page(app: FastAPI) -> None:
     folder = files("anydecode.server") / "page"
     pages = {name: (folder / name).read_bytes() for name in _PAGE}
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # HEAD: Ollama's command
     async def index() -> Response:
         return _page_file(pages, "index.html")
 

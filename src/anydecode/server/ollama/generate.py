@@ -35,15 +35,10 @@ async def chat(service: Service, body: OllamaChatRequest, http: HttpRequest) -> 
     request, ignored = chat_form(body, service)
     if not body.messages:
         return _loaded(body, request, _message)
-    chat_run = await start_chat(
-        service,
-        request,
-        http.scope["state"],
-        num_logprobs=_num_logprobs(body),
-        streamed=body.stream is not False,
+    chat_run = await start_chat(service, request, http.scope["state"], **_run_options(body))
+    return await _OllamaAnswer(service, body, request, ignored, chat_run, _message, start).send(
+        http
     )
-    answer = _OllamaAnswer(service, body, request, ignored, chat_run, _message, start)
-    return await answer.send(http)
 
 
 async def generate(service: Service, body: GenerateRequest, http: HttpRequest) -> Response:
@@ -54,15 +49,16 @@ async def generate(service: Service, body: GenerateRequest, http: HttpRequest) -
     if not body.prompt:
         return _loaded(body, request, _response)
     prepare = start_chat if body.is_rendered else partial(_start_raw, suffix=body.suffix)
-    chat_run = await prepare(
-        service,
-        request,
-        http.scope["state"],
-        num_logprobs=_num_logprobs(body),
-        streamed=body.stream is not False,
+    chat_run = await prepare(service, request, http.scope["state"], **_run_options(body))
+    return await _OllamaAnswer(service, body, request, ignored, chat_run, _response, start).send(
+        http
     )
-    answer = _OllamaAnswer(service, body, request, ignored, chat_run, _response, start)
-    return await answer.send(http)
+
+
+def _run_options(body: GeneratingBody) -> dict[str, Any]:
+    """The options of `start_chat` and `_start_raw`. Answers are streamed by default."""
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return {"num_logprobs": num_logprobs, "streamed": body.stream is not False}
 
 
 async def _start_raw(
@@ -89,10 +85,6 @@ async def _start_raw(
         options["stop_tokens"] = [*(request.stop_tokens or ()), *ends]
     run = await service.run(prompts, options, state, streamed=streamed)
     return ChatRun(service, run, partial(Parser, None, None))
-
-
-def _num_logprobs(body: GeneratingBody) -> int | None:
-    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _message(part: Answer) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ModelList:
     def show(self) -> dict[str, Any]:
         """The answer of `/api/show`. The first one reads the vocabulary."""
         spec, service = self._service.llm.model.spec, self._service
-        name = spec.architecture
+        name = self._family
         template = service.tokenizer.chat_template
         capabilities = ["completion"]
         if service.tool_format is not None:
@@ -79,6 +79,11 @@ class ModelList:
         """A digest of what identifies the model; its weights are not read."""
         return hashlib.sha256(repr((name, self._size, self._modified)).encode()).hexdigest()
 
+    @property
+    def _family(self) -> str:
+        """The architecture by its name in GGUF files: "llama" for "LlamaForCausalLM"."""
+        return self._service.llm.model.spec.architecture.removesuffix("ForCausalLM").lower()
+
     @cached_property
     def _files(self) -> list[Path]:
         if self._path is None:
@@ -109,7 +114,6 @@ class ModelList:
 
     @cached_property
     def _details(self) -> dict[str, Any]:
-        family = self._service.llm.model.spec.architecture
         formats: dict[str, int] = {}
         for weight in self._weights:
             size = weight.out_features * weight.in_features
@@ -117,14 +121,14 @@ class ModelList:
         return {
             "parent_model": "",
             "format": "" if not self._files else self._files[0].suffix[1:],
-            "family": family,
-            "families": [family],
-            "parameter_size": _short(self._num_parameters) if self._weights else "",
+            "family": self._family,
+            "families": [self._family],
+            "parameter_size": short(self._num_parameters) if self._weights else "",
             "quantization_level": max(formats, key=formats.__getitem__, default=""),
         }
 
 
-def _short(count: int) -> str:
+def short(count: int) -> str:
     """A number of parameters as "135M" or "1.5B"."""
     billions = count / 1e9
     return f"{billions:.1f}B" if billions >= 1 else f"{count / 1e6:.0f}M"
