@@ -253,6 +253,12 @@ def test_a_short_limit_takes_the_shortest_text_that_is_known() -> None:
         patch.setattr(forced_completion, "search_completion", None)
         second: Any = constraint.start_with_limit(TOKENIZER, SIZE, 200)
     assert second.forced_tokens() == first.forced_tokens()
+    # One that cannot fit is not searched again, at any token.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forced_completion, "search_completion", None)
+        short: Any = constraint.start_with_limit(TOKENIZER, SIZE, 40)
+        for token in b'{"a":1,"b":2,':
+            short.advance(token)
     # The shortest text of a constraint is not one of a state that forbids it.
     shortest = constraint.completion_hints.shortest[TOKENIZER].tolist()
     assert first._is_completion(shortest)

@@ -12,7 +12,6 @@ from anydecode.server.errors import ApiError  # noqa: E402
 from anydecode.server.prompts import (  # noqa: E402
     effort_variables,
     prompt_list,
-    response_items,
     with_tools,
 )
 from anydecode.server.protocol import Tool  # noqa: E402
@@ -57,19 +56,3 @@ def test_prompts_are_texts_or_lists_of_tokens() -> None:
     assert prompt_list([[1], [2, 3]]) == [[1], [2, 3]]
     with pytest.raises(ApiError, match="the prompt is empty"):
         prompt_list([])
-
-
-def test_items_of_a_response_are_messages() -> None:
-    (system, user) = response_items("hello", "be brief")
-    assert (system.role, system.content) == ("system", "be brief")
-    assert (user.role, user.content) == ("user", "hello")
-    (item,) = response_items([{"role": "assistant", "content": "yes"}], None)
-    assert (item.role, item.content) == ("assistant", "yes")
-    for wrong, message in (
-        ({"type": "image"}, "'image'"),
-        ({"role": "king", "content": "x"}, "'king'"),
-        ({"content": ["x"]}, "list of parts"),
-        ({"content": None}, "list of parts"),
-    ):
-        with pytest.raises(ApiError, match=message):
-            response_items([wrong], None)

@@ -231,6 +231,8 @@ class ForcedCompletion(ConstraintState):
                 return
             completion = tuple(shortest_found)  # earlier than necessary: avoids a search per token
         num_free = max(1, (num_spare - self._slack) // 2)
+        if shortest_found is not None and len(shortest_found) > num_left + _MAX_SLACK:
+            num_free = self._max_tokens + 1  # a token shortens it by one: it will not fit later
         self._searches = (
             *self._searches,
             _Search(self._num_tokens, completion, self._num_tokens + num_free, work),
