@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -135,11 +134,7 @@ TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
     "template, limit",
     [
         (LOOP, "deadline"),
-        pytest.param(
-            "{{ 'x' | center(3000000000) }}",
-            "memory limit",
-            marks=pytest.mark.skipif(sys.platform != "linux", reason="needs a memory limit"),
-        ),
+        ("{{ 'x' | center(3000000000) }}", "a width is too large"),
     ],
     ids=["endless", "large"],
 )
