@@ -11,6 +11,7 @@ import pytest
 from anydecode import Regex, catalogue
 from anydecode.api.scoring import PromptLogprobsDecoder
 from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.constrained.banned_strings import BannedStrings
 from anydecode.decoders.constrained.jump_forward import JumpForward
 from anydecode.decoders.constrained.validate_and_retry import ValidateAndRetry
 from anydecode.decoders.decoder import Requirements
@@ -36,15 +37,19 @@ def beside_copies(inner: Any) -> Speculative:
     [
         validated,
         beside_copies,
+        lambda inner: BannedStrings(inner, ["a"], False, ByteTokenizer()),
         lambda inner: PromptLogprobsDecoder(inner, 1),
         lambda inner: ClassifierFreeGuidance(inner=inner),
         lambda inner: Speculative(JumpForward(inner.drafter)),
     ],
-    ids=["validated", "taps", "prompt-logprobs", "guidance", "jump-forward"],
+    ids=["validated", "taps", "banned-strings", "prompt-logprobs", "guidance", "jump-forward"],
 )
 def test_wrappers_pass_the_requirements_on(wrap: Callable[[Any], Any], key: str) -> None:
     inner = catalogue.build(key)
-    assert wrap(inner).requirements == inner.requirements
+    takes_prediction = inner.requirements.takes_prediction or wrap is beside_copies
+    assert wrap(inner).requirements == replace(
+        inner.requirements, takes_prediction=takes_prediction
+    )
 
 
 @pytest.mark.parametrize("key", ["specdiff-2", "omnidraft", "beam", "autoregressive"])

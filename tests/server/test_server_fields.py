@@ -45,7 +45,6 @@ IGNORED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "flex"},
     CHAT: {
         "metadata": {"a": "b"},
-        "prediction": {"type": "content", "content": "abc"},
         "prompt_cache_key": "k",
         "prompt_cache_options": {"mode": "explicit"},
         "prompt_cache_retention": "24h",
@@ -375,3 +374,50 @@ def test_reasoning_tokens_are_counted(closed: bool, stream: bool) -> None:
                 assert usage[f"{kind}_tokens"] == len(generated)
                 details = usage[f"{kind}_tokens_details"]
                 assert details == {"reasoning_tokens": len(reasoning)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prediction_is_drafted_from_and_counted(client: Client, stream: bool) -> None:
+    def ask(**fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """The text, the `anydecode` object and the details of `usage`."""
+        options = {"temperature": 0, "max_tokens": 60, **fields}
+        if not stream:
+            answer = client.ask(CHAT, **options)
+            text = answer["choices"][0]["message"]["content"]
+            return text, answer["anydecode"], answer["usage"]["completion_tokens_details"]
+        chunks = client.chunks(CHAT, **options, stream_options={"include_usage": True})
+        text = "".join(c["delta"].get("content") or "" for one in chunks for c in one["choices"])
+        extension = next(one["anydecode"] for one in chunks if "anydecode" in one)
+        return text, extension, chunks[-1]["usage"]["completion_tokens_details"]
+
+    text, plain, details = ask(decoder="prompt-lookup")
+    assert "accepted_prediction_tokens" not in details
+    for content in (text, [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]):
+        prediction = {"type": "content", "content": content}
+        same, predicted, details = ask(decoder="prompt-lookup", prediction=prediction)
+        assert same == text and predicted["passes"] < plain["passes"]
+        assert "ignored" not in predicted and details["accepted_prediction_tokens"] > 0
+        assert details["rejected_prediction_tokens"] >= 0
+        same, ignoring, details = ask(decoder="autoregressive", prediction=prediction)
+        assert same == text and ignoring["ignored"] == ["prediction"]
+        assert "accepted_prediction_tokens" not in details
+
+
+def test_a_prediction_must_be_text(client: Client) -> None:
+    for value in ("abc", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
+        assert client.refused(CHAT, prediction=value)["param"].startswith("prediction")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_banned_strings_and_a_thinking_budget_are_fields(client: Client, path: str) -> None:
+    def ask(**fields: Any) -> str:
+        choice = client.ask(path, temperature=0, max_tokens=40, **fields)["choices"][0]
+        return str(choice["message"]["content"] if path == CHAT else choice["text"])
+
+    text = ask()
+    banned = next(text[at : at + 2] for at in range(4, 30) if "�" not in text[at : at + 2])
+    answer = ask(banned_strings=[banned.upper()], banned_strings_ignore_case=True)
+    assert banned in text and banned not in answer
+    assert ask(thinking_token_budget=5) == text  # there is no reasoning
+    for wrong in ({"banned_strings": "x"}, {"thinking_token_budget": -1}):
+        assert client.refused(path, **wrong)["param"] == next(iter(wrong))

@@ -21,6 +21,8 @@ class Stats:
         time_to_first_token: Time from submission to the first token, in seconds.
         rows: Number of rows that the target computed for this sequence.
         num_cached_tokens: Prompt tokens taken from the prefix cache instead.
+        num_accepted_predictions: Tokens drafted from `prediction` that were accepted.
+        num_rejected_predictions: Tokens drafted from `prediction` that were rejected.
     """
 
     passes: int
@@ -30,6 +32,8 @@ class Stats:
     time_to_first_token: float
     rows: int = 0
     num_cached_tokens: int = 0
+    num_accepted_predictions: int = 0
+    num_rejected_predictions: int = 0
 
     @property
     def tokens_per_pass(self) -> float:
@@ -57,7 +61,8 @@ class Generation:
     Attributes:
         text: The generated text.
         tokens: The generated token ids.
-        finish_reason: "stop" (end of text, stop token or stop string), "length" or "cancelled".
+        finish_reason: "stop" (end of text, stop token or stop string), "length", "cancelled" or
+            "content_filter" (the text cannot go on without a banned string).
         seed: The seed that reproduces this result.
         stats: Timing and counters.
         decoder: Name of the decoder.
@@ -70,6 +75,7 @@ class Generation:
         resume: The value of `resume` that continues samples cut off by `segment`, or None.
         prompt_logprobs: One `TokenLogprobs` per prompt token, None for the first, if requested.
         samples: All samples, this one first.
+        ignored: Options that had no effect with this decoder.
         token_text: Returns the text of a single token id.
     """
 
@@ -86,6 +92,7 @@ class Generation:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     samples: list[Generation] = field(default_factory=list, repr=False)
     token_text: Callable[[int], str] | None = field(default=None, repr=False)
+    ignored: list[str] = field(default_factory=list)
 
     def _repr_html_(self) -> str:
         """The result in a notebook; with its decoding rounds if `trace=True` was set."""

@@ -503,6 +503,7 @@ class LLM:
         segment: int | Segment | None = None,
         resume: Mapping[str, Any] | None = None,
         prompt_embeds: PromptEmbeds | None = None,
+        prediction: Prompt | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Request:
         """Validate the options of `generate` and return the request without starting it.
@@ -557,6 +558,7 @@ class LLM:
             ),
             segment=segment if isinstance(segment, Segment) else Segment(segment or 0, resume),
             prompt_embeds=prompt_embeds,
+            prediction=None if prediction is None else self.encode(prediction, special=False),
         )
 
     def _word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:

@@ -54,6 +54,9 @@ class GenerateOptions(SamplingOptions, total=False):
         segment: Generate at most this many tokens in this call.
         resume: `Generation.resume` of an earlier call with `segment`, to continue it.
         prompt_embeds: Embeddings that replace some of the prompt's tokens.
+        prediction: The expected answer, as a text or token ids. Decoders that copy drafts from text
+            copy them from it too, which takes fewer passes where it is right. The answer is the
+            same without it. Other decoders ignore it (`Generation.ignored`).
     """
 
     decoder: str | Decoder | SamplerPreset | Constraint | None
@@ -68,6 +71,7 @@ class GenerateOptions(SamplingOptions, total=False):
     segment: int | Segment | None
     resume: Mapping[str, Any] | None
     prompt_embeds: PromptEmbeds | None
+    prediction: Prompt | None
 
 
 def check_names(sampling: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,9 @@ from anydecode.api.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecode
 from anydecode.api.segment_rollout import Segment, UnfinishedSample
 from anydecode.api.text import OutputProcessor
 from anydecode.constraints.constraint import Constraint
+from anydecode.constraints.thinking_budget import ThinkingBudget
+from anydecode.constraints.vocabulary import vocabulary
+from anydecode.decoders.constrained.banned_strings import BannedStrings
 from anydecode.decoders.constrained.validate_and_retry import enforcement_report, validate_and_retry
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
@@ -32,6 +36,7 @@ from anydecode.sampling.logprobs import TokenLogprobs, distribution_logprobs, to
 from anydecode.sampling.noise import Noise, fresh_seed, stream_id
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.prediction import Prediction
 from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS, PromptEmbeds
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
@@ -63,6 +68,7 @@ class Request:
         first_finish: Which of `n` samples to keep, or None for all.
         segment: The part of the generation that this call runs.
         prompt_embeds: Embeddings that replace some of the prompt's tokens.
+        prediction: Token ids of the expected answer.
 
     Raises:
         InvalidRequestError: If an option is invalid or contradicts another.
@@ -85,6 +91,7 @@ class Request:
         first_finish: FirstFinish | None = None,
         segment: Segment | None = None,
         prompt_embeds: PromptEmbeds | None = None,
+        prediction: list[int] | None = None,
     ) -> None:
         self.resources = resources
         self.prompt = prompt
@@ -96,6 +103,9 @@ class Request:
         self.segment = segment or Segment()
         self.first_finish = first_finish
         self.prompt_embeds = prompt_embeds
+        can_draft = decoder.requirements.takes_prediction
+        self.prediction = (prediction or None) if can_draft else None
+        self.ignored = ["prediction"] if prediction and not can_draft else []
         self.seed = self._resolve_seed()
         self.limit = self._check(decoder)
         if isinstance(constraint, Constraint):
@@ -193,10 +203,11 @@ class Request:
             raise InvalidRequestError(f"first_finish is {first}, but there are {count} samples")
         if segment.tokens or segment.resume is not None:
             is_exact = decoder.exactness == "token-exact"
-            if constraint is not None or self.first_finish is not None or not is_exact:
+            others = (constraint is None, self.first_finish is None, not self.params.banned_strings)
+            if not all(others) or not is_exact:
                 raise UnsupportedCombinationError(
                     "segment and resume need a token-exact decoder, and do not work with"
-                    " constraints or first_finish"
+                    " constraints, banned_strings or first_finish"
                 )
         samples = segment.samples(count, self.resources.model.spec.vocab_size)
         if any(sample.tokens and len(sample.tokens) >= self.limit for sample in samples):
@@ -227,6 +238,13 @@ class Request:
             )
         needs = decoder.requirements
         self.resources.check_decoder(self.name, needs)
+        for name in ("banned_strings", "thinking_token_budget"):
+            is_set = getattr(self.params, name) not in (None, (), [])
+            if is_set and not (spec.causal and needs.can_sample):
+                raise UnsupportedCombinationError(
+                    f"decoder {self.name!r} does not support {name}: it does not sample from left"
+                    " to right"
+                )
         if self.prompt_embeds is not None:
             self.prompt_embeds.check(self.prompt, spec.hidden_size)
             if not needs.takes_embeddings:
@@ -274,6 +292,8 @@ class Request:
         )
         adapter = -1 if self.adapter is None else self.adapter.index
         key = (adapter, namespace)
+        if params.thinking_token_budget is not None:
+            params = self._with_thinking_budget(params.thinking_token_budget)
         sampler = params.sampler(
             self.prompt,
             spec.vocab_size,
@@ -304,14 +324,23 @@ class Request:
             shares_prefix=resources.prefix_cache,
             trace=[] if trace else None,
             cost_model=resources.cost_model,
+            prediction=(
+                None if self.prediction is None else Prediction(self.prompt, self.prediction)
+            ),
         )
         if self.prompt_embeds is not None:
             sequence.state[PROMPT_EMBEDS] = self.prompt_embeds
-        if sampler.learns_from_logits and (self.segment.tokens or sample.tokens):
-            raise UnsupportedCombinationError("mirostat does not support segment and resume")
+        if sampler.learns_from_logits:
+            if self.segment.tokens or sample.tokens:
+                raise UnsupportedCombinationError("mirostat does not support segment and resume")
+            if params.banned_strings:
+                raise UnsupportedCombinationError("mirostat does not support banned_strings")
         if sample.tokens:
             _restore(sequence, output_processor, sample.tokens)
         decoder = validate_and_retry(decoder, self.constraint, tokenizer, spec.vocab_size)
+        if params.banned_strings:
+            ignore_case = params.banned_strings_ignore_case
+            decoder = BannedStrings(decoder, params.banned_strings, ignore_case, tokenizer)
         decoder.prepare(sequence)
         if self.limit == 0:
             decoder = EmptyDecoder()
@@ -335,6 +364,17 @@ class Request:
                 " Choice or Predicate"
             )
         return constraint.fork()
+
+    def _with_thinking_budget(self, budget: int) -> SamplingParams:
+        """The sampling parameters with a processor that limits the reasoning."""
+        tokenizer = self.resources.tokenizer
+        processor = ThinkingBudget(
+            budget,
+            vocabulary(tokenizer, self.resources.model.spec.vocab_size),
+            tokenizer.decode(self.prompt[-64:], skip_special=False),
+        )
+        processors = [*self.params.logits_processors, processor]
+        return replace(self.params, logits_processors=processors)
 
     def _compute_logprobs(self, logits: np.ndarray, token: int, sampler: Sampler) -> TokenLogprobs:
         count = self.params.logprobs or 0
@@ -389,6 +429,7 @@ class Request:
         # Another thread may see that the job is done before `_finished` is called.
         end_time = self._end_times[number] or perf_counter()
         first_token_time = self._first_token_times[number] or end_time
+        prediction = sequence.prediction
         stats = Stats(
             passes=sequence.num_passes,
             rows=sequence.num_rows,
@@ -397,6 +438,8 @@ class Request:
             seconds=end_time - self._start_time,
             time_to_first_token=first_token_time - self._start_time,
             num_cached_tokens=sequence.num_cached_tokens,
+            num_accepted_predictions=prediction.num_accepted if prediction else 0,
+            num_rejected_predictions=prediction.num_rejected if prediction else 0,
         )
         return Generation(
             text=self._output_processor(number).text,
@@ -409,6 +452,7 @@ class Request:
             prompt_logprobs=self.prompt_logprobs,
             trace=sequence.trace,
             token_text=self._token_text,
+            ignored=list(self.ignored),
             constraint=enforcement_report(self.constraint, sequence) if self.constraint else None,
         )
 

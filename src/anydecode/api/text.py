@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Protocol
 
 
@@ -135,6 +136,17 @@ class OutputProcessor:
                 return taken, self.finish_reason
             self._push(token)
         return len(tokens), self.finish_reason
+
+    def end(self, reason: str) -> None:
+        """End the generation for `reason`, which is none of the stop rules."""
+        self._finish(reason, None)
+
+    def fork(self) -> OutputProcessor:
+        """A copy that can be pushed to on its own."""
+        other = copy(self)
+        other._detokenizer = copy(self._detokenizer)
+        other._parts = list(self._parts)
+        return other
 
     def _push(self, token: int) -> None:
         self.num_tokens += 1

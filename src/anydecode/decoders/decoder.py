@@ -28,6 +28,7 @@ class Requirements:
         takes_embeddings: Whether a part of the prompt may be given as embeddings.
         attention_only: The runners whose models must not have recurrent layers: the method removes
             or changes positions of their caches, or lets rows see later ones.
+        takes_prediction: Whether the method drafts from the request's prediction of the answer.
     """
 
     runners: tuple[str, ...] = ()
@@ -38,6 +39,7 @@ class Requirements:
     can_sample: bool = True
     takes_embeddings: bool = False
     attention_only: tuple[str, ...] = ()
+    takes_prediction: bool = False
 
 
 class Decoder(ABC):

@@ -482,7 +482,7 @@ class Engine:
             for job in self.running
             if job is not owner
             and job.sequence.id not in planned
-            and job.sequence.is_open(runner.name)
+            and job.sequence.kv_caches(runner.name)  # its own or those of its branches
         ]
         if victims:
             self.preempt(victims[self._target_schedule.victim([job.sequence for job in victims])])

@@ -1,4 +1,4 @@
-"""Logit bias, banned token sequences, minimum length, and no-repeat n-grams."""
+"""Logit bias, banned tokens and token sequences, minimum length, and no-repeat n-grams."""
 
 from __future__ import annotations
 
@@ -62,6 +62,24 @@ class BannedWords(LogitsProcessor):
         branch._single, branch._longer = self._single, self._longer
         branch._history = self._history.fork()
         return branch
+
+
+class FirstTokenBan(LogitsProcessor):
+    """Forbids `ids` as the next token, and nothing after it."""
+
+    is_stateful = True
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self._ids = np.unique(np.array(list(ids), np.int32))
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        return forbid(candidates, self._ids)
+
+    def advance(self, token: int) -> None:
+        self._ids = self._ids[:0]
+
+    def fork(self) -> FirstTokenBan:
+        return FirstTokenBan(self._ids)
 
 
 class MinimumLength(LogitsProcessor):

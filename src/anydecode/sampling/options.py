@@ -40,6 +40,8 @@ class SamplingOptions(TypedDict, total=False):
     momentum_k: int
     logit_bias: Mapping[int, float]
     banned_words: Sequence[str | Sequence[int]]
+    banned_strings: Sequence[str]
+    banned_strings_ignore_case: bool
     no_repeat_ngram: int
     guidance_scale: float
     dola_layers: Sequence[int] | str
@@ -51,6 +53,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_tokens: Sequence[int]
     ignore_eos: bool
     include_stop: bool
+    thinking_token_budget: int | None
     n: int
     seed: int | None
     logprobs: int | None

@@ -82,6 +82,9 @@ class SamplingParams:
         momentum_k: Number of tokens that momentum decoding considers.
         logit_bias: Added to the logits, by token id; -inf forbids a token.
         banned_words: Token id sequences that must not be generated.
+        banned_strings: Strings that the text must not contain. When the text completes one, the
+            generation rewinds to the token that began it and goes on without that token there.
+        banned_strings_ignore_case: Whether `banned_strings` match in upper and lower case.
         no_repeat_ngram: Forbid repeated n-grams of this size; 0 is off.
         guidance_scale: Scale of classifier-free guidance; 1 is off.
         dola_layers: Early layers to contrast with (DoLa), or "low" or "high" for every second
@@ -94,6 +97,8 @@ class SamplingParams:
         stop_tokens: Token ids that end the generation.
         ignore_eos: Whether end-of-text tokens do not end the generation.
         include_stop: Whether the text includes the stop string or token.
+        thinking_token_budget: Number of reasoning tokens after which the closing reasoning tag is
+            forced; None for no limit.
         n: Number of samples.
         seed: Seed of the random numbers, 64 bits; None for a random one.
         logprobs: Number of alternatives per token to return with log-probabilities, under
@@ -133,6 +138,8 @@ class SamplingParams:
     momentum_k: int = 5
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     banned_words: Sequence[Sequence[int]] = ()
+    banned_strings: Sequence[str] = ()
+    banned_strings_ignore_case: bool = False
     no_repeat_ngram: int = 0
     guidance_scale: float = 1.0
     dola_layers: Sequence[int] | str = ()
@@ -144,6 +151,7 @@ class SamplingParams:
     stop_tokens: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop: bool = False
+    thinking_token_budget: int | None = None
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
@@ -278,8 +286,10 @@ class SamplingParams:
         words = self.banned_words
         if not _is_list(words) or not all(_are_ids(word) for word in words):
             yield f"banned_words must be a list of lists of token ids, not {words!r}"
-        if not _is_list(self.stop) or not all(isinstance(text, str) for text in self.stop):
-            yield f"stop must be a list of strings that are not empty, not {self.stop!r}"
+        for name in ("stop", "banned_strings"):
+            texts = getattr(self, name)
+            if not _is_list(texts) or not all(isinstance(text, str) for text in texts):
+                yield f"{name} must be a list of strings that are not empty, not {texts!r}"
         biases = self.logit_bias
         if not isinstance(biases, Mapping):
             yield f"logit_bias must map token ids to numbers, not {biases!r}"
@@ -318,8 +328,11 @@ class SamplingParams:
             yield "guidance_scale and dola_layers cannot be combined"
         if any(not word for word in self.banned_words):
             yield "banned_words contains an empty word"
-        if not all(self.stop):
-            yield "stop must be a list of strings that are not empty"
+        for name in ("stop", "banned_strings"):
+            if not all(getattr(self, name)):
+                yield f"{name} must be a list of strings that are not empty"
+        if self.banned_strings_ignore_case and not self.banned_strings:
+            yield "banned_strings_ignore_case is set, but banned_strings is not"
         for token, value in self.logit_bias.items():
             if not (abs(value) <= MAX_BIAS or value == -math.inf):
                 yield (
@@ -354,7 +367,9 @@ def _are_ids(value: Any) -> bool:
     )
 
 
-_FLAGS = ("top_w", "ignore_eos", "include_stop", "processed_logprobs")
+_FLAGS = (
+    "top_w", "banned_strings_ignore_case", "ignore_eos", "include_stop", "processed_logprobs",
+)  # fmt: skip
 _INF = math.inf
 SMALLEST = 5e-324  # the smallest number above 0
 BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -388,12 +403,15 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("guidance_scale", 0, 100, "between 0 and 100"),
     ("min_tokens", 0, _BIG, "0 or more"),
     ("max_tokens", 0, _BIG, "0 or more"),
+    ("thinking_token_budget", 0, _BIG, "0 or more"),
     ("n", 1, MAX_SAMPLES, f"between 1 and {MAX_SAMPLES}"),
     ("seed", -(1 << 63), (1 << 64) - 1, "an integer of 64 bits"),
     ("logprobs", 0, MAX_ALTERNATIVES, f"between 0 and {MAX_ALTERNATIVES}"),
     ("prompt_logprobs", 0, MAX_ALTERNATIVES, f"between 0 and {MAX_ALTERNATIVES}"),
 )
-_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
+_OPTIONAL = frozenset(
+    {"max_tokens", "thinking_token_budget", "seed", "logprobs", "prompt_logprobs"}
+)
 INTEGERS = _OPTIONAL | {
     "top_k", "mirostat", "dry_allowed", "momentum_k", "no_repeat_ngram", "min_tokens", "n",
 }  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
+from anydecode.scoring.prediction import Prediction
 from anydecode.scoring.state import SequenceState
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class SequenceData:
         trace: One entry per decoding round if tracing is on, else None.
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.
+        prediction: The caller's prediction of the answer, or None. Shared with branches.
         parent: The sequence that this is a branch of, or None.
         id: A number unique in the process.
     """
@@ -107,6 +109,7 @@ class SequenceData:
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)
     cost_model: CostModel = DEFAULT_COSTS
+    prediction: Prediction | None = None
     parent: SequenceData | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
@@ -226,6 +229,7 @@ class SequenceData:
             shares_prefix=self.shares_prefix,
             tokenizers=self.tokenizers,
             cost_model=self.cost_model,
+            prediction=self.prediction,
             parent=self,
         )
         for runner, kv_caches in self._kv_caches.items():

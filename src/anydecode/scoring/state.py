@@ -53,3 +53,7 @@ class SequenceState:
         """The entry; set to `default` first if there is none."""
         value: Value = self._entries.setdefault(key, default)
         return value
+
+    def update(self, other: SequenceState) -> None:
+        """Set the entries of `other` here too."""
+        self._entries.update(other._entries)

@@ -11,8 +11,8 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.server.errors import ApiError
-from anydecode.server.prompts import effort_variables
-from anydecode.server.protocol import Body, Options, SamplingFields
+from anydecode.server.prompts import effort_variables, text_of
+from anydecode.server.protocol import Body, ChatRequest, Options, SamplingFields
 from anydecode.server.settings import Settings
 
 
@@ -40,6 +40,8 @@ def engine_options(
     options["first_finish"] = body.first_finish
     options["segment"] = body.segment
     options["resume"] = None if body.resume is None else body.resume.model_dump()
+    if isinstance(body, ChatRequest) and body.prediction is not None:
+        options["prediction"] = text_of(body.prediction.content, "prediction")
     if body.first_finish is not None and body.stream:
         message = "first_finish cannot be streamed: the chosen samples are known only at the end"
         raise ApiError(400, message, param="first_finish")

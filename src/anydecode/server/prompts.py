@@ -27,8 +27,9 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
     return result
 
 
-def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message's content. Raises `ApiError` for parts that are not text."""
+def text_of(content: str | list[dict[str, Any]] | None, param: str = "messages") -> str:
+    """The text of a message's content. Raises `ApiError` for parts that are not text. `param` is
+    the field of the request that has the content."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -40,10 +41,10 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
             raise ApiError(
                 400,
                 f"a content part has type {kind!r}; this model accepts text only",
-                param="messages",
+                param=param,
             )
         if not isinstance(part.get("text"), str):
-            raise ApiError(400, "a text part needs the field text, a string", param="messages")
+            raise ApiError(400, "a text part needs the field text, a string", param=param)
         texts.append(part["text"])
     return "".join(texts)
 

@@ -69,6 +69,7 @@ ALLOWED = {
 _NOT_REMOTE = ("autodeco", "logits_processors", "prompt_logprobs")
 #: Sampling options that are neither numbers nor booleans.
 _LISTS: dict[str, Any] = {
+    "banned_strings": Texts,
     "banned_words": Words,
     "dola_layers": Name | Tokens,
     "dry_breakers": Tokens,
@@ -232,10 +233,17 @@ class Tool(Body):
     function: Function
 
 
+class PredictedOutput(Body):
+    """The expected answer: a text, or a list of parts with a `text` each."""
+
+    type: Literal["content"]
+    content: str | Objects
+
+
 class ChatRequest(Options):
     """`POST /v1/chat/completions`."""
 
-    IGNORED = {**_IGNORED, "prediction": (), "verbosity": ("medium",), "web_search_options": ()}
+    IGNORED = {**_IGNORED, "verbosity": ("medium",), "web_search_options": ()}
     REFUSED = {
         "audio": ((), "answers are text"),
         "modalities": ((["text"], []), 'answers are text; leave it out or send ["text"]'),
@@ -253,6 +261,7 @@ class ChatRequest(Options):
     tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
+    prediction: PredictedOutput | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("chat_template_kwargs")

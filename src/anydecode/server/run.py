@@ -9,6 +9,7 @@ from typing import Any
 from anydecode.api.generation import Generation
 from anydecode.api.llm import LLM
 from anydecode.api.request import Request
+from anydecode.scoring.prediction import Prediction
 from anydecode.server.errors import ApiError
 
 Receive = Callable[[], Any]
@@ -61,6 +62,12 @@ class ServerRun:
     def choices(self) -> list[tuple[Request, int]]:
         """(request, sample index) in the order of the response's choices."""
         return [(request, number) for request in self.requests for number in request.shown]
+
+    @property
+    def predictions(self) -> list[Prediction]:
+        """The predictions of the answers, one per sample; empty if none is drafted from."""
+        sequences = [job.sequence for request in self.requests for job in request.jobs]
+        return [one.prediction for one in sequences if one.prediction is not None]
 
     @property
     def done(self) -> bool:

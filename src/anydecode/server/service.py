@@ -119,7 +119,7 @@ class Service:
             return [self.llm.request(prompt, **options) for prompt in tokens]
 
         is_long = sum(len(prompt) for prompt in prompts) > LONG_TEXT
-        if "constraint" in options or is_long:
+        if options.keys() & {"constraint", "thinking_token_budget"} or is_long:
             requests = await asyncio.to_thread(make_requests)
         else:
             requests = make_requests()
@@ -209,7 +209,11 @@ def usage(run: ServerRun, parser: Callable[[], Parser] | None = None) -> dict[st
         "prompt_tokens_details": {"cached_tokens": cached},
     }
     if parser is not None:
-        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        details = {"reasoning_tokens": reasoning}
+        if predictions := run.predictions:
+            details["accepted_prediction_tokens"] = sum(one.num_accepted for one in predictions)
+            details["rejected_prediction_tokens"] = sum(one.num_rejected for one in predictions)
+        counts["completion_tokens_details"] = details
     return counts
 
 
@@ -248,8 +252,8 @@ def extension(generations: list[Generation], tokenizer: Any, body: Options) -> d
         fields["constraint"] = first.constraint
     if first.resume is not None:
         fields["resume"] = first.resume
-    if ignored := ignored_fields(body, tokenizer.chat_template):
-        fields["ignored"] = ignored
+    if ignored := {*ignored_fields(body, tokenizer.chat_template), *first.ignored}:
+        fields["ignored"] = sorted(ignored)
     if body.trace == "html":
         from anydecode.trace.html import page
 

@@ -46,6 +46,6 @@ def test_the_longest_suffix_is_found_at_its_last_occurrence(
     options: dict[str, Any], expected: list[int]
 ) -> None:
     text = [1, 2, 3, 4, 5, 2, 3, 6, 8, 3, 7, 1, 2, 3]
-    sequence: Any = SimpleNamespace(prompt=text, tokens=[], all_tokens=text)
+    sequence: Any = SimpleNamespace(prompt=text, tokens=[], prediction=None)
     session = catalogue.build("prompt-lookup", **options).drafter.open(sequence)
     assert session.draft(2).tokens == expected

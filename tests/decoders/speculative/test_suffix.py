@@ -57,7 +57,7 @@ def test_a_match_follows_answers_that_are_added_later() -> None:
     """At first 2 occurs after 1 alone, so both have one state; the second answer divides it."""
     drafter = SuffixDrafter()
     drafter.learn([1, 2, 3])
-    sequence: Any = SimpleNamespace(prompt=[2], tokens=[], all_tokens=[2])
+    sequence: Any = SimpleNamespace(prompt=[2], tokens=[], prediction=None)
     session = drafter.open(sequence)
     assert session.draft(8).tokens == [3]
     drafter.learn([5, 2, 6])

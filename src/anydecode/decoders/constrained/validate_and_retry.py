@@ -17,6 +17,7 @@ from typing import Any
 from anydecode.constraints.constraint import Constraint, IncrementalValidator
 from anydecode.constraints.json.shortest_completion import max_work, search_completion
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.branches import restarted_branch
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.sampler import Sampler, constraint_of
@@ -188,32 +189,21 @@ class ValidateAndRetry(Decoder):
             retry_state.tokens = list(sequence.tokens)
             retry_state.logprobs = list(sequence.logprobs)
         tokens = retry_state.tokens
-        if old is None:
-            sequence.kv_cache()
-            branch = sequence.fork()
-        else:
-            branch = old.branch()
-            old.release()
+        branch = restarted_branch(
+            sequence, old, self.requirements.runners, list(tokens), list(retry_state.logprobs)
+        )
         branch.noise = (
             sequence.noise.forked(retry_state.num_tries)
             if retry_state.num_tries
             else sequence.noise
         )
         branch.sampler = self._sampler(sequence, retry_state)
-        branch.compute_logprobs, branch.trace = sequence.compute_logprobs, sequence.trace
-        branch.tokens = list(tokens)
-        branch.logprobs = list(retry_state.logprobs)
-        branch.finish_reason = None
         branch.stop_checker = OutputBuffer(
             sequence.stop_checker,
             self.constraint.incremental_validator(self.tokenizer),
             tokens,
             len(sequence.tokens),
         )
-        length = len(sequence.prompt) + len(branch.tokens)
-        for runner in ("target", *self.requirements.runners):
-            if branch.is_open(runner) and branch.kv_cache(runner).length >= length:
-                branch.truncate(length - 1, runner)
         return branch
 
     def _sampler(self, sequence: Sequence, retry_state: RetryState) -> Sampler:

@@ -14,6 +14,7 @@ from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.prediction import CONTEXT
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -52,7 +53,10 @@ def verify_tree(
     result = acceptance.walk(tree, scores)
     path, tokens = result.path, result.tokens
     sequence.record(tree, path, tokens, draft_seconds=draft_seconds, verify_seconds=seconds)
-    sequence.accept(path, tokens, scores)
+    text_end = sequence.tokens[-2:] if len(sequence.tokens) > 1 else sequence.all_tokens[-2:]
+    num_taken = sequence.accept(path, tokens, scores)
+    if sequence.prediction is not None:
+        sequence.prediction.record(text_end, tree, path[:num_taken])
     return SpeculationRound(sequence, tree, scores, result, draft_seconds, seconds)
 
 
@@ -70,9 +74,16 @@ class DraftSession(ABC):
 class TextDraftSession(DraftSession):
     """The state of a drafter that needs only the text: `draft` can be called without an engine."""
 
+    #: Whether drafts are copied from `text`. Then it has the request's prediction of the answer
+    #: between the prompt and a repetition of the prompt's end.
+    copies_text = False
+
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.text: list[int] = []
+        self._prediction: list[int] = []
+        if sequence.prediction is not None and self.copies_text:
+            self._prediction = sequence.prediction.tokens + sequence.prompt[-CONTEXT:]
 
     def propose(self, size: int) -> Proposal:
         return self.draft(size)
@@ -85,9 +96,13 @@ class TextDraftSession(DraftSession):
 
     def catch_up(self) -> None:
         """Read the tokens added since the last call."""
-        prompt_length = len(self.sequence.prompt)
-        num_read = len(self.text) - prompt_length
-        new_tokens = self.sequence.tokens[num_read:] if num_read >= 0 else self.sequence.all_tokens
+        sequence = self.sequence
+        num_read = len(self.text) - len(sequence.prompt) - len(self._prediction)
+        new_tokens = (
+            sequence.tokens[num_read:]
+            if num_read >= 0
+            else sequence.prompt + self._prediction + sequence.tokens
+        )
         if new_tokens:
             self.text += new_tokens
             self.read(new_tokens)

@@ -9,6 +9,7 @@ restarts where a suffix of the output occurs exactly once in the input.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -57,7 +58,10 @@ class InputPointer:
 class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, start: int | None) -> None:
         super().__init__(sequence)
-        self.pointer = InputPointer(list(sequence.prompt), start)
+        if sequence.prediction is None:
+            self.pointer = InputPointer(list(sequence.prompt), start)
+        else:
+            self.pointer = InputPointer(sequence.prediction.tokens, 0)
 
     def read(self, tokens: list[int]) -> None:
         first = len(self.text) - len(tokens)
@@ -74,7 +78,10 @@ class _Session(TextDraftSession):
 
 
 class AggressiveDrafter(Drafter):
-    """Drafts the prompt's tokens that follow the copied position, which is `start` at first."""
+    """Drafts the prompt's tokens that follow the copied position, which is `start` at first. With a
+    prediction of the answer, that is the input instead, copied from its beginning."""
+
+    requirements = Requirements(takes_prediction=True)
 
     def __init__(self, start: int | None = None) -> None:
         if start is not None and start < 0:

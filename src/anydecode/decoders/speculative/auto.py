@@ -1,6 +1,7 @@
 """The default decoder: speculates when drafts pay, and decodes plainly when they do not.
 
-It measures how often copies from the text and from earlier answers are accepted, by match length.
+It measures how often copies from the text, from earlier answers and from the caller's prediction of
+the answer are accepted, by match length.
 It also measures this for the tokens that the model itself ranked highest when it last scored the
 same tokens, drafted or not. Before every pass these rates and the measured cost of a pass give the
 draft with the most expected tokens per second: none, a chain or a tree. The objective is the
@@ -22,7 +23,7 @@ from time import perf_counter
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.drafts import constraint_state, pruned
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
 from anydecode.decoders.framework.speculation import SpeculationRound, verify_tree
@@ -317,6 +318,11 @@ class _Session:
         self.predictor = SuccessorPredictor(decoder.successors, successor_rates)
         if len(decoder.past):
             self.sources.append(CopySource("past", decoder.past, past_rates))
+        if sequence.prediction is not None:
+            predicted = NgramIndex(NGRAM_SIZES)
+            predicted.extend([*sequence.prediction.history, SEPARATOR])
+            rates = decoder.prediction_rates[sequence.sampler.is_greedy]
+            self.sources.append(CopySource("prediction", predicted, rates))
         self.cost_model = sequence.cost_model
         self.width = 1 + len(sequence.companion_prompts)
         self.is_constrained = constraint_state(sequence.sampler) is not None
@@ -517,6 +523,8 @@ class Auto(Decoder):
         memory: Number of tokens of earlier answers that are kept to copy from.
     """
 
+    requirements = Requirements(takes_prediction=True)
+
     def __init__(self, max_drafts: int = 32, memory: int = 100_000) -> None:
         if max_drafts < 1 or memory < 0:
             raise InvalidRequestError("auto needs max_drafts >= 1 and memory >= 0")
@@ -538,6 +546,7 @@ class Auto(Decoder):
             )
             for greedy, prior in PRIORS.items()
         }
+        self.prediction_rates = {greedy: AcceptanceRates(prior) for greedy, prior in PRIORS.items()}
 
     @property
     def num_bytes(self) -> int:

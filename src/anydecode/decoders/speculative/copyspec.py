@@ -8,6 +8,7 @@ first occurrence are the draft.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -21,6 +22,8 @@ from anydecode.scoring.tree import TokenTree
 
 
 class _Session(TextDraftSession):
+    copies_text = True
+
     def __init__(self, sequence: Sequence, gram: int) -> None:
         super().__init__(sequence)
         self.index = NgramIndex([gram], keep_first=True)
@@ -35,6 +38,8 @@ class _Session(TextDraftSession):
 
 class CopySpecDrafter(Drafter):
     """Drafts the tokens that followed the first occurrence of the last `ngram` tokens."""
+
+    requirements = Requirements(takes_prediction=True)
 
     def __init__(self, gram: int = 3) -> None:
         if gram < 1:

@@ -8,6 +8,7 @@ followed it are the draft.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -21,6 +22,8 @@ from anydecode.scoring.tree import TokenTree
 
 
 class _Session(TextDraftSession):
+    copies_text = True
+
     def __init__(self, sequence: Sequence, index: NgramIndex) -> None:
         super().__init__(sequence)
         self.index = index
@@ -36,6 +39,8 @@ class _Session(TextDraftSession):
 class PromptLookupDrafter(Drafter):
     """Drafts the tokens that followed the last occurrence of the longest matching suffix of
     `min_ngram` to `max_ngram` tokens."""
+
+    requirements = Requirements(takes_prediction=True)
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:

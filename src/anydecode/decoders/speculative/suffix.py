@@ -10,6 +10,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -123,6 +124,8 @@ class SuffixDrafter(Drafter):
         memory: Number of tokens of earlier answers that are kept.
     """
 
+    requirements = Requirements(takes_prediction=True)
+
     def __init__(
         self, factor: float = 2.0, min_probability: float = 0.1, memory: int = 200_000
     ) -> None:
@@ -156,6 +159,8 @@ class SuffixDrafter(Drafter):
 
 
 class _Session(TextDraftSession):
+    copies_text = True
+
     def __init__(self, sequence: Sequence, drafter: SuffixDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter

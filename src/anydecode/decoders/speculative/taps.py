@@ -6,6 +6,8 @@ All drafters propose. Either the most confident one's tree is verified, or their
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anydecode import catalogue
 from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.decoder import Requirements
@@ -97,7 +99,10 @@ class TapsDrafter(Drafter):
         self.route = route
         # `taps` allows one drafter with a model.
         needs = [part.requirements for part in drafters.values() if part.requirements.runners]
-        self.requirements = needs[0] if needs else Requirements()
+        self.requirements = replace(
+            needs[0] if needs else Requirements(),
+            takes_prediction=any(part.requirements.takes_prediction for part in drafters.values()),
+        )
 
     def prepare(self, sequence: Sequence) -> None:
         for part in self.drafters.values():

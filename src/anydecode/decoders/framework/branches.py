@@ -1,0 +1,44 @@
+"""Branches on which a decoder is restarted from fewer tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from anydecode.scoring.sequence import TARGET, Sequence
+
+
+def restarted_branch(
+    sequence: Sequence,
+    old: Sequence | None,
+    runners: Seq[str],
+    tokens: list[int],
+    logprobs: list[Any],
+) -> Sequence:
+    """Returns a branch of `sequence` with the given tokens, on which a decoder can start.
+
+    Noise, sampler and stop checker are those of the sequence or of `old`; the caller sets them.
+
+    Args:
+        sequence: The sequence.
+        old: The branch of `sequence` that the new one replaces, or None. It is released, and its
+            cache is reused.
+        runners: The model runners of the decoder, besides the target.
+        tokens: The tokens of the branch: the first tokens of `old`. Not copied.
+        logprobs: Their log-probabilities. Not copied.
+    """
+    if old is None:
+        sequence.kv_cache()
+        branch = sequence.fork()
+    else:
+        branch = old.branch()
+        old.release()
+    branch.compute_logprobs, branch.trace = sequence.compute_logprobs, sequence.trace
+    branch.tokens, branch.logprobs = tokens, logprobs
+    branch.finish_reason = None
+    if branch.is_open(TARGET) and branch.kv_cache().length >= branch.length:
+        branch.truncate(branch.length - 1)
+    for runner in runners:
+        if branch.is_open(runner):
+            branch.align(runner)
+    return branch
