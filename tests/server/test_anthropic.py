@@ -220,8 +220,10 @@ def test_reasoning_is_a_thinking_block() -> None:
                 {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}
             ]  # fmt: skip
             assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
-        message = post(client, **fields, thinking=thinking)
-        assert message["anydecode"]["ignored"] == ["thinking.budget_tokens"]
+        message = post(client, **fields, thinking={"type": "enabled", "budget_tokens": 1})
+        assert message["content"][0]["thinking"] == "h"
+        assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 1}
+        assert "ignored" not in message["anydecode"]
         omitted = {"type": "adaptive", "display": "omitted"}
         for message in (
             post(client, **fields, thinking=omitted),

@@ -44,7 +44,8 @@ def translate(body: CountTokensRequest, template: str | None) -> tuple[ChatReque
         given = body.stop or []
         fields["stop"] = [*([given] if isinstance(given, str) else given), *body.stop_sequences]
     if (thinking := body.thinking) is not None:
-        # A thinking budget of the engine belongs here; `IGNORED` has `thinking.budget_tokens`.
+        if thinking.type == "enabled" and thinking.budget_tokens is not None:
+            fields["thinking_token_budget"] = thinking.budget_tokens
         is_enabled = {"enabled": True, "disabled": False, "adaptive": None}[thinking.type]
         variables = thinking_variables(is_enabled, template)
         fields["chat_template_kwargs"] = variables

@@ -90,7 +90,6 @@ class CountTokensRequest(Options):
         "metadata": ({},),
         "service_tier": ("auto", "standard_only"),
         "speed": ("standard",),
-        "thinking.budget_tokens": (),
         "user_profile_id": (),
     }
     REFUSED = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from anydecode.server import translation
 from anydecode.server.bodies import described
 from anydecode.server.chat_run import render
 from anydecode.server.errors import ApiError
@@ -16,7 +17,6 @@ from anydecode.server.protocol import (
     INCLUDE_LOGPROBS,
     ChatRequest,
     Function,
-    Options,
     ResponsesRequest,
     Tool,
 )
@@ -40,12 +40,11 @@ def chat_request(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
     """
     check_extra_fields(body)
     _check_single(body)
-    shared = {name: getattr(body, name) for name in Options.model_fields}
-    del shared["logprobs"]
-    if body.max_output_tokens is not None:
-        shared["max_tokens"] = body.max_output_tokens
-    return ChatRequest.model_construct(
-        **shared,
+    limit = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
+    return translation.chat_request(
+        body,
+        stream=body.stream,
+        max_tokens=limit,
         messages=messages_of(items, body.instructions),
         response_format=None if body.text is None else body.text.format,
         tools=[_tool(tool) for tool in body.tools or ()],
