@@ -154,8 +154,12 @@ def write_gguf(
     tensors: dict[str, np.ndarray],
     format: str = "F32",
     sizes: dict[str, Any] = SIZES,
+    factors: dict[str, Any] | None = None,
 ) -> None:
-    """Convert like llama.cpp's converter: names, interleaved rows, norms with 1 added."""
+    """Convert like llama.cpp's converter: names, interleaved rows, norms with 1 added.
+
+    `factors` has the factors of weights and of their inputs by the modules' names in layers.
+    """
     writer = start_writer(path, family, sizes)
     for name, tensor in tensors.items():
         if name in OUTER:
@@ -171,6 +175,11 @@ def write_gguf(
             tensor = tensor + 1
         kind = gguf.GGMLQuantizationType[format if tensor.ndim == 2 else "F32"]
         writer.add_tensor(target, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+    for layer in range(sizes["num_hidden_layers"]):
+        for module, factor in (factors or {}).items():
+            for leaf in ("scale", "input_scale"):
+                values = np.atleast_1d(np.asarray(factor, np.float32))
+                writer.add_tensor(f"blk.{layer}.{module}.{leaf}", values)
     finish(writer)
 
 

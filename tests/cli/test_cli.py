@@ -82,7 +82,17 @@ def test_import_check_detects_a_heavy_import() -> None:
 
 
 def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["generate", "chat", "pull", "methods", "certify", "score", "doctor", "bench"]
+    names = [
+        "generate",
+        "chat",
+        "pull",
+        "methods",
+        "certify",
+        "score",
+        "quantize",
+        "doctor",
+        "bench",
+    ]
     for name in names:
         assert invoke(name, "--help") == 0
         assert f"Example: anydecode {name}" in " ".join(capsys.readouterr().out.split())

@@ -7,19 +7,11 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from anydecode.kernels import formats
+from anydecode.kernels.grids import GRID_FORMATS, grid
 from anydecode.kernels.interface import FORMATS, Weight
+from block_formats import set_scales
 
 PACKED = [name for name in FORMATS if formats.is_packed(name)]
-
-
-#: Where the blocks of a format have float16 scales, if not at byte 0 alone.
-HALVES = {
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "MXFP4": (),
-}
 
 
 def random_weight(format: str, rows: int = 37, blocks: int = 3, seed: int = 0) -> Weight:
@@ -27,9 +19,7 @@ def random_weight(format: str, rows: int = 37, blocks: int = 3, seed: int = 0) -
     values, size = formats.BLOCKS[format]
     generator = np.random.default_rng(seed)
     data = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
-    for position in HALVES.get(format, (0,)):
-        halves = generator.standard_normal((rows, blocks, 1)).astype(np.float16)
-        data[:, :, position : position + 2] = halves.view(np.uint8)
+    set_scales(format, data, generator.standard_normal((rows, blocks)))
     return Weight(format, rows, blocks * values, data.reshape(rows, -1), "random")
 
 
@@ -42,6 +32,30 @@ def test_dequantisation_is_bit_equal_to_gguf(format: str) -> None:
     weight = random_weight(format)
     ours = formats.dequantize(weight)
     assert np.array_equal(ours.view(np.uint32), reference(weight).view(np.uint32))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 2.0**-24, 65504.0, -1.5])
+@pytest.mark.parametrize("byte", [0, 255])
+@pytest.mark.parametrize("format", PACKED)
+def test_extreme_blocks_are_bit_equal_to_gguf(format: str, byte: int, scale: float) -> None:
+    values, size = formats.BLOCKS[format]
+    blocks = np.full((3, size), byte, np.uint8)
+    set_scales(format, blocks, np.full(3, scale))
+    weight = Weight(format, 3, values, blocks)
+    with np.errstate(over="ignore"):
+        expected = reference(weight)
+    assert np.array_equal(formats.dequantize(weight).view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("format", GRID_FORMATS)
+def test_grids_have_a_point_for_every_index(format: str) -> None:
+    """Whatever the bytes, no index leaves the grid."""
+    points = grid(format)
+    size = {"IQ1_S": 2048, "IQ1_M": 2048, "IQ2_XS": 512, "IQ2_S": 1024, "IQ3_S": 512}
+    assert points.shape == (size.get(format, 256), 4 if format.startswith("IQ3") else 8)
+    assert len(np.unique(points, axis=0)) == len(points)
+    with pytest.raises(ValueError, match="read-only"):
+        points[0] = 1
 
 
 @pytest.mark.parametrize("format", PACKED)

@@ -49,6 +49,7 @@ from anydecode.kernels.torch_arrays import as_tensor
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.sampling.noise import Noise, stream_id
+from block_formats import set_scales
 from tiny_models import chain, hf_model, make_rows, own_model, whole
 from torch_weights import dequantize, plain_weight, quantize
 
@@ -100,16 +101,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-#: Where the blocks of a format have float16 scales, if not at byte 0 alone.
-HALVES = {
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "MXFP4": (),
-}
-
-
 def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight:
     """A random matrix in any format; those that `quantize` cannot write from random bytes and small
     scales.
@@ -126,9 +117,8 @@ def random_weight(format: str, rows: int, columns: int, seed: int = 0) -> Weight
     blocks = data.view(-1, BLOCKS[format][1])
     if format == "MXFP4":  # biased exponents
         blocks[:, 0] = torch.randint(116, 122, (len(blocks),), generator=generator)
-    for position in HALVES.get(format, (0,)):
-        scales = torch.rand(len(blocks), 1, generator=generator) * 0.01
-        blocks[:, position : position + 2] = scales.to(torch.float16).view(torch.uint8)
+    scales = torch.rand(len(blocks), generator=generator) * 0.01
+    set_scales(format, blocks.numpy(), scales.numpy())
     return Weight(format, rows, columns, data.numpy(), f"{format}.{seed}")
 
 

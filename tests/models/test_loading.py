@@ -280,8 +280,8 @@ def test_errors_of_unsupported_files(tmp_path: Path) -> None:
     name = b"blk.0.ffn_up.weight"
     assert "not part of the llama models" in message(patched(whole, name, b"blk.0.ffn_xx.weight"))
     position = whole.index(name) + len(name) + 4 + 16
-    odd = whole[:position] + struct.pack("<I", 16) + whole[position + 4 :]
-    assert "'blk.0.ffn_up.weight' in format IQ2_XXS" in message(odd)
+    odd = whole[:position] + struct.pack("<I", 9) + whole[position + 4 :]
+    assert "'blk.0.ffn_up.weight' in format Q8_1" in message(odd)
 
 
 def test_missing_tensors_and_wrong_shapes_are_named(tmp_path: Path) -> None:

@@ -32,9 +32,20 @@ _SCALES: dict[str, tuple[int, float, float | None]] = {
     "Q6_K": (208, 1 / 1366, None),
     "IQ4_NL": (0, 1 / 67.2, None),
     "IQ4_XS": (0, 1 / 1237, None),
+    "TQ1_0": (52, 1 / 0.82, None),
+    "TQ2_0": (64, 1 / 0.707, None),
+    "IQ1_S": (0, 1 / 7.2, None),
+    "IQ1_M": (48, 1 / 7.2, None),
+    "IQ2_XXS": (0, 1 / 53.2, None),
+    "IQ2_XS": (0, 1 / 56.3, None),
+    "IQ2_S": (0, 1 / 56.3, None),
+    "IQ3_XXS": (0, 1 / 142, None),
+    "IQ3_S": (0, 1 / 140, None),
 }
-_EXPONENT = 120  # of MXFP4: 2^(120 - 128) times its values, of deviation 5.9, is about `_STD`
-FORMATS = (*_SCALES, "MXFP4")
+#: Format -> (the number of scales of one byte at the start of a block, their value). The codes have
+#: the deviation 5.9, and the scales are about `_STD` / 5.9: 2^(120 - 128) and 3 / 1024.
+_BYTE_SCALES = {"MXFP4": (1, 120), "NVFP4": (4, 3)}
+FORMATS = (*_SCALES, *_BYTE_SCALES)
 
 
 @dataclass(frozen=True)
@@ -90,19 +101,30 @@ def random_blocks(
     """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD`."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
     data = generator.integers(0, 256, (rows, columns // values, size), np.uint8)
-    if format == "MXFP4":
-        data[:, :, 0] = _EXPONENT
+    if format == "TQ2_0":  # the code 3 is not used: it becomes 1
+        data ^= (data & data >> 1 & 0x55) << 1
+    if format in _BYTE_SCALES:
+        count, scale = _BYTE_SCALES[format]
+        data[:, :, :count] = scale
     else:
         position, step, ratio = _SCALES[format]
-        _scale(data, position, _STD * step, generator)
+        _scale(format, data, position, _STD * step, generator)
         if ratio is not None:
-            _scale(data, position + 2, _STD * step * ratio, generator)
+            _scale(format, data, position + 2, _STD * step * ratio, generator)
     return data.reshape(rows, -1)
 
 
-def _scale(data: np.ndarray, position: int, size: float, generator: np.random.Generator) -> None:
+def _scale(
+    format: str, data: np.ndarray, position: int, size: float, generator: np.random.Generator
+) -> None:
     scales = (size * generator.uniform(0.9, 1.1, data.shape[:2])).astype(np.float16)
-    data[:, :, position : position + 2] = scales[:, :, None].view(np.uint8)
+    halves = scales[:, :, None].view(np.uint8)
+    if format == "IQ1_M":  # in the upper quarters of four words
+        data[:, :, position + 1 :: 2] &= 15
+        data[:, :, position + 1 :: 4] |= halves << 4
+        data[:, :, position + 3 :: 4] |= halves & 240
+        return
+    data[:, :, position : position + 2] = halves
 
 
 def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:

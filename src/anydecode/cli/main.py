@@ -11,7 +11,19 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from anydecode.cli import bench, certify, chat, doctor, generate, methods, pull, score, serve, train
+from anydecode.cli import (
+    bench,
+    certify,
+    chat,
+    doctor,
+    generate,
+    methods,
+    pull,
+    quantize,
+    score,
+    serve,
+    train,
+)
 from anydecode.errors import AnydecodeError
 from anydecode.version import __version__
 
@@ -32,6 +44,7 @@ for name, function in (
     ("methods", methods.methods),
     ("certify", certify.certify_methods),
     ("score", score.score),
+    ("quantize", quantize.quantize),
     ("doctor", doctor.doctor),
 ):
     app.command(name)(function)

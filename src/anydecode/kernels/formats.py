@@ -8,12 +8,15 @@ bit-equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.bit_fields import bits, flat, half, nibbles, signed
+from anydecode.kernels.grids import GRID_FORMATS, grid_codes
 from anydecode.kernels.interface import Weight
 
 #: Format -> (values per block, bytes per block).
@@ -34,9 +37,19 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
 }
 
-#: The values of the codes of IQ4_NL and IQ4_XS, and those of MXFP4 times two.
+#: The values of the codes of IQ4_NL and IQ4_XS, and those of MXFP4 and NVFP4 times two.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -103,12 +116,12 @@ def plain_weight(matrix: np.ndarray, name: str = "") -> Weight:
 
 def dequantize(weight: Weight) -> np.ndarray:
     """The matrix as float32 `[out_features, in_features]`."""
-    return _to_float(weight.format, weight.data, weight.in_features)
+    return _to_float(weight, weight.data)
 
 
 def dequantize_rows(weight: Weight, rows: Sequence[int] | np.ndarray) -> np.ndarray:
     """Some rows as float32 `[len(rows), in_features]`; no other row is converted."""
-    return _to_float(weight.format, weight.data[np.asarray(rows, np.int64)], weight.in_features)
+    return _to_float(weight, weight.data[np.asarray(rows, np.int64)])
 
 
 def quantize(matrix: np.ndarray, format: str, name: str = "") -> Weight:
@@ -140,7 +153,9 @@ def quantize(matrix: np.ndarray, format: str, name: str = "") -> Weight:
     return Weight(format, rows, columns, data, name)
 
 
-def _to_float(format: str, data: np.ndarray, in_features: int) -> np.ndarray:
+def _to_float(weight: Weight, data: np.ndarray) -> np.ndarray:
+    """Some rows of a weight in float32."""
+    format, in_features = weight.format, weight.in_features
     if not is_packed(format):
         return data.astype(np.float32, copy=False)
     rows, (_, size) = data.shape[0], BLOCKS[format]
@@ -150,61 +165,51 @@ def _to_float(format: str, data: np.ndarray, in_features: int) -> np.ndarray:
         blocks = data[start : start + step].reshape(-1, size)
         with np.errstate(all="ignore"):  # infinities and NaN pass through
             out[start : start + step] = _DEQUANTIZERS[format](blocks).reshape(-1, in_features)
+    if weight.scale != 1:
+        out *= np.float32(weight.scale)
     return out
 
 
-def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 at byte `start` of each block, as float32 `[blocks, 1]`."""
-    stored = np.ascontiguousarray(blocks[:, start : start + 2])
-    return stored.view(np.float16).astype(np.float32)
+def halves_paired(codes: np.ndarray) -> np.ndarray:
+    """Bytes `[..., n / 2]` of codes in GGUF's order: byte i holds the codes i and i + n / 2.
 
-
-def _flat(codes: np.ndarray) -> np.ndarray:
-    """All axes but the first as one."""
-    return codes.reshape(len(codes), -1)
-
-
-def _nibbles(codes: np.ndarray) -> np.ndarray:
-    """Bytes `[..., width]` as codes `[..., 2, width]`: the low nibbles, then the high ones."""
-    return np.stack((codes & 15, codes >> 4), axis=-2)
-
-
-def _bits(codes: np.ndarray, width: int) -> np.ndarray:
-    """Bytes `[..., n]` as fields of `width` bits `[..., 8 // width, n]`, lowest first."""
-    mask = (1 << width) - 1
-    return np.stack([(codes >> shift) & mask for shift in range(0, 8, width)], axis=-2)
-
-
-def _signed(codes: np.ndarray) -> np.ndarray:
-    """Bytes as signed numbers, float32."""
-    return codes.view(np.int8).astype(np.float32)
+    Args:
+        codes: uint8 `[..., n / 2]`. Byte i holds the code 2i in its low half and 2i + 1 in its high
+            half.
+    """
+    result = np.empty(codes.shape, np.uint8)
+    middle = codes.shape[-1] // 2
+    first, second = codes[..., :middle], codes[..., middle:]
+    result[..., 0::2] = first & 15 | second << 4
+    result[..., 1::2] = first >> 4 | second & 240
+    return result
 
 
 def _q8_0(blocks: np.ndarray) -> np.ndarray:
-    return _half(blocks, 0) * _signed(blocks[:, 2:])
+    return half(blocks, 0) * signed(blocks[:, 2:])
 
 
 def _q4_0(blocks: np.ndarray) -> np.ndarray:
-    return _half(blocks, 0) * (_flat(_nibbles(blocks[:, 2:])).astype(np.float32) - 8)
+    return half(blocks, 0) * (flat(nibbles(blocks[:, 2:])).astype(np.float32) - 8)
 
 
 def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    codes = _flat(_nibbles(blocks[:, 4:])).astype(np.float32)
-    return _half(blocks, 0) * codes + _half(blocks, 2)
+    codes = flat(nibbles(blocks[:, 4:])).astype(np.float32)
+    return half(blocks, 0) * codes + half(blocks, 2)
 
 
 def _five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """Five-bit codes: 4 bytes `high` with the top bit of each value, 16 bytes `low` of nibbles."""
-    top = _flat(_bits(high, 1).swapaxes(-1, -2))
-    return (_flat(_nibbles(low)) | (top << 4)).astype(np.float32)
+    top = flat(bits(high, 1).swapaxes(-1, -2))
+    return (flat(nibbles(low)) | (top << 4)).astype(np.float32)
 
 
 def _q5_0(blocks: np.ndarray) -> np.ndarray:
-    return _half(blocks, 0) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - 16)
+    return half(blocks, 0) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - 16)
 
 
 def _q5_1(blocks: np.ndarray) -> np.ndarray:
-    return _half(blocks, 0) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _half(blocks, 2)
+    return half(blocks, 0) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + half(blocks, 2)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -217,14 +222,14 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate((first & 63, (third & 15) | ((first >> 2) & 48)), 1)
     minima = np.concatenate((second & 63, (third >> 4) | ((second >> 2) & 48)), 1)
-    scale = _half(blocks, 0) * scales.astype(np.float32)
-    offset = _half(blocks, 2) * minima.astype(np.float32)
+    scale = half(blocks, 0) * scales.astype(np.float32)
+    offset = half(blocks, 2) * minima.astype(np.float32)
     return scale[..., None], offset[..., None]
 
 
 def _low_codes(codes: np.ndarray) -> np.ndarray:
     """The nibbles of 128 bytes, `[blocks, 8, 32]`."""
-    return _nibbles(codes.reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return nibbles(codes.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
 def _q4_k(blocks: np.ndarray) -> np.ndarray:
@@ -234,26 +239,26 @@ def _q4_k(blocks: np.ndarray) -> np.ndarray:
 
 def _q5_k(blocks: np.ndarray) -> np.ndarray:
     scale, offset = _k_scales(blocks)
-    codes = _low_codes(blocks[:, 48:]) | (_bits(blocks[:, 16:48], 1) << 4)
+    codes = _low_codes(blocks[:, 48:]) | (bits(blocks[:, 16:48], 1) << 4)
     return scale * codes.astype(np.float32) - offset
 
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    low = _flat(_nibbles(blocks[:, :128].reshape(-1, 2, 64)))
-    top = _flat(_bits(blocks[:, 128:192].reshape(-1, 2, 32), 2))
+    low = flat(nibbles(blocks[:, :128].reshape(-1, 2, 64)))
+    top = flat(bits(blocks[:, 128:192].reshape(-1, 2, 32), 2))
     codes = ((low | (top << 4)).astype(np.float32) - 32).reshape(-1, 16, 16)
-    scale = _half(blocks, 208) * _signed(blocks[:, 192:208])
+    scale = half(blocks, 208) * signed(blocks[:, 192:208])
     return scale[..., None] * codes
 
 
 def _two_bits(codes: np.ndarray) -> np.ndarray:
     """The two-bit fields of 64 bytes, `[blocks, 8, 32]`."""
-    return _bits(codes.reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
+    return bits(codes.reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
 
 
 def _q2_k(blocks: np.ndarray) -> np.ndarray:
-    scale = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
-    offset = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    scale = half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+    offset = half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
     codes = _two_bits(blocks[:, 16:80]).reshape(-1, 16, 16).astype(np.float32)
     return scale[..., None] * codes - offset[..., None]
 
@@ -261,30 +266,70 @@ def _q2_k(blocks: np.ndarray) -> np.ndarray:
 def _q3_k(blocks: np.ndarray) -> np.ndarray:
     # Twelve bytes hold 16 six-bit scales: their low nibbles in bytes 0-7, the first eight in the
     # low halves; their upper two bits in bytes 8-11.
-    low = _flat(_nibbles(blocks[:, 96:104]))
-    scales = (low | (_flat(_bits(blocks[:, 104:108], 2)) << 4)).astype(np.float32) - 32
-    codes = _two_bits(blocks[:, 32:96]) | (_bits(blocks[:, :32], 1) << 2)
-    scale = _half(blocks, 108) * scales
+    low = flat(nibbles(blocks[:, 96:104]))
+    scales = (low | (flat(bits(blocks[:, 104:108], 2)) << 4)).astype(np.float32) - 32
+    codes = _two_bits(blocks[:, 32:96]) | (bits(blocks[:, :32], 1) << 2)
+    scale = half(blocks, 108) * scales
     return scale[..., None] * (codes.reshape(-1, 16, 16).astype(np.float32) - 4)
 
 
 def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
-    return _half(blocks, 0) * _looked_up(IQ4_VALUES, _flat(_nibbles(blocks[:, 2:])))
+    return half(blocks, 0) * _looked_up(IQ4_VALUES, flat(nibbles(blocks[:, 2:])))
 
 
 def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
     # Six-bit scales: their low nibbles in bytes 4-7, their upper two bits in the 16 bits before.
-    low = _nibbles(blocks[:, 4:8, None]).reshape(-1, 8)
-    high = _bits(blocks[:, 2:4, None], 2).reshape(-1, 8)
-    scale = _half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
-    codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 8, 32)
+    low = nibbles(blocks[:, 4:8, None]).reshape(-1, 8)
+    high = bits(blocks[:, 2:4, None], 2).reshape(-1, 8)
+    scale = half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
+    codes = nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 8, 32)
     return scale[..., None] * _looked_up(IQ4_VALUES, codes)
 
 
 def _mxfp4(blocks: np.ndarray) -> np.ndarray:
     # The scale is a power of two, stored as its biased exponent; the table's values are doubled.
     scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return scale * _looked_up(MXFP4_VALUES, _flat(_nibbles(blocks[:, 1:])))
+    return scale * _looked_up(MXFP4_VALUES, flat(nibbles(blocks[:, 1:])))
+
+
+def _nvfp4(blocks: np.ndarray) -> np.ndarray:
+    codes = nibbles(blocks[:, 4:].reshape(-1, 4, 8)).reshape(-1, 4, 16)
+    return e4m3(blocks[:, :4])[..., None] * _looked_up(MXFP4_VALUES, codes)
+
+
+def e4m3(stored: np.ndarray) -> np.ndarray:
+    """Half the numbers of 4 exponent and 3 mantissa bits (E4M3, bias 7), without their signs.
+
+    With its bits moved to those of a float16, a number is smaller by a power of two. 127 is no
+    number and counts as 0.
+    """
+    halves = ((stored & 127).astype(np.uint16) << 7).view(np.float16)
+    return np.where(stored == 127, np.float32(0), halves.astype(np.float32) * np.float32(128))
+
+
+def ternary_codes(format: str, blocks: np.ndarray) -> np.ndarray:
+    """The codes -1, 0 and 1 (and 2, in TQ2_0) of ternary blocks, int8 `[blocks, 256]`."""
+    if format == "TQ2_0":
+        return flat(_two_bits(blocks[:, :64])).astype(np.int8) - np.int8(1)
+    # A byte is a fraction of 256: multiplied by 3, its whole part is the first digit in base 3.
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    parts = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
+    rest = [flat(part[:, None] * powers[:count]) for part, count in parts]
+    digits = (np.concatenate(rest, 1).astype(np.uint16) * 3) >> 8
+    return digits.astype(np.int8) - np.int8(1)
+
+
+def _tq1_0(blocks: np.ndarray) -> np.ndarray:
+    return half(blocks, 52) * ternary_codes("TQ1_0", blocks)
+
+
+def _tq2_0(blocks: np.ndarray) -> np.ndarray:
+    return half(blocks, 64) * ternary_codes("TQ2_0", blocks)
+
+
+def _gridded(format: str, blocks: np.ndarray) -> np.ndarray:
+    codes, scale = grid_codes(format, blocks)
+    return scale[..., None] * codes.reshape(*scale.shape, -1)
 
 
 def _looked_up(values: tuple[int, ...], codes: np.ndarray) -> np.ndarray:
@@ -346,6 +391,10 @@ _DEQUANTIZERS: dict[str, _Blockwise] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    **{format: partial(_gridded, format) for format in GRID_FORMATS},
 }
 
 _QUANTIZERS: dict[str, _Blockwise] = {

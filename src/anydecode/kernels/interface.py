@@ -22,6 +22,8 @@ Array: TypeAlias = Any
 FORMATS = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+    "NVFP4", "TQ1_0", "TQ2_0",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 )  # fmt: skip
 
 #: Attention sums keys in blocks of this many consecutive positions, counted from position 0.
@@ -35,7 +37,8 @@ class Weight:
     `data` is `[out_features, in_features]` in float32, float16 or bfloat16, or uint8
     `[out_features, bytes_per_row]` in GGUF's block layout. `name` is the module's name in the
     Hugging Face layout without `.weight` (`model.layers.3.self_attn.q_proj`), by which adapters
-    identify their targets.
+    identify their targets. The values of a block format are multiplied by `scale`, which is 1 for
+    other formats.
     """
 
     format: str
@@ -43,6 +46,7 @@ class Weight:
     in_features: int
     data: np.ndarray
     name: str = ""
+    scale: float = 1.0
 
     @property
     def num_bytes(self) -> int:

@@ -27,11 +27,12 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [
         ("data", pointer),
+        ("grid", pointer),
         ("group_bytes", c_int64),
         ("format", c_int32),
         ("out_features", c_int32),
         ("in_features", c_int32),
-        ("reserved", c_int32),
+        ("scale", c_float),
     ]
 
 

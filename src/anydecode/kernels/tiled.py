@@ -9,6 +9,7 @@ rows are multiplied one at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -114,6 +115,5 @@ def _dense_groups(weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
     for first in range(0, weight.out_features, step):
         data = weight.data[first : first + step]
         if weight.format != "F32":
-            part = Weight(weight.format, data.shape[0], weight.in_features, data, weight.name)
-            data = dequantize(part)
+            data = dequantize(replace(weight, out_features=len(data), data=data))
         yield first, as_tensor(data)

@@ -10,7 +10,9 @@ enum { OUT = 11, IN = 256, ROWS = 5, GROUPS = 2 };
 static const int stored_row_bytes[NUM_FORMATS] = {
     [F32] = IN * 4, [F16] = IN * 2, [BF16] = IN * 2, [Q8_0] = 272, [Q4_0] = 144, [Q4_1] = 160,
     [Q5_0] = 176, [Q5_1] = 192, [Q2_K] = 84, [Q3_K] = 110, [Q4_K] = 144, [Q5_K] = 176,
-    [Q6_K] = 210, [IQ4_NL] = 144, [IQ4_XS] = 136, [MXFP4] = 136};
+    [Q6_K] = 210, [IQ4_NL] = 144, [IQ4_XS] = 136, [MXFP4] = 136, [NVFP4] = 144, [TQ1_0] = 54,
+    [TQ2_0] = 66, [IQ1_S] = 50, [IQ1_M] = 56, [IQ2_XXS] = 66, [IQ2_XS] = 74, [IQ2_S] = 82,
+    [IQ3_XXS] = 98, [IQ3_S] = 110};
 
 static uint32_t next_random(uint32_t *state) {
   *state = *state * 1664525u + 1013904223u;
@@ -33,13 +35,15 @@ static int products_agree(int format, const Kernels *candidate, const Kernels *p
   static _Alignas(64) uint8_t stored[IN * 4 * OUT], packed[2][IN * 32 * GROUPS];
   static _Alignas(64) uint8_t scratch[ROWS * (IN / 32) * sizeof(Activations)];
   static _Alignas(64) float x[ROWS * IN], out[2][ROWS * OUT];
+  static uint8_t grid[8 * 2048]; /* as many points as the largest one has */
   const Kernels *both[2] = {candidate, plain};
   uint32_t state = 1u + (uint32_t)format;
   int64_t group_bytes = packed_group_bytes(format, IN);
   fill(format, stored, &state);
+  for (size_t i = 0; i < sizeof grid; i++) grid[i] = (uint8_t)(64 + (next_random(&state) & 127));
   for (int i = 0; i < ROWS * IN; i++) x[i] = (float)next_random(&state) * 0x1p-23f - 1.0f;
   for (int i = 0; i < 2; i++) {
-    Matrix w = {packed[i], group_bytes, format, OUT, IN, 0};
+    Matrix w = {packed[i], grid, group_bytes, format, OUT, IN, 0.75f};
     both[i]->repack(&w, stored, stored_row_bytes[format], 0, GROUPS);
     both[i]->linear(&w, x, ROWS, NULL, out[i], scratch);
   }

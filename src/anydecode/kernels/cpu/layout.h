@@ -18,7 +18,8 @@ enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 8 };
 
 enum Format {
   F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
-  Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, NUM_FORMATS
+  Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4, TQ1_0, TQ2_0,
+  IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, NUM_FORMATS
 };
 
 enum Code {
@@ -36,11 +37,13 @@ enum { BUFFER_STREAM = -1, BUFFER_LOGITS = -2, BUFFER_NONE = -3 };
 
 enum Error { OK, ERROR_TOKEN, ERROR_SLOT, ERROR_TABLE, ERROR_ADAPTER, ERROR_MEMORY };
 
-/* A matrix packed in groups of eight output columns, one per lane. */
+/* A matrix packed in groups of eight output columns, one per lane. Its values are multiplied by
+ * `scale`. `grid`: the points of IQ1, IQ2 and IQ3 (see grids.h), or NULL. */
 typedef struct {
-  const uint8_t *data;
+  const uint8_t *data, *grid;
   int64_t group_bytes;
-  int32_t format, out_features, in_features, reserved;
+  int32_t format, out_features, in_features;
+  float scale;
 } Matrix;
 
 typedef struct {
@@ -182,18 +185,33 @@ INLINE int has_min(int format) {
   return format == Q4_1 || format == Q5_1 || format == Q2_K || format == Q4_K || format == Q5_K;
 }
 /* Whether the halves of a block have separate scales. */
-INLINE int has_halves(int format) { return format == Q2_K || format == Q3_K || format == Q6_K; }
+INLINE int has_halves(int format) {
+  return format == Q2_K || format == Q3_K || format == Q6_K || format == NVFP4 ||
+         format == IQ1_M || format == IQ2_XS || format == IQ2_S;
+}
+/* Whether codes select points of a grid. Those of IQ3_S, which are many, are unpacked: its signed
+ * numbers are 16 values. */
+INLINE int has_grid(int format) { return format >= IQ1_S && format <= IQ3_XXS; }
+INLINE int is_ternary(int format) { return format == TQ1_0 || format == TQ2_0; }
+INLINE int is_two_bit(int format) {
+  return format == Q2_K || format == Q3_K || is_ternary(format);
+}
 /* Whether codes are indices into a table of 16 values. */
 INLINE int has_table(int format) {
-  return format == IQ4_NL || format == IQ4_XS || format == MXFP4;
+  return format == IQ4_NL || format == IQ4_XS || format == MXFP4 || format == NVFP4 ||
+         format == IQ3_S;
 }
+/* Whether the blocks of a super-block have a scale of one signed byte each. */
+INLINE int has_byte_scale(int format) { return format == IQ4_XS || format == IQ3_S; }
 INLINE int is_super(int format) {
-  return has_halves(format) || format == Q4_K || format == Q5_K || format == IQ4_XS;
+  return format == Q2_K || format == Q3_K || format == Q4_K || format == Q5_K || format == Q6_K ||
+         has_byte_scale(format) || is_ternary(format) || has_grid(format);
 }
 INLINE int is_float(int format) { return format == F32 || format == F16 || format == BF16; }
 INLINE int is_five_bit(int format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
 
-/* Bytes of the float16 scales of a block or super-block. MXFP4 has exponents of one byte. */
+/* Bytes of the scales of a block or super-block: float16, but MXFP4 has exponents of one byte, and
+ * NVFP4 numbers of one byte for each half. */
 INLINE int header_bytes(int format) {
   if (format == MXFP4) return 8;
   return has_min(format) ? 32 : 16;
@@ -212,6 +230,16 @@ INLINE int block_bytes(int format) {
     case IQ4_NL: return 144;
     case IQ4_XS: return 136;
     case MXFP4: return 136;
+    case NVFP4: return 144;
+    case TQ1_0:
+    case TQ2_0: return 64;
+    case IQ1_S: return 48;
+    case IQ1_M: return 56;
+    case IQ2_XXS: return 72;
+    case IQ2_XS:
+    case IQ2_S: return 80;
+    case IQ3_XXS: return 104;
+    case IQ3_S: return 136;
     case Q4_K: return 144;
     case Q5_K: return 176;
     default: return 208;

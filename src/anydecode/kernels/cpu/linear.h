@@ -48,10 +48,17 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
   }
 }
 
-INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a, int b,
-                      i8 (*sum)[2]) {
+/* The sum of the activations of a block, or half a block, that a sum of products covers. */
+INLINE int32_t covered_sum(int format, int half, const Activations *a) {
+  if (has_halves(format)) return half ? a->high : a->low;
+  return a->low + a->high;
+}
+
+INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
+                      int b, int half, i8 (*sum)[2]) {
+  int first = has_halves(format) ? 4 * half : 0, last = has_halves(format) ? first + 4 : 8;
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
+  for (int i = first; i < last; i++) {
     byte_vector w[2];
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++) w[g] = byte_weights(unpack_bytes(format, p[g], i));
@@ -60,17 +67,46 @@ INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activ
       quad x = quad_load(a[r][b].q + 4 * i);
 #pragma GCC unroll 2
       for (int g = 0; g < 2; g++)
-        sum[r][g] = pin(add_byte_dot(i ? sum[r][g] : initial_byte_sum(&a[r][b]), w[g], x));
+        sum[r][g] = pin(add_byte_dot(
+            i > first ? sum[r][g] : initial_byte_sum(covered_sum(format, half, a[r] + b)), w[g], x));
+    }
+  }
+}
+
+INLINE void grid_sums(int format, int rows, const uint8_t *const *p, const uint8_t *grid,
+                      const Activations *const *a, int b, int half, i8 (*sum)[2]) {
+  int first = has_halves(format) ? 2 * half : 0, last = has_halves(format) ? first + 2 : 4;
+#pragma GCC unroll 4
+  for (int t = first; t < last; t++) {
+    b32 both[2][2];
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g++) unpack_points(format, p[g], grid, t, both[g]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      byte_vector w[2];
+#pragma GCC unroll 2
+      for (int g = 0; g < 2; g++) w[g] = byte_weights(both[g][i]);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++) {
+        quad x = quad_load(a[r][b].q + 8 * t + 4 * i);
+        int is_first = t == first && i == 0;
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++)
+          sum[r][g] = pin(add_byte_dot(
+              is_first ? initial_byte_sum(covered_sum(format, half, a[r] + b)) : sum[r][g], w[g],
+              x));
+      }
     }
   }
 }
 
 /* Add one block, or half a block, to the totals of a tile. */
-INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const Activations *const *a,
-                       int b, int half, const f8 *super, const f8 *super_min, f8 (*total)[2]) {
+INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const uint8_t *grid,
+                       const Activations *const *a, int b, int half, const f8 *super, const f8 *super_min, f8 (*total)[2]) {
   f8 scale[2], min[2];
   i8 sum[TILE_ROWS][2];
-  if (format == Q8_0 || has_table(format)) byte_sums(format, rows, p, a, b, sum);
+  if (has_grid(format)) grid_sums(format, rows, p, grid, a, b, half, sum);
+  else if (format == Q8_0 || has_table(format)) byte_sums(format, rows, p, a, b, half, sum);
   else nibble_sums(format, rows, p, a, b, half, sum);
 #pragma GCC unroll 2
   for (int g = 0; g < 2; g++)
@@ -84,8 +120,8 @@ INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const Acti
 
 /* Two groups of columns at a time, so that each broadcast of activations is used twice. `next`:
  * weights to prefetch meanwhile, or NULL; the processor's own prefetcher follows the reads. */
-INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int blocks,
-                       const Activations *const *rows_of, const uint8_t *next, f8 (*total)[2]) {
+INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, const uint8_t *grid,
+                       int blocks, const Activations *const *rows_of, const uint8_t *next, f8 (*total)[2]) {
   const uint8_t *p[2] = {groups[0], groups[1]};
   const Activations *a[TILE_ROWS];
   f8 super[2], super_min[2];
@@ -97,12 +133,13 @@ INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, int b
 #pragma GCC unroll 2
       for (int g = 0; g < 2; g++) {
         super[g] = f8_load_f16((const uint16_t *)p[g]);
+        if (has_grid(format)) super[g] = f8_mul(super[g], f8_set(grid_unit(format)));
         if (has_min(format)) super_min[g] = f8_load_f16((const uint16_t *)p[g] + 8);
         p[g] += header_bytes(format);
       }
     }
-    add_blocks(format, rows, p, a, b, 0, super, super_min, total);
-    if (has_halves(format)) add_blocks(format, rows, p, a, b, 1, super, super_min, total);
+    add_blocks(format, rows, p, grid, a, b, 0, super, super_min, total);
+    if (has_halves(format)) add_blocks(format, rows, p, grid, a, b, 1, super, super_min, total);
     p[0] += block_bytes(format);
     p[1] += block_bytes(format);
     if (next) {
@@ -138,9 +175,10 @@ INLINE void float_tile(int format, int rows, int groups, const uint8_t *p, int64
   }
 }
 
-/* Add the bias and write the columns of `group` that exist. */
+/* Scale, add the bias and write the columns of `group` that exist. */
 INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias, float *out) {
   int column = group * LANES, left = w->out_features - column;
+  total = f8_mul(total, f8_set(w->scale));
   if (left >= LANES) {
     if (bias) total = f8_add(total, f8_load(bias + column));
     f8_store(out + column, total);
@@ -172,12 +210,12 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
       const uint8_t *next = r || g + 2 >= groups ? NULL : p[0] + 2 * w->group_bytes;
       for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * blocks;
       switch (rows) {
-        case 1: quant_tile(format, 1, p, blocks, a, next, total); break;
-        case 2: quant_tile(format, 2, p, blocks, a, next, total); break;
-        case 3: quant_tile(format, 3, p, blocks, a, next, total); break;
-        case 4: quant_tile(format, 4, p, blocks, a, next, total); break;
+        case 1: quant_tile(format, 1, p, w->grid, blocks, a, next, total); break;
+        case 2: quant_tile(format, 2, p, w->grid, blocks, a, next, total); break;
+        case 3: quant_tile(format, 3, p, w->grid, blocks, a, next, total); break;
+        case 4: quant_tile(format, 4, p, w->grid, blocks, a, next, total); break;
         default: /* used only where TILE_ROWS is larger */
-          if (TILE_ROWS > 4) quant_tile(format, TILE_ROWS, p, blocks, a, next, total);
+          if (TILE_ROWS > 4) quant_tile(format, TILE_ROWS, p, w->grid, blocks, a, next, total);
       }
       for (int i = 0; i < rows; i++)
         for (int j = 0; j <= pair; j++)
@@ -235,13 +273,27 @@ COLUMNS(quant, Q6_K, Activations)
 COLUMNS(quant, IQ4_NL, Activations)
 COLUMNS(quant, IQ4_XS, Activations)
 COLUMNS(quant, MXFP4, Activations)
+COLUMNS(quant, NVFP4, Activations)
+COLUMNS(quant, TQ2_0, Activations)
+COLUMNS(quant, IQ1_S, Activations)
+COLUMNS(quant, IQ1_M, Activations)
+COLUMNS(quant, IQ2_XXS, Activations)
+COLUMNS(quant, IQ2_S, Activations)
+COLUMNS(quant, IQ3_XXS, Activations)
+COLUMNS(quant, IQ3_S, Activations)
 
 typedef void (*Columns)(const Matrix *, const void *, int, const float *, float *, int64_t, int,
                         int);
 static const Columns columns_of[NUM_FORMATS] = {
-    columns_F32,  columns_F16,  columns_BF16,   columns_Q8_0,   columns_Q4_0, columns_Q4_1,
-    columns_Q5_0, columns_Q5_1, columns_Q2_K,   columns_Q3_K,   columns_Q4_K, columns_Q5_K,
-    columns_Q6_K, columns_IQ4_NL, columns_IQ4_XS, columns_MXFP4};
+    [F32] = columns_F32,       [F16] = columns_F16,       [BF16] = columns_BF16,
+    [Q8_0] = columns_Q8_0,     [Q4_0] = columns_Q4_0,     [Q4_1] = columns_Q4_1,
+    [Q5_0] = columns_Q5_0,     [Q5_1] = columns_Q5_1,     [Q2_K] = columns_Q2_K,
+    [Q3_K] = columns_Q3_K,     [Q4_K] = columns_Q4_K,     [Q5_K] = columns_Q5_K,
+    [Q6_K] = columns_Q6_K,     [IQ4_NL] = columns_IQ4_NL, [IQ4_XS] = columns_IQ4_XS,
+    [MXFP4] = columns_MXFP4,   [NVFP4] = columns_NVFP4,   [TQ1_0] = columns_TQ2_0,
+    [TQ2_0] = columns_TQ2_0,   [IQ1_S] = columns_IQ1_S,   [IQ1_M] = columns_IQ1_M,
+    [IQ2_XXS] = columns_IQ2_XXS, [IQ2_XS] = columns_IQ2_S, [IQ2_S] = columns_IQ2_S,
+    [IQ3_XXS] = columns_IQ3_XXS, [IQ3_S] = columns_IQ3_S};
 
 /* The range of column groups of share `thread` of `threads`: whole pairs, except for the last
  * group. */

@@ -11,22 +11,26 @@
  *   Q6_K  d[8],      then 8 times  sc[2][8]    q[128] h[64]
  *   Q2_K  d[8] m[8], then 8 times  sm[2][8]    q[64]
  *   Q3_K  d[8],      then 8 times  sc[2][8]    q[64]  h[32]
- *   IQ4_NL  d[8]     q[128]           IQ4_XS  d[8], then 8 times  sc[8] q[128]
- *   MXFP4   e[8]     q[128]
+ *   IQ4_NL  d[8]     q[128]           IQ4_XS, IQ3_S  d[8], then 8 times  sc[8] q[128]
+ *   MXFP4   e[8]     q[128]           NVFP4   s[2][8]  q[128]
+ *   TQ1_0, TQ2_0  d[8], then 8 times  q[64]
  *
  * d and m are float16. Bit i of h[32] is the highest bit of step i; bits 2i and 2i + 1 of h[64] are
  * the two upper bits of step i and, in the second vector, of step i + 4. Two-bit codes have four
  * steps per vector. sm holds a scale in its low nibble and a minimum in its high one; e is the
- * biased exponent of the scale. Q8_0 codes are offset by 128. */
+ * biased exponent of the scale, s a scale of 4 exponent and 3 mantissa bits (E4M3). Q8_0 codes are
+ * offset by 128. */
 #ifndef ANYDECODE_QUANT_H
 #define ANYDECODE_QUANT_H
 
+#include "grids.h"
 #include "layout.h"
 #include "simd.h"
 
 /* Bytes of a block's scales, after which its codes start. */
 INLINE int scales_bytes(int format) {
-  if (format == IQ4_XS) return 8;
+  if (is_ternary(format)) return 0;
+  if (has_byte_scale(format)) return 8;
   return is_super(format) ? 16 : header_bytes(format);
 }
 
@@ -36,7 +40,10 @@ INLINE const uint8_t *code_values(int format) {
                                   129, 141, 153, 166, 181, 197, 217, 241};
   static const uint8_t mxfp4[16] = {128, 129, 130, 131, 132, 134, 136, 140,
                                     128, 127, 126, 125, 124, 122, 120, 116};
-  return format == MXFP4 ? mxfp4 : iq4;
+  static const uint8_t iq3[16] = {129, 131, 133, 135, 137, 139, 141, 143,
+                                  127, 125, 123, 121, 119, 117, 115, 113};
+  if (format == IQ3_S) return iq3;
+  return format == MXFP4 || format == NVFP4 ? mxfp4 : iq4;
 }
 
 /* Bits `from` to `from` + `count` - 1 of each byte, moved to bit `to`. */
@@ -60,7 +67,7 @@ INLINE b32 moved_bits(b32 x, int from, int count, int to) {
 /* The codes of step `i` of a block with nibbles or two-bit codes. */
 INLINE b32 unpack_step(int format, const uint8_t *block, int i) {
   const uint8_t *q = block + scales_bytes(format);
-  if (format == Q2_K || format == Q3_K) {
+  if (is_two_bit(format)) {
     b32 w = moved_bits(b32_load(q + 32 * (i / 4)), i % 4 * 2, 2, 0);
     return format == Q3_K ? b32_or(w, moved_bits(b32_load(q + 64), i, 1, 2)) : w;
   }
@@ -87,12 +94,18 @@ INLINE f8 load_exponents(const uint8_t *e) {
 INLINE void load_scales(int format, const uint8_t *block, int half, f8 super, f8 super_min,
                         f8 *scale, f8 *min) {
   *min = f8_set(0.0f);
-  if (format == Q2_K) {
+  if (has_grid(format)) {
+    *scale = load_grid_scales(format, block, half, super);
+  } else if (format == Q2_K) {
     f8 both = f8_load_u8(block + 8 * half);
     f8 high = f8_round(f8_mul(f8_sub(both, f8_set(7.5f)), f8_set(0.0625f))); /* both / 16 */
     *scale = f8_mul(super, f8_sub(both, f8_mul(high, f8_set(16.0f))));
     *min = f8_mul(super_min, high);
-  } else if (has_halves(format) || format == IQ4_XS) {
+  } else if (format == NVFP4) {
+    *scale = f8_load_e4m3(block + 8 * half);
+  } else if (is_ternary(format)) {
+    *scale = super;
+  } else if (has_halves(format) || has_byte_scale(format)) {
     *scale = f8_mul(super, f8_load_s8(block + 8 * half));
   } else if (is_super(format)) {
     *scale = f8_mul(super, f8_load_u8(block));
@@ -111,6 +124,7 @@ INLINE f8 add_block(int format, int half, f8 total, i8 sum, const Activations *a
                     f8 min) {
   if (format == Q4_0) sum = i8_sub(sum, i8_set(8 * (a->low + a->high)));
   if (format == Q5_0) sum = i8_sub(sum, i8_set(16 * (a->low + a->high)));
+  if (is_ternary(format)) sum = i8_sub(sum, i8_set(a->low + a->high));
   if (format == Q3_K) sum = i8_sub(sum, i8_set(4 * (half ? a->high : a->low)));
   if (format == Q6_K) sum = i8_sub(sum, i8_set(32 * (half ? a->high : a->low)));
   total = f8_fma(f8_from_i8(sum), f8_mul(scale, f8_set(a->scale)), total);

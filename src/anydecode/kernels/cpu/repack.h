@@ -78,6 +78,51 @@ static void read_iq4_xs(const uint8_t *p, int j, Block *out) {
   }
 }
 
+/* Ternary codes: four to a byte, or five as the digits of a fraction in base 3, the first highest. */
+static void read_ternary(int format, const uint8_t *p, int j, Block *out) {
+  static const uint8_t powers[5] = {1, 3, 9, 27, 81};
+  memcpy(&out->d, p + (format == TQ2_0 ? 64 : 52), 2);
+  for (int k = 0; k < QUANT_BLOCK; k++) {
+    if (format == TQ2_0) {
+      out->q[k] = p[32 * (j / 4) + k] >> (j % 4 * 2) & 3;
+      continue;
+    }
+    /* Values 0 to 159 are in bytes 0 to 31, the next 80 in bytes 32 to 47, 16 in bytes 48 to 51. */
+    int i = 32 * j + k, digit = i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4;
+    int at = i < 160 ? i % 32 : i < 240 ? 32 + i % 16 : 48 + i % 4;
+    uint8_t rest = (uint8_t)(p[at] * powers[digit]);
+    out->q[k] = (uint8_t)(rest * 3 >> 8);
+  }
+}
+
+/* Half a block of 64, whose quarters have scales. Their sign bits have no meaning; 127 is no number
+ * and counts as 0. */
+static void read_nvfp4(const uint8_t *p, int j, Block *out) {
+  uint8_t scale[2];
+  for (int half = 0; half < 2; half++) {
+    const uint8_t *q = p + 4 + 16 * j + 8 * half;
+    uint8_t stored = p[2 * j + half];
+    scale[half] = stored == 127 ? 0 : stored & 127;
+    for (int k = 0; k < 8; k++) {
+      out->q[16 * half + k] = q[k] & 15;
+      out->q[16 * half + 8 + k] = q[k] >> 4;
+    }
+  }
+  out->first = scale[0];
+  out->second = scale[1];
+}
+
+/* The magnitudes of the points are odd numbers below 16. */
+static void read_iq3_s(const uint8_t *p, const uint8_t *grid, int j, Block *out) {
+  memcpy(&out->d, p, 2);
+  out->first = (uint8_t)(2 * (p[106 + j / 2] >> (j % 2 * 4) & 15) + 1);
+  for (int k = 0; k < QUANT_BLOCK; k++) {
+    int n = k / 4, index = p[2 + 8 * j + n] | (p[66 + j] >> n & 1) << 8;
+    int magnitude = grid[4 * index + k % 4] - 128, sign = p[74 + 4 * j + k / 8] >> (k % 8) & 1;
+    out->q[k] = (uint8_t)((magnitude >> 1 & 7) | sign << 3);
+  }
+}
+
 static void read_small(int format, const uint8_t *p, Block *out) {
   if (format == MXFP4) {
     out->first = *p++;
@@ -118,13 +163,27 @@ static int stored_bytes(int format) {
     case IQ4_NL: return 18;
     case IQ4_XS: return 136;
     case MXFP4: return 17;
+    case NVFP4: return 36;
+    case TQ1_0: return 54;
+    case TQ2_0: return 66;
+    case IQ1_S: return 50;
+    case IQ1_M: return 56;
+    case IQ2_XXS: return 66;
+    case IQ2_XS: return 74;
+    case IQ2_S: return 82;
+    case IQ3_XXS: return 98;
+    case IQ3_S: return 110;
     case Q4_K: return 144;
     case Q5_K: return 176;
     default: return 210;
   }
 }
 
-static void read_block(int format, const uint8_t *row, int b, Block *out) {
+static void read_block(int format, const uint8_t *row, const uint8_t *grid, int b, Block *out) {
+  if (format == NVFP4) {
+    read_nvfp4(row + (int64_t)(b / 2) * stored_bytes(format), b % 2, out);
+    return;
+  }
   if (!is_super(format)) {
     read_small(format, row + (int64_t)b * stored_bytes(format), out);
     return;
@@ -135,6 +194,9 @@ static void read_block(int format, const uint8_t *row, int b, Block *out) {
     case Q3_K: read_k23(format, p, b % 8, out); break;
     case Q6_K: read_k6(p, b % 8, out); break;
     case IQ4_XS: read_iq4_xs(p, b % 8, out); break;
+    case IQ3_S: read_iq3_s(p, grid, b % 8, out); break;
+    case TQ1_0:
+    case TQ2_0: read_ternary(format, p, b % 8, out); break;
     default: read_k4(format, p, b % 8, out);
   }
 }
@@ -150,7 +212,7 @@ static void write_column(int format, const Block *from, int c, uint8_t *q) {
     for (int j = 0; j < 4; j++) {
       uint8_t value = step[j], low = value & 15, high = value >> 4;
       int offset = 4 * c + j;
-      if (format == Q2_K || format == Q3_K) {
+      if (is_two_bit(format)) {
         q[32 * (i / 4) + offset] |= (uint8_t)((value & 3) << (i % 4 * 2));
         if (format == Q3_K) q[64 + offset] |= (uint8_t)((value >> 2) << i);
         continue;
@@ -180,11 +242,12 @@ static void write_words(int format, const uint8_t *stored, int c, uint8_t *block
 }
 
 static void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
-  if (format == MXFP4) header[c] = from->first;
+  if (format == MXFP4 || format == NVFP4) header[c] = from->first;
   else memcpy(header + 2 * c, &from->d, 2);
+  if (format == NVFP4) header[8 + c] = from->second;
   if (has_min(format)) memcpy(header + 16 + 2 * c, &from->m, 2);
-  if (is_super(format)) block[c] = from->first;
-  if (scales_bytes(format) == 16 && is_super(format)) block[8 + c] = from->second;
+  if (is_super(format) && scales_bytes(format) >= 8) block[c] = from->first;
+  if (is_super(format) && scales_bytes(format) == 16) block[8 + c] = from->second;
   write_column(format, from, c, block + scales_bytes(format));
 }
 
@@ -203,9 +266,12 @@ static void repack_blocks(const Matrix *to, const uint8_t *from, int64_t row_byt
       const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
       if (has_words(format)) {
         write_words(format, row + (int64_t)b * stored_bytes(format), c, p);
+      } else if (has_grid(format)) {
+        const uint8_t *stored = row + (int64_t)(b / 8) * stored_bytes(format);
+        write_grid_block(format, stored, b % 8, c, header, p);
       } else {
         Block block;
-        read_block(format, row, b, &block);
+        read_block(format, row, to->grid, b, &block);
         write_block(format, &block, c, header, p);
       }
     }
@@ -238,8 +304,9 @@ static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int
 static int code_at(int format, const uint8_t *q, int c, int k) {
   int i = k / 4, offset = 4 * c + k % 4;
   if (format == Q8_0) return (int)q[32 * i + offset] - 128;
-  if (format == Q2_K || format == Q3_K) {
+  if (is_two_bit(format)) {
     int code = q[32 * (i / 4) + offset] >> (i % 4 * 2) & 3;
+    if (is_ternary(format)) return code - 1;
     return format == Q2_K ? code : (code | (q[64 + offset] >> i & 1) << 2) - 4;
   }
   int value = i < 4 ? q[32 * i + offset] & 15 : q[32 * (i - 4) + offset] >> 4;
@@ -253,7 +320,7 @@ static int code_at(int format, const uint8_t *q, int c, int k) {
 }
 
 static void unpack_block(int format, const uint8_t *block, int c, float super, float super_min,
-                         float *out) {
+                         float factor, float *out) {
   uint16_t d = 0, m = 0;
   float scale[2], min[2] = {0.0f, 0.0f};
   for (int half = 0; half < 2; half++) {
@@ -261,7 +328,11 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
     if (format == Q2_K) {
       scale[half] = super * (float)(one & 15);
       min[half] = -(super_min * (float)(one >> 4));
-    } else if (has_halves(format) || format == IQ4_XS) {
+    } else if (format == NVFP4) {
+      scale[half] = e4m3_to_float(one);
+    } else if (is_ternary(format)) {
+      scale[half] = super;
+    } else if (has_halves(format) || has_byte_scale(format)) {
       scale[half] = super * (float)(int8_t)one;
     } else if (is_super(format)) {
       scale[half] = super * (float)one;
@@ -277,7 +348,7 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
   }
   const uint8_t *q = block + scales_bytes(format);
   for (int k = 0; k < QUANT_BLOCK; k++)
-    out[k] = scale[k / 16] * (float)code_at(format, q, c, k) + min[k / 16];
+    out[k] = factor * (scale[k / 16] * (float)code_at(format, q, c, k) + min[k / 16]);
 }
 
 /* One row of the matrix in float32, such as an embedding. */
@@ -287,8 +358,10 @@ static void unpack_row(const Matrix *w, int row, float *out) {
   if (is_float(w->format)) {
     for (int64_t k = 0; k < w->in_features; k++) {
       const uint16_t *half = (const uint16_t *)p + 8 * k + c;
-      if (w->format == F32) out[k] = ((const float *)p)[8 * k + c];
-      else out[k] = w->format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
+      float one;
+      if (w->format == F32) one = ((const float *)p)[8 * k + c];
+      else one = w->format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
+      out[k] = w->scale * one;
     }
     return;
   }
@@ -299,10 +372,13 @@ static void unpack_row(const Matrix *w, int row, float *out) {
       memcpy(&d, p + 2 * c, 2);
       if (has_min(w->format)) memcpy(&m, p + 16 + 2 * c, 2);
       super = f16_to_float(d);
+      if (has_grid(w->format)) super *= grid_unit(w->format);
       super_min = f16_to_float(m);
       p += header_bytes(w->format);
     }
-    unpack_block(w->format, p, c, super, super_min, out + b * QUANT_BLOCK);
+    float *part = out + b * QUANT_BLOCK;
+    if (has_grid(w->format)) unpack_grid_block(w->format, p, w->grid, c, super, w->scale, part);
+    else unpack_block(w->format, p, c, super, super_min, w->scale, part);
     p += block_bytes(w->format);
   }
 }

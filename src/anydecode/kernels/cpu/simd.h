@@ -48,6 +48,10 @@ INLINE float bf16_to_float(uint16_t h) {
   return out;
 }
 
+/* An unsigned number of 4 exponent and 3 mantissa bits (E4M3, bias 7), halved. With its bits moved
+ * to those of a float16, it is smaller by a power of two. */
+INLINE float e4m3_to_float(uint8_t x) { return f16_to_float((uint16_t)(x << 7)) * 128.0f; }
+
 INLINE uint16_t float_to_bf16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);

@@ -68,6 +68,11 @@ INLINE f8 f8_load_u8(const uint8_t *p) {
 INLINE f8 f8_load_s8(const uint8_t *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
+/* See e4m3_to_float; the numbers are below 128. */
+INLINE f8 f8_load_e4m3(const uint8_t *p) {
+  __m128i halves = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+  return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(128.0f));
+}
 INLINE i8 i8_set(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE i8 i8_add(i8 x, i8 y) { return _mm256_add_epi32(x, y); }
 INLINE i8 i8_sub(i8 x, i8 y) { return _mm256_sub_epi32(x, y); }
@@ -119,6 +124,42 @@ INLINE b32 b32_or(b32 x, b32 y) { return _mm256_or_si256(x, y); }
 INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
   return _mm256_shuffle_epi8(
       _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), i);
+}
+INLINE b32 b32_xor(b32 x, b32 y) { return _mm256_xor_si256(x, y); }
+INLINE b32 b32_sub(b32 x, b32 y) { return _mm256_sub_epi8(x, y); }
+/* Byte 4 * c + j: 255 if bit j, or j + 4, of bits[c] is set, else 0. */
+INLINE b32 b32_mask(const uint8_t *bits, int is_upper) {
+  int64_t eight;
+  memcpy(&eight, bits, 8);
+  __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5,
+                                   5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
+  __m256i bit = _mm256_set1_epi32(is_upper ? (int)0x80402010 : 0x08040201);
+  __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi64x(eight), order);
+  return _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+}
+/* Bytes 4 * c to 4 * c + 3: those at 4 * index[c] of the table. */
+INLINE int32_t four_bytes(const uint8_t *p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return four;
+}
+INLINE b32 b32_gather4(const uint8_t *table, const uint16_t *i) {
+  return _mm256_setr_epi32(four_bytes(table + 4 * i[0]), four_bytes(table + 4 * i[1]),
+                           four_bytes(table + 4 * i[2]), four_bytes(table + 4 * i[3]),
+                           four_bytes(table + 4 * i[4]), four_bytes(table + 4 * i[5]),
+                           four_bytes(table + 4 * i[6]), four_bytes(table + 4 * i[7]));
+}
+/* Bytes 4 * c to 4 * c + 3 of out[0]: those at 8 * index[c] of the table; of out[1]: the next. */
+INLINE __m128i two_points(const uint8_t *table, const uint16_t *i) {
+  __m128i first = _mm_loadl_epi64((const __m128i *)(table + 8 * i[0]));
+  return _mm_unpacklo_epi64(first, _mm_loadl_epi64((const __m128i *)(table + 8 * i[1])));
+}
+INLINE void b32_gather8(const uint8_t *table, const uint16_t *i, b32 *out) {
+  __m256 x = _mm256_castsi256_ps(_mm256_setr_m128i(two_points(table, i), two_points(table, i + 4)));
+  __m256 y = _mm256_castsi256_ps(
+      _mm256_setr_m128i(two_points(table, i + 2), two_points(table, i + 6)));
+  out[0] = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88));
+  out[1] = _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xdd));
 }
 /* Each byte shifted by a constant; the caller masks bits shifted in from the neighbouring byte. */
 #define b32_right(x, n) _mm256_srli_epi16(x, n)
@@ -174,7 +215,7 @@ INLINE i8 widen_partial(partial_sums x) { return x; }
 typedef b32 byte_vector;
 INLINE byte_vector byte_weights(b32 w) { return w; }
 /* Stored bytes are offset by 128. */
-INLINE i8 initial_byte_sum(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
+INLINE i8 initial_byte_sum(int32_t sum) { return i8_set(-128 * sum); }
 INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return DOT(sum, w, a); }
 #else
 /* int16: sums of two products. Eight steps of at most 2 * 15 * 127 stay below 2^15, as do four of
@@ -190,8 +231,8 @@ INLINE byte_vector byte_weights(b32 w) {
   b32 value = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
   return (byte_vector){value, pin(_mm256_abs_epi8(value))};
 }
-INLINE i8 initial_byte_sum(const Activations *a) {
-  (void)a;
+INLINE i8 initial_byte_sum(int32_t sum) {
+  (void)sum;
   return _mm256_setzero_si256();
 }
 /* |w| * (a with w's sign): two products stay below 2^15. */

@@ -75,6 +75,11 @@ INLINE f8 f8_load_s8(const uint8_t *p) {
   int16x8_t h = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
   return F8(vcvtq_f32_s32(vmovl_s16(vget_low_s16(h))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(h))));
 }
+/* See e4m3_to_float; the numbers are below 128. */
+INLINE f8 f8_load_e4m3(const uint8_t *p) {
+  float16x8_t h = vreinterpretq_f16_u16(vshll_n_u8(vld1_u8(p), 7));
+  return f8_mul(F8(vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)), f8_set(128.0f));
+}
 INLINE i8 i8_set(int32_t x) { return I8(vdupq_n_s32(x), vdupq_n_s32(x)); }
 INLINE i8 i8_add(i8 x, i8 y) { return I8(vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)); }
 INLINE i8 i8_sub(i8 x, i8 y) { return I8(vsubq_s32(x.a, y.a), vsubq_s32(x.b, y.b)); }
@@ -126,6 +131,34 @@ INLINE b32 b32_or(b32 x, b32 y) { return B32(vorrq_u8(x.a, y.a), vorrq_u8(x.b, y
 INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
   uint8x16_t values = vld1q_u8(table);
   return B32(vqtbl1q_u8(values, i.a), vqtbl1q_u8(values, i.b));
+}
+INLINE b32 b32_xor(b32 x, b32 y) { return B32(veorq_u8(x.a, y.a), veorq_u8(x.b, y.b)); }
+INLINE b32 b32_sub(b32 x, b32 y) { return B32(vsubq_u8(x.a, y.a), vsubq_u8(x.b, y.b)); }
+/* Byte 4 * c + j: 255 if bit j, or j + 4, of bits[c] is set, else 0. */
+INLINE b32 b32_mask(const uint8_t *bits, int is_upper) {
+  static const uint8_t order[16] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  uint8x16_t eight = vcombine_u8(vld1_u8(bits), vdup_n_u8(0)), first = vld1q_u8(order);
+  uint8x16_t second = vaddq_u8(first, vdupq_n_u8(4));
+  uint8x16_t bit = vreinterpretq_u8_u32(vdupq_n_u32(is_upper ? 0x80402010u : 0x08040201u));
+  return B32(vtstq_u8(vqtbl1q_u8(eight, first), bit), vtstq_u8(vqtbl1q_u8(eight, second), bit));
+}
+/* Bytes 4 * c to 4 * c + 3: those at 4 * index[c] of the table. */
+INLINE b32 b32_gather4(const uint8_t *table, const uint16_t *index) {
+  uint8_t bytes[32];
+  for (int c = 0; c < 8; c++) memcpy(bytes + 4 * c, table + 4 * index[c], 4);
+  return b32_load(bytes);
+}
+/* Bytes 4 * c to 4 * c + 3 of out[0]: those at 8 * index[c] of the table; of out[1]: the next. */
+INLINE uint32x4_t two_points(const uint8_t *table, const uint16_t *i) {
+  return vreinterpretq_u32_u8(vcombine_u8(vld1_u8(table + 8 * i[0]), vld1_u8(table + 8 * i[1])));
+}
+INLINE void b32_gather8(const uint8_t *table, const uint16_t *index, b32 *out) {
+  uint32x4_t x[4];
+  for (int c = 0; c < 4; c++) x[c] = two_points(table, index + 2 * c);
+  out[0] = B32(vreinterpretq_u8_u32(vuzp1q_u32(x[0], x[1])),
+               vreinterpretq_u8_u32(vuzp1q_u32(x[2], x[3])));
+  out[1] = B32(vreinterpretq_u8_u32(vuzp2q_u32(x[0], x[1])),
+               vreinterpretq_u8_u32(vuzp2q_u32(x[2], x[3])));
 }
 INLINE b32 b32_right(b32 x, int n) {
   int8x16_t by = vdupq_n_s8((int8_t)-n);
@@ -184,8 +217,8 @@ INLINE byte_vector byte_weights(b32 w) {
   uint8x16_t flip = vdupq_n_u8(0x80);
   return B32(veorq_u8(w.a, flip), veorq_u8(w.b, flip));
 }
-INLINE i8 initial_byte_sum(const Activations *a) {
-  (void)a;
+INLINE i8 initial_byte_sum(int32_t sum) {
+  (void)sum;
   return i8_set(0);
 }
 INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return add_partial_dot(sum, w, a); }

@@ -55,6 +55,8 @@ INLINE void f8_store_f16(uint16_t *p, f8 x) {
 }
 INLINE f8 f8_load_u8(const uint8_t *p) { EACH(f8, (float)p[i]); }
 INLINE f8 f8_load_s8(const uint8_t *p) { EACH(f8, (float)(int8_t)p[i]); }
+/* See e4m3_to_float; the numbers are below 128. */
+INLINE f8 f8_load_e4m3(const uint8_t *p) { EACH(f8, e4m3_to_float(p[i])); }
 INLINE i8 i8_set(int32_t x) { EACH(i8, x); }
 INLINE i8 i8_add(i8 x, i8 y) { EACH(i8, x.v[i] + y.v[i]); }
 INLINE i8 i8_sub(i8 x, i8 y) { EACH(i8, x.v[i] - y.v[i]); }
@@ -95,6 +97,20 @@ INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
   for (int k = 0; k < 32; k++) out.v[k] = table[i.v[k]];
   return out;
 }
+INLINE b32 b32_xor(b32 x, b32 y) { EACH_BYTE(x.v[i] ^ y.v[i]); }
+INLINE b32 b32_sub(b32 x, b32 y) { EACH_BYTE(x.v[i] - y.v[i]); }
+/* Byte 4 * c + j: 255 if bit j, or j + 4, of bits[c] is set, else 0. */
+INLINE b32 b32_mask(const uint8_t *bits, int is_upper) {
+  EACH_BYTE(bits[i / 4] >> (i % 4 + 4 * is_upper) & 1 ? 255 : 0);
+}
+/* Bytes 4 * c to 4 * c + 3: those at 4 * index[c] of the table. */
+INLINE b32 b32_gather4(const uint8_t *table, const uint16_t *index) {
+  EACH_BYTE(table[4 * index[i / 4] + i % 4]);
+}
+/* Bytes 4 * c to 4 * c + 3 of out[0]: those at 8 * index[c] of the table; of out[1]: the next. */
+INLINE void b32_gather8(const uint8_t *table, const uint16_t *index, b32 *out) {
+  for (int i = 0; i < 64; i++) out[i / 32].v[i % 32] = table[8 * index[i % 32 / 4] + i / 32 * 4 + i % 4];
+}
 INLINE b32 b32_right(b32 x, int n) { EACH_BYTE(x.v[i] >> n); }
 INLINE b32 b32_left(b32 x, int n) { EACH_BYTE(x.v[i] << n); }
 
@@ -122,5 +138,5 @@ INLINE i8 widen_partial(partial_sums x) { return x; }
 typedef b32 byte_vector;
 INLINE byte_vector byte_weights(b32 w) { return w; }
 /* Stored bytes are offset by 128. */
-INLINE i8 initial_byte_sum(const Activations *a) { return i8_set(-128 * (a->low + a->high)); }
+INLINE i8 initial_byte_sum(int32_t sum) { return i8_set(-128 * sum); }
 INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return add_partial_dot(sum, w, a); }

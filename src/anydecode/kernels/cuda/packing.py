@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
-from anydecode.kernels.formats import BLOCKS, DTYPES, IQ4_VALUES, MXFP4_VALUES
+from anydecode.kernels.formats import (
+    BLOCKS,
+    DTYPES,
+    IQ4_VALUES,
+    MXFP4_VALUES,
+    e4m3,
+    ternary_codes,
+)
+from anydecode.kernels.grids import GRID_FORMATS, grid_codes
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.torch_arrays import as_tensor
 
@@ -145,11 +155,13 @@ def _pack_blocks(
             target = torch.zeros(count, padded, dtype=torch.int16, device=device)
             target[:, :columns] = values.reshape(count, columns)
             codes[row : row + count] = _pack_nibbles(target) if bits == 4 else target.to(torch.int8)
-            scale[row : row + count, : columns // group] = scales.reshape(count, -1)
+            scale[row : row + count, : columns // group] = scales.reshape(count, -1) * weight.scale
             if offsets is not None:
                 if offset is None:
                     offset = torch.zeros_like(scale)
-                offset[row : row + count, : columns // group] = offsets.reshape(count, -1)
+                offset[row : row + count, : columns // group] = (
+                    offsets.reshape(count, -1) * weight.scale
+                )
             row += count
     unit = _unit(scale, offset)
     return Packed(
@@ -302,6 +314,27 @@ def _mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return _looked_up(MXFP4_VALUES, _nibbles(blocks[:, 1:])), scale, None
 
 
+def _nvfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    scale = as_tensor(e4m3(blocks[:, :4].cpu().numpy()), blocks.device)
+    return _looked_up(MXFP4_VALUES, _nibbles(blocks[:, 4:].reshape(-1, 4, 8))), scale, None
+
+
+def _ternary(
+    format: str, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    codes = ternary_codes(format, blocks.cpu().numpy()) + np.int8(1)
+    scale = _half(blocks, BLOCKS[format][1] - 2).expand(-1, 8)
+    return as_tensor(codes, blocks.device), scale, None
+
+
+def _gridded(
+    format: str, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    codes, scale = grid_codes(format, blocks.cpu().numpy())
+    scale = scale.repeat(16 // scale.shape[1], axis=1)
+    return as_tensor(codes, blocks.device), as_tensor(scale, blocks.device), None
+
+
 #: Format -> (function that unpacks its blocks, bits per packed code, values per scale, code of
 #: zero).
 _LAYOUTS: dict[str, tuple[_Split, int, int, int]] = {
@@ -318,4 +351,8 @@ _LAYOUTS: dict[str, tuple[_Split, int, int, int]] = {
     "IQ4_NL": (_iq4_nl, 8, 32, 0),
     "IQ4_XS": (_iq4_xs, 8, 32, 0),
     "MXFP4": (_mxfp4, 8, 32, 0),
+    "NVFP4": (_nvfp4, 8, 16, 0),
+    "TQ1_0": (partial(_ternary, "TQ1_0"), 4, 32, 1),
+    "TQ2_0": (partial(_ternary, "TQ2_0"), 4, 32, 1),
+    **{format: (partial(_gridded, format), 8, 16, 0) for format in GRID_FORMATS},
 }

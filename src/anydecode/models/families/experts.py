@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.kernels.formats import BLOCKS, plain_weight
+from anydecode.kernels.formats import BLOCKS, halves_paired, plain_weight
 from anydecode.kernels.interface import ExpertWeights, Weight
 from anydecode.models.families.config import shared_size
 from anydecode.models.families.family import Family, MixtureOfExperts
@@ -172,7 +172,5 @@ def mxfp4_rows(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """
     result = np.empty((*exponents.shape, 17), np.uint8)
     result[..., 0] = exponents
-    first, second = codes[..., :8], codes[..., 8:]
-    result[..., 1::2] = first & 15 | second << 4
-    result[..., 2::2] = first >> 4 | second & 240
+    result[..., 1:] = halves_paired(codes)
     return result.reshape(*exponents.shape[:2], -1)

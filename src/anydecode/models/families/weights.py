@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -127,7 +128,7 @@ class TensorReader:
         """A weight, or some of its rows, in the requested format and with its full name."""
         name = name if name == "lm_head" else f"model.{name}"
         data = weight.data if rows is None else weight.data[rows]
-        stored = Weight(weight.format, len(data), weight.in_features, data, name)
+        stored = replace(weight, out_features=len(data), data=data, name=name)
         format = None if keep_format else (self._outer_format if is_outer else self._layer_format)
         if format is None or format == stored.format:
             return stored

@@ -12,6 +12,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.groups import check_parts, grouped_weight, unpack
 
+MARKER = "qweight"
 PARTS = ("qweight", "qzeros", "scales")
 
 #: Field i of a 32-bit word holds column _COLUMN[i] of eight.

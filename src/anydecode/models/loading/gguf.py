@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ _VECTORS = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
+#: Factors of a weight, which are read with it, and of activations, which are not used.
+_SCALES = ("scale", "input_scale")
 #: Rope factors, which are read into the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
@@ -150,6 +153,8 @@ def _convert(
 ) -> list[tuple[str, _Shape, Reader]]:
     """The Hugging Face tensors of one GGUF tensor: names, shapes and readers."""
     module, _, leaf = info.name.rpartition(".")
+    if leaf in _SCALES and f"{module}.weight" in file.tensors:
+        return []
     if leaf not in ("weight", "bias"):
         raise _unknown_tensor(file, info, architecture)
     if not module.startswith("blk."):
@@ -215,7 +220,7 @@ def _experts(
             )
         modules = [prefix + table[part[:-5]].format(i) for i in range(info.shape[0])]
         return [
-            (f"{module}.{leaf}", info.shape[1:], partial(file.part, info.name, index, module))
+            (f"{module}.{leaf}", info.shape[1:], partial(_read_part, file, info, index, module))
             for index, module in enumerate(modules)
         ]
     kind, _, index = part.partition(".")
@@ -225,8 +230,34 @@ def _experts(
     return []
 
 
+def _read_part(file: GGUFFile, info: TensorInfo, index: int, module: str) -> np.ndarray | Weight:
+    return _scaled(file, info, file.part(info.name, index, module), index)
+
+
+def _scaled(
+    file: GGUFFile, info: TensorInfo, tensor: np.ndarray | Weight, index: int
+) -> np.ndarray | Weight:
+    """A weight multiplied by the factor that the file has for it, if any; `index` is that of an
+    expert."""
+    module, _, leaf = info.name.rpartition(".")
+    name = f"{module}.scale"
+    if leaf != "weight" or name not in file.tensors:
+        return tensor
+    scales = file.read(name)
+    count = info.shape[0] if len(info.shape) == 3 else 1
+    if not isinstance(scales, np.ndarray) or scales.dtype != np.float32 or scales.size != count:
+        raise CheckpointError(
+            f"{file.path}: {name!r} is {file.tensors[name].format} of shape"
+            f" {list(file.tensors[name].shape)}, not F32 of shape [{count}]"
+        )
+    scale = float(scales[index])
+    if isinstance(tensor, Weight):
+        return replace(tensor, scale=scale)
+    return tensor.astype(np.float32) * np.float32(scale)
+
+
 def _read(file: GGUFFile, info: TensorInfo, module: str) -> np.ndarray | Weight:
-    tensor = file.view(info, module)
+    tensor = _scaled(file, info, file.view(info, module), 0)
     if isinstance(tensor, Weight) and len(info.shape) == 1:
         return dequantize(tensor).ravel()
     return tensor
@@ -240,7 +271,7 @@ def _deinterleaved(reader: Reader, num_heads: int) -> np.ndarray | Weight:
     rows = np.arange(len(data)).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
     moved = data[rows]
     if isinstance(tensor, Weight):
-        return Weight(tensor.format, tensor.out_features, tensor.in_features, moved, tensor.name)
+        return replace(tensor, data=moved)
     return moved
 
 

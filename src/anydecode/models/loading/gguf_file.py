@@ -38,7 +38,7 @@ _SCALARS = {
     12: "<d",
 }
 #: GGUF's codes of the supported formats.
-_FORMAT_CODES = {
+FORMAT_CODES = {
     0: "F32",
     1: "F16",
     2: "Q4_0",
@@ -51,29 +51,31 @@ _FORMAT_CODES = {
     12: "Q4_K",
     13: "Q5_K",
     14: "Q6_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
     20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
     23: "IQ4_XS",
+    29: "IQ1_M",
     30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
     39: "MXFP4",
+    40: "NVFP4",
 }
 #: Names of unsupported formats, for error messages.
 _OTHER_FORMATS = {
     9: "Q8_1",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
     28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
+    41: "Q1_0",
 }
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
@@ -107,6 +109,7 @@ class GGUFFile:
         self.path = path
         self._maps: list[np.memmap[Any, Any]] = []
         self.metadata: dict[str, Any] = {}
+        self._entries: dict[str, slice] = {}
         self.tensors: dict[str, TensorInfo] = {}
         names = part_names(str(path))
         for number, name in enumerate(names):
@@ -135,12 +138,16 @@ class GGUFFile:
                 " NAME-00001-of-0000N.gguf"
             )
         if number == 0:
-            self.metadata = header.metadata
+            self.metadata, self._entries = header.metadata, header.entries
         for name, info in header.tensors.items():
             if name in self.tensors:
                 raise header.fault(f"is corrupt: tensor {name!r} is in an earlier part too")
             self.tensors[name] = replace(info, part=number)
         self._maps.append(data)
+
+    def entry(self, key: str) -> bytes:
+        """The key and the value of one of the metadata as stored."""
+        return self._maps[0][self._entries[key]].tobytes()
 
     def read(self, name: str, weight_name: str = "") -> np.ndarray | Weight:
         """A view of a tensor in the mapped file: a `Weight` if it is packed, else a numpy array.
@@ -172,16 +179,18 @@ class _Header:
         self.buffer = buffer
         self.position = 0
         self.metadata: dict[str, Any] = {}
+        self.entries: dict[str, slice] = {}  # bytes of each of the metadata
         self.tensors: dict[str, TensorInfo] = {}
         self._check_start()
         num_tensors, num_keys = self._number("<Q"), self._number("<Q")
         if max(num_tensors, num_keys) > len(buffer):
             raise self.fault("is corrupt: its header declares more entries than the file has bytes")
         for _ in range(num_keys):
-            key = self._string()
+            start, key = self.position, self._string()
             if key in self.metadata:
                 raise self.fault(f"is corrupt: metadata {key!r} appear twice")
             self.metadata[key] = self._value(self._number("<I"))
+            self.entries[key] = slice(start, self.position)
         self._read_tensors(num_tensors)
 
     def fault(self, what: str) -> CheckpointError:
@@ -265,7 +274,7 @@ class _Header:
     def _tensor_info(
         self, name: str, shape: tuple[int, ...], code: int, base: int, offset: int, alignment: int
     ) -> TensorInfo:
-        format = _FORMAT_CODES.get(code)
+        format = FORMAT_CODES.get(code)
         if format is None:
             format_name = _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(

@@ -12,6 +12,8 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.groups import check_parts, grouped_weight, unpack
 
+#: The tensor that only packed modules have.
+MARKER = "qweight"
 #: The tensors of one packed module, except its bias.
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 

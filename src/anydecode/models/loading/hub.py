@@ -20,7 +20,8 @@ _FOLDER = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"
 #: The preferred GGUF file of a repo that has several, best first.
 _PREFERRED = (
     "Q4_K_M", "Q4_K_S", "MXFP4", "Q4_1", "IQ4_NL", "IQ4_XS", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0",
-    "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K", "BF16", "F16", "F32",
+    "NVFP4", "Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K",
+    "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "TQ2_0", "TQ1_0", "BF16", "F16", "F32",
 )  # fmt: skip
 
 Progress = Callable[[int, int], None]

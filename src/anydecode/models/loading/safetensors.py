@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from ml_dtypes import float8_e4m3fn
 from safetensors import SafetensorError, safe_open
 
 from anydecode.errors import CheckpointError
@@ -18,7 +19,7 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
-from anydecode.models.loading import awq, bd3lm, gpt, gptq, llada, sdar
+from anydecode.models.loading import awq, bd3lm, gpt, gptq, llada, nvfp4, sdar
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
 from anydecode.models.tokenizers import HFTokenizer
 
@@ -34,6 +35,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
             "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
         }.items()
     },
+    "F8_E4M3": np.dtype(float8_e4m3fn),
 }  # fmt: skip
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Name prefixes of the language model in multimodal checkpoints -> prefixes in a checkpoint of its
@@ -55,7 +57,7 @@ def load_folder(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: there is no config.json")
     config = read_json(path / "config.json")
     readers = _open_files(_files(path))
-    settings = config.get("quantization_config")
+    settings = config.get("quantization_config") or _modelopt_settings(path)
     if isinstance(config.get("text_config"), dict):
         check_multimodal(config)
         config, readers = _language_model(config, readers)
@@ -168,22 +170,36 @@ def _language_model(
     return text, result or readers
 
 
+def _modelopt_settings(path: Path) -> dict[str, Any] | None:
+    """The settings that ModelOpt writes to a file of its own."""
+    settings = read_json(path / "hf_quant_config.json").get("quantization")
+    if not isinstance(settings, dict) or settings.get("quant_algo") is None:
+        return None
+    return {**settings, "quant_method": "modelopt"}
+
+
 def _dequantizing_readers(
     path: Path, readers: dict[str, Reader], settings: Any
 ) -> dict[str, Reader]:
     """Readers that return the parts of each quantised module as one weight."""
-    methods: dict[str, ModuleType] = {"gptq": gptq, "awq": awq}
+    methods: dict[str, ModuleType | nvfp4.Layout] = {
+        "gptq": gptq,
+        "awq": awq,
+        "modelopt": nvfp4.MODELOPT,
+        "compressed-tensors": nvfp4.COMPRESSED_TENSORS,
+    }
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method == "mxfp4":  # a format of the kernels, which `families/experts.py` reads
         return readers
     if not isinstance(method, str) or method not in methods:
         raise CheckpointError(
-            f"{path}: weights quantised with {method!r} are not supported; supported are gptq,"
-            " awq and mxfp4"
+            f"{path}: weights quantised with {method!r} are not supported; supported are"
+            f" {', '.join(methods)} and mxfp4"
         )
     layout = methods[method]
     layout.check(settings, path)
-    modules = sorted(name[: -len(".qweight")] for name in readers if name.endswith(".qweight"))
+    end = f".{layout.MARKER}"
+    modules = sorted(name.removesuffix(end) for name in readers if name.endswith(end))
     parts = {f"{module}.{part}" for module in modules for part in layout.PARTS}
     result = {name: reader for name, reader in readers.items() if name not in parts}
     get = partial(_read_plain, path, readers)

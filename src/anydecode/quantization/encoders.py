@@ -1,0 +1,257 @@
+"""Blocks of GGUF's formats from float32 values: rounding to nearest, with a search for the scales.
+
+The search is that of llama.cpp's reference in outline: several scales are tried, and the one with
+the smallest weighted squared error is kept. An importance matrix is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from anydecode.kernels.formats import BLOCKS, IQ4_VALUES, MXFP4_VALUES, QUANTIZABLE, quantize
+
+_TRIES = 20  # scales per block with a minimum
+_SIGNED_TRIES = 6  # scales per block above and below that of the largest value
+
+
+def encode(values: np.ndarray, format: str) -> np.ndarray:
+    """Encode rows of values.
+
+    Args:
+        values: float32 `[rows, columns]`; the columns divide into blocks of the format.
+        format: One of `FORMATS`.
+
+    Returns:
+        uint8 `[rows, bytes]`.
+    """
+    if format in QUANTIZABLE:
+        return quantize(values, format).data
+    blocks = values.reshape(-1, BLOCKS[format][0])
+    with np.errstate(all="ignore"):  # infinities and NaN pass through
+        return _ENCODERS[format](blocks).reshape(len(values), -1)
+
+
+def _halves(*scales: np.ndarray) -> np.ndarray:
+    """Float16 scales `[blocks, 1]` as bytes `[blocks, 2 * count]`."""
+    return np.concatenate(scales, 1).astype(np.float16).view(np.uint8)
+
+
+def _stored(scale: np.ndarray) -> np.ndarray:
+    """A scale as it is read again."""
+    return scale.astype(np.float16).astype(np.float32)
+
+
+def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a / b, and 0 where b is 0."""
+    return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
+
+
+def _paired(codes: np.ndarray) -> np.ndarray:
+    """Codes `[..., n]` below 16 as bytes `[..., n / 2]`, which hold the codes i and i + n / 2."""
+    low, high = np.split(codes.astype(np.uint8), 2, axis=-1)
+    return low | high << 4
+
+
+def _sum(values: np.ndarray) -> np.ndarray:
+    return values.sum(-1, keepdims=True, dtype=np.float32)
+
+
+def _fit_with_min(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minima `[..., 1]`, at least 0, with which codes from 0 to `top` represent x best:
+    x is about scale * code - min."""
+    weight = np.sqrt(_sum(x * x) / x.shape[-1]) + np.abs(x)
+    low = np.minimum(x.min(-1, keepdims=True), 0)
+    span = x.max(-1, keepdims=True) - low
+    best_scale, best_min = span / np.float32(top), -low
+    best_error = np.full_like(span, np.inf)
+    total, weighted = _sum(weight), _sum(weight * x)
+    for step in range(-1, _TRIES):
+        inverse = _ratio(np.full_like(span, top + 0.1 * (step - _TRIES // 2)), span)
+        code = np.rint(inverse * (x - low)).clip(0, top)
+        # The scale and minimum of least squares for these codes.
+        squares, codes = _sum(weight * code * code), _sum(weight * code)
+        products = _sum(weight * code * x)
+        determinant = total * squares - codes * codes
+        scale = _ratio(total * products - weighted * codes, determinant)
+        least = _ratio(squares * weighted - codes * products, determinant)
+        is_positive = least > 0
+        scale = np.where(is_positive, _ratio(products, squares), scale)
+        least = np.where(is_positive, 0, least)
+        error = _sum(weight * (scale * code + least - x) ** 2)
+        is_better = (error < best_error) & (scale > 0)
+        best_scale = np.where(is_better, scale, best_scale)
+        best_min = np.where(is_better, -least, best_min)
+        best_error = np.where(is_better, error, best_error)
+    return best_scale, best_min
+
+
+def _fit(x: np.ndarray, first: float, nearest: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Scales `[..., 1]` of either sign with which the numbers of a format represent x best.
+
+    Args:
+        x: float32 `[..., values]`.
+        first: The number of the largest magnitude.
+        nearest: Maps values to the nearest numbers.
+    """
+    weight = x * x
+    extreme = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
+    best_scale, best_gain = np.zeros_like(extreme), np.zeros_like(extreme)
+    for step in range(-_SIGNED_TRIES, _SIGNED_TRIES + 1):
+        inverse = _ratio(np.full_like(extreme, first * (1 + 0.016 * step)), extreme)
+        near = nearest(inverse * x)
+        products, squares = _sum(weight * near * x), _sum(weight * near * near)
+        gain = _ratio(products * products, squares)
+        is_better = gain > best_gain
+        best_scale = np.where(is_better, _ratio(products, squares), best_scale)
+        best_gain = np.where(is_better, gain, best_gain)
+    return best_scale
+
+
+_IQ4 = np.array(IQ4_VALUES, np.float32)
+#: The code of the nearest value for each number of halves from -256 to 255, rounded down.
+_IQ4_CODES = np.searchsorted((_IQ4[1:] + _IQ4[:-1]) / 2, np.arange(-256, 256) / 2, "right").astype(
+    np.uint8
+)
+
+
+def _iq4_codes(x: np.ndarray) -> np.ndarray:
+    """The codes of the nearest values of IQ4_NL and IQ4_XS."""
+    return _IQ4_CODES[np.floor(2 * x).clip(-256, 255).astype(np.int16) + 256]
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    return _ratio(np.ones_like(scale), scale)
+
+
+def _q5(has_min: bool, x: np.ndarray) -> np.ndarray:
+    if has_min:
+        low = x.min(1, keepdims=True)
+        scale = (x.max(1, keepdims=True) - low) / np.float32(31)
+        codes = np.trunc((x - low) * _inverse(scale) + np.float32(0.5))
+        heads = _halves(scale, low)
+    else:
+        extreme = np.take_along_axis(x, np.abs(x).argmax(1)[:, None], 1)
+        scale = extreme / np.float32(-16)
+        codes = np.trunc(x * _inverse(scale) + np.float32(16.5))
+        heads = _halves(scale)
+    code = codes.clip(0, 31).astype(np.uint8)
+    high = np.packbits(code >> 4, axis=1, bitorder="little")
+    return np.concatenate((heads, high, _paired(code & 15)), 1)
+
+
+def _k45(format: str, x: np.ndarray) -> np.ndarray:
+    """Q4_K and Q5_K: eight parts with six-bit scales and minima."""
+    top = 15 if format == "Q4_K" else 31
+    parts = x.reshape(-1, 8, 32)
+    scales, minima = (fit[..., 0] for fit in _fit_with_min(parts, top))
+    scale, least = (part.max(1, keepdims=True) / np.float32(63) for part in (scales, minima))
+    scale_codes = np.rint(scales * _inverse(scale)).astype(np.uint8)
+    min_codes = np.rint(minima * _inverse(least)).astype(np.uint8)
+    steps = (_stored(scale) * scale_codes)[..., None]
+    offsets = (_stored(least) * min_codes)[..., None]
+    codes = np.rint((parts + offsets) * _inverse(steps)).clip(0, top).astype(np.uint8)
+    first, last, low, high = (
+        scale_codes[:, :4],
+        scale_codes[:, 4:],
+        min_codes[:, :4],
+        min_codes[:, 4:],
+    )
+    packed = [
+        _halves(scale, least),
+        first | (last >> 4) << 6,
+        low | (high >> 4) << 6,
+        (last & 15) | (high & 15) << 4,
+    ]
+    if top == 31:
+        packed.append(np.packbits(codes >> 4, axis=1, bitorder="little").reshape(-1, 32))
+    nibbles = (codes & 15).reshape(-1, 4, 2, 32)
+    packed.append((nibbles[:, :, 0] | nibbles[:, :, 1] << 4).reshape(-1, 128))
+    return np.concatenate(packed, 1)
+
+
+def _q6_k(x: np.ndarray) -> np.ndarray:
+    parts = x.reshape(-1, 16, 16)
+    scales = _fit(parts, -32, lambda numbers: np.rint(numbers).clip(-32, 31))[..., 0]
+    extreme = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
+    scale = extreme / np.float32(-128)
+    scale_codes = np.rint(scales * _inverse(scale)).clip(-128, 127).astype(np.int8)
+    steps = (_stored(scale) * scale_codes)[..., None]
+    codes = np.rint(parts * _inverse(steps)).clip(-32, 31) + 32
+    quarters = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = np.bitwise_or.reduce((quarters >> 4) << shifts, axis=2)
+    rows = len(x)
+    return np.concatenate(
+        (low.reshape(rows, -1), high.reshape(rows, -1), scale_codes.view(np.uint8), _halves(scale)),
+        1,
+    )
+
+
+def _iq4_nl(x: np.ndarray) -> np.ndarray:
+    scale = _fit(x, _IQ4[0], lambda numbers: _IQ4[_iq4_codes(numbers)])
+    codes = _iq4_codes(x * _inverse(_stored(scale)))
+    return np.concatenate((_halves(scale), _paired(codes)), 1)
+
+
+def _iq4_xs(x: np.ndarray) -> np.ndarray:
+    parts = x.reshape(-1, 8, 32)
+    scales = _fit(parts, _IQ4[0], lambda numbers: _IQ4[_iq4_codes(numbers)])[..., 0]
+    extreme = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
+    scale = extreme / np.float32(-32)
+    stored = np.rint(scales * _inverse(scale)).clip(-32, 31)
+    steps = (_stored(scale) * stored)[..., None]
+    codes = _iq4_codes(parts * _inverse(steps))
+    six = (stored + 32).astype(np.uint16)
+    low, high = six & 15, six >> 4
+    upper = np.bitwise_or.reduce(high << np.arange(0, 16, 2, dtype=np.uint16), axis=1)
+    heads = (_halves(scale), upper[:, None].view(np.uint8))
+    lower = (low[:, 0::2] | low[:, 1::2] << 4).astype(np.uint8)
+    return np.concatenate((*heads, lower, _paired(codes).reshape(-1, 128)), 1)
+
+
+def _mxfp4(x: np.ndarray) -> np.ndarray:
+    largest = np.abs(x).max(1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        exponent = np.where(largest > 0, np.floor(np.log2(largest)) + 125, 0).clip(0, 254)
+    scale = np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)
+    errors = np.abs(scale[..., None] * np.array(MXFP4_VALUES, np.float32) - x[..., None])
+    codes = errors.argmin(-1)
+    return np.concatenate((exponent.astype(np.uint8), _paired(codes)), 1)
+
+
+def _ternary(format: str, x: np.ndarray) -> np.ndarray:
+    scale = np.abs(x).max(1, keepdims=True)
+    scaled = np.abs(x * _inverse(scale))
+    codes = (np.sign(x) * np.floor(scaled + np.float32(0.5)) + 1).astype(np.uint8)
+    if format == "TQ2_0":
+        four = codes.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
+        return np.concatenate(
+            (np.bitwise_or.reduce(four, axis=2).reshape(-1, 64), _halves(scale)), 1
+        )
+    powers = np.array([81, 27, 9, 3, 1], np.uint16)[:, None]
+    parts = (codes[:, :160], 32), (codes[:, 160:240], 16), (codes[:, 240:], 4)
+    digits = [part.reshape(len(x), -1, width) for part, width in parts]
+    sums = np.concatenate([(part * powers[: part.shape[1]]).sum(1) for part in digits], 1)
+    # The digits as a fraction of 256, rounded up.
+    return np.concatenate((((sums * 256 + 242) // 243).astype(np.uint8), _halves(scale)), 1)
+
+
+_ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Q5_0": partial(_q5, False),
+    "Q5_1": partial(_q5, True),
+    "Q4_K": partial(_k45, "Q4_K"),
+    "Q5_K": partial(_k45, "Q5_K"),
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "TQ1_0": partial(_ternary, "TQ1_0"),
+    "TQ2_0": partial(_ternary, "TQ2_0"),
+}
+
+#: The block formats that can be encoded.
+FORMATS = (*QUANTIZABLE, *_ENCODERS)

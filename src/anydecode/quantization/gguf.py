@@ -1,0 +1,243 @@
+"""Writes a GGUF file again with its matrices in another format.
+
+The metadata and the names of tensors stay, so that every program that reads the source reads the
+result. Vectors, routers, convolutions and tables of positions stay as they are stored. Where the
+format has fewer than six bits per weight, the embedding and the head are written in Q6_K.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize, plain_weight, row_bytes
+from anydecode.kernels.interface import Weight
+from anydecode.models.loading.gguf_file import FORMAT_CODES, GGUFFile, TensorInfo
+from anydecode.quantization import encoders
+
+#: The formats that can be written, and their codes in `general.file_type`.
+FORMATS = {
+    "F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q6_K": 18, "Q5_K": 16, "Q5_1": 9, "Q5_0": 8,
+    "Q4_K": 14, "Q4_1": 3, "Q4_0": 2, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38, "TQ2_0": 37,
+    "TQ1_0": 36,
+}  # fmt: skip
+_OUTER = ("token_embd.weight", "output.weight")
+#: Parts of the names of matrices that stay: they are small, or not read as matrices.
+_KEPT = ("norm", "ffn_gate_inp", "position_embd", "token_types", "conv", "ssm_", "time_mix")
+#: Formats with blocks of 256 -> what llama.cpp writes where a row is no multiple of that.
+_SMALL_BLOCKS = {
+    "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "IQ4_XS": "IQ4_NL", "TQ2_0": "Q4_0",
+    "TQ1_0": "Q4_0",
+}  # fmt: skip
+_FACTORS = (".scale", ".input_scale")
+_GROUP_VALUES = 1 << 18  # values that are encoded at once
+_UINT32 = 4  # of metadata
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was written."""
+
+    path: str
+    format: str
+    num_bytes: int
+    source_bytes: int
+    bits_per_weight: float  # of all tensors
+    formats: dict[str, int]  # format -> number of tensors
+    error: float  # the root of the squared error of encoded weights over their squares
+
+
+def quantize_file(
+    source: Path,
+    target: Path,
+    format: str,
+    *,
+    overwrite: bool = False,
+    threads: int = 1,
+    progress: Progress = lambda done, total, name: None,
+) -> Summary:
+    """Write the model of a GGUF file to another one in another format.
+
+    Args:
+        source: The file, or any part of a split model.
+        target: The new file, which is complete or not there.
+        format: One of `FORMATS`, in either case.
+        overwrite: Whether the target may exist.
+        threads: Number of threads.
+        progress: Called with the bytes written, those in all, and the name of a tensor.
+
+    Raises:
+        InvalidRequestError: The format is unknown, or the target cannot be written.
+        CheckpointError: The source is damaged, or has values that the format cannot hold.
+    """
+    format = format.upper()
+    if format not in FORMATS:
+        allowed = ", ".join(name.lower() for name in FORMATS)
+        raise InvalidRequestError(f"unknown format {format.lower()!r}; choose from {allowed}")
+    _check_target(source, target, overwrite)
+    file = GGUFFile(source)
+    factors = [name for name in file.tensors if name.endswith(_FACTORS)]
+    if factors:
+        raise CheckpointError(
+            f"{source}: {factors[0]!r} is a factor of a quantised weight; use a file whose weights"
+            " have no factors of their own"
+        )
+    plan = {info.name: _planned(info, format) for info in file.tensors.values()}
+    header, offsets, size = _header(file, plan, format)
+    free = shutil.disk_usage(target.parent).free
+    if size > free:
+        raise InvalidRequestError(
+            f"{target}: needs {size / 1e9:.2f} GB; the disk has {free / 1e9:.2f} GB free"
+        )
+    part = target.with_name(f"{target.name}.part")
+    errors = _Errors()
+    try:
+        with part.open("wb") as out, ThreadPoolExecutor(threads) as pool:
+            out.write(header)
+            for info in file.tensors.values():
+                out.write(b"\0" * (len(header) + offsets[info.name] - out.tell()))
+                for data in _encoded(file, info, plan[info.name], pool, threads, errors):
+                    out.write(data)
+                    progress(out.tell(), size, info.name)
+        os.replace(part, target)
+    except OSError as error:
+        raise InvalidRequestError(f"{target}: cannot be written: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    num_weights = sum(math.prod(info.shape) for info in file.tensors.values())
+    return Summary(
+        path=str(target),
+        format=format,
+        num_bytes=size,
+        source_bytes=sum(info.num_bytes for info in file.tensors.values()),
+        bits_per_weight=8 * (size - len(header)) / num_weights,
+        formats=dict(Counter(info.format for info in plan.values())),
+        error=errors.relative(),
+    )
+
+
+def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+    if target.suffix != ".gguf":
+        raise InvalidRequestError(f"{target}: the new file must be called NAME.gguf")
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+        raise InvalidRequestError(f"{target}: {what}; give the path of a new file")
+    if target.exists() and target.samefile(source):
+        raise InvalidRequestError(f"{target}: is the model itself; give the path of a new file")
+    if target.exists() and not overwrite:
+        raise InvalidRequestError(f"{target}: exists; --force replaces it")
+
+
+def _planned(info: TensorInfo, format: str) -> TensorInfo:
+    """The tensor in the format in which it is written."""
+    is_matrix = len(info.shape) >= 2 and info.name.endswith(".weight")
+    if not is_matrix or any(part in info.name for part in _KEPT):
+        return info
+    values, size = BLOCKS[format]
+    if info.name in _OUTER and 8 * size < 6 * values:
+        format = "Q6_K"
+    if info.shape[-1] % BLOCKS[format][0]:
+        format = _SMALL_BLOCKS.get(format, format)
+    if info.shape[-1] % BLOCKS[format][0]:
+        format = "F16"
+    num_bytes = math.prod(info.shape[:-1]) * row_bytes(format, info.shape[-1])
+    return replace(info, format=format, num_bytes=num_bytes)
+
+
+def _header(
+    file: GGUFFile, plan: dict[str, TensorInfo], format: str
+) -> tuple[bytes, dict[str, int], int]:
+    """The header, the offsets of tensors after it, and the size of the file."""
+    alignment: int = file.metadata.get("general.alignment", 32)
+    entries = {key: file.entry(key) for key in file.metadata if not key.startswith("split.")}
+    for key, number in (
+        ("general.file_type", FORMATS[format]),
+        ("general.quantization_version", 2),
+    ):
+        entries[key] = _string(key) + struct.pack("<II", _UINT32, number)
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(plan), len(entries)), *entries.values()]
+    offsets, position = {}, 0
+    codes = {name: code for code, name in FORMAT_CODES.items()}
+    for name, info in plan.items():
+        position = -(-position // alignment) * alignment
+        offsets[name] = position
+        shape = struct.pack(f"<I{len(info.shape)}Q", len(info.shape), *reversed(info.shape))
+        parts += [_string(name), shape, struct.pack("<IQ", codes[info.format], position)]
+        position += info.num_bytes
+    header = b"".join(parts)
+    header += b"\0" * (-len(header) % alignment)
+    return header, offsets, len(header) + position
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+class _Errors:
+    """The sums of squared errors and of squares of encoded weights."""
+
+    def __init__(self) -> None:
+        self._errors = self._squares = 0.0
+
+    def add(self, errors: float, squares: float) -> None:
+        self._errors += errors
+        self._squares += squares
+
+    def relative(self) -> float:
+        return math.sqrt(self._errors / self._squares) if self._squares else 0.0
+
+
+def _encoded(
+    file: GGUFFile,
+    info: TensorInfo,
+    planned: TensorInfo,
+    pool: ThreadPoolExecutor,
+    threads: int,
+    errors: _Errors,
+) -> Iterator[bytes]:
+    """The bytes of a tensor in its new format, part by part."""
+    tensor = file.view(info)
+    if planned.format == info.format:
+        yield (tensor.data if isinstance(tensor, Weight) else tensor).tobytes()
+        return
+    columns = info.shape[-1]
+    weight = tensor if isinstance(tensor, Weight) else plain_weight(tensor.reshape(-1, columns))
+    step = max(1, _GROUP_VALUES // columns)
+
+    def encode(first: int) -> tuple[bytes, float, float]:
+        rows = weight.data[first : first + step]
+        values = dequantize(replace(weight, out_features=len(rows), data=rows))
+        if planned.format in DTYPES:
+            with np.errstate(over="ignore"):
+                written = plain_weight(values.astype(DTYPES[planned.format]))
+        else:
+            data = encoders.encode(values, planned.format)
+            written = Weight(planned.format, len(rows), columns, data)
+        with np.errstate(all="ignore"):  # the caller refuses an error that is not finite
+            difference = (dequantize(written) - values).ravel()
+            error, squares = (float(np.dot(x, x)) for x in (difference, values.ravel()))
+        return written.data.tobytes(), error, squares
+
+    starts = range(0, weight.out_features, step)
+    for batch in range(0, len(starts), threads):
+        for data, error, squares in pool.map(encode, starts[batch : batch + threads]):
+            if not math.isfinite(error):
+                raise CheckpointError(
+                    f"{file.path}: {info.name!r} has values that are not finite, or too large for"
+                    f" {planned.format}"
+                )
+            errors.add(error, squares)
+            yield data
