@@ -18,6 +18,16 @@ from tiny_models import hf_model, own_model
 BACKEND = "torch" if load_library() is None else "native"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+        },
+    ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
 }
 PROMPTS = [
@@ -78,7 +88,7 @@ def test_cached_prefixes(name: str, max_states: int) -> None:
     with LLM(model(name), tokenizer=ByteTokenizer(), cache_positions=1024) as llm:
         cache, spec = llm.engine.runners["target"].pool.cache, model(name).spec
         if cache.states is not None:
-            cache.states = StatePool(spec.recurrences, spec.num_layers, max_states, interval=16)
+            cache.states = StatePool(spec.recurrences, max_states, interval=16)
         for _ in range(2):
             found = [llm.generate(prompt, **OPTIONS) for prompt in PROMPTS]
             assert [one.tokens for one in found] == expected

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from anydecode.errors import UnsupportedCombinationError
+from anydecode.kernels.host import to_host
+from anydecode.kernels.interface import OutputSpec
 from anydecode.kernels.library import load_library
-from anydecode.kernels.recurrent import StatePool
+from anydecode.kernels.recurrent import PassStates, StatePool
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
 from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
@@ -19,7 +21,18 @@ BACKENDS = ["torch", *(["native"] if load_library() is not None else [])]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+        },
+    ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
+    "falcon h1": ("FalconH1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16}),
     "granite": (
         "GraniteMoeHybrid",
         {
@@ -46,8 +59,7 @@ def new_cache(model: Transformer, max_states: int | None = None, interval: int =
     """A cache for 128 positions, with few states if `max_states` says so."""
     cache = model.new_cache(128)
     if cache.states is not None:
-        recurrences = model.spec.recurrences
-        cache.states = StatePool(recurrences, model.spec.num_layers, max_states, interval)
+        cache.states = StatePool(model.spec.recurrences, max_states, interval)
     return cache
 
 
@@ -124,6 +136,38 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(model: Transformer) -> Non
     text = TOKENS[:trunk] + [tokens[member] for member in path] + [77]
     alone = logits(model, whole(chain(text), model), new_cache(model))
     assert np.array_equal(logits(model, whole(rows, model), cache)[0], alone[-1])
+
+
+@pytest.mark.parametrize("max_states", [None, 1, 2])
+def test_rows_that_go_on_from_an_early_layer_have_the_same_bits(
+    model: Transformer, max_states: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows exit after one layer and go on beside a further row, again and again."""
+    expected = in_parts(model, new_cache(model), [40])
+    cache, lengths = new_cache(model, max_states, interval=64), []
+    in_parts(model, cache, [7])
+    slots, scan = np.arange(128)[::-1].copy(), PassStates.scan
+
+    def measured(states: PassStates, active: Any) -> Any:
+        lengths.append(len(scan(states, active).slots))
+        return scan(states, active)
+
+    monkeypatch.setattr(PassStates, "scan", measured)
+    for first in range(7, 37, 3):
+        hidden = []
+        for position in (first, first + 1):
+            rows = whole(chain([TOKENS[position]], position, slots[: position + 1]), model)
+            rows.stop[:] = 1
+            spec = OutputSpec(np.empty(0, np.int32), {1: np.zeros(1, np.int32)})
+            hidden.append(to_host(model.run(rows, cache, spec).hidden[1])[0].copy())
+        rows = whole(chain([-1, -1, TOKENS[first + 2]], first, slots[: first + 3]), model)
+        rows.start[:2] = 1
+        rows.inputs = np.stack([*hidden, np.zeros_like(hidden[0])])
+        spec = OutputSpec(np.arange(3, dtype=np.int32))
+        found = to_host(model.run(rows, cache, spec).logits)
+        assert np.array_equal(found, expected[first : first + 3])
+    if cache.states is not None and max_states is None:
+        assert max(lengths) <= 2 * (cache.states.lead + 3), "states of early exits are not kept"
 
 
 def test_a_batch_has_the_bits_of_single_sequences(model: Transformer) -> None:

@@ -106,6 +106,12 @@ CASES = {
         },
         is_permuted=True,
     ),
+    "lfm2": Case(
+        "Lfm2",
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+        {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0]},
+    ),
     "glm4": Case("Glm4", "glm4", {"head_dim": 16}, {"rope.dimension_count": 8}),
     "glm4 no bias": Case(
         "Glm4", "glm4", {"head_dim": 16, "attention_bias": False}, {"rope.dimension_count": 8}
@@ -252,6 +258,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     eps = config.get("layer_norm_eps") or config.get("norm_epsilon")
+    rms_eps = config.get("rms_norm_eps") or config.get("norm_eps")
     metadata: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -262,7 +269,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_epsilon": eps,
-        "attention.layer_norm_rms_epsilon": None if eps else config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": None if eps else rms_eps,
         "rope.freq_base": 5000.0,
         **case.metadata,
         **changes,
@@ -305,6 +312,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
             tensor = np.concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
         if case.is_permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
+        tensor = tensor.squeeze(1) if tensor.ndim == 3 else tensor
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         writer.add_tensor(target, np.ascontiguousarray(tensor, np.float32))
@@ -371,6 +379,11 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("granite", {"logit_scale": -1.0}, "logits_scaling"),
         ("minicpm", {"logit_scale": 0.0}, "dim_model_base"),
         ("glm4", {"rope.dimension_count": 99}, "rotary size"),
+        ("lfm2", {"attention.head_count_kv": 2}, "head_count_kv is 2; allowed is a list"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, "allowed is a list of 3 numbers"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 2]}, "layers.2.self_attn.out_proj"),
+        ("lfm2", {"shortconv.l_cache": 0}, "shortconv.l_cache is 0"),
+        ("lfm2", {"shortconv.l_cache": 4}, "conv.conv.weight.* has shape"),
         ("olmo3", {"attention.sliding_window": "x"}, "attention.sliding_window"),
         ("exaone4", {"attention.sliding_window_pattern": [True]}, "1 entries for 3 layers"),
         ("exaone4", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern"),

@@ -61,7 +61,7 @@ def new_cache(
         for layer, shape in recurrences.items()
     }
     has_states = any(shape.state_shape for shape in recurrences.values())
-    states = StatePool(recurrences, len(shapes)) if has_states else None
+    states = StatePool(recurrences) if has_states else None
     keys, values = ([empty(shape) for shape in shapes] for _ in range(2))
     return KeyValues(keys, values, format, inputs, states)
 

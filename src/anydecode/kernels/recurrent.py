@@ -23,6 +23,7 @@ from anydecode.kernels.pages import mapped_zeros
 STATE_BYTES = 1 << 30
 #: States after every so many positions of a prompt are kept for requests that share the prefix.
 INTERVAL = 256
+_NO_STATE = -1, 0  # a state and its number of layers
 # A chain of at most this many rows may be a draft of which only the first row is sure to stay.
 _MAX_DRAFT = 32
 
@@ -94,7 +95,6 @@ class StatePool:
 
     Args:
         shapes: The recurrence of each layer that has one.
-        num_layers: The number of all layers.
         max_states: The largest number of states; None: as many as `STATE_BYTES` hold.
         interval: See `INTERVAL`.
 
@@ -106,7 +106,6 @@ class StatePool:
     def __init__(
         self,
         shapes: Mapping[int, Recurrence],
-        num_layers: int,
         max_states: int | None = None,
         interval: int = INTERVAL,
     ) -> None:
@@ -114,13 +113,14 @@ class StatePool:
         sizes = {layer: s.state_shape for layer, s in shapes.items() if s.state_shape}
         num_bytes = sum(4 * int(np.prod(size)) for size in sizes.values())
         self.max_states = max_states or max(4, STATE_BYTES // max(1, num_bytes))
-        self.interval, self.num_layers = interval, num_layers
+        self.interval = interval
         self.arrays = {
             layer: mapped_zeros((self.max_states, *size), np.dtype(np.float32))
             for layer, size in sizes.items()
         }
         self._free = list(range(self.max_states - 1, -1, -1))
         self._state_of: dict[int, int] = {}  # slot -> state, the least recently used first
+        self._depth_of: dict[int, int] = {}  # slot -> the number of layers that the state is of
         self._shared: set[int] = set()  # slots whose states are kept for other requests
         self._superseded: dict[int, None] = {}  # slots whose states a later one has replaced
         self._lock = threading.Lock()  # slots may be freed while a pass runs
@@ -150,11 +150,13 @@ class StatePool:
                 self._superseded.pop(before, None)
                 del self._state_of[before]
                 self._state_of[slot] = state
+                self._depth_of[slot] = self._depth_of.pop(before)
 
     def _drop(self, slot: int) -> None:
         state = self._state_of.pop(slot, None)
         if state is not None:
             self._free.append(state)
+            del self._depth_of[slot]
             self._shared.discard(slot)
             self._superseded.pop(slot, None)
 
@@ -182,14 +184,14 @@ class PassStates:
         self._saves: dict[int, int] = {}  # row -> state
         for slot in rows.slots[rows.start == 0].tolist():
             pool._drop(slot)
-        self._before = pool._state_of
+        self._before = {s: (state, pool._depth_of[s]) for s, state in pool._state_of.items()}
         runs = self._runs(range(len(rows)))
         starts = {int(self._paths[run.rows[0]][run.begin - 1]) for run in runs if run.begin}
-        self._before = {slot: pool._state_of[slot] for slot in starts}
-        is_whole = (rows.start == 0) & (rows.stop == pool.num_layers) & (rows.tail_length == 0)
-        pinned = set(starts)
+        self._before = {slot: self._before[slot] for slot in starts}
+        # States that rows which go on from an earlier layer complete.
+        pinned = starts | set(rows.slots[rows.start > 0].tolist())
         for run in runs:
-            self._save(run, is_whole, pinned)
+            self._save(run, pinned)
 
     def scan(self, active: np.ndarray) -> Scan:
         """The steps for the rows `active`, which are in the order of the pass."""
@@ -229,17 +231,25 @@ class PassStates:
             else:
                 begin, state = len(path) - 1, -1
                 while begin and state < 0:
-                    state = known.get(int(path[begin - 1]), -1)
+                    state, depth = known.get(int(path[begin - 1]), _NO_STATE)
+                    state = state if depth >= self._rows.stop[row] else -1
                     begin -= state < 0
                 runs.append(_Run(begin, state, [row], [member]))
             if row in self._saves:
-                known[int(path[-1])] = self._saves[row]
+                known[int(path[-1])] = self._saves[row], int(self._rows.stop[row])
         return runs
 
-    def _save(self, run: _Run, is_whole: np.ndarray, pinned: set[int]) -> None:
+    def _can_save(self, row: int) -> bool:
+        """Whether a row is no node of a tree, and runs from layer 0, or on from the layer that the
+        state of its slot has reached."""
+        rows = self._rows
+        depth = self._pool._depth_of.get(int(rows.slots[row]), 0)
+        return rows.tail_length[row] == 0 and rows.start[row] == depth
+
+    def _save(self, run: _Run, pinned: set[int]) -> None:
         """Choose the rows of a run whose states are kept: the last one, those at multiples of the
         interval and, of a chain that may be a draft, the first."""
-        pool, rows = self._pool, [row for row in run.rows if is_whole[row]]
+        pool, rows = self._pool, [row for row in run.rows if self._can_save(row)]
         if not rows:
             return
         self._supersede(run)
@@ -250,18 +260,20 @@ class PassStates:
             if row in chosen or is_shared:
                 slot = int(path[-1])
                 pinned.add(slot)
-                state = pool._allocate(slot, pinned)
+                state = pool._state_of.get(slot, -1)
+                state = pool._allocate(slot, pinned) if state < 0 else state
                 if state >= 0:
                     self._saves[row] = state
+                    pool._depth_of[slot] = int(self._rows.stop[row])
                     if is_shared:
                         pool._shared.add(slot)
 
     def _supersede(self, run: _Run) -> None:
         """Mark the states before a run that only a rejected draft or a fork would use again, and
         the one that it starts from as used."""
-        pool, path = self._pool, self._paths[run.rows[0]]
+        pool, path, depth = self._pool, self._paths[run.rows[0]], self._rows.stop[run.rows[0]]
         for slot in path[max(0, run.begin - _MAX_DRAFT) : run.begin].tolist():
-            if slot in pool._state_of and slot not in pool._shared:
+            if pool._depth_of.get(slot, depth + 1) <= depth and slot not in pool._shared:
                 pool._superseded[slot] = None
         if run.begin:
             slot = int(path[run.begin - 1])

@@ -57,7 +57,17 @@ PATTERNS: dict[str, tuple[str, ...]] = {
         _SINGLE_DIGITS,
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "falcon3"),
+        (
+            "llama-bpe",
+            "llama3",
+            "llama-v3",
+            "dbrx",
+            "smaug-bpe",
+            "chatglm-bpe",
+            "glm4",
+            "falcon3",
+            "lfm2",
+        ),
         (_CL100K,),
     ),
     **dict.fromkeys(
@@ -70,11 +80,11 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
 }
 #: Pre-tokenizers with which a word that is itself a token skips the merges.
-_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken")
 #: Pre-tokenizers whose tokenizer normalizes text to NFC first.
 _NFC = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
 #: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
-_BOS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_BOS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken")
 
 #: Maximum length of a token: every split of a token in two is looked up.
 MAX_TOKEN_CHARACTERS = 1 << 12

@@ -28,10 +28,11 @@ from anydecode.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 
 @dataclass(eq=False)
 class Linear:
-    """A matrix and its bias (float32 `[out_features]`), if any."""
+    """A matrix and its bias (float32 `[out_features]`), if any; `scale` multiplies the result."""
 
     weight: Weight
     bias: np.ndarray | None = None
+    scale: float = 1.0
 
 
 @dataclass(eq=False)
@@ -368,7 +369,8 @@ def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
 
 
 def _linear(backend: Backend, x: Any, linear: Linear) -> Any:
-    return backend.linear(x, linear.weight, linear.bias)
+    y = backend.linear(x, linear.weight, linear.bias)
+    return y if linear.scale == 1.0 else backend.scale(y, linear.scale)
 
 
 def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:

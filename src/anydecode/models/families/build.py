@@ -12,6 +12,7 @@ from anydecode.kernels.interface import Attention
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.experts import read_experts
+from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, bool_value, int_value
 from anydecode.models.families.weights import TensorReader
@@ -119,6 +120,8 @@ class _LayerReader:
             )
         if has_mlp:
             layer.mlp = self._mlp()
+        if self._family.multipliers:
+            self._multiply(layer)
         post, both = self._spec.norms == "post", self._spec.norms == "both"
         if not post:
             layer.attention_norm = self._norm("input_layernorm")
@@ -134,7 +137,10 @@ class _LayerReader:
         return layer
 
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
-        layer.query, layer.key, layer.value, layer.output = self._attention(shape)
+        if self._spec.has_attention_gate:
+            self._read_gated_attention(layer, shape)
+        else:
+            layer.query, layer.key, layer.value, layer.output = self._attention(shape)
         if self._spec.has_sinks:
             name = f"{self._name}.self_attn.sinks"
             layer.sinks = self._reader.vector(name, shape.num_heads)
@@ -143,6 +149,37 @@ class _LayerReader:
             heads, kv_heads = (1, 1) if per_head else (shape.num_heads, shape.num_kv_heads)
             layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
             layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
+
+    def _multiply(self, layer: LayerWeights) -> None:
+        """Apply Falcon-H1's factors of the attention's and the MLP's products."""
+        config = self._config
+        before = multiplier(config, "attention_in_multiplier")
+        assert layer.query and layer.key and layer.value and layer.output
+        for linear in (layer.query, layer.key, layer.value):
+            linear.scale = before
+            if linear.bias is not None:
+                linear.bias = linear.bias / np.float32(before)
+        layer.key.scale *= multiplier(config, "key_multiplier")
+        layer.output.scale = multiplier(config, "attention_out_multiplier")
+        assert isinstance(layer.mlp, GatedMlp)
+        layer.mlp.gate.scale, layer.mlp.down.scale = multipliers(config, "mlp_multipliers", 2)
+
+    def _read_gated_attention(self, layer: LayerWeights, shape: Attention) -> None:
+        """Read attention whose query matrix has, head by head, the rows of query and gate."""
+        bias = bool_value(self._config, "attention_bias")
+        size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        order = np.arange(2 * size).reshape(shape.num_heads, 2, -1)
+        name, full = self._full("self_attn.q_proj"), (2 * size, self._hidden)
+        layer.query, layer.attention_gate = (
+            self._reader.linear(name, full, bias, rows=order[:, part].ravel(), alias=alias)
+            for part, alias in enumerate((f"{name}.query", f"{name}.gate"))
+        )
+        layer.key, layer.value = (
+            self._reader.linear(self._full(f"self_attn.{part}"), (kv_size, self._hidden), bias)
+            for part in ("k_proj", "v_proj")
+        )
+        name = self._full("self_attn.o_proj")
+        layer.output = self._reader.linear(name, (self._hidden, size), bias)
 
     def _full(self, module: str) -> str:
         """The name of a module of the layer in the family's checkpoints."""

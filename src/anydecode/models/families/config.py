@@ -14,7 +14,7 @@ from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
 from anydecode.models.families.patterns import FULL, SLIDING
-from anydecode.models.families.recurrent import RECURRENT_TYPES
+from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type
 from anydecode.models.families.table import FAMILIES, GROUP
 from anydecode.models.families.values import (
@@ -58,6 +58,8 @@ _MULTIMODAL = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 
 
@@ -276,8 +278,9 @@ def _layers(
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
     for layer in range(count):
-        is_moe = is_expert_layer(config, layer)
-        if recurrent is not None and layer_types[layer] in RECURRENT_TYPES:
+        kind, is_moe = layer_types[layer], is_expert_layer(config, layer)
+        has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
+        if has_recurrence and kind != HYBRID:
             layers.append(
                 LayerSpec(
                     attention=None,
@@ -306,6 +309,8 @@ def _layers(
                 interleaved_rope=family.interleaved_rope,
                 mlp=family.mlp,
                 is_parallel=is_parallel,
+                recurrence=recurrent if has_recurrence else None,
+                has_attention_gate=family.has_attention_gate,
             )
         )
     return layers
@@ -326,7 +331,7 @@ def _attention(
     config: Config, family: Family, layer_type: str, dim: int, scale: float | None
 ) -> Attention:
     heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
-    if layer_type not in (SLIDING, FULL):
+    if layer_type not in (SLIDING, FULL) and (layer_type != HYBRID or family.recurrent is None):
         raise CheckpointError(f"attention of type {layer_type!r} is not supported")
     return Attention(
         num_heads=heads,

@@ -11,11 +11,18 @@ from anydecode.kernels.formats import BLOCKS, halves_paired, plain_weight
 from anydecode.kernels.interface import ExpertWeights, Weight
 from anydecode.models.families.config import shared_size
 from anydecode.models.families.family import Family, MixtureOfExperts
-from anydecode.models.families.values import Config, int_value
+from anydecode.models.families.values import Config, bool_value, int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.network import Experts, GatedMlp, Linear
 
-_ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate")
+_ROUTERS = (
+    "mlp.gate",
+    "mlp.router",
+    "block_sparse_moe.gate",
+    "block_sparse_moe.router",
+    "block_sparse_moe.router.layer",
+    "feed_forward.gate",
+)
 #: The names of an expert's matrices: those of most families, and Mixtral's.
 _NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
@@ -38,24 +45,40 @@ def read_experts(
     weight = reader.matrix(router, shape, keep_format=True)
     has_bias = family.moe.has_biases
     bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
-    block = router.rpartition(".")[0]
+    block = router.removesuffix(".layer").rpartition(".")[0]
     inner = int_value(config, family.moe.inner_size)
     routed = _ExpertReader(reader, family.moe, block, shape[0], shape[1], inner).read()
-    if family.moe.has_selection_bias:
-        routed.selection_bias = reader.vector(f"{router}.e_score_correction_bias", shape[0])
+    if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
+        name = f"{block}.expert_bias"
+        name = name if reader.has(name) else f"{router}.e_score_correction_bias"
+        routed.selection_bias = reader.vector(name, shape[0])
     experts = Experts(Linear(weight, bias), routed)
     size, hidden = shared_size(config, family.moe), shape[1]
     if size:
         name = f"{block}.{family.moe.shared_module}"
-        experts.shared = GatedMlp(
-            reader.linear(f"{name}.gate_proj", (size, hidden), False),
-            reader.linear(f"{name}.up_proj", (size, hidden), False),
-            reader.linear(f"{name}.down_proj", (hidden, size), False),
-        )
+        experts.shared = _read_shared(reader, layer, name, (size, hidden))
         if family.moe.has_shared_gate:
             gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
             experts.shared_gate = gate
     return experts
+
+
+def _read_shared(reader: TensorReader, layer: str, name: str, shape: tuple[int, int]) -> GatedMlp:
+    """The MLP `name` that every token runs through, or the one of Granite."""
+    size, hidden = shape
+    fused = f"{layer}.shared_mlp.input_linear"
+    if reader.has(f"{fused}.weight"):
+        gate, up = (
+            reader.linear(fused, (2 * size, hidden), False, rows=rows, alias=f"{fused}.{part}")
+            for part, rows in (("gate", slice(0, size)), ("up", slice(size, 2 * size)))
+        )
+        down = reader.linear(f"{layer}.shared_mlp.output_linear", (hidden, size), False)
+        return GatedMlp(gate, up, down)
+    return GatedMlp(
+        reader.linear(f"{name}.gate_proj", shape, False),
+        reader.linear(f"{name}.up_proj", shape, False),
+        reader.linear(f"{name}.down_proj", (hidden, size), False),
+    )
 
 
 class _ExpertReader:
@@ -72,13 +95,16 @@ class _ExpertReader:
     ) -> None:
         self._reader, self._moe = reader, moe
         self._name = f"{block}.experts"
+        self._stacked = f"{self._name}.gate_up_proj", f"{self._name}.down_proj"
+        if reader.has(f"{block}.input_linear.weight"):
+            self._stacked = f"{block}.input_linear.weight", f"{block}.output_linear.weight"
         self._count, self._hidden, self._inner = count, hidden, inner
         self._shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
 
     def read(self) -> ExpertWeights:
         if self._reader.has(f"{self._name}.gate_up_proj_blocks"):
             weights = self._packed_stacks()
-        elif self._reader.has(f"{self._name}.gate_up_proj"):
+        elif self._reader.has(self._stacked[0]):
             weights = self._stacks()
         else:
             gate, up, down = map(self._modules, _NAMES)
@@ -101,9 +127,9 @@ class _ExpertReader:
         count, hidden, inner = self._count, self._hidden, self._inner
         is_interleaved = self._moe.is_interleaved
         shape = (count, hidden, 2 * inner) if is_interleaved else (count, 2 * inner, hidden)
-        gate_up = self._reader.stacked(f"{self._name}.gate_up_proj", shape)
+        gate_up = self._reader.stacked(self._stacked[0], shape)
         shape = (count, inner, hidden) if is_interleaved else (count, hidden, inner)
-        down = self._reader.stacked(f"{self._name}.down_proj", shape)
+        down = self._reader.stacked(self._stacked[1], shape)
         if is_interleaved:
             gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]

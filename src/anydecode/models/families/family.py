@@ -86,6 +86,10 @@ class Family:
         has_clamped_swiglu: Whether the activation is a `ClampedSwiglu`.
         recurrent: Its recurrent sublayers, if it has some: those of the layers whose type is one of
             `RECURRENT_TYPES`.
+        has_attention_gate: See `LayerSpec.has_attention_gate`; the query matrix has the rows of
+            both, head by head.
+        multipliers: Whether the config has factors of the attention's and the MLP's products
+            (Falcon-H1).
         derived: Returns keys that replace those of a config.
     """
 
@@ -119,4 +123,6 @@ class Family:
     has_sinks: bool = False
     has_clamped_swiglu: bool = False
     recurrent: RecurrentLayout | None = None
+    has_attention_gate: bool = False
+    multipliers: bool = False
     derived: Callable[[Config], dict[str, Any]] | None = None

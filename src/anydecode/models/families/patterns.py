@@ -112,6 +112,37 @@ def all_recurrent(config: Config) -> list[str]:
     return ["linear_attention"] * num_layers(config)
 
 
+def all_hybrid(config: Config) -> list[str]:
+    """Falcon-H1: attention and a recurrence, in parallel, in every layer."""
+    return ["hybrid"] * num_layers(config)
+
+
+def granite_sizes(config: Config) -> dict[str, Any]:
+    """Granite 4: the inner sizes of experts, and of the MLP that every token runs through."""
+    if "moe_intermediate_size" in config:
+        return {}
+    inner = config.get("shared_intermediate_size") or config.get("intermediate_size")
+    return {
+        "moe_intermediate_size": config.get("intermediate_size"),
+        "intermediate_size": inner,
+    }
+
+
+def falcon_h1_scales(config: Config) -> Scales:
+    """Falcon-H1: the factors of embeddings and logits."""
+    embedding, logits = (
+        number(key, value_or(config, key, 1.0))
+        for key in ("embedding_multiplier", "lm_head_multiplier")
+    )
+    return Scales(embedding, logits=logits)
+
+
+def attention_every_nth(config: Config) -> list[str]:
+    """Qwen3-Next: full attention in every n-th layer, a recurrence in the others."""
+    period, count = int_value(config, "full_attention_interval", 4), num_layers(config)
+    return ["linear_attention" if (layer + 1) % period else FULL for layer in range(count)]
+
+
 def listed_attention(config: Config) -> list[str]:
     """LFM2: attention in the layers of `full_attn_idxs` (all without it), convolution in others."""
     count = num_layers(config)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from anydecode.kernels.interface import Recurrence, RecurrenceWeights
-from anydecode.models.families.values import Config, bool_value, int_value
+from anydecode.kernels.interface import Recurrence, RecurrenceWeights, Weight
+from anydecode.models.families.values import Config, bool_value, int_value, value_or
 from anydecode.models.families.weights import TensorReader
-from anydecode.models.limits import MAX_COUNT, refusal
+from anydecode.models.limits import MAX_COUNT, number, refusal
 from anydecode.models.network import Linear, RecurrentWeights
 from anydecode.models.spec import RecurrentSpec
 
 #: The layer types of configs that stand for a recurrent sublayer.
 RECURRENT_TYPES = ("conv", "mamba", "linear_attention")
+#: The type of layers with attention and a recurrence in parallel.
+HYBRID = "hybrid"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ SHORT_CONV = RecurrentLayout(_short_conv_spec, _read_short_conv)
 def _mamba_spec(config: Config) -> RecurrentSpec:
     heads = int_value(config, "mamba_n_heads", high=MAX_COUNT)
     inner = int_value(config, "mamba_expand", 2) * int_value(config, "hidden_size")
+    inner = int_value(config, "mamba_d_ssm", inner)
     dim = config.get("mamba_d_head")
     if dim in (None, "auto"):
         dim = inner // heads
@@ -122,10 +125,136 @@ def _read_mamba(
         step_bias=reader.vector(f"{name}.dt_bias", heads),
         skip=reader.vector(f"{name}.D", heads),
     )
-    norm = reader.vector(f"{name}.norm.weight", shape.width_out)
+    norm = None if spec.norm is None else reader.vector(f"{name}.norm.weight", shape.width_out)
     return RecurrentWeights(inputs, gate, output, vectors, gates, norm=norm)
 
 
 _MAMBA = ("mamba", "mixer")
 #: Mamba-2 and hybrids with it.
 MAMBA_2 = RecurrentLayout(_mamba_spec, _read_mamba)
+
+
+def _falcon_h1_spec(config: Config) -> RecurrentSpec:
+    spec = _mamba_spec(config)
+    if not bool_value(config, "mamba_rms_norm"):
+        return replace(spec, norm=None, norm_groups=1)
+    is_before = bool_value(config, "mamba_norm_before_gate", True)
+    return replace(spec, norm="before" if is_before else "after")
+
+
+def _read_falcon_h1(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    weights, shape = _read_mamba(reader, config, layer, spec, hidden), spec.shape
+    before, after = (multiplier(config, f"ssm_{place}_multiplier") for place in ("in", "out"))
+    gate, *channels, step = multipliers(config, "ssm_multipliers", 5)
+    # The convolution is linear, so that its weights may be multiplied in place of its inputs.
+    num_keys = shape.num_groups * shape.state_size
+    sizes = [shape.width_out, num_keys, num_keys]
+    factors = np.repeat(np.array(channels, np.float32) * np.float32(before), sizes)
+    weights.vectors.conv = weights.vectors.conv * factors[:, None]
+    assert weights.gates is not None
+    for linear, factor in ((weights.gate, gate), (weights.inputs, 1.0), (weights.gates, step)):
+        if linear.bias is not None:
+            linear.bias = linear.bias / np.float32(before)
+        if linear is not weights.inputs:
+            linear.scale = before * factor
+    weights.output.scale = after
+    return weights
+
+
+def multiplier(config: Config, key: str) -> float:
+    """A factor of Falcon-H1."""
+    return number(key, value_or(config, key, 1.0))
+
+
+def multipliers(config: Config, key: str, count: int) -> list[float]:
+    """A list of factors of Falcon-H1."""
+    values = value_or(config, key, [1.0] * count)
+    if not isinstance(values, list) or len(values) != count:
+        raise refusal(key, values, f"a list of {count} numbers")
+    return [number(key, value) for value in values]
+
+
+#: Falcon-H1: Mamba-2 with factors.
+FALCON_H1 = RecurrentLayout(_falcon_h1_spec, _read_falcon_h1)
+
+
+def _delta_spec(config: Config) -> RecurrentSpec:
+    heads = int_value(config, "linear_num_value_heads", 32, high=MAX_COUNT)
+    groups = int_value(config, "linear_num_key_heads", 16, high=MAX_COUNT)
+    dim = int_value(config, "linear_value_head_dim", 128, high=MAX_COUNT)
+    size = int_value(config, "linear_key_head_dim", 128, high=MAX_COUNT)
+    shape = Recurrence(
+        "delta",
+        width=heads * dim + 2 * groups * size,
+        window=int_value(config, "linear_conv_kernel_dim", 4, high=MAX_COUNT),
+        activation="silu",
+        num_heads=heads,
+        head_dim=dim,
+        num_groups=groups,
+        state_size=size,
+    )
+    return RecurrentSpec(shape, norm="before", norm_groups=heads)
+
+
+def _read_delta(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    name, shape = f"{layer}.linear_attn", spec.shape
+    num_values, num_keys = shape.width_out, shape.num_groups * shape.state_size
+    # Checkpoints have queries, keys and values in this order.
+    last_first = np.concatenate(
+        [
+            np.arange(2 * num_keys, shape.width),
+            np.arange(num_keys, 2 * num_keys),
+            np.arange(num_keys),
+        ]
+    )
+    if reader.has(f"{name}.in_proj_qkv.weight"):
+        inputs = reader.linear(f"{name}.in_proj_qkv", (shape.width, hidden), False, rows=last_first)
+        gate = reader.linear(f"{name}.in_proj_z", (num_values, hidden), False)
+        strengths, steps = (
+            reader.matrix(f"{name}.in_proj_{part}", (shape.num_heads, hidden)) for part in "ba"
+        )
+        data = np.concatenate([strengths.data, steps.data])
+        gates = Weight(strengths.format, shape.num_gates, hidden, data, f"{name}.in_proj_ba")
+    else:
+        inputs, gate = _interleaved_inputs(reader, name, shape, hidden)
+        gates = _interleaved_gates(reader, name, shape, hidden)
+    conv, bias = _conv(reader, f"{name}.conv1d", spec, False)
+    vectors = RecurrenceWeights(
+        np.ascontiguousarray(conv[last_first]),
+        bias,
+        decay=-np.exp(reader.vector(f"{name}.A_log", shape.num_heads)),
+        step_bias=reader.vector(f"{name}.dt_bias", shape.num_heads),
+    )
+    output = reader.linear(f"{name}.out_proj", (hidden, num_values), False)
+    norm = reader.vector(f"{name}.norm.weight", shape.head_dim)
+    return RecurrentWeights(inputs, gate, output, vectors, Linear(gates), norm=norm)
+
+
+def _interleaved_inputs(
+    reader: TensorReader, name: str, shape: Recurrence, hidden: int
+) -> tuple[Linear, Linear]:
+    """The inputs and the gate of Qwen3-Next: per key head a query, a key, values and gates."""
+    size, values = shape.state_size, shape.width_out // shape.num_groups
+    part = np.arange(shape.num_groups * 2 * (size + values)).reshape(shape.num_groups, -1)
+    query, key, value, gate = np.split(part, [size, 2 * size, 2 * size + values], 1)
+    rows = np.concatenate([x.ravel() for x in (value, key, query)])
+    full = f"{name}.in_proj_qkvz"
+    inputs, gates = (
+        reader.linear(full, (part.size, hidden), False, rows=order, alias=f"{full}.{alias}")
+        for order, alias in ((rows, "inputs"), (gate.ravel(), "gate"))
+    )
+    return inputs, gates
+
+
+def _interleaved_gates(reader: TensorReader, name: str, shape: Recurrence, hidden: int) -> Weight:
+    """The strengths and steps of Qwen3-Next, which are stored per key head."""
+    order = np.arange(shape.num_gates).reshape(shape.num_groups, 2, -1).swapaxes(0, 1).ravel()
+    return reader.matrix(f"{name}.in_proj_ba", (shape.num_gates, hidden), rows=order)
+
+
+#: Qwen3-Next and Qwen3.5: the gated delta rule.
+GATED_DELTA = RecurrentLayout(_delta_spec, _read_delta)

@@ -8,13 +8,17 @@ from typing import Any
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.patterns import (
     all_full,
+    all_hybrid,
     all_recurrent,
     all_sliding,
     all_sliding_if_enabled,
     alternating_before_layer,
+    attention_every_nth,
     cohere_scales,
+    falcon_h1_scales,
     full_every_nth,
     granite_scales,
+    granite_sizes,
     hybrid_pattern,
     lfm2_sizes,
     listed_attention,
@@ -26,7 +30,7 @@ from anydecode.models.families.patterns import (
     sliding_from_layer,
     sliding_without_rope,
 )
-from anydecode.models.families.recurrent import MAMBA_2, SHORT_CONV
+from anydecode.models.families.recurrent import FALCON_H1, GATED_DELTA, MAMBA_2, SHORT_CONV
 
 _GEMMA = {
     "tie_word_embeddings": True,
@@ -37,6 +41,41 @@ _GEMMA = {
     "sliding_window": 4096,
 }
 
+_LFM2: dict[str, Any] = {
+    "qk_norm": "head",
+    "recurrent": SHORT_CONV,
+    "names": {
+        "norm": "embedding_norm",
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "self_attn.o_proj": "self_attn.out_proj",
+    },
+}
+_LFM2_KEYS = {"norm_eps": ("rms_norm_eps",), "tie_embedding": ("tie_word_embeddings",)}
+_LFM2_DEFAULTS: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+}
+#: Qwen3-Next and Qwen3.5.
+_GATED_DELTA: dict[str, Any] = {
+    "qk_norm": "head",
+    "norm_offset": 1.0,
+    "has_partial_rotary": True,
+    "has_attention_gate": True,
+    "recurrent": GATED_DELTA,
+    "defaults": {"head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6},
+}
+_QWEN_EXPERTS = MixtureOfExperts(
+    shared_module="shared_expert",
+    shared_size="shared_expert_intermediate_size",
+    has_shared_gate=True,
+)
 _GPT: dict[str, Any] = {"norm": "layer", "has_norm_bias": True, "mlp": "plain"}
 
 #: Both MLP and attention read the only norm of a layer.
@@ -170,14 +209,14 @@ FAMILIES: dict[str, Family] = {
 
 FAMILIES |= {
     "granite": Family(("GraniteForCausalLM",), all_full, scales=granite_scales),
-    # Granite 4 models without experts.
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
         all_recurrent,
         recurrent=MAMBA_2,
         scales=granite_scales,
         rope_layers=rope_if_named,
-        keys={"shared_intermediate_size": ("intermediate_size",)},
+        derived=granite_sizes,
+        moe=MixtureOfExperts(shared_module="shared_mlp", shared_size="shared_intermediate_size"),
         names={
             "mlp.gate_up_proj": "shared_mlp.input_linear",
             "mlp.down_proj": "shared_mlp.output_linear",
@@ -321,26 +360,51 @@ FAMILIES |= {
     "lfm2": Family(
         ("Lfm2ForCausalLM",),
         listed_attention,
-        qk_norm="head",
-        recurrent=SHORT_CONV,
         derived=lfm2_sizes,
-        keys={
-            "norm_eps": ("rms_norm_eps",),
-            "tie_embedding": ("tie_word_embeddings",),
-            "block_ff_dim": ("intermediate_size",),
-        },
+        keys={**_LFM2_KEYS, "block_ff_dim": ("intermediate_size",)},
+        defaults=_LFM2_DEFAULTS,
+        **_LFM2,
+    ),
+    "lfm2_moe": Family(
+        ("Lfm2MoeForCausalLM",),
+        listed_attention,
+        keys={**_LFM2_KEYS, "num_dense_layers": ("first_k_dense_replace",)},
+        defaults={**_LFM2_DEFAULTS, "first_k_dense_replace": 2},
+        moe=MixtureOfExperts(scoring="sigmoid", has_selection_bias=True),
+        **_LFM2,
+    ),
+    "falcon_h1": Family(
+        ("FalconH1ForCausalLM",),
+        all_hybrid,
+        recurrent=FALCON_H1,
+        scales=falcon_h1_scales,
+        multipliers=True,
+        keys={"projectors_bias": ("attention_out_bias",)},
         names={
-            "norm": "embedding_norm",
-            "input_layernorm": "operator_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "mlp.gate_proj": "feed_forward.w1",
-            "mlp.up_proj": "feed_forward.w3",
-            "mlp.down_proj": "feed_forward.w2",
-            "self_attn.q_norm": "self_attn.q_layernorm",
-            "self_attn.k_norm": "self_attn.k_layernorm",
-            "self_attn.o_proj": "self_attn.out_proj",
+            "norm": "final_layernorm",
+            "post_attention_layernorm": "pre_ff_layernorm",
+            "mlp.gate_proj": "feed_forward.gate_proj",
+            "mlp.up_proj": "feed_forward.up_proj",
+            "mlp.down_proj": "feed_forward.down_proj",
         },
-        defaults={"tie_word_embeddings": True, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "mamba_rms_norm": False},
+    ),
+    "qwen3_next": Family(
+        ("Qwen3NextForCausalLM",),
+        attention_every_nth,
+        moe=_QWEN_EXPERTS,
+        **_GATED_DELTA,
+    ),
+    "qwen3_5_text": Family(
+        ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        attention_every_nth,
+        **_GATED_DELTA,
+    ),
+    "qwen3_5_moe_text": Family(
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        attention_every_nth,
+        moe=_QWEN_EXPERTS,
+        **_GATED_DELTA,
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),

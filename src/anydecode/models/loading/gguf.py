@@ -29,6 +29,7 @@ from anydecode.models.tokenizers import HFTokenizer
 _OUTER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",
     "output": "lm_head",
     "position_embd": "model.embed_positions",
 }
@@ -68,6 +69,11 @@ _OVERRIDES = {
         "ffn_gate_inp": "mlp.router",
     },
     "olmoe": {"ffn_gate_inp": "mlp.gate"},
+    "lfm2": {
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+    },
     "qwen2moe": {
         "ffn_gate_inp": "mlp.gate",
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -160,8 +166,9 @@ def _convert(
     if not module.startswith("blk."):
         if module not in _OUTER:
             raise _unknown_tensor(file, info, architecture)
-        target, prefix = _OUTER[module], ""
-        part = module
+        root, _, part = _OUTER[module].rpartition(".")
+        target = f"{root}.{FAMILIES[config['model_type']].names.get(part, part)}".lstrip(".")
+        prefix, part = "", module
     else:
         _, layer, part = module.split(".", 2) if module.count(".") >= 2 else ("", "", "")
         prefix = f"model.layers.{layer}."
@@ -183,8 +190,12 @@ def _convert(
         target = FAMILIES[config["model_type"]].names.get(names[part], names[part])
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
+    if part == "shortconv.conv" and leaf == "weight":
+        shape = (info.shape[0], 1, *info.shape[1:])
+        return [(name, shape, partial(_as_shape, reader, shape))]
     if part == "ffn_gate_inp_shexp":
-        return [(name, (1, *info.shape), partial(_as_row, reader))]
+        row = (1, *info.shape)
+        return [(name, row, partial(_as_shape, reader, row))]
     if architecture in _INTERLEAVED and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         reader = partial(_deinterleaved, reader, heads)
@@ -275,11 +286,10 @@ def _deinterleaved(reader: Reader, num_heads: int) -> np.ndarray | Weight:
     return moved
 
 
-def _as_row(reader: Reader) -> np.ndarray:
-    """A vector as a matrix of one row."""
+def _as_shape(reader: Reader, shape: _Shape) -> np.ndarray:
+    """A small tensor with another shape."""
     tensor = reader()
-    assert isinstance(tensor, np.ndarray), "vectors are stored unpacked"
-    return tensor.reshape(1, -1)
+    return (dequantize(tensor) if isinstance(tensor, Weight) else tensor).reshape(shape)
 
 
 def _minus_one(reader: Reader) -> np.ndarray:
@@ -309,9 +319,9 @@ def _expected_shapes(
     """Yield names, shapes, and whether the tensor is required (most biases are not)."""
     hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
     yield "model.embed_tokens.weight", (vocab, hidden), True
-    yield "model.norm.weight", (hidden,), True
-    yield "lm_head.weight", (vocab, hidden), False
     family = FAMILIES[config["model_type"]]
+    yield f"model.{family.names.get('norm', 'norm')}.weight", (hidden,), True
+    yield "lm_head.weight", (vocab, hidden), False
     if family.has_norm_bias:
         yield "model.norm.bias", (hidden,), True
     if family.has_position_table:
@@ -335,8 +345,14 @@ def _expected_shapes(
         full = family.qk_norm == "full"
         vectors |= {"self_attn.q_norm": q if full else head}
         vectors |= {"self_attn.k_norm": kv if full else head}
+    attention, layer_types = (matrices, vectors), config.get("layer_types") or []
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
+        matrices, vectors = attention
+        if layer_types[layer : layer + 1] == ["conv"]:
+            yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
+            matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
+            vectors = {name: size for name, size in vectors.items() if "self_attn" not in name}
         for module, shape in {**matrices, **_mlp_shapes(architecture, config, layer)}.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", shape, True

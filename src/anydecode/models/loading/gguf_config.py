@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
 }
 
 #: The value of `expert_gating_func` for sigmoid scores.
@@ -71,10 +72,19 @@ class Keys:
             raise CheckpointError(f"{self._name(key)} is missing")
         return value
 
-    def count(self, key: str, default: Any = _MISSING, high: int = MAX_SIZE, low: int = 1) -> int:
-        """An integer from `low` to `high`; a list with the same value for every layer counts as
-        that value."""
+    def count(
+        self,
+        key: str,
+        default: Any = _MISSING,
+        high: int = MAX_SIZE,
+        low: int = 1,
+        skip_zeros: bool = False,
+    ) -> int:
+        """An integer from `low` to `high`; a list with the same value for every layer (or 0, if
+        `skip_zeros`) counts as that value."""
         value = self.get(key, default)
+        if isinstance(value, list) and skip_zeros:
+            value = [entry for entry in value if entry != 0] or value
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]
         return integer(self._name(key), value, low, high)
@@ -119,6 +129,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "qwen2moe": _qwen2_moe,
         "olmoe": _olmoe,
         "glm4moe": _glm4_moe,
+        "lfm2": _lfm2,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -143,7 +154,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         "intermediate_size": keys.count("feed_forward_length", 1),
         "num_hidden_layers": keys.count("block_count", high=MAX_LAYERS),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads, skip_zeros=True),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
@@ -372,6 +383,20 @@ def _hybrid(keys: Keys, config: dict[str, Any]) -> None:
     config["sliding_window"] = None
     if keys.get("attention.sliding_window", None) is not None:
         _windows(keys, config)
+
+
+def _lfm2(keys: Keys, config: dict[str, Any]) -> None:
+    """Layers without key heads are convolutions."""
+    heads, count = keys.get("attention.head_count_kv"), config["num_hidden_layers"]
+    if not isinstance(heads, list) or len(heads) < count:
+        raise refusal(
+            f"{keys.file.path}: metadata lfm2.attention.head_count_kv",
+            heads,
+            f"a list of {count} numbers",
+        )
+    config["layer_types"] = ["full_attention" if entry else "conv" for entry in heads[:count]]
+    config["conv_L_cache"] = keys.count("shortconv.l_cache")
+    config["block_auto_adjust_ff_dim"] = False
 
 
 def _granite(keys: Keys, config: dict[str, Any]) -> None:
