@@ -190,6 +190,21 @@ def test_the_token_limit_can_end_the_reasoning(stream: bool) -> None:
         assert parts(answer, stream) == (THOUGHT[:10], "", "length", [])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("kind", list(PIECES))
+def test_a_thinking_budget_ends_the_reasoning(kind: str, opened: bool, stream: bool) -> None:
+    script_text = f"<think>\n{THOUGHT}</think>\n\nhello"
+    with served(Pieces(*PIECES[kind], opened=opened), script_text) as (client, _):
+        answer = client.chat.completions.create(
+            model="scripted", messages=ASK, max_tokens=200, temperature=0,
+            response_format=FORMAT, stream=stream, extra_body={"thinking_token_budget": 4},
+        )  # fmt: skip
+        reasoning, content, reason, _ = parts(answer, stream)
+        assert 0 < len(reasoning.strip()) < 8 and THOUGHT.startswith(reasoning.strip())
+        assert set(json.loads(content)) == {"a", "b"} and reason == "stop"
+
+
 def test_without_reasoning_the_format_applies_from_the_first_token() -> None:
     options: dict[str, Any] = {
         "model": "scripted", "messages": ASK, "max_tokens": 100, "temperature": 0,

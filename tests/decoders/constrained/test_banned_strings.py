@@ -311,7 +311,7 @@ def test_a_banned_string_may_begin_in_text_that_was_emitted() -> None:
 def test_what_cannot_be_rewound_is_refused() -> None:
     banned: dict[str, Any] = {"banned_strings": ["x"]}
     with toy_llm() as llm:
-        for decoder in ("beam", "contrastive-search"):
+        for decoder in ("beam", "contrastive-search", "token-healing", "unbiased-tokenization"):
             with pytest.raises(UnsupportedCombinationError, match="does not support banned_str"):
                 llm.generate("a", decoder=decoder, **banned)
         with pytest.raises(UnsupportedCombinationError, match="mirostat does not support banned"):

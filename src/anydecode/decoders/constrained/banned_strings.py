@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from anydecode.constraints.tools.stream import overlap
+from anydecode.decoders.constrained.unbiased_tokenization import PromptBoundaryDecoder
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.branches import restarted_branch
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.bias import FirstTokenBan
 from anydecode.sampling.sampler import Sampler
@@ -224,6 +225,11 @@ class BannedStrings(Decoder):
         self.requirements = inner.requirements
 
     def prepare(self, sequence: Sequence) -> None:
+        if isinstance(self.inner, PromptBoundaryDecoder):
+            raise UnsupportedCombinationError(
+                f"{self.inner.card.key} changes the prompt's tokens: it does not support"
+                " banned_strings"
+            )
         self.inner.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
