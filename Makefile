@@ -25,8 +25,10 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(PYTEST) -m "not slow and not clients" $(PYTEST_ARGS)
 
-test-clients: $(VENV)/.test
-	$(PYTEST) -m clients $(PYTEST_ARGS)
+# The server's users: OpenAI's newest client and a browser, and the clients of an environment of their own.
+test-clients: $(VENV)/.test $(VENV)-clients/.test
+	$(PYTEST) -m clients --ignore tests/clients $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-clients/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 test-full: $(VENV)/.test
 	$(PYTEST) $(PYTEST_ARGS)
@@ -90,6 +92,11 @@ $(VENV)/.test: $(VENV)/.venv $(PROJECT)
 $(VENV)-core/.test: $(PROJECT)
 	$(PYTHON) -m venv $(VENV)-core
 	$(VENV)-core/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[test-core]'
+	touch $@
+
+$(VENV)-clients/.test: $(PROJECT) constraints-clients.txt
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-clients.txt -e '.[clients]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.venv $(PROJECT)

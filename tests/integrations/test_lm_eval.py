@@ -19,8 +19,8 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
     model, registry = ModuleType("lm_eval.api.model"), ModuleType("lm_eval.api.registry")
     model.LM = object  # type: ignore[attr-defined]
     registry.register_model = lambda name: lambda cls: cls  # type: ignore[attr-defined]
-    for name, module in (("", ModuleType("lm_eval")), (".api", ModuleType("lm_eval.api"))):
-        monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.models"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, model.__name__, model)
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.delitem(sys.modules, "anydecode.integrations.lm_eval", raising=False)

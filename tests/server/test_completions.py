@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from anydecode.certification.checks import scripted_llm
+from anydecode.models.scripted import EOS
 from server_client import COMPLETIONS, served
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -33,3 +34,19 @@ def test_streamed_logprobs_add_up_to_the_response(echo: bool) -> None:
         assert parts[-1]["finish_reason"] == whole["finish_reason"] == "length"
         assert "".join(joined["tokens"]) == whole["text"]
         assert joined["text_offset"] == list(range(8 + 3 * echo))  # one character per token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_token_has_a_logprob_and_no_text(stream: bool) -> None:
+    """lm-eval scores a text by the log-probabilities before that of the one generated token."""
+    fields: dict[str, Any] = {
+        "prompt": "abc", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True,
+        "logit_bias": {str(EOS): 100},
+    }  # fmt: skip
+    with scripted_llm() as llm, served(llm) as client:
+        choice = client.last(COMPLETIONS, stream, **fields)["choices"][0]
+        expected = llm.score([97], [98, 99]).logprobs
+    assert choice["finish_reason"] == "stop" and choice["text"] in ("abc", "")
+    first, *of_prompt, _ = choice["logprobs"]["token_logprobs"]
+    assert first is None and of_prompt == pytest.approx(expected)
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]

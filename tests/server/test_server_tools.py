@@ -342,3 +342,22 @@ def test_choices_of_tools() -> None:
         ):
             error = client.refused(CHAT, tools=offered(), tool_choice=choice)
             assert problem in error["message"] and error["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_function_is_called_once(stream: bool) -> None:
+    twice = TOOL_FORMATS["hermes"].render([("go", {"to": "a"}), ("go", {"to": "b"})])
+    named = {"type": "function", "function": {"name": "go"}}
+    fields = {**FIELDS, "tools": offered(), "tool_choice": named}
+    with replaying_llm(twice) as llm, served(llm) as client:
+        if stream:
+            _, calls, reason = joined(client.chunks(CHAT, **fields))
+            assert [call["arguments"] for call in calls] == ['{"to": "a"}']
+        else:
+            choice = client.ask(CHAT, **fields)["choices"][0]
+            reason = choice["finish_reason"]
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "go", "arguments": '{"to": "a"}'}
+        assert reason == "tool_calls"
+        both = client.ask(CHAT, **{**fields, "tool_choice": "required"})["choices"][0]
+        assert len(both["message"]["tool_calls"]) == 2

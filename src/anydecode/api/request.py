@@ -233,8 +233,10 @@ class Request:
             raise InvalidRequestError("the prompt is empty")
         if len(self.prompt) + (self.params.max_tokens != 0) > self.resources.max_length:
             raise ContextLengthError(
-                f"the prompt has {len(self.prompt)} tokens; the context holds"
-                f" {self.resources.max_length}, and one must be left to generate"
+                # Clients find the kind of the error by OpenAI's phrase.
+                f"This model's maximum context length is {self.resources.max_length} tokens, of"
+                f" which one must be left to generate; the prompt has {len(self.prompt)}: shorten"
+                " it"
             )
         needs = decoder.requirements
         self.resources.check_decoder(self.name, needs)

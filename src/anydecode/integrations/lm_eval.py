@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lm_eval.models  # noqa: F401  # lm-eval registers its own models only before any other
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 

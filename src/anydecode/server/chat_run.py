@@ -24,6 +24,7 @@ from anydecode.server.protocol import ChatRequest
 from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, usage
 from anydecode.server.tools import (
+    allows_parallel,
     answer_schema_of,
     constraint_factory,
     json_options,
@@ -127,7 +128,7 @@ async def start_chat(
             tools,
             service.tool_format,
             required=required,
-            parallel=body.parallel_tool_calls is not False,
+            parallel=allows_parallel(body.tool_choice, body.parallel_tool_calls),
             answer_schema=answer_schema,
             options=json_options(body.structured_outputs),
         )

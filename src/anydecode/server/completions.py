@@ -210,7 +210,11 @@ class _CompletionAnswer:
         if self.body.logprobs is None:
             return None
         request, number = self.run.choices[index]
-        entries = logprobs.generated(request.jobs[number].sequence, self._num_logprobs_sent[index])
+        # The stop token has an entry, as in OpenAI's and vLLM's completions: clients that score a
+        # text (lm-eval) count on one entry per generated token.
+        entries = logprobs.generated(
+            request.jobs[number].sequence, self._num_logprobs_sent[index], with_stop=True
+        )
         self._num_logprobs_sent[index] += len(entries)
         if index in self._lists:
             return self._lists[index].for_tokens(entries)

@@ -19,11 +19,13 @@ from anydecode.server.protocol import ChatRequest, CompletionRequest
 FLOOR = -9999.0
 
 
-def generated(sequence: Sequence, start: int = 0) -> list[TokenLogprobs]:
-    """Log-probabilities of the tokens of `sequence` from index `start` on, without a stop token at
-    the end and without those of earlier calls that this call resumes."""
+def generated(
+    sequence: Sequence, start: int = 0, *, with_stop: bool = False
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the tokens of `sequence` from index `start` on, without those of earlier
+    calls that this call resumes, and without a stop token at the end unless `with_stop` is set."""
     entries = require_all(sequence.logprobs[max(start, sequence.state.get(RESUMED, 0)) :])
-    if entries and sequence.finished and sequence.stops_at(entries[-1].token):
+    if entries and not with_stop and sequence.finished and sequence.stops_at(entries[-1].token):
         entries.pop()
     return entries
 

@@ -149,6 +149,13 @@ def select_tools(
     return _named_tools(offered, names, choice), mode == "required"
 
 
+def allows_parallel(choice: str | dict[str, Any] | None, parallel: bool | None) -> bool:
+    """Whether an answer may have several calls: if the request does not forbid it, and does not
+    name the function, which is then called once."""
+    is_named = isinstance(choice, dict) and choice.get("type") != "allowed_tools"
+    return parallel is not False and not is_named
+
+
 def _named_tools(
     offered: list[Tool], references: Sequence[Any], choice: dict[str, Any]
 ) -> list[Tool]:

@@ -1,0 +1,65 @@
+"""Servers of the default model, for client libraries as their users have them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anydecode import LLM
+from anydecode.server.running import LiveServer
+from anydecode.server.settings import Settings
+
+MODEL = "smollm2-135m-instruct"
+#: Settings of libraries that would otherwise report to, or ask, other machines.
+OFFLINE = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "OPENAI_API_KEY": "none",
+}
+os.environ.update(OFFLINE)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.clients)
+
+
+@pytest.fixture(scope="session")
+def llm(default_model_path: Path) -> Iterator[LLM]:
+    with LLM(default_model_path, threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def server(llm: LLM) -> Iterator[LiveServer]:
+    with LiveServer(llm, Settings(name=MODEL, port=0)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def root(server: LiveServer) -> str:
+    """The address of the server."""
+    return server.url
+
+
+@pytest.fixture(scope="session")
+def url(root: str) -> str:
+    """The address of OpenAI's API."""
+    return f"{root}/v1"
+
+
+@pytest.fixture(scope="session")
+def keyed_url(llm: LLM) -> Iterator[str]:
+    """The address of OpenAI's API on a server that wants the key "secret"."""
+    settings = Settings(name=MODEL, port=0, api_keys=("secret",))
+    with LiveServer(llm, settings) as server:
+        yield f"{server.url}/v1"
