@@ -25,7 +25,7 @@ PATH = "/v1/messages"
 #: The signature of all reasoning. It is not checked when the reasoning is sent back.
 SIGNATURE = "unsigned"
 #: Reasons for the end of an answer, by those of `ChatRun.finish_reason`.
-_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
 async def count_tokens(service: Service, body: CountTokensRequest, http: HttpRequest) -> Response:

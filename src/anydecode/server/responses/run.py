@@ -21,6 +21,9 @@ from anydecode.server.responses.request import num_logprobs
 from anydecode.server.responses.store import Item, ResponseStore
 from anydecode.server.service import Service, extension
 
+#: Reasons for the end of an answer that is incomplete, in `incomplete_details`.
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
 
 @dataclass
 class Storage:
@@ -95,7 +98,7 @@ class ResponseRun:
         self._add_logprobs()
         for event in self.chat_run.events(0, generation):
             list(self._output.push(event))
-        list(self._output.end(generation.finish_reason != "length"))
+        list(self._output.end(generation.finish_reason not in _INCOMPLETE))
         response = self._finished(generation)
         await self._end(response)
         return response
@@ -115,7 +118,7 @@ class ResponseRun:
                     for one in self._output.push(event):
                         yield self._encode(one)
             [generation] = self.chat_run.run.generations()
-            for one in self._output.end(generation.finish_reason != "length"):
+            for one in self._output.end(generation.finish_reason not in _INCOMPLETE):
                 yield self._encode(one)
             response = self._finished(generation)
         except Exception as error:
@@ -157,8 +160,8 @@ class ResponseRun:
         return {**self.snapshot("failed"), "error": error}
 
     def _finished(self, generation: Generation) -> dict[str, Any]:
-        is_complete = generation.finish_reason != "length"
-        details = None if is_complete else {"reason": "max_output_tokens"}
+        reason = _INCOMPLETE.get(generation.finish_reason)
+        is_complete, details = reason is None, None if reason is None else {"reason": reason}
         return {
             **self.snapshot("completed" if is_complete else "incomplete"),
             "completed_at": int(time.time()) if is_complete else None,
