@@ -39,6 +39,14 @@ CALLS = {
         "dspy.Embedder(",
     ),
     "/v1/models": ("models.list()",),
+    "/v1/messages": ("client.messages.create(",),
+    "/v1/messages/count_tokens": ("client.messages.count_tokens(",),
+    "/api/chat": ("client.chat(",),
+    "/api/generate": ("client.generate(",),
+    "/api/embed": ("client.embed(",),
+    "/api/embeddings": ("client.embeddings(",),
+    "/api/tags": ("client.list(",),
+    "/api/show": ("client.show(",),
 }
 
 

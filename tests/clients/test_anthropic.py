@@ -15,7 +15,6 @@ from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 from server_models import THINKING, TOWN, TemplateTokenizer, answering  # noqa: E402
 
-pytestmark = pytest.mark.clients
 ASK: list[Any] = [{"role": "user", "content": "the cat sat on the mat and the cat sat on"}]
 RENDERED = "user: the cat sat on the mat and the cat sat on\nassistant: "
 OPTIONS: dict[str, Any] = {"model": "scripted", "messages": ASK, "max_tokens": 24}

@@ -15,7 +15,6 @@ from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 from server_models import THINKING, TOWN, TemplateTokenizer, answering  # noqa: E402
 
-pytestmark = pytest.mark.clients
 ASK = [{"role": "user", "content": "the cat sat on the mat and the cat sat on"}]
 RENDERED = f"user: {ASK[0]['content']}\nassistant: "
 GREEDY = {"temperature": 0, "num_predict": 24}
