@@ -70,7 +70,6 @@ def test_partial_models_grow(raw: Any, mode: str) -> None:
     parts = list(  # strictly, the package refuses enums given as text
         client.chat.completions.create_partial(**options, response_model=Trip, strict=False)
     )
-    assert len(parts) > 3
     assert isinstance(Trip.model_validate(parts[-1].model_dump()), Trip)
 
 

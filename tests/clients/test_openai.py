@@ -11,7 +11,6 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from anydecode import LLM  # noqa: E402
-from anydecode.server.running import LiveServer  # noqa: E402
 from client_shapes import Booking, City, Trip  # noqa: E402
 
 MODEL = "smollm2-135m-instruct"
@@ -84,7 +83,7 @@ def test_typed_tools_are_called_and_their_results_answered(client: Any, parallel
         events = list(stream)
         streamed = stream.get_final_completion().choices[0].message
     pieces = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
-    assert len(pieces) > len(calls)
+    assert len(pieces) >= len(calls)
     assert [call.function.arguments for call in streamed.tool_calls] == [
         call.function.arguments for call in choice.message.tool_calls
     ]
@@ -144,7 +143,8 @@ async def test_the_asynchronous_client_runs_requests_together(url: str, llm: LLM
     assert found == [llm.chat(ASK, max_tokens=8, temperature=1, seed=n).text for n in range(4)]
 
 
-async def test_what_a_client_leaves_is_cancelled(url: str, server: LiveServer, llm: LLM) -> None:
+async def test_what_a_client_leaves_is_cancelled(url: str, llm: LLM) -> None:
+    before = llm.engine.num_tokens
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(
             **GREEDY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
@@ -155,9 +155,9 @@ async def test_what_a_client_leaves_is_cancelled(url: str, server: LiveServer, l
             await client.with_options(timeout=0.5).chat.completions.create(
                 **GREEDY, max_tokens=4000, extra_body={"ignore_eos": True}
             )
-        while llm.engine.running:  # ends long before 4,000 tokens
+        while llm.engine.running:
             await asyncio.sleep(0.05)
-    assert server.url in url
+    assert llm.engine.num_tokens - before < 4000
 
 
 def test_errors_are_the_clients_exceptions(client: Any, keyed_url: str) -> None:
