@@ -175,8 +175,8 @@ def write_gguf(
             tensor = tensor + 1
         kind = gguf.GGMLQuantizationType[format if tensor.ndim == 2 else "F32"]
         writer.add_tensor(target, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
-    for layer in range(sizes["num_hidden_layers"]):
-        for module, factor in (factors or {}).items():
+    for module, factor in (factors or {}).items():
+        for layer in range(sizes["num_hidden_layers"]):
             for leaf in ("scale", "input_scale"):
                 values = np.atleast_1d(np.asarray(factor, np.float32))
                 writer.add_tensor(f"blk.{layer}.{module}.{leaf}", values)
