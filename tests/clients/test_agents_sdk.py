@@ -50,16 +50,7 @@ async def test_text_and_its_stream(model: Any) -> None:
     assert "".join(deltas) == result.final_output
 
 
-@pytest.fixture
-def tool_model(model: Any, request: pytest.FixtureRequest) -> Any:
-    """A model that takes tools."""
-    if isinstance(model, agents.OpenAIResponsesModel):
-        reason = "/v1/responses takes no tools"
-        request.applymarker(pytest.mark.xfail(raises=openai.BadRequestError, reason=reason))
-    return model
-
-
-async def test_a_tool_runs_and_its_result_is_answered(tool_model: Any) -> None:
+async def test_a_tool_runs_and_its_result_is_answered(model: Any) -> None:
     visited: list[City] = []
 
     @agents.function_tool
@@ -70,7 +61,7 @@ async def test_a_tool_runs_and_its_result_is_answered(tool_model: Any) -> None:
 
     agent = agents.Agent(
         name="a",
-        model=tool_model,
+        model=model,
         tools=[visit],
         model_settings=settings(tool_choice="required", parallel_tool_calls=False),
     )  # after the first call the SDK resets tool_choice
@@ -98,16 +89,16 @@ async def test_typed_output(model: Any, streamed: bool) -> None:
         assert type((await agents.Runner.run(agent, "Plan a trip.")).final_output) is Trip
 
 
-async def test_a_handoff(tool_model: Any) -> None:
+async def test_a_handoff(model: Any) -> None:
     expert = agents.Agent(
         name="Expert",
-        model=tool_model,
+        model=model,
         output_type=agents.AgentOutputSchema(City, strict_json_schema=False),
         model_settings=settings(),
     )
     front = agents.Agent(
         name="Front",
-        model=tool_model,
+        model=model,
         handoffs=[expert],
         model_settings=settings(tool_choice="transfer_to_expert", parallel_tool_calls=False),
     )

@@ -121,7 +121,7 @@ def test_errors_map_to_anthropics_exceptions(client: Any) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     with pytest.raises(anthropic.BadRequestError, match="has type 'image'"):
         client.messages.create(**{**OPTIONS, "messages": [{"role": "user", "content": [image]}]})
-    with pytest.raises(anthropic.BadRequestError, match="the context holds"):
+    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
         long = [{"role": "user", "content": "a" * 5000}]
         client.messages.create(**{**OPTIONS, "messages": long})
     with pytest.raises(anthropic.AuthenticationError, match="requires an API key"):
