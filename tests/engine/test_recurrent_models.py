@@ -106,6 +106,15 @@ def test_drafts_and_trees(name: str, decoder: str, temperature: float) -> None:
     assert texts(name, PROMPTS, engine, decoder=decoder, temperature=temperature) == expected
 
 
+def test_states_within_generated_text_are_kept_for_the_next_turn() -> None:
+    """Steps that the backend takes by itself end where a state is kept: at positions 63 and 127."""
+    with LLM(model("mamba2"), tokenizer=ByteTokenizer(), cache_positions=1024) as llm:
+        cache, spec = llm.engine.runners["target"].pool.cache, model("mamba2").spec
+        cache.states = StatePool(spec.recurrences, interval=64)
+        llm.generate(PROMPTS[2], **{**OPTIONS, "max_tokens": 120, "decoder": "multi-step"})
+        assert cache.states.num_states >= 2
+
+
 def test_beams_share_states(name: str) -> None:
     options = {"decoder": "beam:width=3", "temperature": 0.0}
     assert texts(name, PROMPTS, {"cache_positions": 2048}, **options) == alone(name, **options)

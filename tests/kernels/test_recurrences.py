@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode.errors import UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.build import local_variants
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import OutputSpec
-from anydecode.kernels.library import load_library
+from anydecode.kernels.library import Library, load_library
+from anydecode.kernels.library_cache import built_library
+from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.recurrent import PassStates, StatePool
+from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
 from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
@@ -196,3 +200,35 @@ def test_rows_that_do_not_see_every_position_are_refused(model: Transformer) -> 
     for rows in (evicted, ahead, unstored):
         with pytest.raises(UnsupportedCombinationError, match="every earlier position"):
             logits(model, whole(rows, model), new_cache(model))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3.5"])
+def test_every_variant_of_the_native_kernels_has_the_same_bits(name: str) -> None:
+    path = built_library()
+    if path is None:
+        pytest.skip("the native kernels are not available here")
+    family, settings = MODELS[name]
+    theirs, found = hf_model(family, **settings), {}
+    try:
+        for variant in (*local_variants(), "scalar"):
+            try:
+                library = Library(path, variant)
+            except InvalidRequestError:  # not on this machine
+                continue
+
+            def execute(network: Network, library: Library = library) -> NativeExecutor:
+                return NativeExecutor(
+                    network.weights.embedding,
+                    network.spec.vocab_size,
+                    network.spec.num_layers,
+                    network.layer,
+                    network.head,
+                    threads=2,
+                    library=library,
+                )
+
+            model = own_model(theirs, executor=execute)
+            found[variant] = in_parts(model, new_cache(model), [33, 7])
+    finally:
+        Library(path)  # the variant is that of the process
+    assert all(np.array_equal(rows, found["scalar"]) for rows in found.values())

@@ -51,11 +51,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_peft_model(family: str, options: dict[str, Any], path: Path, seed: int = 0) -> Any:
+def save_peft_model(
+    family: str, options: dict[str, Any], path: Path, seed: int = 0, **settings: Any
+) -> Any:
     """A PEFT model with random factors, saved to `path`."""
     torch.manual_seed(seed + 1)
     config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
-    model = get_peft_model(hf_model(family), config)
+    model = get_peft_model(hf_model(family, **settings), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -82,6 +84,19 @@ def test_logits_equal_peft(case: str, tmp_path: Path) -> None:
     assert np.abs(plain - expected).max() > 1e-2
     assert np.array_equal(adapter_logits(ours, -1, PROMPT), plain)
     assert np.array_equal(logits(ours, chain(PROMPT)), plain)
+
+
+def test_adapters_of_recurrent_layers(tmp_path: Path) -> None:
+    """The input projection is several products here, so that adapters cannot target it."""
+    settings = {"layer_types": ["conv", "full_attention", "conv"]}
+    options = {"r": 4, "target_modules": ["out_proj", "q_proj", "w1"]}
+    expected = hf_logits(save_peft_model("Lfm2", options, tmp_path / "a", **settings), PROMPT)
+    ours = own_model(hf_model("Lfm2", **settings))
+    ours.add_adapter("a", tmp_path / "a")
+    assert np.abs(adapter_logits(ours, 0, PROMPT) - expected).max() < 1e-4
+    save_peft_model("Lfm2", {"r": 4, "target_modules": ["in_proj"]}, tmp_path / "b", **settings)
+    with pytest.raises(CheckpointError, match="conv.in_proj that an adapter can target"):
+        ours.add_adapter("b", tmp_path / "b")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,18 @@ FALCON_H1: dict[str, Any] = {
     "ssm_out_multiplier": 0.9,
     "ssm_multipliers": [0.7, 1.4, 0.8, 1.2, 0.6],
     "mlp_multipliers": [0.9, 1.1],
+}
+#: The prefill of transformers takes `time_step_min` for the lower limit of steps, its decoding does
+#: not, nor do the states here.
+NEMOTRON_H: dict[str, Any] = {
+    "time_step_min": 1e-30,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
 }
 LFM2_MOE: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv"],
@@ -298,6 +311,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon h1 plain": (
         "FalconH1",
         {"mamba_d_ssm": None, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_rms_norm": True},
+    ),
+    "nemotron h": ("NemotronH", NEMOTRON_H),
+    "nemotron h odd": (
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": ["full_attention", "mlp", "linear_attention", "linear_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+        },
     ),
     "lfm2 moe": ("Lfm2Moe", LFM2_MOE),
     "lfm2 moe no bias": (
@@ -695,6 +720,26 @@ def test_qwen3_5_inside_a_multimodal_model() -> None:
         name.replace("model.", "model.language_model.", 1): t for name, t in inner.tensors.items()
     }
     assert np.array_equal(logits(built(outer), chain(PROMPT)), ours(model))
+
+
+def test_nemotron_h_as_it_is_saved(tmp_path: Any) -> None:
+    """Saved files have other names, and an object in place of infinity."""
+    model = hf_model("NemotronH", **NEMOTRON_H)
+    model.save_pretrained(tmp_path)
+    stored = checkpoint_of(model)
+    stored.tensors = load_file(tmp_path / "model.safetensors")
+    stored.config = json.loads((tmp_path / "config.json").read_text())
+    assert stored.config["time_step_limit"][1] == {"__float__": "Infinity"}
+    assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
+    del stored.config["layers_block_type"]
+    stored.config["hybrid_override_pattern"] = "M-*-"
+    assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
+    stored.config["hybrid_override_pattern"] = "M-*X"
+    with pytest.raises(CheckpointError, match="hybrid_override_pattern is 'M-[*]X'"):
+        built(stored)
+    stored.config["hybrid_override_pattern"] = "ME*-"
+    with pytest.raises(CheckpointError, match="attention of type 'moe' is not supported"):
+        built(stored)
 
 
 def test_layers_that_predict_further_tokens_are_left_out() -> None:

@@ -104,7 +104,14 @@ def identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)**2"""
+    positive = x.clamp(min=0.0)
+    return positive * positive
+
+
 ACTIVATIONS = {
+    "relu2": relu2,
     "silu": silu,
     "gelu_tanh": gelu_tanh,
     "gelu": gelu,

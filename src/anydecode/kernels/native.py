@@ -213,8 +213,8 @@ class NativeExecutor:
         captures, hidden = self._bind_captures(output_spec, start, stop)
         specs = self._bind_samples(output_spec.samples)
         num_steps = output_spec.num_steps if rows.tables[-1].ndim == 1 else 1
-        if self._states is not None and self._states.last_state < 0:
-            num_steps = 1
+        if self._states is not None:
+            num_steps = min(num_steps, self._states.max_steps)
         if num_steps > 1:
             self._bind_multi_step(num_steps, output_spec.end_tokens)
         self._call(start, stop, output_spec.logits, captures, len(output_spec.samples), num_steps)

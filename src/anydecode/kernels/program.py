@@ -29,7 +29,7 @@ from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import assign_offsets, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 5}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 5, "relu2": 6}
 _RULES = {"conv": 0, "ssd": 1, "delta": 2}
 _CLAMPED_SWIGLU = 3
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes

@@ -219,6 +219,13 @@ class PassStates:
         """The state that the last row saves, or -1."""
         return self._saves.get(len(self._rows) - 1, -1)
 
+    @property
+    def max_steps(self) -> int:
+        """The largest number of steps of a multi-step pass: its steps replace the state of the last
+        row, and a state at a multiple of the interval is kept for other requests."""
+        left = self._pool.interval - 1 - int(self._rows.positions[-1]) % self._pool.interval
+        return max(1, left) if self.last_state >= 0 else 1
+
     def _runs(self, active: Sequence[int] | np.ndarray) -> list[_Run]:
         runs: list[_Run] = []
         known = dict(self._before)

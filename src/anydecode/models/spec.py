@@ -57,8 +57,8 @@ class LayerSpec:
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3).
         qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3) or "full" (OLMo 2).
-        activation: The activation of the MLP, "silu", "gelu_tanh", "gelu" or, of a gated MLP, a
-            `ClampedSwiglu`.
+        activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu2" or, of a gated
+            MLP, a `ClampedSwiglu`.
         num_experts: The number of experts; 0 for a dense MLP.
         routing: How a token's experts are chosen; None for a dense MLP.
         has_sinks: Whether each head has an attention sink (gpt-oss).
@@ -173,7 +173,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     choices = {
         "norms": ("pre", "post", "both"),
         "qk_norm": (None, "head", "full"),
-        "activation": ("silu", "gelu_tanh", "gelu"),
+        "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
         "mlp": ("gated", "plain", "none"),
     }
     if isinstance(layer.activation, ClampedSwiglu) and layer.mlp == "gated":

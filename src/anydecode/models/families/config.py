@@ -13,7 +13,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import FULL, SLIDING
+from anydecode.models.families.patterns import FULL, MLP, SLIDING
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type
 from anydecode.models.families.table import FAMILIES, GROUP
@@ -45,6 +45,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
+    "relu2": "relu2",
 }
 
 #: The keys for the number of experts.
@@ -91,7 +92,9 @@ def text_config(config: Config) -> dict[str, Any]:
             f" {', '.join(FAMILIES)}"
         )
     _check_architecture(text, model_type, FAMILIES[model_type].architectures)
-    if FAMILIES[model_type].moe is None and any(text.get(key) for key in _NUM_EXPERTS):
+    # The configs of models without experts name their number too if layers are single sublayers.
+    is_dense = FAMILIES[model_type].moe is None and not FAMILIES[model_type].has_single_sublayers
+    if is_dense and any(text.get(key) for key in _NUM_EXPERTS):
         raise CheckpointError(f"a mixture of experts of model type {model_type!r} is not supported")
     text["model_type"] = model_type
     family = FAMILIES[model_type]
@@ -271,7 +274,7 @@ def _layers(
     dim, trained = head_dim(config), int_value(config, "max_position_embeddings")
     ropes = {
         layer_type: make_rope(_rope_parameters(config, layer_type), dim, trained, max_positions)
-        for layer_type in sorted(set(layer_types) - set(RECURRENT_TYPES))
+        for layer_type in sorted(set(layer_types) - {*RECURRENT_TYPES, MLP})
     }
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
     query_ropes = {kind: _query_rope(config, kind, rope) for kind, rope in ropes.items()}
@@ -280,7 +283,9 @@ def _layers(
     for layer in range(count):
         kind, is_moe = layer_types[layer], is_expert_layer(config, layer)
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
-        if has_recurrence and kind != HYBRID:
+        is_mlp = family.has_single_sublayers and kind == MLP
+        mlp = "none" if family.has_single_sublayers and not is_mlp else family.mlp
+        if is_mlp or (has_recurrence and kind != HYBRID):
             layers.append(
                 LayerSpec(
                     attention=None,
@@ -289,8 +294,8 @@ def _layers(
                     activation=activation,
                     num_experts=num_experts(config) if is_moe else 0,
                     routing=_routing(config, family.moe) if is_moe and family.moe else None,
-                    mlp=family.mlp,
-                    recurrence=recurrent,
+                    mlp=mlp,
+                    recurrence=None if is_mlp else recurrent,
                 )
             )
             continue
@@ -307,7 +312,7 @@ def _layers(
                 query_rope=query_ropes[layer_types[layer]] if has_rope[layer] else None,
                 norm_after_rope=family.norm_after_rope,
                 interleaved_rope=family.interleaved_rope,
-                mlp=family.mlp,
+                mlp=mlp,
                 is_parallel=is_parallel,
                 recurrence=recurrent if has_recurrence else None,
                 has_attention_gate=family.has_attention_gate,

@@ -90,6 +90,8 @@ class Family:
             both, head by head.
         multipliers: Whether the config has factors of the attention's and the MLP's products
             (Falcon-H1).
+        has_single_sublayers: Whether each layer is attention, a recurrence or an MLP alone
+            (Nemotron-H).
         derived: Returns keys that replace those of a config.
     """
 
@@ -125,4 +127,5 @@ class Family:
     recurrent: RecurrentLayout | None = None
     has_attention_gate: bool = False
     multipliers: bool = False
+    has_single_sublayers: bool = False
     derived: Callable[[Config], dict[str, Any]] | None = None

@@ -15,9 +15,13 @@ from anydecode.models.families.values import (
     num_layers,
     value_or,
 )
-from anydecode.models.limits import number
+from anydecode.models.limits import number, refusal
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+#: The type of layers that are an MLP only.
+MLP = "mlp"
+#: The letters of Nemotron-H's patterns.
+_LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": "moe"}
 
 
 def all_full(config: Config) -> list[str]:
@@ -135,6 +139,21 @@ def falcon_h1_scales(config: Config) -> Scales:
         for key in ("embedding_multiplier", "lm_head_multiplier")
     )
     return Scales(embedding, logits=logits)
+
+
+def nemotron_h_layers(config: Config) -> dict[str, Any]:
+    """Nemotron-H: its layers, from a list or a pattern, and the inner size of its recurrence."""
+    types, pattern = list_value(config, "layer_types", str), config.get("hybrid_override_pattern")
+    if types is None:
+        if not isinstance(pattern, str) or not set(pattern) <= set(_LETTERS):
+            raise refusal("hybrid_override_pattern", pattern, "a text of the letters M, * and -")
+        types = [_LETTERS[letter] for letter in pattern]
+    heads, size = int_value(config, "mamba_n_heads"), int_value(config, "mamba_d_head")
+    return {
+        "layer_types": types,
+        "num_hidden_layers": len(types),
+        "mamba_d_ssm": heads * size,
+    }
 
 
 def attention_every_nth(config: Config) -> list[str]:

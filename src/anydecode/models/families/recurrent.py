@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -89,9 +90,7 @@ def _mamba_spec(config: Config) -> RecurrentSpec:
         raise refusal("mamba_d_head", dim, f"{inner} / {heads}")
     groups = int_value(config, "mamba_n_groups", 1, high=MAX_COUNT)
     size = int_value(config, "mamba_d_state", high=MAX_COUNT)
-    limits = config.get("time_step_limit") or (0.0, math.inf)
-    if len(limits) != 2 or not all(isinstance(limit, (int, float)) for limit in limits):
-        raise refusal("time_step_limit", limits, "a list of two numbers")
+    low, high = _step_limits(config)
     shape = Recurrence(
         "ssd",
         width=heads * dim + 2 * groups * size,
@@ -101,9 +100,19 @@ def _mamba_spec(config: Config) -> RecurrentSpec:
         head_dim=dim,
         num_groups=groups,
         state_size=size,
-        step_limits=(float(limits[0]), float(limits[1])),
+        step_limits=(low, high),
     )
     return RecurrentSpec(shape, norm="after", norm_groups=groups)
+
+
+def _step_limits(config: Config) -> tuple[float, float]:
+    """The limits of the steps. Saved configs have an object in place of infinity."""
+    given = config.get("time_step_limit") or (0.0, math.inf)
+    limits: list[Any] = [x.get("__float__") if isinstance(x, dict) else x for x in given]
+    limits = [math.inf if x == "Infinity" else x for x in limits]
+    if len(limits) != 2 or not all(isinstance(x, int | float) for x in limits):
+        raise refusal("time_step_limit", given, "a list of two numbers")
+    return float(limits[0]), float(limits[1])
 
 
 def _read_mamba(

@@ -23,6 +23,7 @@ from anydecode.models.families.patterns import (
     lfm2_sizes,
     listed_attention,
     minicpm_scales,
+    nemotron_h_layers,
     no_rope,
     rope_flags,
     rope_if_named,
@@ -372,6 +373,39 @@ FAMILIES |= {
         defaults={**_LFM2_DEFAULTS, "first_k_dense_replace": 2},
         moe=MixtureOfExperts(scoring="sigmoid", has_selection_bias=True),
         **_LFM2,
+    ),
+    "nemotron_h": Family(
+        ("NemotronHForCausalLM",),
+        all_recurrent,
+        mlp="plain",
+        has_single_sublayers=True,
+        recurrent=MAMBA_2,
+        rope_layers=no_rope,
+        derived=nemotron_h_layers,
+        keys={
+            "layers_block_type": ("layer_types",),
+            "mamba_num_heads": ("mamba_n_heads",),
+            "mamba_head_dim": ("mamba_d_head",),
+            "ssm_state_size": ("mamba_d_state",),
+            "n_groups": ("mamba_n_groups",),
+            "conv_kernel": ("mamba_d_conv",),
+            "use_bias": ("mamba_proj_bias",),
+            "use_conv_bias": ("mamba_conv_bias",),
+            "layer_norm_epsilon": ("rms_norm_eps",),
+            "mlp_hidden_act": ("hidden_act",),
+        },
+        names={
+            "embed_tokens": "embeddings",
+            "norm": "norm_f",
+            "input_layernorm": "norm",
+            "post_attention_layernorm": "norm",
+            **{
+                f"{block}.{part}_proj": f"mixer.{part}_proj"
+                for block, parts in (("self_attn", "qkvo"), ("mlp", ("up", "down")))
+                for part in parts
+            },
+        },
+        defaults={"head_dim": 128, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
     ),
     "falcon_h1": Family(
         ("FalconH1ForCausalLM",),
