@@ -226,7 +226,7 @@ def test_preemption_does_not_change_the_output(decoder: str) -> None:
 def test_a_sequence_too_large_for_the_cache_ends_with_an_error() -> None:
     with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), cache_positions=30) as llm:
         assert llm.max_length == 30
-        with pytest.raises(InvalidRequestError, match="context holds"):
+        with pytest.raises(InvalidRequestError, match="maximum context length"):
             llm.generate("x" * 30)
         with pytest.raises(OutOfMemoryError, match="too few"):
             llm.generate("x" * 20, decoder=_WideTree())

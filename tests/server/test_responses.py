@@ -346,7 +346,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "n": ({"n": 2}, "n", "exactly one answer"),
     "logprobs": ({"logprobs": 2}, "logprobs", "send include"),
     "background": ({"background": True, "store": False}, "store", "has to be stored"),
-    "long": ({"input": "a" * 5000}, "", "the context holds"),
+    "long": ({"input": "a" * 5000}, "", "maximum context length"),
 }  # fmt: skip
 
 
@@ -393,9 +393,9 @@ def test_truncation_drops_the_oldest_turns() -> None:
     fields: dict[str, Any] = {"input": items, "max_output_tokens": 100, **GREEDY}
     with scripted_llm() as llm, served(llm) as client:
         length = llm.max_length
-        assert "the context holds" in client.refused(RESPONSES, **fields)["message"]
+        assert "maximum context length" in client.refused(RESPONSES, **fields)["message"]
         assert (
-            "the context holds"
+            "maximum context length"
             in client.refused(RESPONSES, **fields, truncation="disabled")["message"]
         )
         response = client.ask(RESPONSES, **fields, truncation="auto")
@@ -419,4 +419,4 @@ def test_truncation_drops_the_oldest_turns() -> None:
         short = client.ask(RESPONSES, "abc", **GREEDY, truncation="auto")
         assert plain(short) == plain(client.ask(RESPONSES, "abc", **GREEDY))
         alone = {"input": "a" * 5000, "truncation": "auto"}
-        assert "the context holds" in client.refused(RESPONSES, **alone)["message"]
+        assert "maximum context length" in client.refused(RESPONSES, **alone)["message"]

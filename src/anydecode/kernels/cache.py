@@ -16,7 +16,7 @@ import numpy as np
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize
 from anydecode.kernels.interface import Attention, KeyValues, Recurrence, Weight
-from anydecode.kernels.pages import mapped_zeros
+from anydecode.kernels.mapped import mapped_zeros
 from anydecode.kernels.recurrent import StatePool
 
 #: Cache format -> the weight format with the same layout.

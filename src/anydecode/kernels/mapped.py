@@ -1,11 +1,14 @@
-"""Addresses of arrays, and the pages of mapped files under them."""
+"""Arrays over mapped memory: their addresses, their pages, and arrays of zeros."""
 
 from __future__ import annotations
 
+import math
 import mmap
 from typing import Any
 
 import numpy as np
+
+from anydecode.kernels.pages import map_anonymous
 
 
 def release_mapped(array: np.ndarray) -> None:
@@ -27,3 +30,10 @@ def release_mapped(array: np.ndarray) -> None:
 def address_of(array: np.ndarray) -> int:
     """The address of an array's first number."""
     return int(array.__array_interface__["data"][0])
+
+
+def mapped_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An array of zeros that occupies physical memory from its first use."""
+    count = math.prod(shape)
+    flat = np.frombuffer(map_anonymous(max(1, count * dtype.itemsize)), dtype, count)
+    return flat.reshape(shape)

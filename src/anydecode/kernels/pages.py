@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import sys
-from typing import Any
-
-import numpy as np
 
 
 def map_anonymous(size: int, huge: bool = False) -> mmap.mmap:
@@ -26,13 +22,6 @@ def map_anonymous(size: int, huge: bool = False) -> mmap.mmap:
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
-
-
-def mapped_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """An array of zeros that occupies physical memory from its first use."""
-    count = math.prod(shape)
-    flat = np.frombuffer(map_anonymous(max(1, count * dtype.itemsize)), dtype, count)
-    return flat.reshape(shape)
 
 
 class _MemoryStatus(ctypes.Structure):

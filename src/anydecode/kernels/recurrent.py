@@ -17,7 +17,7 @@ import numpy as np
 
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import Recurrence, Rows
-from anydecode.kernels.pages import mapped_zeros
+from anydecode.kernels.mapped import mapped_zeros
 
 #: The size of the states that a cache keeps, in bytes; memory is occupied from the first use.
 STATE_BYTES = 1 << 30

@@ -108,11 +108,14 @@ def _mamba_spec(config: Config) -> RecurrentSpec:
 def _step_limits(config: Config) -> tuple[float, float]:
     """The limits of the steps. Saved configs have an object in place of infinity."""
     given = config.get("time_step_limit") or (0.0, math.inf)
-    limits: list[Any] = [x.get("__float__") if isinstance(x, dict) else x for x in given]
-    limits = [math.inf if x == "Infinity" else x for x in limits]
-    if len(limits) != 2 or not all(isinstance(x, int | float) for x in limits):
+    limits: list[Any] = []
+    if isinstance(given, list | tuple):
+        limits = [x.get("__float__") if isinstance(x, dict) else x for x in given]
+        limits = [math.inf if x == "Infinity" else x for x in limits]
+    if len(limits) != 2:
         raise refusal("time_step_limit", given, "a list of two numbers")
-    return float(limits[0]), float(limits[1])
+    low, high = (x if x == math.inf else number("time_step_limit", x, 0.0) for x in limits)
+    return low, high
 
 
 def _read_mamba(
