@@ -421,3 +421,20 @@ def test_banned_strings_and_a_thinking_budget_are_fields(client: Client, path: s
     assert ask(thinking_token_budget=5) == text  # there is no reasoning
     for wrong in ({"banned_strings": "x"}, {"thinking_token_budget": -1}):
         assert client.refused(path, **wrong)["param"] == next(iter(wrong))
+
+
+@pytest.mark.parametrize("field", ["stop", "banned_strings"])
+def test_strings_that_the_text_is_searched_for_are_few(client: Client, field: str) -> None:
+    for value in (["a"] * 257, ["a" * 1001]):
+        error = client.refused(COMPLETIONS, **{field: value})
+        assert error["param"].startswith(field) and "\n" not in error["message"]
+    assert client.ask(COMPLETIONS, **{field: ["~" * 1000] * 256})
+
+
+def test_predictions_and_negative_prompts_may_be_long(client: Client, llm: LLM) -> None:
+    text = client.ask(CHAT, temperature=0)["choices"][0]["message"]["content"]
+    prediction = {"type": "content", "content": "long " * 100_000}
+    answer = client.ask(CHAT, temperature=0, prediction=prediction)
+    assert answer["choices"][0]["message"]["content"] == text
+    error = client.refused(COMPLETIONS, negative_prompt="long " * 1000, guidance_scale=2.0)
+    assert f"maximum context length is {llm.max_length}" in error["message"]

@@ -104,7 +104,9 @@ class Request:
         self.first_finish = first_finish
         self.prompt_embeds = prompt_embeds
         can_draft = decoder.requirements.takes_prediction
-        self.prediction = (prediction or None) if can_draft else None
+        self.prediction = None
+        if prediction and can_draft:
+            self.prediction = prediction[: resources.max_length]  # an answer is not longer
         self.ignored = ["prediction"] if prediction and not can_draft else []
         self.seed = self._resolve_seed()
         self.limit = self._check(decoder)
@@ -237,6 +239,11 @@ class Request:
                 f"This model's maximum context length is {self.resources.max_length} tokens, of"
                 f" which one must be left to generate; the prompt has {len(self.prompt)}: shorten"
                 " it"
+            )
+        if len(self.companion) >= self.resources.max_length:
+            raise ContextLengthError(
+                f"negative_prompt has {len(self.companion)} tokens, and this model's maximum"
+                f" context length is {self.resources.max_length}: shorten it"
             )
         needs = decoder.requirements
         self.resources.check_decoder(self.name, needs)

@@ -50,6 +50,10 @@ Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Tokens = Annotated[list[Count], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
+#: Strings that the text is searched for after every token.
+Strings = Annotated[
+    list[Annotated[str, Field(max_length=1000)]], Field(fail_fast=True, max_length=256)
+]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
 #: One prompt or several, as text or token ids.
@@ -69,12 +73,12 @@ ALLOWED = {
 _NOT_REMOTE = ("autodeco", "logits_processors", "prompt_logprobs")
 #: Sampling options that are neither numbers nor booleans.
 _LISTS: dict[str, Any] = {
-    "banned_strings": Texts,
+    "banned_strings": Strings,
     "banned_words": Words,
     "dola_layers": Name | Tokens,
     "dry_breakers": Tokens,
     "logit_bias": Biases,
-    "stop": str | Texts,
+    "stop": Annotated[str, Field(max_length=1000)] | Strings,
     "stop_tokens": Tokens,
 }
 

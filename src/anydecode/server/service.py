@@ -105,12 +105,13 @@ class Service:
             for prompt in prompts
         ]
 
-        if isinstance(options.get("negative_prompt"), str):
-            negative = await self.preparation.encode(
-                state, options["negative_prompt"], special=True
-            )
-            check_prompt(negative, self.settings)
-            options = {**options, "negative_prompt": negative}
+        for name in ("negative_prompt", "prediction"):
+            if (text := options.get(name)) is not None:
+                special = name == "negative_prompt"
+                tokens = await self.preparation.encode(state, text, special=special)
+                options = {**options, name: tokens}
+        if options.get("negative_prompt") is not None:
+            check_prompt(options["negative_prompt"], self.settings)
 
         def make_requests() -> list[Request]:
             tokens = [self.llm.encode(prompt) for prompt in prompts]

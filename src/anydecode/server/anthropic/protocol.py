@@ -14,7 +14,7 @@ from anydecode.server.protocol import (
     Name,
     Objects,
     Options,
-    Texts,
+    Strings,
 )
 
 
@@ -104,7 +104,7 @@ class CountTokensRequest(Options):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    stop_sequences: Texts | None = None
+    stop_sequences: Strings | None = None
 
 
 class MessagesRequest(CountTokensRequest):
