@@ -92,11 +92,11 @@ def test_adapters_of_recurrent_layers(tmp_path: Path) -> None:
     options = {"r": 4, "target_modules": ["out_proj", "q_proj", "w1"]}
     expected = hf_logits(save_peft_model("Lfm2", options, tmp_path / "a", **settings), PROMPT)
     ours = own_model(hf_model("Lfm2", **settings))
-    ours.add_adapter("a", tmp_path / "a")
+    ours.add_adapter(tmp_path / "a")
     assert np.abs(adapter_logits(ours, 0, PROMPT) - expected).max() < 1e-4
     save_peft_model("Lfm2", {"r": 4, "target_modules": ["in_proj"]}, tmp_path / "b", **settings)
     with pytest.raises(CheckpointError, match="conv.in_proj that an adapter can target"):
-        ours.add_adapter("b", tmp_path / "b")
+        ours.add_adapter(tmp_path / "b")
 
 
 @pytest.mark.parametrize(
