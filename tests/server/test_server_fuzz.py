@@ -344,7 +344,17 @@ def num_errors(model: Any, body: bytes) -> int:
     return 0
 
 
-@pytest.mark.parametrize("field", list(CompletionRequest.model_fields))
+#: Fields of different types; those of all others take long.
+_TYPICAL = ("prompt", "stop", "logit_bias", "structured_outputs", "temperature")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        pytest.param(name, marks=() if name in _TYPICAL else pytest.mark.slow)
+        for name in CompletionRequest.model_fields
+    ],
+)
 def test_a_large_body_of_errors_has_few_errors(field: str) -> None:
     """The time and memory of a refusal do not grow with the number of errors."""
     many = {str(number): None for number in range(99999)}
@@ -415,7 +425,9 @@ def test_invalid_values_are_refused(caplog: Any) -> None:
                 for endpoint in ENDPOINTS:
                     for body in broken:
                         answer = await http.post(endpoint, content=body, headers=JSON)
-                        assert answer.status_code == 400
+                        # Ollama's API has endpoints without required fields.
+                        is_complete = endpoint.startswith("/api/") and body == b"{}"
+                        assert answer.status_code == 400 or is_complete, (endpoint, body[:20])
                         check(endpoint, body, answer)
                 for path in ("/v1/models/%ff", "/v1/models/%00", "/page/%2e%2e", "/v1/none"):
                     answer = await http.get(path)
