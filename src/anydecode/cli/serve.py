@@ -1,4 +1,4 @@
-"""`anydecode serve`: an HTTP server with OpenAI's API."""
+"""`anydecode serve`: an HTTP server with the APIs of OpenAI, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def serve(
     threads: options.Threads = None,
     backend: options.Backend = None,
 ) -> None:
-    """Serve a model with OpenAI's API, and a web page at / to try it.
+    """Serve a model with the APIs of OpenAI, Anthropic and Ollama, and a page at / to try it.
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
