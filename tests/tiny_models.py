@@ -86,7 +86,8 @@ def own_model(model: Any, dtype: str | None = None, **options: Any) -> Transform
 
 def built(checkpoint: Checkpoint, dtype: str | None = None, **options: Any) -> Transformer:
     """The model of a checkpoint, in torch unless `executor` is given."""
-    return build_model(checkpoint, dtype, **{"executor": torch_executor(), **options})
+    executor = options.pop("executor", None) or torch_executor()
+    return build_model(checkpoint, dtype, executor=executor, **options)
 
 
 def chain(tokens: list[int], first: int = 0, slots: np.ndarray | None = None) -> Rows:

@@ -55,8 +55,8 @@ TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
 def model(request: Any) -> Transformer:
     name, backend = request.param
     family, settings = MODELS[name]
-    executor = choose_executor(backend, threads=2)
-    return own_model(hf_model(family, **settings), executor=executor)
+    theirs = hf_model(family, **settings)
+    return own_model(theirs, executor=choose_executor(backend, threads=2))
 
 
 def new_cache(model: Transformer, max_states: int | None = None, interval: int = 8) -> Any:
