@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,18 +23,6 @@ MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASK = [{"role": "user", "content": "the cat sat on the mat and the cat sat on"}]
 RENDERED = "user: the cat sat on the mat and the cat sat on\nassistant: "
 TOOL = {"name": "weather", "input_schema": TOWN, "cache_control": {"type": "ephemeral"}}
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with scripted_llm() as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def client(llm: LLM) -> Iterator[Client]:
-    with served(llm) as client:
-        yield client
 
 
 def post(client: Client, path: str = MESSAGES, status: int = 200, **fields: Any) -> dict[str, Any]:

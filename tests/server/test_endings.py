@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from anydecode.certification.checks import scripted_llm  # noqa: E402
-from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: E402
+from server_client import CHAT, COMPLETIONS, RESPONSES, Client  # noqa: E402
 
 #: The only answer contains a banned string, so that it ends behind its first letter.
 FIELDS: dict[str, Any] = {
     "structured_outputs": {"choice": ["cab"]}, "banned_strings": ["ab"], "decoder": "autoregressive"
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with scripted_llm() as llm, served(llm) as client:
-        yield client
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,6 @@ RENDERED = f"user: {PROMPT}\nassistant: "
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": TOWN}}
 GREEDY = {"temperature": 0, "num_predict": 8}
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with scripted_llm() as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def client(llm: LLM) -> Iterator[Client]:
-    with served(llm) as client:
-        yield client
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:

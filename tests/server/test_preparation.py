@@ -15,7 +15,6 @@ pytest.importorskip("httpx")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from anydecode.api.llm import LLM
-from anydecode.certification.checks import scripted_llm
 from anydecode.models.scripted import ScriptedModel
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.server.preparation import Preparation
@@ -77,12 +76,6 @@ def served(llm: LLM, **settings: Any) -> Iterator[Client]:
     with served_briefly(llm, **settings) as client:
         client.http.timeout = 250
         yield client
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with scripted_llm() as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

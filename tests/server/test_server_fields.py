@@ -3,7 +3,6 @@ log-probabilities, and token counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,6 @@ from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: 
 from server_models import TemplateTokenizer  # noqa: E402
 
 LONG = "a prompt that is long enough to fill several blocks of the cache. "
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with scripted_llm() as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def client(llm: LLM) -> Iterator[Client]:
-    with served(llm) as client:
-        yield client
 
 
 IGNORED: dict[str, dict[str, Any]] = {

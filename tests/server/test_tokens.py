@@ -3,7 +3,6 @@ prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,22 +10,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from anydecode import LLM  # noqa: E402
-from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.certification.oracles.constrained.self_infill import filling_llm  # noqa: E402
 from anydecode.decoders.constrained.self_infill import SelfInfill  # noqa: E402
 from server_client import CHAT, COMPLETIONS, Client, served  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with scripted_llm() as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def client(llm: LLM) -> Iterator[Client]:
-    with served(llm) as client:
-        yield client
 
 
 def posted(client: Client, path: str, **fields: Any) -> tuple[int, Any]:

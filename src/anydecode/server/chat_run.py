@@ -89,6 +89,12 @@ async def render(
     return await service.preparation.render(state, messages, variables)
 
 
+async def render_tokens(service: Service, body: ChatRequest, state: dict[str, Any]) -> list[int]:
+    """The token ids of the prompt that `render` returns."""
+    text = await render(service, body, state)
+    return await service.preparation.encode(state, text, special=False)
+
+
 async def start_chat(
     service: Service,
     body: ChatRequest,

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.tools.formats import Call, CallRules, JsonRule, ToolFormat, literal
 from anydecode.constraints.tools.stream import Steps, TextStream
-from anydecode.constraints.tools.values import ArgumentGrammar, ValueSyntax
+from anydecode.constraints.tools.values import ArgumentGrammar, ValueSyntax, tool_rules
 
 _ESCAPE = "<escape>"
 
@@ -95,16 +96,12 @@ class LiteralCalls(ToolFormat):
         return self.opening
 
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
-        rules, options, inexact = [], [], set()
-        for number, (name, schema) in enumerate(schemas.items()):
-            members, grammar = self._members(f"tool_{number}", schema, json_rule)
-            options.append(self._call_rule(name, members))
-            rules += grammar.rules
-            inexact |= set() if grammar.is_exact else {name}
-        return self._call_rules([*rules, "written: " + " | ".join(options)], inexact)
+        arguments = partial(self._members, json_rule)
+        rules, calls, inexact = tool_rules(schemas, arguments, self._call_rule)
+        return self._call_rules([*rules, f"written: {calls}"], inexact)
 
     def _members(
-        self, prefix: str, schema: JsonSchema, json_rule: JsonRule
+        self, json_rule: JsonRule, prefix: str, schema: JsonSchema
     ) -> tuple[str, ArgumentGrammar]:
         """An expression of the arguments, and the grammar with its rules."""
         grammar = ArgumentGrammar(prefix, schema, self.syntax, json_rule)

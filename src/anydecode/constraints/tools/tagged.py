@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from anydecode.constraints.json.json_schema import JsonSchema
@@ -16,6 +17,7 @@ from anydecode.constraints.tools.values import (
     ArgumentGrammar,
     arguments_of,
     is_text,
+    tool_rules,
 )
 
 
@@ -46,19 +48,18 @@ class TaggedCalls(ToolFormat):
         return self.opening
 
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
-        rules, options, inexact = [], [], set()
-        for number, (name, schema) in enumerate(schemas.items()):
-            arguments, grammar = self._arguments(f"tool_{number}", schema, json_rule)
-            head = literal(self.before_name + name + self.after_name)
-            options.append(f"{head} {arguments} {literal(self.closing)}")
-            rules += grammar.rules
-            inexact |= set() if grammar.is_exact else {name}
-        rules.append("tagged: " + " | ".join(options))
+        arguments = partial(self._arguments, json_rule)
+        rules, calls, inexact = tool_rules(schemas, arguments, self._call_rule)
         call = f"{literal(self.opening)} tagged"
-        return CallRules("tagged", call, rules, "/\\n?/", inexact=inexact)
+        return CallRules("tagged", call, [*rules, f"tagged: {calls}"], "/\\n?/", inexact=inexact)
+
+    def _call_rule(self, name: str, arguments: str) -> str:
+        """An expression of a call of the tool `name`, without the opening text."""
+        head = literal(self.before_name + name + self.after_name)
+        return f"{head} {arguments} {literal(self.closing)}"
 
     def _arguments(
-        self, prefix: str, schema: JsonSchema, json_rule: JsonRule
+        self, json_rule: JsonRule, prefix: str, schema: JsonSchema
     ) -> tuple[str, ArgumentGrammar]:
         """An expression of the arguments, and the grammar with its rules."""
         grammar = ArgumentGrammar(prefix, schema, None, json_rule)

@@ -29,8 +29,8 @@ from anydecode.models.tokenizer import Tokenizer
 
 #: The name of the answer's schema in reports; not the name of a tool.
 _ANSWER = "the answer"
-#: Maximum size of the grammars whose shortest lengths are kept, in bytes.
-_MAX_LENGTHS_BYTES = 8 << 20
+#: Maximum size of the grammars whose shortest texts are kept, in bytes.
+_MAX_TEXTS_BYTES = 8 << 20
 
 
 class ToolCalls(CompletedConstraint):
@@ -230,7 +230,7 @@ def parse_answer(
         yield from call_format.parse(stream, schemas)
 
 
-@byte_cached(_MAX_LENGTHS_BYTES)
+@byte_cached(_MAX_TEXTS_BYTES)
 def _shortest_texts(grammar: str) -> MutableMapping[Tokenizer, array[int]]:
     """The tokens of the shortest text of a grammar, by tokenizer: filled by those who need them."""
     return WeakKeyDictionary()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anydecode.constraints.json.json_schema import JsonSchema
@@ -147,6 +147,32 @@ class Argument(NamedTuple):
     name: str
     schema: Any
     is_required: bool
+
+
+def tool_rules(
+    schemas: Mapping[str, JsonSchema],
+    arguments: Callable[[str, JsonSchema], tuple[str, ArgumentGrammar]],
+    call: Callable[[str, str], str],
+) -> tuple[list[str], str, set[str]]:
+    """The rules of calls of any tool: those of the arguments, an expression of a call, and the
+    tools whose arguments may match the grammar without being valid.
+
+    Args:
+        schemas: The schemas of the tools' arguments, by name.
+        arguments: Returns an expression of the arguments under a schema, and the grammar with its
+            rules, whose names start with the given prefix.
+        call: Returns an expression of a call, from the tool's name and that of its arguments.
+    """
+    rules: list[str] = []
+    options: list[str] = []
+    inexact: set[str] = set()
+    for number, (name, schema) in enumerate(schemas.items()):
+        expression, grammar = arguments(f"tool_{number}", schema)
+        options.append(call(name, expression))
+        rules += grammar.rules
+        if not grammar.is_exact:
+            inexact.add(name)
+    return rules, " | ".join(options), inexact
 
 
 class ArgumentGrammar:

@@ -90,19 +90,27 @@ def _mamba_spec(config: Config) -> RecurrentSpec:
         raise refusal("mamba_d_head", dim, f"{inner} / {heads}")
     groups = int_value(config, "mamba_n_groups", 1, high=MAX_COUNT)
     size = int_value(config, "mamba_d_state", high=MAX_COUNT)
-    low, high = _step_limits(config)
-    shape = Recurrence(
-        "ssd",
+    window = int_value(config, "mamba_d_conv", 4, high=MAX_COUNT)
+    shape = _shape("ssd", window, (heads, dim), (groups, size), step_limits=_step_limits(config))
+    return RecurrentSpec(shape, norm="after", norm_groups=groups)
+
+
+def _shape(
+    rule: str, window: int, values: tuple[int, int], keys: tuple[int, int], **options: Any
+) -> Recurrence:
+    """A recurrence with a state, from the number and size of its values and of its keys."""
+    (heads, dim), (groups, size) = values, keys
+    return Recurrence(
+        rule,
         width=heads * dim + 2 * groups * size,
-        window=int_value(config, "mamba_d_conv", 4, high=MAX_COUNT),
+        window=window,
         activation="silu",
         num_heads=heads,
         head_dim=dim,
         num_groups=groups,
         state_size=size,
-        step_limits=(low, high),
+        **options,
     )
-    return RecurrentSpec(shape, norm="after", norm_groups=groups)
 
 
 def _step_limits(config: Config) -> tuple[float, float]:
@@ -197,16 +205,8 @@ def _delta_spec(config: Config) -> RecurrentSpec:
     groups = int_value(config, "linear_num_key_heads", 16, high=MAX_COUNT)
     dim = int_value(config, "linear_value_head_dim", 128, high=MAX_COUNT)
     size = int_value(config, "linear_key_head_dim", 128, high=MAX_COUNT)
-    shape = Recurrence(
-        "delta",
-        width=heads * dim + 2 * groups * size,
-        window=int_value(config, "linear_conv_kernel_dim", 4, high=MAX_COUNT),
-        activation="silu",
-        num_heads=heads,
-        head_dim=dim,
-        num_groups=groups,
-        state_size=size,
-    )
+    window = int_value(config, "linear_conv_kernel_dim", 4, high=MAX_COUNT)
+    shape = _shape("delta", window, (heads, dim), (groups, size))
     return RecurrentSpec(shape, norm="before", norm_groups=heads)
 
 

@@ -13,7 +13,7 @@ from anydecode.api.generation import Generation
 from anydecode.constraints.tools.stream import Event
 from anydecode.server.anthropic.prompts import translate
 from anydecode.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from anydecode.server.chat_run import ChatRun, render, start_chat
+from anydecode.server.chat_run import ChatRun, render_tokens, start_chat
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream, compact
 from anydecode.server.options import adapter_of
@@ -32,9 +32,7 @@ async def count_tokens(service: Service, body: CountTokensRequest, http: HttpReq
     """Count the tokens of a prompt."""
     request, _ = translate(body, service.tokenizer.chat_template)
     adapter_of(body.model, service.llm, service.settings)
-    state = http.scope["state"]
-    text = await render(service, request, state)
-    tokens = await service.preparation.encode(state, text, special=False)
+    tokens = await render_tokens(service, request, http.scope["state"])
     return JSONResponse({"input_tokens": len(tokens)})
 
 

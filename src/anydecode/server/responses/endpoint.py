@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.server.chat_run import render, start_chat
+from anydecode.server.chat_run import render_tokens, start_chat
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream
 from anydecode.server.protocol import ResponsesRequest
@@ -159,8 +159,7 @@ class ResponsesApi:
         state = http.scope["state"]
         try:
             chat = chat_request(body, await self._items(body, state["namespace"]))
-            text = await render(self.service, chat, state)
-            tokens = await self.service.preparation.encode(state, text, special=False)
+            tokens = await render_tokens(self.service, chat, state)
         except ApiError as error:
             raise renamed(error) from None
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})

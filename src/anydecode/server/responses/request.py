@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from anydecode.server import translation
 from anydecode.server.bodies import described
-from anydecode.server.chat_run import render
+from anydecode.server.chat_run import render_tokens
 from anydecode.server.errors import ApiError
 from anydecode.server.options import check_extra_fields
 from anydecode.server.protocol import (
@@ -118,8 +118,7 @@ async def truncate(service: Service, chat: ChatRequest, state: dict[str, Any]) -
 
     async def fits(num_dropped: int) -> bool:
         chat.messages = [*system, *others[starts[num_dropped] :]] if num_dropped else messages
-        text = await render(service, chat, state)
-        return len(await service.preparation.encode(state, text, special=False)) <= limit
+        return len(await render_tokens(service, chat, state)) <= limit
 
     if len(starts) == 1 or await fits(0):
         return
