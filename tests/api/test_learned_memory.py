@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -35,3 +36,22 @@ def test_decoders_are_dropped_when_they_have_learned_too_much() -> None:
     decoders[4].drafter.learn([*range(4000)])  # more than all may have
     known.find("prompt-lookup")
     assert known.find("suffix:memory=90004") is not decoders[4]
+
+
+def test_requests_on_several_threads_find_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread adds a decoder while another adds up what all have learned: without a lock, the
+    dictionary changes while it is read."""
+    known = Methods()
+    known.find("suffix")
+    others: list[threading.Thread] = []
+
+    def num_bytes(self: Any) -> int:
+        if not others:
+            others.append(threading.Thread(target=known.find, args=("token-recycling",)))
+            others[0].start()
+            others[0].join(timeout=0.3)
+        return 0
+
+    monkeypatch.setattr(type(known.find("suffix")), "num_bytes", property(num_bytes))
+    assert known.find("prompt-lookup") is known.find("prompt-lookup")
+    others[0].join()

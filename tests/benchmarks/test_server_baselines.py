@@ -20,6 +20,7 @@ import pytest
 httpx = pytest.importorskip("httpx")
 
 from anydecode.benchmarks.serving import baselines  # noqa: E402
+from anydecode.benchmarks.serving import overhead as overhead_bench  # noqa: E402
 from anydecode.benchmarks.serving.baselines import Comparison, Load, parse_baseline, started_server  # noqa: E402
 from anydecode.benchmarks.serving.plot import draw_distributions, draw_sweep  # noqa: E402
 from anydecode.benchmarks.serving.replay import Endpoint, Objective, RequestOutcome  # noqa: E402
@@ -336,6 +337,8 @@ def test_overhead_measures_server_time(slow: str, tmp_path: Path, monkeypatch: A
         monkeypatch.setattr(Service, "head", slow_head)
     if slow == "token":
         monkeypatch.setattr(chat, "compact", slow_compact)
+    # On a busy machine the event loop waits: passes of 20 ms do not all end meanwhile.
+    monkeypatch.setattr(overhead_bench._PacedModel, "pause", 0.02)
     out = tmp_path / "out.json"
     options = ["--requests", "3", "--tokens", "12", "--rounds", "1", "--json", str(out)]
     run_bench("overhead", options)

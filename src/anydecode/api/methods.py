@@ -3,6 +3,7 @@ catalogue key, or "key:name=value,name=value"."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +30,8 @@ MAX_LEARNED_BYTES = 256 << 20
 
 
 class Methods:
-    """The decoders in use. A decoder keeps what it learns from requests, separately per namespace.
+    """The decoders in use; safe for threads. A decoder keeps what it learns from requests,
+    separately per namespace.
 
     Args:
         drafting: Limits how much all decoders together may draft, or None.
@@ -42,6 +44,7 @@ class Methods:
         self.drafting = drafting
         self.max_learned_bytes = max_learned_bytes
         self._decoders: dict[tuple[str, Hashable], Decoder] = {}
+        self._lock = threading.Lock()  # of `_decoders`
 
     def find(
         self, choice: str | Decoder | SamplerPreset | Constraint, namespace: Hashable = None
@@ -50,25 +53,30 @@ class Methods:
         autoregressive decoding with it."""
         if not isinstance(choice, str):
             return choice
-        found = self._decoders.pop((choice, namespace), None)
-        if found is None:
-            built: Decoder | SamplerPreset | Constraint = catalogue.build_as(
-                choice, "a decoder", Decoder, SamplerPreset, Constraint
-            )
-            if not isinstance(built, Decoder):
-                return built
-            found = built if self.drafting is None else self.drafting.over(built)
-        self._decoders[choice, namespace] = found  # the most recently used is the last
-        num_bytes = self.learned_bytes
-        while self._decoders and (
-            len(self._decoders) > MAX_DECODERS or num_bytes > self.max_learned_bytes
-        ):
-            num_bytes -= self._decoders.pop(next(iter(self._decoders))).num_bytes
-        return found
+        with self._lock:
+            found = self._decoders.pop((choice, namespace), None)
+            if found is None:
+                built: Decoder | SamplerPreset | Constraint = catalogue.build_as(
+                    choice, "a decoder", Decoder, SamplerPreset, Constraint
+                )
+                if not isinstance(built, Decoder):
+                    return built
+                found = built if self.drafting is None else self.drafting.over(built)
+            self._decoders[choice, namespace] = found  # the most recently used is the last
+            num_bytes = self._learned_bytes()
+            while self._decoders and (
+                len(self._decoders) > MAX_DECODERS or num_bytes > self.max_learned_bytes
+            ):
+                num_bytes -= self._decoders.pop(next(iter(self._decoders))).num_bytes
+            return found
 
     @property
     def learned_bytes(self) -> int:
         """The estimated memory of what all decoders have learned, in bytes."""
+        with self._lock:
+            return self._learned_bytes()
+
+    def _learned_bytes(self) -> int:
         return sum(decoder.num_bytes for decoder in self._decoders.values())
 
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
@@ -110,7 +118,8 @@ class Methods:
 
     def clear(self) -> None:
         """Drop all decoders with what they have learned."""
-        self._decoders.clear()
+        with self._lock:
+            self._decoders.clear()
 
 
 def build_as(choice: Any, kind: type[Kind]) -> Kind:
