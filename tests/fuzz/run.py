@@ -147,7 +147,11 @@ def fuzz_here(name: str, seconds: float, seed: int, current: Path) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGPROF, chain=True)
     surface = SURFACES[name]
-    if "LD_PRELOAD" not in os.environ:
+    if surface.is_native:
+        from anydecode.kernels.library import load_library
+
+        load_library()  # compiled at first use, which no case's limits allow
+    else:
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     with ExitStack() as stack:
         run = stack.enter_context(surface.open())
