@@ -24,7 +24,8 @@ STATE_BYTES = 1 << 30
 #: States after every so many positions of a prompt are kept for requests that share the prefix.
 INTERVAL = 256
 _NO_STATE = -1, 0  # a state and its number of layers
-# A chain of at most this many rows may be a draft of which only the first row is sure to stay.
+# Longer chains are parts of prompts. A shorter one may be a draft, which is removed from its second
+# row on if it is rejected.
 _MAX_DRAFT = 32
 
 

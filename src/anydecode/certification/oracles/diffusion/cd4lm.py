@@ -22,8 +22,8 @@ from anydecode.models.scripted import EOS, MASK
 
 @oracle_test("cd4lm")
 def cd4lm() -> Iterator[Check]:
-    """At most as many at a time as given, and four by default; end-of-text tokens are delayed
-    until half the canvas is full."""
+    """A step unmasks at most `max_per_step` positions, four by default; end-of-text tokens are
+    delayed until half the canvas is full."""
 
     def capped(state: StepState) -> list[int]:
         confident = [i for i in state.order() if state.max_probability(i) >= 0.5]
