@@ -81,6 +81,10 @@ BENCHES = {
         "anydecode.benchmarks.serving.bench:bench_serving",
         "A request trace replayed against a server: latencies and goodput under an SLO.",
     ),
+    "users": Bench(
+        "anydecode.benchmarks.serving.users:bench_users",
+        "Servers under 1, 8 and 32 users: texts, typed answers and tools; rates and latencies.",
+    ),
     "overhead": Bench(
         "anydecode.benchmarks.serving.overhead:bench_overhead",
         "Time that the server adds to the engine's, per request and per streamed token.",

@@ -145,7 +145,7 @@ async def prepare(endpoints: list[Endpoint]) -> list[Endpoint]:
     Raises:
         InvalidRequestError: If an endpoint supports neither API.
     """
-    named = [await _with_model(endpoint) for endpoint in endpoints]
+    named = [await with_model(endpoint) for endpoint in endpoints]
     for chat in (False, True):
         found = [await _with_accepted_fields(replace(endpoint, chat=chat)) for endpoint in named]
         accepted = [one for one in found if isinstance(one, Endpoint)]
@@ -165,7 +165,9 @@ def _without_ignore_eos(endpoint: Endpoint) -> Endpoint:
     return replace(endpoint, extra=extra)
 
 
-async def _with_model(endpoint: Endpoint) -> Endpoint:
+async def with_model(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with the name of its first model, unless it has one. Raises
+    `InvalidRequestError` if the server does not list its models."""
     import httpx
 
     if endpoint.model:

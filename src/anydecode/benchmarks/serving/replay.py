@@ -44,6 +44,8 @@ class RequestOutcome:
         seconds: Time to the last chunk with text.
         tokens: Generated tokens, as reported by the server, else the number of chunks with text.
         times: Time of each chunk with text.
+        text: The text, or the arguments of its tool calls.
+        finish: Why the answer ended, as the server says it.
         error: The error message, if the request failed.
     """
 
@@ -53,6 +55,8 @@ class RequestOutcome:
     seconds: float = 0.0
     tokens: int = 0
     times: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
     error: str | None = None
 
     @property
@@ -113,22 +117,23 @@ async def replay(
             }
             path = "/chat/completions" if endpoint.chat else "/completions"
             await asyncio.sleep(max(0.0, arrival.at - (perf_counter() - start)))
-            outcome = await _send(client, path, body, arrival)
+            outcome = RequestOutcome(arrival.at, arrival.prompt)
+            await send(client, path, body, outcome)
             done()
             return outcome
 
         return list(await asyncio.gather(*(one(n, a) for n, a in enumerate(arrivals))))
 
 
-async def _send(client: Any, path: str, body: dict[str, Any], arrival: Arrival) -> RequestOutcome:
-    outcome = RequestOutcome(arrival.at, arrival.prompt)
+async def send(client: Any, path: str, body: dict[str, Any], outcome: RequestOutcome) -> None:
+    """Send one streamed request, and record in `outcome` what arrives and when."""
     start = perf_counter()
     try:
         async with client.stream("POST", path, json=body) as answer:
             if answer.status_code != 200:
                 text = " ".join((await answer.aread()).decode(errors="replace").split())
                 outcome.error = f"{answer.status_code}: {text[:200]}"
-                return outcome
+                return
             async for line in answer.aiter_lines():
                 if not line.startswith("data:") or line[5:].strip() == "[DONE]":
                     continue
@@ -139,20 +144,24 @@ async def _send(client: Any, path: str, body: dict[str, Any], arrival: Arrival) 
                 usage = event.get("usage") or {}
                 outcome.tokens = usage.get("completion_tokens") or outcome.tokens
                 outcome.prompt = usage.get("prompt_tokens") or outcome.prompt
-                if any(map(_text, event.get("choices") or ())):
+                choices = event.get("choices") or ()
+                if text := "".join(map(_text, choices)):
                     outcome.times.append(now)
+                    outcome.text += text
+                for choice in choices:
+                    outcome.finish = choice.get("finish_reason") or outcome.finish
     except Exception as error:  # any failure is this request's outcome
         outcome.error = f"{type(error).__name__}: {error}"
     if outcome.times:
         outcome.first, outcome.seconds = outcome.times[0], outcome.times[-1]
     outcome.tokens = outcome.tokens or len(outcome.times)
-    return outcome
 
 
 def _text(choice: dict[str, Any]) -> str:
     delta = choice.get("delta") or {}
     text: str = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-    return text
+    calls = delta.get("tool_calls") or ()
+    return text + "".join((call.get("function") or {}).get("arguments") or "" for call in calls)
 
 
 @dataclass(frozen=True)
