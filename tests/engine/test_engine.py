@@ -223,6 +223,41 @@ def test_preemption_does_not_change_the_output(decoder: str) -> None:
     assert [one.tokens for one in batch] == alone()
 
 
+@pytest.mark.parametrize(
+    ("decoder", "positions"),
+    [("exspec", 60), ("omnidraft", 60), ("fixed-tree", 60), ("opt-tree", 90)],
+)
+def test_jobs_do_not_preempt_each_other_for_ever(decoder: str, positions: int) -> None:
+    """Each fits alone, but no two of them do. Without an order among them, each job that needs room
+    preempts the others before they generate a token."""
+    models = {"draft": ScriptedModel(seed=2), "cache_positions": positions}
+    options = {"decoder": decoder, "max_tokens": 20, "temperature": 0.7}
+    prompts = {seed: f"a prompt that is long{seed}" for seed in (0, 2)}
+    with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), **models) as llm:
+        expected = [
+            llm.generate(prompt, seed=seed, **options).tokens for seed, prompt in prompts.items()
+        ]
+    num_steps = 0
+    with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), **models) as llm:
+        requests = [
+            llm.request(prompt, seed=seed, **options)
+            for seed, prompt in [*prompts.items(), *prompts.items()]
+        ]
+        for request in requests:
+            llm.start(request)
+
+        def are_done() -> bool:
+            nonlocal num_steps
+            num_steps += 1
+            assert num_steps < 2000
+            return all(request.done for request in requests)
+
+        llm.driver.advance(are_done)
+        llm.engine.check_integrity()
+        answers = [request.generation().samples[0].tokens for request in requests]
+    assert answers == expected * 2
+
+
 def test_a_sequence_too_large_for_the_cache_ends_with_an_error() -> None:
     with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), cache_positions=30) as llm:
         assert llm.max_length == 30

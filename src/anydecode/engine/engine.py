@@ -65,6 +65,8 @@ class Job:
         wait: The `Wait` action that the decoder waits for.
         error: What ended the job, if it failed.
         done: Whether the job has ended.
+        restarted: Number of tokens, and whether no other job ran, when the job last started again
+            because it had filled the memory alone.
     """
 
     sequence: Sequence
@@ -79,6 +81,7 @@ class Job:
     wait: Wait | None = None
     error: BaseException | None = None
     done: bool = False
+    restarted: tuple[int, bool] = (-1, False)
 
     @property
     def requests(self) -> list[ScoreRequest]:
@@ -475,19 +478,34 @@ class Engine:
 
     def _make_room(self, runner: ModelRunner, request: ScoreRequest, planned: set[int]) -> bool:
         """Free slots for `request` by preempting the job that the schedule selects. Returns whether
-        slots were freed. A job that runs alone and still does not fit ends."""
+        slots were freed.
+
+        If the schedule selects the owner of `request` itself, it waits instead. So the job that the
+        schedule would preempt last keeps its memory until it ends, and jobs cannot preempt each
+        other for ever. A job that fills the memory alone starts again, as its caches may share more
+        then, and ends if it fills the memory again without a new token.
+        """
         owner = self._owners[request]
-        victims = [
+        candidates = [
             job
             for job in self.running
-            if job is not owner
-            and job.sequence.id not in planned
+            if job is owner
+            or job.sequence.id not in planned
             and job.sequence.kv_caches(runner.name)  # its own or those of its branches
         ]
-        if victims:
-            self.preempt(victims[self._target_schedule.victim([job.sequence for job in victims])])
+        if len(candidates) > 1:
+            victim = candidates[self._target_schedule.victim([job.sequence for job in candidates])]
+            if victim is owner:
+                return False
+            self.preempt(victim)
             return True
-        if not planned and len(self.running) == 1:
+        if planned or self._in_flight:
+            return False
+        state = len(owner.sequence.tokens), len(self.running) == 1
+        if state > owner.restarted:
+            owner.restarted = state
+            self.preempt(owner)
+        else:
             self._end(
                 owner,
                 OutOfMemoryError(

@@ -138,10 +138,31 @@ class ModelRunner:
         Returns:
             The plan, or None if nothing can run.
         """
-        scheduled = list(self.schedule.schedule(self.waiting))
-        builder = _Builder(scheduled, self.model.spec.hidden_size, self.model.spec.vocab_size)
         planned: set[int] = set()
         deferred: set[int] = set()
+        while True:
+            waiting = [request for request in self.waiting if id(request) not in deferred]
+            scheduled = list(self.schedule.schedule(waiting)) if waiting else []
+            builder = self._build(scheduled, make_room, planned, deferred)
+            if planned or not scheduled:
+                break  # else none has room; those that the schedule has left out may have
+        plan = builder.finish()
+        self.prefixes.is_busy = plan is not None
+        if plan is not None:
+            self._allow_multi_step(plan)
+        return plan
+
+    def _build(
+        self,
+        scheduled: list[ScheduledSpan],
+        make_room: Callable[[ScoreRequest, set[int]], bool],
+        planned: set[int],
+        deferred: set[int],
+    ) -> _Builder:
+        """Reserve slots for `scheduled` and build its rows. Adds the sequences whose spans are in
+        the pass to `planned`, and the ids of requests that have no room, or an error, to
+        `deferred`."""
+        builder = _Builder(scheduled, self.model.spec.hidden_size, self.model.spec.vocab_size)
         for item in scheduled:
             request, span, count = item
             if id(request) in deferred or request not in self.waiting:
@@ -157,11 +178,7 @@ class ModelRunner:
             except Exception as error:
                 self.failed.append((request, error))
                 deferred.add(id(request))
-        plan = builder.finish()
-        self.prefixes.is_busy = plan is not None
-        if plan is not None:
-            self._allow_multi_step(plan)
-        return plan
+        return builder
 
     def _allow_multi_step(self, plan: Plan) -> None:
         """Allow further steps if the pass has a single row, within `MAX_MULTI_STEP_SECONDS`.
