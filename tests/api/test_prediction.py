@@ -44,7 +44,7 @@ def test_a_prediction_takes_fewer_passes_and_changes_nothing(
         alone = [llm.generate(one, decoder="autoregressive", **options).tokens for one in prompts]
         batch = llm.generate(prompts, decoder=decoder, prediction=plain.text, **options)
         assert [one.tokens for one in batch] == alone
-    with letters_llm("abcdefghijklmnop ", 3, cache_positions=200, row_budget=40) as llm:
+    with letters_llm("abcdefghijklmnop ", 3, cache_positions=140, row_budget=40) as llm:
         batch = llm.generate(prompts, decoder=decoder, prediction=plain.text, **options)
         assert [one.tokens for one in batch] == alone and llm.engine.num_preemptions > 0
 
