@@ -20,6 +20,7 @@ from anydecode.cli import bench, main, options
 from anydecode.cli.chat import run_command
 from anydecode.cli.generate import summary
 from anydecode.errors import InvalidRequestError
+from anydecode.folders import default_cache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.serialization import to_plain
 
@@ -37,13 +38,17 @@ class ChatTokenizer(ByteTokenizer):
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every model name loads a scripted model; the cache folder is empty."""
+    """Every model name loads a scripted model; the cache folder has only the compiled kernels."""
 
     def load(model: str, *rest: Any) -> LLM:
         return LLM(ScriptedModel(seed=1), tokenizer=ChatTokenizer(), cache_positions=2048)
 
+    kernels = default_cache() / "kernels"
     monkeypatch.setattr(options, "load", load)
     monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path / "cache"))
+    if kernels.exists() and sys.platform != "win32":
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "kernels").symlink_to(kernels)
 
 
 def invoke(*arguments: str) -> int:
