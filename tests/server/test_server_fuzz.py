@@ -32,7 +32,7 @@ from anydecode.server.anthropic.protocol import (  # noqa: E402
     MessagesRequest,
 )
 from anydecode.server.app import create_app  # noqa: E402
-from anydecode.server.bodies import _check_size  # noqa: E402
+from anydecode.server.bodies import check_size  # noqa: E402
 from anydecode.server.errors import ApiError  # noqa: E402
 from anydecode.server.ollama.protocol import (  # noqa: E402
     EmbeddingsRequest,
@@ -506,9 +506,9 @@ def test_values_are_counted_in_parts_of_any_size(
         content = json.dumps(value).encode()
         for name, count in counts.items():
             monkeypatch.setattr(f"anydecode.server.bodies.{name}", count)
-        _check_size(content)
+        check_size(content)
         for name, count in counts.items():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(f"anydecode.server.bodies.{name}", count - 1)
                 with pytest.raises(ApiError, match="the body has at least"):
-                    _check_size(content)
+                    check_size(content)

@@ -45,6 +45,10 @@ class Settings:
         store_bytes: Maximum size of the stored responses, in bytes.
         store_seconds: Maximum age of a stored response, in seconds.
         max_background: Most responses that are generated in the background at once.
+        max_file: Largest uploaded file with its form, in bytes.
+        file_bytes: Maximum size of the files of batches, in bytes.
+        max_batches: Most batches of one API key that have not ended.
+        batch_lines: Most requests of batches that run at once.
         open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
@@ -70,6 +74,10 @@ class Settings:
     store_bytes: int = 64 << 20
     store_seconds: float = 30 * 86400.0
     max_background: int = 64
+    max_file: int = 32 << 20
+    file_bytes: int = 256 << 20
+    max_batches: int = 16
+    batch_lines: int = 4
     prepare_seconds: float = 2.0
     prepare_memory: int = 1 << 30
     adapter_folder: Path | None = None
