@@ -332,8 +332,9 @@ def test_a_wrong_type_is_refused_in_one_line(post: Any, field: str, value: Any) 
 @pytest.mark.parametrize("name", ["messages", "self", "template"])
 def test_template_variables_cannot_replace_arguments(post: Any, name: str) -> None:
     ask = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: 1}}
-    answer = post("/v1/chat/completions", json.dumps(ask).encode())
-    assert answer.status_code == 400 and name in answer.json()["error"]["message"]
+    for endpoint in ("/v1/chat/completions", "/tokenize"):
+        answer = post(endpoint, json.dumps(ask).encode())
+        assert answer.status_code == 400 and name in answer.json()["error"]["message"]
 
 
 def num_errors(model: Any, body: bytes) -> int:
