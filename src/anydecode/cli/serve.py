@@ -73,6 +73,17 @@ def serve(
             ),
         ),
     ] = None,
+    allow_logits_processor: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-logits-processor",
+            metavar="KEY[:NAME=VALUE]",
+            help=(
+                "Sampler of `anydecode methods`, such as one of your own, that requests may name in"
+                " logits_processors; repeatable. Default: none."
+            ),
+        ),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -242,9 +253,11 @@ def serve(
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
+    from anydecode import catalogue
     from anydecode.api.llm import LLM
     from anydecode.api.prefix_spill import parse_bytes
     from anydecode.progress import status
+    from anydecode.sampling.preset import SamplerPreset
     from anydecode.server.running import serve as run
     from anydecode.server.settings import Settings, api_keys
 
@@ -272,6 +285,7 @@ def serve(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         allowed_decoders=tuple(allow_decoder or ()),
+        allowed_logits_processors=tuple(allow_logits_processor or ()),
         allowed_hosts=tuple(name.lower() for name in allow_host or ()),
         open_metrics=open_metrics,
         adapter_folder=adapter_folder,
@@ -292,6 +306,8 @@ def serve(
         llm = LLM(model, row_budget=row_budget, **engine)
         for choice in (decoder or llm.default_decoder, *settings.allowed_decoders):
             llm.methods.find(choice)
+        for choice in settings.allowed_logits_processors:
+            catalogue.build_as(choice, "a sampler", SamplerPreset)
         for entry in adapter or ():
             adapter_name, equals, folder = entry.partition("=")
             if not equals:

@@ -174,6 +174,8 @@ class Options(SamplingFields):
     Attributes:
         model: The served model, or one of its adapters.
         decoder: A key of the catalogue, with parameters as "key:name=value".
+        logits_processors: Keys of sampler presets, with parameters as those of `decoder`, that the
+            operator allows.
         trace: Whether to return the drafted and accepted tokens of every round; "html" returns
             them as a page.
         priority: Smaller values run first, under schedules that use priorities.
@@ -194,6 +196,7 @@ class Options(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     decoder: Name | None = None
+    logits_processors: Annotated[list[Name], Field(fail_fast=True, max_length=16)] | None = None
     trace: bool | Literal["html"] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     first_finish: Positive | None = None

@@ -39,6 +39,8 @@ class Settings:
         prepare_memory: Most memory that one of these may take, in bytes.
         allowed_decoders: Decoders with parameters ("key:name=value") that requests may select,
             although a parameter is beyond the bounds of the method's card.
+        allowed_logits_processors: Sampler presets ("key" or "key:name=value") that requests may
+            name in `logits_processors`.
         adapter_folder: The folder whose adapters requests may load; None: they may load none.
         max_adapters: Most adapters that are loaded when a request loads another.
         store: Where responses are stored: "memory", "none" or a file.
@@ -69,6 +71,7 @@ class Settings:
     reasoning_parser: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
     allowed_decoders: tuple[str, ...] = ()
+    allowed_logits_processors: tuple[str, ...] = ()
     open_metrics: bool = False
     store: str = "memory"
     store_bytes: int = 64 << 20
