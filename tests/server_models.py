@@ -34,7 +34,9 @@ class TemplateTokenizer(ByteTokenizer):
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **names: Any
     ) -> str:
         assert self.chat_template is not None
-        return chat.render(self.chat_template, messages, **names)
+        return chat.render(
+            self.chat_template, messages, add_generation_prompt=add_generation_prompt, **names
+        )
 
 
 def answering(answer: bytes, tokenizer: ByteTokenizer | None = None) -> LLM:

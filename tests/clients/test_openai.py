@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -192,3 +193,25 @@ def test_a_schema_that_no_value_matches_is_refused(client: Any) -> None:
         )
     assert caught.value.code == "constraint_error"
     assert json.loads(caught.value.response.text)["error"]["message"]
+
+
+def test_a_batch_has_the_answers_of_direct_requests(client: Any) -> None:
+    bodies = [{**GREEDY, "max_tokens": 8}, {**GREEDY, "max_tokens": 8, "temperature": 1, "seed": 2}]
+    url = "/v1/chat/completions"
+    lines = [
+        json.dumps({"custom_id": f"id {number}", "method": "POST", "url": url, "body": body})
+        for number, body in enumerate(bodies)
+    ]
+    content = "\n".join(lines).encode()
+    file = client.files.create(file=("requests.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    end = time.monotonic() + 60
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < end, batch
+        time.sleep(0.05)
+    for body, line in zip(
+        bodies, client.files.content(batch.output_file_id).text.splitlines(), strict=True
+    ):
+        message = json.loads(line)["response"]["body"]["choices"][0]["message"]
+        direct = client.chat.completions.create(**body)
+        assert message["content"] == direct.choices[0].message.content

@@ -38,6 +38,8 @@ CALLS = {
         "litellm.embedding(",
         "dspy.Embedder(",
     ),
+    "/v1/files": ("client.files.create(",),
+    "/v1/batches": ("client.batches.create(",),
     "/v1/models": ("models.list()",),
     "/v1/messages": ("client.messages.create(",),
     "/v1/messages/count_tokens": ("client.messages.count_tokens(",),

@@ -310,7 +310,8 @@ def user(*blocks: Any) -> dict[str, Any]:
         (user({"type": "text"}), "messages.0.content.0 needs the field text, a string"),
         (user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}),
          "messages.0.content.0.content.0 has type 'image'; this server accepts text only here"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "The"}]}, "the last message is"),
+        ({"messages": [*ASK, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "it has tool calls"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "unknown field name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
          "tools.0 has type 'web_search_20250305'; this server accepts custom tools only"),

@@ -340,7 +340,19 @@ def test_messages_are_translated(llm: LLM) -> None:
         (GENERATE, {"options": {"temperature": "hot"}}, "options.temperature: Input should be"),
         (GENERATE, {"options": {"num_predict": -3}}, "options.num_predict: Input should be"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "images are"),
-        (CHAT, {"messages": [{"role": "assistant", "content": "a"}]}, "end with another role"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": "a",
+                        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+                    }
+                ]
+            },
+            "it has tool calls",
+        ),
         (CHAT, {"messages": [{"role": "cat"}]}, "messages.0.role: Input should be 'system'"),
         (CHAT, {"tools": [{"function": {}}]}, "tools.0.function.name: Field required"),
         (CHAT, {"stream": "no"}, "stream: Input should be a valid boolean"),

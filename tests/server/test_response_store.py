@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn")
 
 from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.errors import InvalidRequestError  # noqa: E402
+from anydecode.server.database import Database  # noqa: E402
 from anydecode.server.responses import store as stores  # noqa: E402
 from anydecode.server.responses.store import ResponseStore  # noqa: E402
 from replaying import replaying_llm  # noqa: E402
@@ -36,7 +37,7 @@ async def stored(store: ResponseStore, *identities: str, tenant: str | None = No
 
 
 async def test_what_is_stored_is_returned_to_its_tenant_only() -> None:
-    store = ResponseStore("memory", 1 << 20, 60)
+    store = ResponseStore(Database("memory"), 1 << 20, 60)
     response = a_response("a", "text")
     events = [b"event: x\ndata: {}\n\n", b"event: y\ndata: {}\n\n"]
     assert await store.put("one", response, [USER], events)
@@ -56,11 +57,11 @@ async def test_what_is_stored_is_returned_to_its_tenant_only() -> None:
         assert not await store.delete(other, "a")
     assert await store.delete("one", "a") and not await store.delete("one", "a")
     assert await store.items("one", ids) == {}
-    store.close()
+    store._database.close()
 
 
 async def test_the_oldest_responses_of_the_largest_tenant_are_removed() -> None:
-    store = ResponseStore("memory", 20_000, 60)
+    store = ResponseStore(Database("memory"), 20_000, 60)
     assert await store.put("small", a_response("s", "x" * 1000), [], [])
     assert await store.put("large", a_response("running", "x" * 1000, "in_progress"), [], [])
     names = [f"l{number}" for number in range(8)]
@@ -81,38 +82,38 @@ async def test_the_oldest_responses_of_the_largest_tenant_are_removed() -> None:
         created = time.time() - 30 + number
         assert await store.put("large", a_response(name, "x" * 3000, created_at=created), [], [])
     assert await stored(store, *names, tenant="large") == names[:3]
-    store.close()
+    store._database.close()
 
 
 async def test_old_responses_are_not_returned_and_removed() -> None:
-    store = ResponseStore("memory", 1 << 20, 60)
+    store = ResponseStore(Database("memory"), 1 << 20, 60)
     assert await store.put(None, a_response("old", created_at=time.time() - 61), [USER], [])
     assert await stored(store, "old") == []
     assert await store.items(None, ["msg_in"]) == {}
     assert await store.put(None, a_response("new"), [USER], [])
-    [count] = store._database.execute("SELECT COUNT(*) FROM responses").fetchone()
+    [count] = store._database.connection.execute("SELECT COUNT(*) FROM responses").fetchone()
     assert count == 1
-    store.close()
+    store._database.close()
 
 
 async def test_a_file_outlasts_the_store(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
-    store = ResponseStore(str(path), 20_000, 60)
+    store = ResponseStore(Database(str(path)), 20_000, 60)
     assert path.stat().st_mode & 0o777 == 0o600
     await store.put(None, a_response("done", "secret words"), [USER], [])
     await store.put(None, a_response("cut", status="in_progress"), [USER], [])
     with pytest.raises(InvalidRequestError, match="--store .*locked; give a file that one server"):
-        ResponseStore(str(path), 20_000, 60)
-    store.close()
+        ResponseStore(Database(str(path)), 20_000, 60)
+    store._database.close()
     assert b"secret words" in path.read_bytes()
-    store = ResponseStore(str(path), 20_000, 60)
+    store = ResponseStore(Database(str(path)), 20_000, 60)
     assert (await store.response(None, "done"))["status"] == "completed"
     failed = await store.response(None, "cut")
     assert (failed["status"], failed["error"]) == ("failed", stores.INTERRUPTED)
     for number in range(8):  # those of earlier processes count
         await store.put(None, a_response(f"n{number}", "x" * 3000), [], [])
     assert await stored(store, "done", "cut") == []
-    store.close()
+    store._database.close()
     assert b"secret words" not in path.read_bytes()
 
 
@@ -125,19 +126,21 @@ async def test_other_files_are_refused(tmp_path: Path) -> None:
     for path in (other, text, tmp_path, tmp_path / "none" / "x"):
         before = path.read_bytes() if path.is_file() else b""
         with pytest.raises(InvalidRequestError, match="--store .*; give a file") as caught:
-            ResponseStore(str(path), 1000, 60)
+            ResponseStore(Database(str(path)), 1000, 60)
         assert "\n" not in str(caught.value)
         assert (path.read_bytes() if path.is_file() else b"") == before
 
 
 async def test_a_failed_write_changes_nothing() -> None:
-    store = ResponseStore("memory", 20_000, 60)
+    store = ResponseStore(Database("memory"), 20_000, 60)
     await store.put(None, a_response("a", "x" * 3000), [], [])
     with pytest.raises(UnicodeEncodeError):
         await store.put(None, a_response("a\ud800", "x" * 3000), [], [])
-    assert store._sizes == store._read_sizes()
+    sizes = dict(store._rows.sizes)
+    store._rows.read_sizes()
+    assert store._rows.sizes == sizes
     assert await stored(store, "a") == ["a"]
-    store.close()
+    store._database.close()
 
 
 def text_of(response: dict[str, Any]) -> str:

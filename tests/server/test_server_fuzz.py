@@ -32,7 +32,7 @@ from anydecode.server.anthropic.protocol import (  # noqa: E402
     MessagesRequest,
 )
 from anydecode.server.app import create_app  # noqa: E402
-from anydecode.server.bodies import _check_size  # noqa: E402
+from anydecode.server.bodies import check_size  # noqa: E402
 from anydecode.server.errors import ApiError  # noqa: E402
 from anydecode.server.ollama.protocol import (  # noqa: E402
     EmbeddingsRequest,
@@ -332,8 +332,9 @@ def test_a_wrong_type_is_refused_in_one_line(post: Any, field: str, value: Any) 
 @pytest.mark.parametrize("name", ["messages", "self", "template"])
 def test_template_variables_cannot_replace_arguments(post: Any, name: str) -> None:
     ask = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: 1}}
-    answer = post("/v1/chat/completions", json.dumps(ask).encode())
-    assert answer.status_code == 400 and name in answer.json()["error"]["message"]
+    for endpoint in ("/v1/chat/completions", "/tokenize"):
+        answer = post(endpoint, json.dumps(ask).encode())
+        assert answer.status_code == 400 and name in answer.json()["error"]["message"]
 
 
 def num_errors(model: Any, body: bytes) -> int:
@@ -506,9 +507,9 @@ def test_values_are_counted_in_parts_of_any_size(
         content = json.dumps(value).encode()
         for name, count in counts.items():
             monkeypatch.setattr(f"anydecode.server.bodies.{name}", count)
-        _check_size(content)
+        check_size(content)
         for name, count in counts.items():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(f"anydecode.server.bodies.{name}", count - 1)
                 with pytest.raises(ApiError, match="the body has at least"):
-                    _check_size(content)
+                    check_size(content)

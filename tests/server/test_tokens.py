@@ -43,7 +43,8 @@ def test_a_conversation_is_tokenised_as_the_engine_sees_it(client: Client) -> No
     ("path", "fields", "message"),
     [
         ("/tokenize", {}, "either prompt or messages"),
-        ("/tokenize", {"prompt": "a", "messages": []}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user"}]}, "either prompt or messages"),
+        ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "a", "x": 1}, "x"),
         ("/detokenize", {"tokens": [0, 100_000]}, "token 100000 is not one of the model's"),

@@ -73,6 +73,17 @@ def serve(
             ),
         ),
     ] = None,
+    allow_logits_processor: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-logits-processor",
+            metavar="KEY[:NAME=VALUE]",
+            help=(
+                "Sampler of `anydecode methods`, such as one of your own, that requests may name in"
+                " logits_processors; repeatable. Default: none."
+            ),
+        ),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -142,8 +153,8 @@ def serve(
         typer.Option(
             "--store",
             metavar="PATH|memory|none",
-            help="Where the responses of /v1/responses are stored, with their texts: a file that"
-            " outlasts the server, its memory, or nowhere.",
+            help="Where the responses of /v1/responses are stored, with their texts, and files and"
+            " batches: a file that outlasts the server, its memory, or nowhere.",
         ),
     ] = "memory",
     store_limit: Annotated[
@@ -154,7 +165,9 @@ def serve(
     ] = "64MiB",
     store_days: Annotated[
         float,
-        typer.Option("--store-days", min=0, help="Days after which stored responses are removed."),
+        typer.Option(
+            "--store-days", min=0, help="Days after which stored responses and files are removed."
+        ),
     ] = 30.0,
     max_background: Annotated[
         int,
@@ -164,6 +177,29 @@ def serve(
             help="Maximum number of responses that are generated in the background at once.",
         ),
     ] = 64,
+    max_file: Annotated[
+        str, typer.Option("--max-file", help="Maximum size of an uploaded file, such as 32MiB.")
+    ] = "32MiB",
+    files_limit: Annotated[
+        str,
+        typer.Option(
+            "--files-limit", help="Maximum size of all files of batches, such as 512MiB or 4g."
+        ),
+    ] = "256MiB",
+    max_batches: Annotated[
+        int,
+        typer.Option(
+            "--max-batches",
+            min=1,
+            help="Maximum number of batches of one API key that have not ended.",
+        ),
+    ] = 16,
+    batch_lines: Annotated[
+        int,
+        typer.Option(
+            "--batch-lines", min=1, help="Maximum number of requests of batches that run at once."
+        ),
+    ] = 4,
     drain: Annotated[
         float,
         typer.Option("--drain", min=0, help="Seconds that a shutdown waits for running answers."),
@@ -217,9 +253,11 @@ def serve(
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
+    from anydecode import catalogue
     from anydecode.api.llm import LLM
     from anydecode.api.prefix_spill import parse_bytes
     from anydecode.progress import status
+    from anydecode.sampling.preset import SamplerPreset
     from anydecode.server.running import serve as run
     from anydecode.server.settings import Settings, api_keys
 
@@ -237,12 +275,17 @@ def serve(
         store_bytes=parse_bytes(store_limit),
         store_seconds=86400 * store_days,
         max_background=max_background,
+        max_file=parse_bytes(max_file),
+        file_bytes=parse_bytes(files_limit),
+        max_batches=max_batches,
+        batch_lines=batch_lines,
         prepare_seconds=prepare_seconds,
         prepare_memory=parse_bytes(prepare_memory),
         decoder=decoder,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         allowed_decoders=tuple(allow_decoder or ()),
+        allowed_logits_processors=tuple(allow_logits_processor or ()),
         allowed_hosts=tuple(name.lower() for name in allow_host or ()),
         open_metrics=open_metrics,
         adapter_folder=adapter_folder,
@@ -263,6 +306,8 @@ def serve(
         llm = LLM(model, row_budget=row_budget, **engine)
         for choice in (decoder or llm.default_decoder, *settings.allowed_decoders):
             llm.methods.find(choice)
+        for choice in settings.allowed_logits_processors:
+            catalogue.build_as(choice, "a sampler", SamplerPreset)
         for entry in adapter or ():
             adapter_name, equals, folder = entry.partition("=")
             if not equals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from anydecode.errors import InvalidRequestError
 WORKS_WITH = (
     "speculation", "constraints", "penalties", "guidance", "logprobs", "batches", "adapters",
 )  # fmt: skip
+#: The option that several presets may set.
+_PROCESSORS = "logits_processors"
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,21 @@ class SamplerPreset:
     needs_temperature: bool = True
 
     def apply(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The request's options `given`, extended by those of this preset.
+        """The request's options `given`, extended by those of this preset. Its logits processors
+        run after the given ones.
 
         Raises:
-            InvalidRequestError: If an option is set by both, or if the temperature is 0 and the
-                rule would have no effect.
+            InvalidRequestError: If another option is set by both, or if the temperature is 0 and
+                the rule would have no effect.
         """
         for name in self.options:
-            if name in given:
+            if name in given and name != _PROCESSORS:
                 raise InvalidRequestError(
                     f"{name} is set by the request and by the sampler {self.key!r}; set it once"
                 )
         combined = {**given, **self.options}
+        if _PROCESSORS in self.options and isinstance(earlier := given.get(_PROCESSORS), Sequence):
+            combined[_PROCESSORS] = [*earlier, *self.options[_PROCESSORS]]
         if self.needs_temperature:
             combined.setdefault("temperature", 1.0)
             if combined["temperature"] == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from secrets import token_hex
 from time import perf_counter, time_ns
 from typing import Any
@@ -25,6 +25,11 @@ _API_PREFIXES = ("/v1/", "/api/", "/tokenize", "/detokenize")
 #: Paths that are recorded also if a request is refused before it is routed.
 _PATHS = frozenset((*METRICS_PATHS, *OPERATIONS))
 
+#: The path of uploaded files, which may be larger than other bodies.
+UPLOAD_PATH = "/v1/files"
+#: Maximum number of files that are received at once.
+MAX_UPLOADS = 8
+
 Message = dict[str, Any]
 
 
@@ -37,8 +42,8 @@ class AdmissionMiddleware:
     the engine of `driver` to be running and fewer than `max_requests` active requests, those in the
     `background` included; a POST that cancels one does not. A request becomes active when its body
     is complete, so that clients that send slowly take no capacity from others. At most
-    `max_requests` bodies may be received in part; of more, the one that has taken longest is
-    refused.
+    `max_requests` bodies, and `MAX_UPLOADS` files, may be received in part; of more, the one that
+    has taken longest is refused.
 
     `scope["state"]` receives the request's `id`, the address of its `client`, and the key's
     `namespace`. If a handler stores a function there as `count`, it is called when the request
@@ -52,7 +57,7 @@ class AdmissionMiddleware:
         settings: Settings,
         metrics: Metrics,
         telemetry: Telemetry | None = None,
-        background: Sized = (),
+        background: Sequence[Sized] = (),
     ) -> None:
         self.app = app
         self._background = background
@@ -63,6 +68,7 @@ class AdmissionMiddleware:
         self.metrics = metrics
         self.active = 0
         self._receiving: dict[asyncio.Future[None], None] = {}  # the oldest is the first
+        self._uploading: dict[asyncio.Future[None], None] = {}  # the same, of uploaded files
         self.draining = False
         self._namespaces = settings.namespaces
         self._log_key = logs.log_key()
@@ -82,7 +88,7 @@ class AdmissionMiddleware:
             self._admit(request)
             if is_inference:
                 await self._receive_body(request)
-                self._check_capacity()
+                self.check_capacity()
         except ApiError as error:
             await request.refuse(error)
             self._record(request, "refused")
@@ -124,38 +130,47 @@ class AdmissionMiddleware:
         if self._namespaces and (needs_key or scope["path"].startswith(_API_PREFIXES)):
             state["namespace"] = self._namespace(headers)
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.settings.max_body:
-            raise _too_large_body(self.settings.max_body)
+        if length.isdigit() and int(length) > (limit := self._max_body(scope)):
+            raise _too_large_body(limit)
+
+    def _max_body(self, scope: Message) -> int:
+        is_upload = scope["method"] == "POST" and scope["path"] == UPLOAD_PATH
+        return self.settings.max_file if is_upload else self.settings.max_body
 
     async def _receive_body(self, request: RequestScope) -> None:
         """Receive the body. Raises `ApiError` or `Disconnected`."""
 
-        def on_part() -> None:
-            self._receiving[task] = None
-            if len(self._receiving) > self.settings.max_requests:
-                next(iter(self._receiving)).cancel()
+        limit = self._max_body(request.scope)
+        receiving, max_bodies = self._receiving, self.settings.max_requests
+        if request.scope["path"] == UPLOAD_PATH:
+            receiving, max_bodies = self._uploading, min(max_bodies, MAX_UPLOADS)
 
-        limit = self.settings.max_body
+        def on_part() -> None:
+            receiving[task] = None
+            if len(receiving) > max_bodies:
+                next(iter(receiving)).cancel()
+
         task = asyncio.ensure_future(request.receive_body(limit, on_part))
         try:
             await asyncio.wait({task}, timeout=self.settings.body_seconds)
         finally:
-            self._receiving.pop(task, None)
+            receiving.pop(task, None)
             is_complete = task.done() and not task.cancelled()
             task.cancel()
         if not is_complete:
             message = f"the body was not sent within {self.settings.body_seconds:g} s"
-            if len(self._receiving) >= self.settings.max_requests:
-                message = f"the body was not sent, and {len(self._receiving)} others are being sent"
+            if len(receiving) >= max_bodies:
+                message = f"the body was not sent, and {len(receiving)} others are being sent"
             raise ApiError(408, message, code="request_timeout", headers={"connection": "close"})
         task.result()
 
-    def _check_capacity(self) -> None:
+    def check_capacity(self) -> None:
+        """Raise `ApiError` if there is no room for another request."""
         if (error := self.driver.error) is not None:
             raise api_error(error)
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
-        num_running = self.active + len(self._background)
+        num_running = self.active + sum(map(len, self._background))
         if num_running >= self.settings.max_requests:
             wait = str(min(60, max(1, math.ceil(self._mean_seconds))))
             message = f"{num_running} requests are already running; try again in {wait} s"

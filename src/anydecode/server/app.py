@@ -17,6 +17,7 @@ from anydecode.server import metrics
 from anydecode.server.adapters import load_adapter, unload_adapter
 from anydecode.server.admission import AdmissionMiddleware
 from anydecode.server.anthropic.routes import add_anthropic_api
+from anydecode.server.batches.routes import add_files_api
 from anydecode.server.bodies import JsonRoute, described
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
@@ -90,12 +91,15 @@ def create_app(
     app.state.responses = ResponsesApi(service)
     _add_api(app, service)
     _add_responses(app, app.state.responses)
+    app.state.batches = add_files_api(
+        app, service, app.state.responses.database, lambda: admission.check_capacity(), _ERRORS
+    )
     add_anthropic_api(app, service, _ERRORS)
     add_ollama_api(app, service, _ERRORS)
     _add_metrics(app, service)
     _add_page(app)
     _add_errors(app)
-    background = app.state.responses.background
+    background = (app.state.responses.background, app.state.batches)
     admission = AdmissionMiddleware(
         app, llm.driver, service.settings, service.metrics, telemetry, background
     )

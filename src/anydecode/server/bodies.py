@@ -45,9 +45,9 @@ class JsonRoute(APIRoute):
                 # Browsers let pages of other origins send other types without a CORS preflight.
                 raise ApiError(400, "the body: send it as application/json", code="invalid_body")
             if len(content) > _PART:
-                await asyncio.to_thread(_check_size, content)
+                await asyncio.to_thread(check_size, content)
             elif len(content) > MAX_CONTAINERS:  # else it cannot have so many of anything
-                _check_size(content)
+                check_size(content)
             try:
                 body = model.model_validate_json(content)
             except ValidationError as error:
@@ -71,7 +71,7 @@ def described(error: Mapping[str, Any]) -> tuple[str, str]:
     return field, f"{field or 'the body'}: {error['msg']}{shown}"
 
 
-def _check_size(content: bytes) -> None:
+def check_size(content: bytes) -> None:
     """Raises `ApiError` if a JSON text has too many values. The interpreter lock is held for one
     part of the text at a time."""
     num_values, num_members, num_containers = 1, 0, 0

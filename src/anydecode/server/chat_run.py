@@ -19,7 +19,14 @@ from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
 from anydecode.server.options import engine_options
 from anydecode.server.parsers import Parser
-from anydecode.server.prompts import conversation, effort_variables, with_tools
+from anydecode.server.prompts import (
+    check_continued,
+    conversation,
+    effort_variables,
+    text_of,
+    until_mark,
+    with_tools,
+)
 from anydecode.server.protocol import ChatRequest
 from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, usage
@@ -52,25 +59,28 @@ class Answer:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-async def render(
-    service: Service,
-    body: ChatRequest,
-    state: dict[str, Any],
-    *,
-    add_generation_prompt: bool = True,
-) -> str:
+async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> str:
     """The prompt: the conversation of `body`, rendered with the chat template.
 
     Args:
         service: The served model.
         body: The request.
         state: The `state` of the ASGI scope.
-        add_generation_prompt: Whether the prompt ends with the start of an answer.
+
+    Raises:
+        ApiError: The request is invalid, or its last message cannot be continued.
     """
     messages = conversation(body.messages)
+    is_continued = bool(body.continue_final_message)
+    mark = uuid4().hex
+    if is_continued:
+        check_continued(body, messages)
+        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + mark}
     variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
     variables.update(body.chat_template_kwargs or {})
-    variables["add_generation_prompt"] = add_generation_prompt
+    variables["add_generation_prompt"] = (
+        body.add_generation_prompt is not False and not is_continued
+    )
     tools, _ = select_tools(body.tools, body.tool_choice)
     if tools and body.tools:
         if service.tool_format is None:
@@ -86,7 +96,8 @@ async def render(
             service.tool_format.render([("function", {"argument": "value"})]),
         )
         variables.update(tool_variables)
-    return await service.preparation.render(state, messages, variables)
+    text = await service.preparation.render(state, messages, variables)
+    return until_mark(text, messages[-1]["content"], mark) if is_continued else text
 
 
 async def render_tokens(service: Service, body: ChatRequest, state: dict[str, Any]) -> list[int]:
@@ -124,6 +135,9 @@ async def start_chat(
     options["prompt_logprobs"] = body.prompt_logprobs
     tools, required = select_tools(body.tools, body.tool_choice)
     text = await render(service, body, state)
+    prompt_end = text[-64:]
+    if body.continue_final_message:
+        prompt_end = service.end_of_partial(text_of(body.messages[-1].content)) or prompt_end
     parse = None
     make_constraint: Callable[[], Any] | None
     if tools:
@@ -148,10 +162,10 @@ async def start_chat(
         make_constraint = constraint_factory(body.response_format, body.structured_outputs)
     if make_constraint is not None:
         constraint = await service.preparation.constraint(state, make_constraint)
-        options["constraint"] = service.after_reasoning(constraint, text[-64:])
+        options["constraint"] = service.after_reasoning(constraint, prompt_end)
     tokens = await service.preparation.encode(state, text, special=False)
     run = await service.run([tokens], options, state, streamed=streamed)
-    return ChatRun(service, run, partial(service.parser, text[-64:], parse))
+    return ChatRun(service, run, partial(service.parser, prompt_end, parse))
 
 
 class ChatRun:

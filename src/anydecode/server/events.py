@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -47,9 +47,10 @@ class EventStream(Response):
         stall_seconds: float,
         encode_failure: Callable[[ApiError], bytes] = encode_error,
         media_type: str = "text/event-stream; charset=utf-8",
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(media_type=media_type)
-        self._content_type = media_type.encode()
+        self._all_headers = [(b"content-type", media_type.encode()), *_HEADERS, *headers]
         self._run = run
         self._chunks = chunks
         self._stall_seconds = stall_seconds
@@ -57,8 +58,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with self._run:
-            headers = [(b"content-type", self._content_type), *_HEADERS]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": self._all_headers})
             writing = asyncio.ensure_future(self._write(send))
             disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
             try:

@@ -29,6 +29,9 @@ class Metrics:
         self.requests = self._counter(
             "requests", "HTTP requests, by endpoint and status.", "endpoint", "status"
         )
+        self.batch_lines = self._counter(
+            "batch_requests", "Requests of batches, by endpoint and status.", "endpoint", "status"
+        )
         self.cancelled = self._counter("cancelled_requests", "Requests whose client disconnected.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         self.generated = self._counter("generation_tokens", "Generated tokens.")

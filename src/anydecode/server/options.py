@@ -32,6 +32,9 @@ def engine_options(
         if body.decoder
         else settings.decoder or llm.default_decoder
     )
+    options["sampler"] = [
+        check_processor(choice, settings) for choice in body.logits_processors or ()
+    ]
     options["adapter"] = adapter_of(body.model, llm, settings)
     options["trace"] = bool(body.trace)
     options["priority"] = body.priority or 0
@@ -106,6 +109,29 @@ def check_decoder(choice: str, settings: Settings) -> str:
             catalogue.check_remote(choice)
         except InvalidRequestError as error:
             raise ApiError(400, str(error), code="invalid_value", param="decoder") from None
+    return choice
+
+
+def check_processor(choice: str, settings: Settings) -> str:
+    """`choice`, a sampler preset with logits processors. Nothing is built.
+
+    Raises:
+        ApiError: If requests may not name it, or set one of its parameters so.
+    """
+    allowed = settings.allowed_logits_processors
+    key = choice.partition(":")[0]
+    try:
+        if choice not in allowed:
+            if key not in allowed:
+                known = f"allowed are {', '.join(allowed)}" if allowed else "it allows none"
+                raise InvalidRequestError(
+                    f"requests to this server may not name the logits processor {choice!r}; {known}"
+                    " (--allow-logits-processor)"
+                )
+            catalogue.check_remote(choice)
+        catalogue.check_kind(key, "a sampler", SamplerPreset)
+    except InvalidRequestError as error:
+        raise ApiError(400, str(error), code="invalid_value", param="logits_processors") from None
     return choice
 
 

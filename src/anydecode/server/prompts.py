@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from anydecode.server.errors import ApiError
-from anydecode.server.protocol import Message, Tool
+from anydecode.server.protocol import ChatRequest, Message, Tool
 
 _TOOL_NOTE = (
     "You may call these functions, given as JSON:\n{tools}\nTo call one, answer with {example}."
@@ -25,6 +25,43 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
             plain["tool_calls"] = [_call(call) for call in message.tool_calls]
         result.append(plain)
     return result
+
+
+def check_continued(body: ChatRequest, messages: list[dict[str, Any]]) -> None:
+    """Raise `ApiError` if the last message of `body` cannot be continued. `messages`: those of
+    `conversation`."""
+    last = messages[-1]
+    if body.add_generation_prompt:
+        reason = "add_generation_prompt starts another message; send false"
+    elif last["role"] != "assistant":
+        reason = f"its role is {last['role']}; end with a message of the assistant"
+    elif last.get("tool_calls"):
+        reason = "it has tool calls; end with their results, or with a text"
+    else:
+        return
+    raise _cannot_continue(reason)
+
+
+def until_mark(rendered: str, content: str, mark: str) -> str:
+    """A rendered conversation up to the end of its last message.
+
+    Args:
+        rendered: The conversation.
+        content: The content of the last message, which ends with the mark.
+        mark: A text that occurs nowhere else.
+
+    Raises:
+        ApiError: The template does not contain the content as it is, once.
+    """
+    prompt, found, rest = rendered.partition(mark)
+    if not found or mark in rest or not (prompt + mark).endswith(content):
+        raise _cannot_continue("the chat template changes or repeats it; end with another role")
+    return prompt
+
+
+def _cannot_continue(reason: str) -> ApiError:
+    message = f"the last message cannot be continued: {reason}"
+    return ApiError(400, message, param="continue_final_message")
 
 
 def text_of(content: str | list[dict[str, Any]] | None, param: str = "messages") -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from anydecode.sampling.logprobs import MAX_ALTERNATIVES
 from anydecode.sampling.options import SamplingOptions
@@ -174,6 +174,8 @@ class Options(SamplingFields):
     Attributes:
         model: The served model, or one of its adapters.
         decoder: A key of the catalogue, with parameters as "key:name=value".
+        logits_processors: Keys of sampler presets, with parameters as those of `decoder`, that the
+            operator allows.
         trace: Whether to return the drafted and accepted tokens of every round; "html" returns
             them as a page.
         priority: Smaller values run first, under schedules that use priorities.
@@ -194,6 +196,7 @@ class Options(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     decoder: Name | None = None
+    logits_processors: Annotated[list[Name], Field(fail_fast=True, max_length=16)] | None = None
     trace: bool | Literal["html"] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     first_finish: Positive | None = None
@@ -211,6 +214,17 @@ class Options(SamplingFields):
         stop_tokens: list[int] | None = None
 
 
+def _without_arguments(value: Any) -> Any:
+    """`value`, unless it has variables that would replace arguments of the rendering."""
+    for name in ("messages", "self", "template"):
+        if isinstance(value, dict) and name in value:
+            raise ValueError(f"{name!r} is not a variable of the template; leave it out")
+    return value
+
+
+TemplateVariables = Annotated[dict[str, Any], BeforeValidator(_without_arguments)]
+
+
 class Message(Body):
     """One turn of a conversation."""
 
@@ -218,6 +232,9 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Objects | None = None
     tool_calls: Objects | None = None
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 
 
 class Function(Body):
@@ -245,7 +262,8 @@ class PredictedOutput(Body):
 
 
 class ChatRequest(Options):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`. With `continue_final_message`, as in vLLM, the answer continues
+    the last message, which is the assistant's."""
 
     IGNORED = {**_IGNORED, "verbosity": ("medium",), "web_search_options": ()}
     REFUSED = {
@@ -255,7 +273,7 @@ class ChatRequest(Options):
         "function_call": (("none", "auto"), "use tools and tool_choice"),
         "moderation": ((), _MODERATION),
     }
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -266,15 +284,9 @@ class ChatRequest(Options):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     prediction: PredictedOutput | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _check_names(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in ("messages", "self", "template"):
-            if name in (value or ()):
-                raise ValueError(f"{name!r} is not a variable of the template; leave it out")
-        return value
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(Options):
@@ -297,10 +309,11 @@ class TokenizeRequest(Body):
     model_config = ConfigDict(extra="forbid")
     model: Name | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, max_length=MAX_ITEMS)
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

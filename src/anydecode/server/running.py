@@ -35,13 +35,15 @@ class _Server(uvicorn.Server):
         # The engine's thread and the event loop wait so long for a thread that computes.
         sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
+        await self.config.app.app.state.batches.resume()  # type: ignore[union-attr]
         # Afterwards, so that the server accepts requests sooner.
         warm = self.config.app.app.state.service.warm  # type: ignore[union-attr]
         threading.Thread(target=warm, name="anydecode-warm", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        responses = self.config.app.app.state.responses  # type: ignore[union-attr]
-        await asyncio.gather(super().shutdown(sockets), responses.drain())
+        state = self.config.app.app.state  # type: ignore[union-attr]
+        responses, batches = state.responses, state.batches
+        await asyncio.gather(super().shutdown(sockets), responses.drain(), batches.drain())
         await responses.close()
 
     async def on_tick(self, counter: int) -> bool:

@@ -143,6 +143,15 @@ class Service:
         is_open = tags is not None and prompt_end.rstrip().endswith(tags[0])
         return Parser(tags, parse, is_open)
 
+    def end_of_partial(self, partial_answer: str) -> str | None:
+        """The `prompt_end` for the answer that goes on with a non-empty text: whether it goes on
+        with reasoning depends on all of that text. None for an empty one."""
+        if not partial_answer.strip() or self._reasoning_tags is None:
+            return None
+        opening, closing = self._reasoning_tags
+        is_open = partial_answer.rfind(opening) > partial_answer.rfind(closing)
+        return opening if is_open else closing
+
     def after_reasoning(self, constraint: Constraint, prompt_end: str) -> Constraint:
         """`constraint`, applied after the reasoning if the answer to a rendered conversation that
         ends with `prompt_end` starts with reasoning or may do so."""

@@ -39,12 +39,18 @@ class Settings:
         prepare_memory: Most memory that one of these may take, in bytes.
         allowed_decoders: Decoders with parameters ("key:name=value") that requests may select,
             although a parameter is beyond the bounds of the method's card.
+        allowed_logits_processors: Sampler presets ("key" or "key:name=value") that requests may
+            name in `logits_processors`.
         adapter_folder: The folder whose adapters requests may load; None: they may load none.
         max_adapters: Most adapters that are loaded when a request loads another.
         store: Where responses are stored: "memory", "none" or a file.
         store_bytes: Maximum size of the stored responses, in bytes.
         store_seconds: Maximum age of a stored response, in seconds.
         max_background: Most responses that are generated in the background at once.
+        max_file: Largest uploaded file with its form, in bytes.
+        file_bytes: Maximum size of the files of batches, in bytes.
+        max_batches: Most batches of one API key that have not ended.
+        batch_lines: Most requests of batches that run at once.
         open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
@@ -65,11 +71,16 @@ class Settings:
     reasoning_parser: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
     allowed_decoders: tuple[str, ...] = ()
+    allowed_logits_processors: tuple[str, ...] = ()
     open_metrics: bool = False
     store: str = "memory"
     store_bytes: int = 64 << 20
     store_seconds: float = 30 * 86400.0
     max_background: int = 64
+    max_file: int = 32 << 20
+    file_bytes: int = 256 << 20
+    max_batches: int = 16
+    batch_lines: int = 4
     prepare_seconds: float = 2.0
     prepare_memory: int = 1 << 30
     adapter_folder: Path | None = None

@@ -23,12 +23,15 @@ async def tokenize(service: Service, body: TokenizeRequest, http: HttpRequest) -
     if body.prompt is not None:
         text, special = body.prompt, special is not False
     else:
+        assert body.messages is not None
         chat = ChatRequest(
-            messages=body.messages or [],
+            messages=body.messages,
             tools=body.tools,
             chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
         )
-        text = await render(service, chat, state, add_generation_prompt=body.add_generation_prompt)
+        text = await render(service, chat, state)
     tokens = await service.preparation.encode(state, text, special=bool(special))
     names = None
     if body.return_token_strs:

@@ -28,6 +28,8 @@ def translate(body: CountTokensRequest, template: str | None) -> tuple[ChatReque
         raise ApiError(400, f"n is {body.n}; a message has exactly one answer", param="n")
     ignored = ignored_fields(body, template)
     fields: dict[str, Any] = {"messages": _messages(body)}
+    if body.messages[-1].role == "assistant":
+        fields["continue_final_message"] = True
     if body.tools is not None:
         fields["tools"] = _tools(body)
     if (choice := body.tool_choice) is not None:
@@ -89,13 +91,6 @@ def _messages(body: CountTokensRequest) -> list[Message]:
             result += _user(message.content, where, names)
         else:
             result.append(Message(role="system", content=_text(message.content, where)))
-    if body.messages[-1].role == "assistant":
-        raise ApiError(
-            400,
-            "the last message is the assistant's, and answers cannot be prefilled here; end with a"
-            " message of the user",
-            param="messages",
-        )
     return result
 
 

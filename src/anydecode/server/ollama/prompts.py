@@ -44,13 +44,14 @@ def served_model(name: str | None, service: Service) -> str:
 def chat_form(body: OllamaChatRequest, service: Service) -> tuple[ChatRequest, list[str]]:
     """The chat request of `body`, and the names of the fields without effect."""
     messages = [_message(message) for message in body.messages or ()]
-    if messages and messages[-1].role == "assistant":
-        raise ApiError(
-            400,
-            "messages: the last one is the assistant's, which cannot be continued here; end with"
-            " another role",
-        )
-    return _form(body, service, messages=messages, tools=body.tools)
+    is_continued = bool(messages) and messages[-1].role == "assistant"
+    return _form(
+        body,
+        service,
+        messages=messages,
+        tools=body.tools,
+        continue_final_message=is_continued,
+    )
 
 
 def generate_form(body: GenerateRequest, service: Service) -> tuple[ChatRequest, list[str]]:

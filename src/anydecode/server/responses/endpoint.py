@@ -11,6 +11,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from anydecode.server.chat_run import render_tokens, start_chat
+from anydecode.server.database import Database
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream
 from anydecode.server.protocol import ResponsesRequest
@@ -42,19 +43,22 @@ class ResponsesApi:
         settings = service.settings
         self.service = service
         self.background = BackgroundRuns(settings.max_background)
+        #: The database of the store; None if nothing is stored.
+        self.database: Database | None = None
         self.store: ResponseStore | None = None
         if settings.store != "none":
-            self.store = ResponseStore(settings.store, settings.store_bytes, settings.store_seconds)
+            self.database = Database(settings.store)
+            self.store = ResponseStore(self.database, settings.store_bytes, settings.store_seconds)
 
     async def drain(self) -> None:
         """Wait for the responses in the background; those that run for too long fail."""
         await self.background.drain(self.service.settings.drain_seconds)
 
     async def close(self) -> None:
-        """End what still runs in the background, and close the store."""
+        """End what still runs in the background, and close the database."""
         await self.background.drain(0)
-        if self.store is not None:
-            await asyncio.to_thread(self.store.close)
+        if self.database is not None:
+            await asyncio.to_thread(self.database.close)
 
     async def create(self, body: ResponsesRequest, http: HttpRequest) -> Response:
         """Generate a response to an input: as one object, as a stream, or in the background."""
