@@ -67,6 +67,7 @@ async def render(
         state: The `state` of the ASGI scope.
         add_generation_prompt: Whether the prompt ends with the start of an answer.
     """
+    service.llm.resources.check_generates()
     messages = conversation(body.messages)
     variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
     variables.update(body.chat_template_kwargs or {})

@@ -19,8 +19,9 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
-from anydecode.models.loading import awq, bd3lm, gpt, gptq, llada, nvfp4, sdar
+from anydecode.models.loading import awq, bd3lm, encoder, gpt, gptq, llada, nvfp4, sdar
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
+from anydecode.models.pooling import read_pooling
 from anydecode.models.tokenizers import HFTokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -67,6 +68,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = bd3lm.to_hf_layout(config, readers)
     if gpt.is_gpt(config):
         config, readers = gpt.to_hf_layout(config, readers)
+    if encoder.is_encoder(config):
+        config, readers = encoder.to_hf_layout(config, readers)
     config = sdar.with_block_size(config, path)
     if settings:
         readers = _dequantizing_readers(path, readers, settings)
@@ -77,6 +80,7 @@ def load_folder(path: Path) -> Checkpoint:
         tensors=LazyTensors(path, readers),
         tokenizer=HFTokenizer.from_folder(path),
         generation_config=read_json(path / "generation_config.json"),
+        pooling=read_pooling(path, config),
     )
 
 
