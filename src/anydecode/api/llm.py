@@ -397,7 +397,8 @@ class LLM:
             InvalidRequestError: If a text is empty or too long, or there is no such adapter or
                 prompt, or the embeddings may not be cut.
         """
-        requests, decoders, is_batch = self._embeddings(prompt, options)
+        prompts, is_batch = split_prompts(prompt)
+        requests, decoders = self._embeddings(prompts, options)
         self._run(requests)
         vectors = [decoder.vector(options.get("dimensions")) for decoder in decoders]
         return vectors if is_batch else vectors[0]
@@ -416,7 +417,8 @@ class LLM:
         self, prompt: Prompt | Seq[Prompt], **options: Unpack[EmbedOptions]
     ) -> list[float] | list[list[float]]:
         """`embed` for asyncio."""
-        requests, decoders, is_batch = self._embeddings(prompt, options)
+        prompts, is_batch = split_prompts(prompt)
+        requests, decoders = self._embeddings(prompts, options)
         await self._arun(requests)
         vectors = [decoder.vector(options.get("dimensions")) for decoder in decoders]
         return vectors if is_batch else vectors[0]
@@ -736,10 +738,9 @@ class LLM:
         return decoders
 
     def _embeddings(
-        self, prompt: Prompt | Seq[Prompt], options: EmbedOptions
-    ) -> tuple[list[Request], list[PooledState], bool]:
-        """One request and decoder per prompt, and whether `prompt` is a batch."""
-        prompts, has_many = split_prompts(prompt)
+        self, prompts: Seq[Prompt], options: EmbedOptions
+    ) -> tuple[list[Request], list[PooledState]]:
+        """One request and decoder per prompt."""
         pooling = pooling_of(self.model)
         pooling.check_dimensions(options.get("dimensions"), self.model.spec.hidden_size)
         start = pooling.prompt(options.get("prompt_name"))
@@ -753,7 +754,7 @@ class LLM:
             else:
                 tokens = self.encode(one)[:limit]
             requests.append(self._measurement(decoder, self.encode(tokens), loaded))
-        return requests, decoders, has_many
+        return requests, decoders
 
     def _relevances(
         self, query: str, documents: Seq[str], options: RelevanceOptions
@@ -770,7 +771,7 @@ class LLM:
             requests, decoders = [], []
             for texts, kind in (([query], "query"), (list(documents), "document")):
                 name = kind if kind in pooling.prompts else None
-                part, found, _ = self._embeddings(
+                part, found = self._embeddings(
                     texts,
                     {"prompt_name": name, "adapter": adapter, "truncate_prompt_tokens": length},
                 )

@@ -75,6 +75,8 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
     embedding = reader.matrix(name, shape, is_outer=True)
     # Checkpoints with tied embeddings do not store the head, and encoders have none.
     is_tied = spec.is_encoder or bool_value(config, "tie_word_embeddings")
+    if checkpoint.pooling is not None and not reader.has("lm_head.weight"):
+        is_tied = True  # nothing reads the head
     head = embedding if is_tied else reader.matrix("lm_head", shape, is_outer=True)
     # Layers that predict further tokens follow the others, and are left out.
     num_unused = int_value(config, "num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)

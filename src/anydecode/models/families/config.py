@@ -148,6 +148,8 @@ def spec_from_config(
     family = FAMILIES[config["model_type"]]
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
+    if family.causal and config.get("is_causal") is False:
+        raise refusal("is_causal", False, "true: bidirectional attention is not supported")
     if config["model_type"] == "minicpm" and config.get("sparse_config") is not None:
         raise CheckpointError("sparse attention (sparse_config) is not supported")
     if config.get("use_qk_norm") and family.qk_norm is None:
