@@ -23,6 +23,7 @@ from anydecode.errors import (
 from anydecode.version import __version__
 
 if TYPE_CHECKING:
+    from anydecode.api.embedding import RankedDocument
     from anydecode.api.first_finish import FirstFinish
     from anydecode.api.generation import Generation, Stats, StreamChunk
     from anydecode.api.llm import LLM
@@ -116,6 +117,7 @@ __all__ = [
     "Prompt",
     "PromptEmbeds",
     "Proposal",
+    "RankedDocument",
     "Ranking",
     "Regex",
     "register",
@@ -207,6 +209,7 @@ _MODULES = {
     "LogitsProcessor": "anydecode.sampling.processor",
     "Sampler": "anydecode.sampling.sampler",
     "PromptEmbeds": "anydecode.scoring.prompt_embeds",
+    "RankedDocument": "anydecode.api.embedding",
     "Cancel": "anydecode.scoring.score",
     "Decoding": "anydecode.scoring.score",
     "ScoreRequest": "anydecode.scoring.score",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anydecode.api.embedding import CHUNK, MeanState
+from anydecode.api.embedding import CHUNK, PooledState
 from anydecode.certification.checks import scripted_llm
 from anydecode.decoders.decoder import Decoder
+from anydecode.models.pooling import Pooling
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -27,7 +28,7 @@ class AtOnce(Decoder):
 @pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
 def test_the_mean_counts_every_position_once(length: int) -> None:
     prompt = [(7 * position) % 251 for position in range(length)]
-    whole, mean = AtOnce(), MeanState()
+    whole, mean = AtOnce(), PooledState(Pooling(), has_final_norm=False)
     with scripted_llm(prefix_cache=False) as llm:
         for decoder in (whole, mean):
             llm.generate(prompt, decoder=decoder, max_tokens=1)

@@ -299,9 +299,9 @@ def test_embeddings_are_those_of_the_other_api(client: Client) -> None:
         found: dict[str, Any] = client.http.post(path, json=fields).json()
         return found
 
-    found = embed("/api/embed", input=["ab", "c"], truncate=True)
+    found = embed("/api/embed", input=["ab", "c"], truncate=True, user="x")
     assert found["embeddings"] == expected and found["prompt_eval_count"] == 3
-    assert found["anydecode"] == {"ignored": ["truncate"]}
+    assert found["anydecode"] == {"ignored": ["user"]}
     assert embed("/api/embed", input="ab")["embeddings"] == expected[:1]
     assert embed("/api/embed", input=[])["embeddings"] == []
     assert embed("/api/embeddings", prompt="ab") == {"embedding": expected[0]}

@@ -1,45 +1,369 @@
-"""Text embeddings: the mean of the last hidden states, computed by a decoder that generates
-nothing."""
+"""Embeddings of texts and the relevance of pairs of texts, computed by decoders that generate
+nothing.
+
+An encoder runs a whole text in one pass, in which every token sees all others; several texts share
+a pass. A causal model runs a text in chunks.
+"""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import numpy as np
 
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.scoring.score import Decoding
+from anydecode.decoders.framework.canvas_spans import canvas_span
+from anydecode.errors import ContextLengthError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.classification import Classifier, sigmoid
+from anydecode.models.pooling import Pooling
+from anydecode.models.tokenizer import Tokenizer
+from anydecode.models.yes_no import YesNo
+from anydecode.scoring.score import Decoding, ScoreRequest
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.tree import ROOT
 
-#: Rows per request.
+#: Rows per request of a causal model.
 CHUNK = 256
 
 
-class MeanState(Decoder):
-    """The mean over all tokens of the hidden state after the last layer, before the final norm."""
+@dataclass(frozen=True)
+class RankedDocument:
+    """A document of `LLM.rerank`: its index in the list, and its relevance to the query."""
 
-    requirements = Requirements(causal=None)
+    index: int
+    score: float
 
-    def __init__(self) -> None:
+
+class EmbedOptions(TypedDict, total=False):
+    """The options of `LLM.embed`.
+
+    Attributes:
+        adapter: Name of a LoRA adapter (`add_adapter`), or None.
+        prompt_name: The prompt of the repository that is put before a text, such as "query"; None
+            for its default.
+        dimensions: The length that embeddings are cut to, for models that were trained for it.
+        truncate_prompt_tokens: The number of tokens that a text is cut to, -1 for the model's
+            context length; None: a longer text is an error.
+    """
+
+    adapter: str | None
+    prompt_name: str | None
+    dimensions: int | None
+    truncate_prompt_tokens: int | None
+
+
+class RelevanceOptions(TypedDict, total=False):
+    """The options of `LLM.relevance` and `rerank`.
+
+    Attributes:
+        adapter: Name of a LoRA adapter (`add_adapter`), or None.
+        instruction: What documents are searched for, for models that read it (Qwen3-Reranker).
+        truncate_prompt_tokens: The number of tokens that a pair is cut to, by cutting the document,
+            or a single text with an embedding model; -1 for the model's context length; None: a
+            longer one is an error.
+    """
+
+    adapter: str | None
+    instruction: str | None
+    truncate_prompt_tokens: int | None
+
+
+class PooledState(Decoder):
+    """The pooled state of a text after the last layer.
+
+    Args:
+        pooling: How states are pooled.
+        has_final_norm: Whether the states are those after the final norm.
+        types: The token type of each token; empty for type 0.
+    """
+
+    requirements = Requirements(causal=None, generates=False)
+
+    def __init__(
+        self, pooling: Pooling, *, has_final_norm: bool = True, types: Seq[int] = ()
+    ) -> None:
+        self.pooling = pooling
+        self._has_final_norm = has_final_norm
+        self._types = types
         self._sum: np.ndarray | None = None
+        self._count = 0
 
     def decode(self, sequence: Sequence) -> Decoding:
-        kv_cache = sequence.kv_cache()
+        self._sum, self._count = None, 0
+        kv_cache, tokens = sequence.kv_cache(), sequence.prompt
         kv_cache.truncate(0)
-        depth = kv_cache.pool.model.spec.num_layers
-        tokens, total = sequence.prompt, None
+        model: Any = kv_cache.pool.model
+        depth = model.spec.num_layers
+        if model.spec.is_encoder:
+            scores = yield self._whole_text(sequence, model)
+            self._add(scores.hidden[depth], model)
+            return
+        pooled = set(self.pooling.rows(len(tokens)))
         for start in range(0, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
             request = sequence.score(part, runner=TARGET, rows="all", hidden=(depth,))
             for spans in request.groups:
                 for span in spans:
                     span.logits = False
+                    span.output_rows = [row for row in span.output_rows if start + row in pooled]
             scores = yield request
-            rows = scores.hidden[depth].astype(np.float64).sum(0)
-            total = rows if total is None else total + rows
-        assert total is not None
-        self._sum = total / len(tokens)
+            if len(scores.hidden[depth]):
+                self._add(scores.hidden[depth], model)
 
-    def vector(self) -> list[float]:
-        """The mean, scaled to length 1, `[hidden_size]`. Available when the request is done."""
+    def _whole_text(self, sequence: Sequence, model: Any) -> ScoreRequest:
+        """The request of an encoder: all tokens at once."""
+        tokens = np.asarray(sequence.prompt, np.int32)
+        inputs, count = None, len(tokens)
+        segments = model.network.weights.segments
+        if segments is not None:
+            types = np.asarray(self._types, np.int64) if self._types else np.zeros(count, np.int64)
+            inputs = model.embed(tokens) + segments[np.minimum(types, len(segments) - 1)]
+        span = canvas_span(
+            sequence.kv_cache(),
+            np.arange(count),
+            tokens,
+            np.full(count, count),
+            embeddings=inputs,
+            capture_layers=(model.spec.num_layers,),
+        )
+        span.logits = False
+        span.output_rows = rows = self.pooling.rows(count)
+        return ScoreRequest(
+            sequence, TARGET, [[span]], np.asarray(rows), [ROOT] * len(rows), tokens[rows].tolist()
+        )
+
+    def _add(self, states: np.ndarray, model: Any) -> None:
+        if self._has_final_norm and model.spec.has_final_norm:
+            states = model.normed(states)
+        rows = states.astype(np.float64).sum(0)
+        self._sum = rows if self._sum is None else self._sum + rows
+        self._count += len(states)
+
+    def state(self) -> np.ndarray:
+        """The pooled state, float64 `[hidden_size]`. Available when the request is done."""
         assert self._sum is not None
-        unit: list[float] = (self._sum / max(float(np.linalg.norm(self._sum)), 1e-12)).tolist()
-        return unit
+        state: np.ndarray = self._sum / self._count
+        return state
+
+    def vector(self, dimensions: int | None = None) -> list[float]:
+        """The embedding, cut to `dimensions`. Available when the request is done."""
+        vector: list[float] = self.pooling.vector(self.state(), dimensions).tolist()
+        return vector
+
+
+class RelevanceDecoder(Decoder):
+    """Computes the relevance of one text to another."""
+
+    @abstractmethod
+    def score(self) -> float:
+        """The relevance. Available when the request is done."""
+
+
+class ClassifierScore(RelevanceDecoder):
+    """The relevance that a cross-encoder's classifier computes.
+
+    Args:
+        classifier: The classifier.
+        types: The token type of each token.
+    """
+
+    requirements = PooledState.requirements
+
+    def __init__(self, classifier: Classifier, types: Seq[int]) -> None:
+        self._classifier = classifier
+        self._states = PooledState(Pooling(classifier.pooling), types=types)
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        yield from self._states.decode(sequence)
+
+    def score(self) -> float:
+        return float(self._classifier.scores(self._states.state())[0])
+
+
+class YesNoScore(RelevanceDecoder):
+    """The probability of the token "yes" against the token "no" after a text.
+
+    Args:
+        tokens: The two tokens.
+    """
+
+    requirements = Requirements(generates=False)
+
+    def __init__(self, tokens: YesNo) -> None:
+        self._tokens = tokens
+        self._score = 0.0
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        kv_cache = sequence.kv_cache()
+        kv_cache.truncate(0)
+        scores = yield sequence.score(sequence.prompt, runner=TARGET)
+        logits = scores.logits[-1].astype(np.float64)
+        difference = logits[self._tokens.yes_id] - logits[self._tokens.no_id]
+        self._score = float(sigmoid(difference))
+
+    def score(self) -> float:
+        return self._score
+
+
+def pooling_of(model: Any) -> Pooling:
+    """The pooling of a model; the mean of all states, scaled to length 1, if its repository names
+    none."""
+    return getattr(model, "pooling", None) or Pooling()
+
+
+def embedding_decoder(model: Any) -> PooledState:
+    """The decoder that computes an embedding. If the repository of a model that generates names no
+    pooling, the states are those before the final norm."""
+    is_trained = model.spec.is_encoder or getattr(model, "pooling", None) is not None
+    return PooledState(pooling_of(model), has_final_norm=is_trained)
+
+
+def cross_encoder(model: Any) -> Classifier | YesNo | None:
+    """What computes the relevance of a pair of texts; None if embeddings are compared instead.
+
+    Raises:
+        UnsupportedCombinationError: The model is neither a cross-encoder nor trained for
+            embeddings, or its classifier has several labels.
+    """
+    reranker: Classifier | YesNo | None = getattr(model, "reranker", None)
+    if isinstance(reranker, Classifier) and reranker.num_labels > 1:
+        raise UnsupportedCombinationError(
+            f"the classifier of {model.name} has {reranker.num_labels} labels; relevance needs a"
+            " cross-encoder with one"
+        )
+    if reranker is None and not model.spec.is_encoder and getattr(model, "pooling", None) is None:
+        raise UnsupportedCombinationError(
+            f"{model.name} is neither an embedding model (modules.json) nor a cross-encoder, which"
+            " relevance and reranking need"
+        )
+    return reranker
+
+
+def pair_template(reranker: Classifier | YesNo) -> YesNo | None:
+    """The prompt of a model that answers yes or no; None for one with a classifier."""
+    return reranker if isinstance(reranker, YesNo) else None
+
+
+def relevance_decoder(reranker: Classifier | YesNo, types: Seq[int]) -> RelevanceDecoder:
+    """The decoder that computes the relevance of a pair of texts, see `pair_tokens`."""
+    if isinstance(reranker, YesNo):
+        return YesNoScore(reranker)
+    return ClassifierScore(reranker, types)
+
+
+def cosine_similarity(first: Seq[float], second: Seq[float]) -> float:
+    """The cosine of the angle between two embeddings."""
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12))
+
+
+def ranked(scores: Seq[float], top_n: int | None) -> list[RankedDocument]:
+    """The `top_n` documents with the largest scores (None: all), the best first; ties by index."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return [RankedDocument(index, scores[index]) for index in order[:top_n]]
+
+
+def check_instruction(instruction: str | None) -> None:
+    """Raise `InvalidRequestError` for an instruction to a model that reads none."""
+    if instruction is not None:
+        raise InvalidRequestError("instruction has no effect with this model: leave it out")
+
+
+def check_top_n(top_n: int | None) -> None:
+    """Raise `InvalidRequestError` for a number of documents less than 1."""
+    if top_n is not None and top_n < 1:
+        raise InvalidRequestError(f"top_n is {top_n}; it must be 1 or more, or None for all")
+
+
+def token_limit(truncate_prompt_tokens: int | None, max_length: int) -> int | None:
+    """The number of tokens that a text is cut to; None: it is not cut.
+
+    Args:
+        truncate_prompt_tokens: A number of tokens, -1 for the model's context length, or None.
+        max_length: The model's context length.
+
+    Raises:
+        InvalidRequestError: The number is out of range.
+    """
+    if truncate_prompt_tokens is None:
+        return None
+    if truncate_prompt_tokens == -1:
+        return max_length
+    if not 1 <= truncate_prompt_tokens <= max_length:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {truncate_prompt_tokens}; allowed are 1 to {max_length},"
+            " and -1 for the longest"
+        )
+    return truncate_prompt_tokens
+
+
+def text_tokens(tokenizer: Tokenizer, texts: Seq[str], max_tokens: int | None) -> list[list[int]]:
+    """The tokens of texts, each cut to `max_tokens`; special tokens at the end are kept."""
+    encode_pair = getattr(tokenizer, "encode_pair", None)
+    if max_tokens is None or encode_pair is None:
+        return [tokenizer.encode(text)[:max_tokens] for text in texts]
+    return [encode_pair(text, None, max_tokens)[0] for text in texts]
+
+
+def pair_tokens(
+    tokenizer: Tokenizer,
+    template: YesNo | None,
+    pairs: Seq[tuple[str, str]],
+    instruction: str | None,
+    max_tokens: int | None,
+) -> list[tuple[list[int], list[int]]]:
+    """The tokens of pairs of a query and a document, and their types.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        template: The prompt of a model that answers yes or no; None for one with a classifier.
+        pairs: Queries with documents. A document is cut where a pair has more than `max_tokens`.
+        instruction: What a document is searched for, for models that read it.
+        max_tokens: The number of tokens that a pair is cut to; None: it is not cut.
+
+    Raises:
+        ContextLengthError: A query alone is too long.
+        InvalidRequestError: The model reads no instruction.
+    """
+    if template is not None:
+        return [
+            _yes_no_tokens(tokenizer, template, query, document, instruction, max_tokens)
+            for query, document in pairs
+        ]
+    check_instruction(instruction)
+    encode_pair = getattr(tokenizer, "encode_pair", None)
+    if encode_pair is None:
+        raise InvalidRequestError(f"a {type(tokenizer).__name__} cannot encode pairs of texts")
+    found = [encode_pair(query, document, max_tokens) for query, document in pairs]
+    for tokens, _ in found:
+        _check_query(len(tokens), max_tokens)
+    return found
+
+
+def _yes_no_tokens(
+    tokenizer: Tokenizer,
+    template: YesNo,
+    query: str,
+    document: str,
+    instruction: str | None,
+    max_tokens: int | None,
+) -> tuple[list[int], list[int]]:
+    parts = template.texts(query, document, instruction)
+    first, middle, last = (tokenizer.encode(text, special=False) for text in parts)
+    if max_tokens is not None:
+        _check_query(len(first) + len(last) + 1, max_tokens)
+        middle = middle[: max_tokens - len(first) - len(last)]
+    tokens = [*first, *middle, *last]
+    return tokens, [0] * len(tokens)
+
+
+def _check_query(num_tokens: int, max_tokens: int | None) -> None:
+    """Check that a pair fits after its document was cut."""
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise ContextLengthError(
+            f"a query has {num_tokens} tokens with an empty document, and truncate_prompt_tokens"
+            f" leaves {max_tokens}: shorten it"
+        )

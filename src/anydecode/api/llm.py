@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Generator, Hashable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,24 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from anydecode.api.adapters import Adapters, LoadedAdapter
-from anydecode.api.embedding import MeanState
+from anydecode.api.embedding import (
+    EmbedOptions,
+    PooledState,
+    RankedDocument,
+    RelevanceOptions,
+    check_instruction,
+    check_top_n,
+    cosine_similarity,
+    cross_encoder,
+    embedding_decoder,
+    pair_template,
+    pair_tokens,
+    pooling_of,
+    ranked,
+    relevance_decoder,
+    text_tokens,
+    token_limit,
+)
 from anydecode.api.first_finish import FirstFinish
 from anydecode.api.generation import Generation, StreamChunk
 from anydecode.api.methods import Methods, build_as, weight_format
@@ -354,51 +371,127 @@ class LLM:
 
     @overload
     def embed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
-        self, prompt: Prompt, *, adapter: str | None = None
+        self, prompt: Prompt, **options: Unpack[EmbedOptions]
     ) -> list[float]: ...
 
     @overload
-    def embed(self, prompt: Seq[Prompt], *, adapter: str | None = None) -> list[list[float]]: ...
+    def embed(self, prompt: Seq[Prompt], **options: Unpack[EmbedOptions]) -> list[list[float]]: ...
 
     def embed(
-        self, prompt: Prompt | Seq[Prompt], *, adapter: str | None = None
+        self, prompt: Prompt | Seq[Prompt], **options: Unpack[EmbedOptions]
     ) -> list[float] | list[list[float]]:
-        """Embedding of a text, or of a batch of texts: the mean of the last hidden states, scaled
+        """Embedding of a text, or of a batch of texts.
+
+        How the states of a text are pooled, and whether the result is scaled to length 1, is read
+        from the model's repository (`modules.json`). Without it the embedding is their mean, scaled
         to length 1.
 
         Args:
             prompt: A text, a list of token ids, or a list of these.
-            adapter: Name of a LoRA adapter (`add_adapter`), or None.
+            **options: See `EmbedOptions`.
 
         Returns:
-            The embedding, `[hidden_size]`, or a list of them for a batch.
+            The embedding, `[hidden_size]` or `[dimensions]`, or a list of them for a batch.
 
         Raises:
-            InvalidRequestError: If a text is empty or too long, or there is no such adapter.
+            InvalidRequestError: If a text is empty or too long, or there is no such adapter or
+                prompt, or the embeddings may not be cut.
         """
-        requests, decoders, is_batch = self._embeddings(prompt, adapter)
+        prompts, is_batch = split_prompts(prompt)
+        requests, decoders = self._embeddings(prompts, options)
         self._run(requests)
-        vectors = [decoder.vector() for decoder in decoders]
+        vectors = [decoder.vector(options.get("dimensions")) for decoder in decoders]
         return vectors if is_batch else vectors[0]
 
     @overload
     async def aembed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
-        self, prompt: Prompt, *, adapter: str | None = None
+        self, prompt: Prompt, **options: Unpack[EmbedOptions]
     ) -> list[float]: ...
 
     @overload
     async def aembed(
-        self, prompt: Seq[Prompt], *, adapter: str | None = None
+        self, prompt: Seq[Prompt], **options: Unpack[EmbedOptions]
     ) -> list[list[float]]: ...
 
     async def aembed(
-        self, prompt: Prompt | Seq[Prompt], *, adapter: str | None = None
+        self, prompt: Prompt | Seq[Prompt], **options: Unpack[EmbedOptions]
     ) -> list[float] | list[list[float]]:
         """`embed` for asyncio."""
-        requests, decoders, is_batch = self._embeddings(prompt, adapter)
+        prompts, is_batch = split_prompts(prompt)
+        requests, decoders = self._embeddings(prompts, options)
         await self._arun(requests)
-        vectors = [decoder.vector() for decoder in decoders]
+        vectors = [decoder.vector(options.get("dimensions")) for decoder in decoders]
         return vectors if is_batch else vectors[0]
+
+    def relevance(
+        self, query: str, documents: Seq[str], **options: Unpack[RelevanceOptions]
+    ) -> list[float]:
+        """Relevance of each document to a query.
+
+        A cross-encoder reads query and document together. An embedding model gives the cosine of
+        the angle between their embeddings, with the prompts "query" and "document" of its
+        repository if it has them.
+
+        Args:
+            query: A text.
+            documents: Texts.
+            **options: See `RelevanceOptions`.
+
+        Returns:
+            One number per document.
+
+        Raises:
+            InvalidRequestError: If a text is empty or too long.
+            UnsupportedCombinationError: If the model is neither of these two.
+        """
+        requests, scores = self._relevances(query, documents, options)
+        self._run(requests)
+        return scores()
+
+    async def arelevance(
+        self, query: str, documents: Seq[str], **options: Unpack[RelevanceOptions]
+    ) -> list[float]:
+        """`relevance` for asyncio."""
+        requests, scores = self._relevances(query, documents, options)
+        await self._arun(requests)
+        return scores()
+
+    def rerank(
+        self,
+        query: str,
+        documents: Seq[str],
+        *,
+        top_n: int | None = None,
+        **options: Unpack[RelevanceOptions],
+    ) -> list[RankedDocument]:
+        """The documents in the order of their `relevance` to a query, the most relevant first.
+
+        Args:
+            query: A text.
+            documents: Texts.
+            top_n: The number of documents that are returned; None for all.
+            **options: See `RelevanceOptions`.
+
+        Returns:
+            The index and the relevance of each document; equal ones in the order of the list.
+
+        Raises:
+            InvalidRequestError: As `relevance`, or if `top_n` is less than 1.
+        """
+        check_top_n(top_n)
+        return ranked(self.relevance(query, documents, **options), top_n)
+
+    async def arerank(
+        self,
+        query: str,
+        documents: Seq[str],
+        *,
+        top_n: int | None = None,
+        **options: Unpack[RelevanceOptions],
+    ) -> list[RankedDocument]:
+        """`rerank` for asyncio."""
+        check_top_n(top_n)
+        return ranked(await self.arelevance(query, documents, **options), top_n)
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
         """Token ids of a prompt.
@@ -645,17 +738,60 @@ class LLM:
         return decoders
 
     def _embeddings(
-        self, prompt: Prompt | Seq[Prompt], adapter: str | None
-    ) -> tuple[list[Request], list[MeanState], bool]:
-        """One request and decoder per prompt, and whether `prompt` is a batch."""
-        prompts, has_many = split_prompts(prompt)
-        decoders = [MeanState() for _ in prompts]
-        loaded = self._adapters.find(adapter)
-        requests = [
-            self._measurement(decoder, self.encode(one), loaded)
-            for decoder, one in zip(decoders, prompts, strict=True)
-        ]
-        return requests, decoders, has_many
+        self, prompts: Seq[Prompt], options: EmbedOptions
+    ) -> tuple[list[Request], list[PooledState]]:
+        """One request and decoder per prompt."""
+        pooling = pooling_of(self.model)
+        pooling.check_dimensions(options.get("dimensions"), self.model.spec.hidden_size)
+        start = pooling.prompt(options.get("prompt_name"))
+        limit = token_limit(options.get("truncate_prompt_tokens"), self.max_length)
+        loaded = self._adapters.find(options.get("adapter"))
+        decoders = [embedding_decoder(self.model) for _ in prompts]
+        requests = []
+        for decoder, one in zip(decoders, prompts, strict=True):
+            if isinstance(one, str):
+                [tokens] = text_tokens(self.tokenizer, [start + one], limit)
+            else:
+                tokens = self.encode(one)[:limit]
+            requests.append(self._measurement(decoder, self.encode(tokens), loaded))
+        return requests, decoders
+
+    def _relevances(
+        self, query: str, documents: Seq[str], options: RelevanceOptions
+    ) -> tuple[list[Request], Callable[[], list[float]]]:
+        """The requests that compute the relevance of documents, and a function that returns it when
+        they are done."""
+        if isinstance(documents, str):
+            raise InvalidRequestError("documents is a text; pass a list of texts")
+        reranker = cross_encoder(self.model)
+        adapter, length = options.get("adapter"), options.get("truncate_prompt_tokens")
+        instruction = options.get("instruction")
+        if reranker is None:
+            pooling = pooling_of(self.model)
+            requests, decoders = [], []
+            for texts, kind in (([query], "query"), (list(documents), "document")):
+                name = kind if kind in pooling.prompts else None
+                part, found = self._embeddings(
+                    texts,
+                    {"prompt_name": name, "adapter": adapter, "truncate_prompt_tokens": length},
+                )
+                requests += part
+                decoders += found
+            check_instruction(instruction)
+
+            def similarities() -> list[float]:
+                first, *others = [decoder.vector() for decoder in decoders]
+                return [cosine_similarity(first, other) for other in others]
+
+            return requests, similarities
+        limit, loaded = token_limit(length, self.max_length), self._adapters.find(adapter)
+        requests, judges = [], []
+        pairs = [(query, document) for document in documents]
+        template = pair_template(reranker)
+        for tokens, types in pair_tokens(self.tokenizer, template, pairs, instruction, limit):
+            judges.append(relevance_decoder(reranker, types))
+            requests.append(self._measurement(judges[-1], self.encode(tokens), loaded))
+        return requests, lambda: [judge.score() for judge in judges]
 
     def _measurement(
         self, decoder: Decoder, tokens: list[int], adapter: LoadedAdapter | None = None
@@ -665,6 +801,7 @@ class LLM:
         return Request(self.resources, tokens, decoder, params, adapter=adapter)
 
     def _render_chat(self, messages: Messages, variables: Mapping[str, Any] | None) -> list[int]:
+        self.resources.check_generates()
         rendered: list[Any] = list(messages)
         text = self.tokenizer.render_chat(rendered, **(variables or {}))
         return self.tokenizer.encode(text, special=False)

@@ -233,7 +233,13 @@ class Request:
         spec = self.resources.model.spec
         if not self.prompt:
             raise InvalidRequestError("the prompt is empty")
-        if len(self.prompt) + (self.params.max_tokens != 0) > self.resources.max_length:
+        if not decoder.requirements.generates and len(self.prompt) > self.resources.max_length:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.resources.max_length} tokens; the"
+                f" text has {len(self.prompt)}: shorten it, or set truncate_prompt_tokens"
+            )
+        is_generated = decoder.requirements.generates and self.params.max_tokens != 0
+        if len(self.prompt) + is_generated > self.resources.max_length:
             raise ContextLengthError(
                 # Clients find the kind of the error by OpenAI's phrase.
                 f"This model's maximum context length is {self.resources.max_length} tokens, of"
@@ -351,7 +357,7 @@ class Request:
             ignore_case = params.banned_strings_ignore_case
             decoder = BannedStrings(decoder, params.banned_strings, ignore_case, tokenizer)
         decoder.prepare(sequence)
-        if self.limit == 0:
+        if self.limit == 0 and decoder.requirements.generates:
             decoder = EmptyDecoder()
         if params.prompt_logprobs is not None and index == 0:  # the same for every sample
             decoder = PromptLogprobsDecoder(decoder, params.prompt_logprobs)

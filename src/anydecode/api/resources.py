@@ -61,12 +61,26 @@ class Resources:
             for token in range(0, count, max(1, count // 512))
         )
 
+    def check_generates(self) -> None:
+        """Check that the target can generate text.
+
+        Raises:
+            UnsupportedCombinationError: It is an encoder.
+        """
+        if self.model.spec.is_encoder:
+            raise UnsupportedCombinationError(
+                f"{self.model.name} is an encoder, which cannot generate text: use it for"
+                " embeddings or reranking"
+            )
+
     def check_decoder(self, name: str, needs: Requirements) -> None:
         """Check that the models meet the requirements of the decoder `name`.
 
         Raises:
             UnsupportedCombinationError: They do not.
         """
+        if needs.generates:
+            self.check_generates()
         if needs.causal is not None and needs.causal != self.model.spec.causal:
             kind = "causal" if needs.causal else "diffusion (bidirectional)"
             raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} model")

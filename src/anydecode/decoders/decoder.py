@@ -29,6 +29,7 @@ class Requirements:
         attention_only: The runners whose models must not have recurrent layers: the method removes
             or changes positions of their caches, or lets rows see later ones.
         takes_prediction: Whether the method drafts from the request's prediction of the answer.
+        generates: Whether the method generates text, which an encoder cannot.
     """
 
     runners: tuple[str, ...] = ()
@@ -40,6 +41,7 @@ class Requirements:
     takes_embeddings: bool = False
     attention_only: tuple[str, ...] = ()
     takes_prediction: bool = False
+    generates: bool = True
 
 
 class Decoder(ABC):

@@ -99,6 +99,7 @@ class Attention:
     scale: float
     window: int | None = None  # a row at position p attends to positions > p - window
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    is_two_sided: bool = False  # the window also ends at positions < p + window
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ class NativeBackend(Backend):
         self.steps.append(store)
         self.shapes.append(shape)
         limits: dict[str, Any] = {"window": shape.window or 0}
+        limits["count"] = int(shape.window is not None and shape.is_two_sided)
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
         if sinks is not None:
             limits["weight"] = self._keep_vector(sinks)

@@ -175,7 +175,9 @@ class ReferenceBackend(Backend):
         out = torch.empty_like(q)
         sink_scores = None if sinks is None else self._vector(sinks)
         for group in _row_groups(bound, shape):
-            visible = visible_slots(bound.rows, bound.index[group], layer, shape.window)
+            visible = visible_slots(
+                bound.rows, bound.index[group], layer, shape.window, shape.is_two_sided
+            )
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
             out[index] = _attend(q[index], keys, values, format, table, shape, sink_scores)

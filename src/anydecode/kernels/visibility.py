@@ -25,7 +25,9 @@ def lengths(rows: Rows, index: np.ndarray) -> np.ndarray:
     return total
 
 
-def visible_slots(rows: Rows, index: np.ndarray, layer: int, window: int | None) -> VisibleSlots:
+def visible_slots(
+    rows: Rows, index: np.ndarray, layer: int, window: int | None, is_two_sided: bool = False
+) -> VisibleSlots:
     """The slots that the rows `index` attend to in `layer`, with an optional sliding `window`."""
     longest = int(lengths(rows, index).max(initial=0))
     width = -(-longest // KEY_BLOCK) * KEY_BLOCK
@@ -39,6 +41,7 @@ def visible_slots(rows: Rows, index: np.ndarray, layer: int, window: int | None)
             start = int(rows.tail_start[row])
             slots[i, prefix : prefix + count] = rows.tails[start : start + count]
     if window is not None:
-        first = rows.positions[index].astype(np.int64) - window
-        slots[np.arange(width)[None, :] <= first[:, None]] = -1
+        positions = rows.positions[index].astype(np.int64)[:, None]
+        distance = positions - np.arange(width)[None, :]
+        slots[(np.abs(distance) if is_two_sided else distance) >= window] = -1
     return VisibleSlots(slots, width)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.kernels.interface import Weight
+from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
 
 
@@ -26,6 +27,7 @@ class Checkpoint:
             `ml_dtypes`).
         tokenizer: The checkpoint's tokenizer, if it has one.
         generation_config: The keys of `generation_config.json`.
+        pooling: How embeddings are computed, if the repository says.
     """
 
     name: str
@@ -34,3 +36,4 @@ class Checkpoint:
     tensors: Mapping[str, np.ndarray | Weight]
     tokenizer: Tokenizer | None = None
     generation_config: dict[str, Any] = field(default_factory=dict)
+    pooling: Pooling | None = None

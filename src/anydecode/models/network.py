@@ -1,4 +1,4 @@
-"""The decoder-only transformer, written once against `Backend`.
+"""The transformer, written once against `Backend`.
 
 An eager backend computes each operation. A recording backend records the operations of a range of
 layers and runs them in one call later.
@@ -110,6 +110,8 @@ class LayerWeights:
     key_norm: np.ndarray | None = None
     attention_norm_bias: np.ndarray | None = None
     mlp_norm_bias: np.ndarray | None = None
+    attention_post_norm_bias: np.ndarray | None = None
+    mlp_post_norm_bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
     attention_gate: Linear | None = None
     recurrent: RecurrentWeights | None = None
@@ -129,11 +131,14 @@ class ModelWeights:
 
     embedding: Weight
     layers: list[LayerWeights]
-    final_norm: np.ndarray
+    final_norm: np.ndarray | None
     head: Weight
     head_bias: np.ndarray | None = None
     final_norm_bias: np.ndarray | None = None
     position_table: Weight | None = None  # [max_positions, hidden_size]
+    embedding_norm: np.ndarray | None = None
+    embedding_norm_bias: np.ndarray | None = None
+    segments: np.ndarray | None = None  # float32 [num_segments, hidden_size]
 
 
 @dataclass(eq=False)
@@ -158,7 +163,14 @@ class Network:
         outer = (spec.vocab_size, spec.hidden_size)
         _check_matrix("the embedding", weights.embedding, outer)
         _check_linear("the head", Linear(weights.head, weights.head_bias), outer)
-        _check_vector("the final norm", weights.final_norm, spec.hidden_size)
+        if spec.has_final_norm:
+            _check_vector("the final norm", weights.final_norm, spec.hidden_size)
+        if spec.has_embedding_norm:
+            _check_vector("the embedding norm", weights.embedding_norm, spec.hidden_size)
+        _check_bias("the embedding norm's bias", weights.embedding_norm_bias, spec.hidden_size)
+        if spec.num_segments:
+            table = None if weights.segments is None else weights.segments.ravel()
+            _check_vector("the token types", table, spec.num_segments * spec.hidden_size)
         _check_bias("the final norm's bias", weights.final_norm_bias, spec.hidden_size)
         if weights.position_table is not None:
             table_shape = (spec.max_positions, spec.hidden_size)
@@ -187,18 +199,33 @@ class Network:
         return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
-        """The inputs of layer `index`; those of the first layer include position embeddings."""
-        table = self.weights.position_table
-        return x if table is None or index else backend.add_positions(x, table)
+        """The inputs of layer `index`; those of the first layer include position embeddings, and
+        are normed if embeddings are."""
+        weights = self.weights
+        if index:
+            return x
+        if weights.position_table is not None:
+            x = backend.add_positions(x, weights.position_table)
+        if self.spec.has_embedding_norm:
+            x = self._norm(backend, x, weights.embedding_norm, weights.embedding_norm_bias)
+        return x
 
     def _add_blocks(self, backend: Backend, x: Any, mixed: Any, index: int) -> Any:
         """x plus the output of layer `index`'s first sublayer (None: it has none), plus that of its
-        MLP."""
+        MLP; each sum is normed if the layer's norms are those of sums."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        is_normed = spec.norms == "sum"
         state = x if mixed is None else backend.add(x, mixed)
-        if self.weights.layers[index].mlp is None:
+        if is_normed and mixed is not None:
+            norm, bias = weights.attention_post_norm, weights.attention_post_norm_bias
+            state = self._norm(backend, state, norm, bias)
+        if weights.mlp is None:
             return state
-        is_parallel = self.spec.layers[index].is_parallel
-        return backend.add(state, self._mlp_block(backend, x if is_parallel else state, index))
+        y = self._mlp_block(backend, x if spec.is_parallel else state, index)
+        y = backend.add(state, y)
+        if is_normed:
+            y = self._norm(backend, y, weights.mlp_post_norm, weights.mlp_post_norm_bias)
+        return y
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
         """A replacement for `layer` that runs layers in parallel groups of `size`, except the first
@@ -230,7 +257,7 @@ class Network:
         assert spec.attention is not None and weights.query is not None
         heads = spec.attention.num_heads
         y = self._inputs(backend, x, index)
-        if spec.norms != "post":
+        if spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, y, weights.attention_norm, weights.attention_norm_bias)
         q = _linear(backend, y, weights.query)
         return self._positioned(
@@ -244,10 +271,10 @@ class Network:
         if spec.attention is None and spec.recurrence is None:
             return None
         y = x
-        if spec.norms != "post":
+        if spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
         y = self._mixer(backend, y, spec, weights, index)
-        if spec.norms != "pre":
+        if spec.norms in ("post", "both"):
             y = self._norm(backend, y, weights.attention_post_norm)
         return self._scaled(backend, y)
 
@@ -255,11 +282,11 @@ class Network:
         """The MLP sublayer of a layer without its residual connection, norms included."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         y = x
-        if spec.norms != "post":
+        if spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
         assert weights.mlp is not None, "checked by `_add_blocks`"
         y = _mlp(backend, y, spec, weights.mlp)
-        if spec.norms != "pre":
+        if spec.norms in ("post", "both"):
             y = self._norm(backend, y, weights.mlp_post_norm)
         return self._scaled(backend, y)
 
@@ -273,7 +300,9 @@ class Network:
         return backend.layer_norm(x, weight, bias, self.spec.norm_eps)
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
-        """Hidden states after the final norm, the input of the head's matrix."""
+        """Hidden states after the final norm (if there is one), the input of the head's matrix."""
+        if not self.spec.has_final_norm:
+            return x
         return self._norm(backend, x, self.weights.final_norm, self.weights.final_norm_bias)
 
     def _scaled(self, backend: Backend, y: Any) -> Any:
@@ -400,10 +429,12 @@ def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int)
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
     if spec.recurrence is not None and layer.recurrent is not None:
         _check_recurrent(prefix, spec.recurrence, layer.recurrent, hidden)
-    has_pre_norm, has_post_norm = spec.norms != "post", spec.norms != "pre"
+    has_pre_norm, has_post_norm = spec.norms in ("pre", "both"), spec.norms != "pre"
     has_mlp = spec.mlp != "none"
     sizes = {
-        "attention_norm": hidden if has_pre_norm and has_mixer else None,
+        "attention_norm": (
+            hidden if has_pre_norm and has_mixer and spec.has_attention_norm else None
+        ),
         "mlp_norm": hidden if has_pre_norm and has_mlp else None,
         "attention_post_norm": hidden if has_post_norm and has_mixer else None,
         "mlp_post_norm": hidden if has_post_norm and has_mlp else None,
@@ -411,7 +442,12 @@ def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int)
     for name, size in sizes.items():
         if size is not None:
             _check_vector(prefix + name, getattr(layer, name), size)
-    for name in ("attention_norm_bias", "mlp_norm_bias"):
+    for name in (
+        "attention_norm_bias",
+        "mlp_norm_bias",
+        "attention_post_norm_bias",
+        "mlp_post_norm_bias",
+    ):
         _check_bias(prefix + name, getattr(layer, name), hidden)
     if (layer.mlp is not None) != has_mlp:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an MLP")

@@ -17,11 +17,13 @@ from anydecode.errors import (
 from anydecode.kernels.host import has_torch
 from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.classification import read_classifier
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
 from anydecode.models.network import Network
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Executor
+from anydecode.models.yes_no import read_yes_no
 
 BACKENDS = ("native", "torch", "triton")
 
@@ -117,12 +119,17 @@ def _triton_executor(
             raise UnsupportedCombinationError(
                 "recurrent layers run on the CPU only; use device='cpu'"
             )
+        missing = ""
         if any(layer.has_sinks for layer in network.spec.layers):
+            missing = "attention sinks (gpt-oss)"
+        elif any(shape.is_two_sided for shape in shapes):
+            missing = "windows on both sides (ModernBERT)"
+        if missing:
             if not requested:
                 return torch_executor(device)(network)
             raise UnsupportedCombinationError(
-                "the Triton kernels do not support attention sinks (gpt-oss); use backend='torch',"
-                " or the native kernels on the CPU"
+                f"the Triton kernels do not support {missing}; use backend='torch', or the native"
+                " kernels on the CPU"
             )
         from anydecode.kernels.cuda.executor import TritonExecutor
 
@@ -231,10 +238,15 @@ def open_checkpoint(
 ) -> tuple[Model, Tokenizer | None]:
     """Build the model of a loaded checkpoint; returns it with the checkpoint's tokenizer. Arguments
     and errors as for `open_model`."""
-    from anydecode.models.families import build_model
+    from anydecode.models.families import build_model, spec_from_config
 
     executor = choose_executor(backend, threads, device)
-    model = build_model(checkpoint, dtype, executor=executor)
+    pooling, limit = checkpoint.pooling, None
+    if pooling is not None and pooling.max_tokens is not None:
+        limit = min(pooling.max_tokens, spec_from_config(checkpoint.config).max_positions)
+    model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
+    model.pooling = pooling
+    model.reranker = read_classifier(checkpoint, model.spec) or read_yes_no(checkpoint)
     mask, size = getattr(checkpoint.tokenizer, "mask_id", None), model.spec.vocab_size
     if mask is not None and mask >= size and not model.spec.causal:
         raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")

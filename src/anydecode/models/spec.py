@@ -1,4 +1,4 @@
-"""The architecture of a decoder-only transformer: everything in which the supported families
+"""The architecture of a transformer: everything in which the supported families
 differ."""
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class LayerSpec:
         attention: The shape of the attention; None for no attention.
         rope: The rotary position embedding; None for no position embedding (SmolLM3).
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
-            sublayer only), "both" (Gemma 2 and 3).
+            sublayer only), "both" (Gemma 2 and 3), "sum" (BERT: on the sum of a sublayer's input
+            and output).
         qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3) or "full" (OLMo 2).
         activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu2" or, of a gated
             MLP, a `ClampedSwiglu`.
@@ -74,6 +75,8 @@ class LayerSpec:
         recurrence: The recurrent sublayer, if there is one.
         has_attention_gate: Whether the attention's output is multiplied by the sigmoid of a
             projection of its input (Qwen3-Next).
+        has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
+            first layer of ModernBERT.
     """
 
     attention: Attention | None
@@ -91,6 +94,7 @@ class LayerSpec:
     is_parallel: bool = False
     recurrence: RecurrentSpec | None = None
     has_attention_gate: bool = False
+    has_attention_norm: bool = True
 
     def row_order(self, num_heads: int) -> np.ndarray | None:
         """The order in which the stored query or key rows of `num_heads` heads are loaded; None: as
@@ -124,6 +128,10 @@ class ModelSpec:
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
+    is_encoder: bool = False  # trained to represent texts: bidirectional, and cannot generate
+    has_embedding_norm: bool = False  # whether the sum of the embeddings is normed (BERT)
+    has_final_norm: bool = True
+    num_segments: int = 0  # rows of the table of token types, which is added to the embeddings
 
     def __post_init__(self) -> None:
         """Raise CheckpointError, naming field and value, for values that are invalid or too large
@@ -138,6 +146,7 @@ class ModelSpec:
         if self.logit_softcap is not None:
             number("logit_softcap", self.logit_softcap)
         integer("logit_shift", self.logit_shift, 0, 1)
+        integer("num_segments", self.num_segments, 0, MAX_COUNT)
         if self.norm not in ("rms", "layer"):
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
@@ -171,7 +180,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     if layer.query_rope is not None and layer.rope is None:
         raise CheckpointError(f"{prefix}query_rope is set without rope")
     choices = {
-        "norms": ("pre", "post", "both"),
+        "norms": ("pre", "post", "both", "sum"),
         "qk_norm": (None, "head", "full"),
         "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
         "mlp": ("gated", "plain", "none"),

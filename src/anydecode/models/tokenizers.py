@@ -170,15 +170,38 @@ class HFTokenizer:
         Raises:
             InvalidRequestError: The text is not valid Unicode.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InvalidRequestError(
-                "the text contains half of a surrogate pair and is not valid Unicode"
-            ) from None
+        _check_unicode(text)
         with _library_calls(InvalidRequestError, "the tokenizer cannot encode this text"):
             ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
         return ids
+
+    def encode_pair(
+        self, first: str, second: str | None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Token ids and token types of a text, or of a pair of texts, with their special tokens.
+
+        Args:
+            first: A text.
+            second: The second text, if there is one.
+            max_tokens: The number of tokens that is kept: the end of the last text is cut, not the
+                special tokens. There are more if the rest alone has more.
+
+        Raises:
+            InvalidRequestError: A text is not valid Unicode.
+        """
+        texts = [first] if second is None else [first, second]
+        for text in texts:
+            _check_unicode(text)
+        with _library_calls(InvalidRequestError, "the tokenizer cannot encode this text"):
+            parts = [self.backend.encode(text, add_special_tokens=False) for text in texts]
+            if max_tokens is not None:
+                rest = self.backend.num_special_tokens_to_add(second is not None)
+                rest += 0 if second is None else len(parts[0])
+                if len(parts[-1]) > max(0, max_tokens - rest):
+                    parts[-1].truncate(max(0, max_tokens - rest))
+            second_part = parts[1] if len(parts) > 1 else None
+            whole = self.backend.post_process(parts[0], second_part)
+        return whole.ids, whole.type_ids
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not (yet) valid UTF-8 become U+FFFD. For a
@@ -234,6 +257,16 @@ class HFTokenizer:
         template = chat.select_template(self._templates, variables)
         names = {**self.special_texts, **variables}
         return chat.render(template, messages, add_generation_prompt=add_generation_prompt, **names)
+
+
+def _check_unicode(text: str) -> None:
+    """Raise `InvalidRequestError` for a text that UTF-8 cannot represent."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "the text contains half of a surrogate pair and is not valid Unicode"
+        ) from None
 
 
 @contextmanager

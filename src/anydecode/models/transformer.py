@@ -24,9 +24,12 @@ from anydecode.kernels.interface import (
     Recurrence,
     Rows,
 )
+from anydecode.models.classification import Classifier
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
+from anydecode.models.pooling import Pooling
 from anydecode.models.spec import ModelSpec
+from anydecode.models.yes_no import YesNo
 
 
 class Executor(Protocol):
@@ -62,7 +65,7 @@ class Executor(Protocol):
 
 
 class Transformer:
-    """A decoder-only transformer as a `Model`.
+    """A transformer as a `Model`.
 
     Rows with token -1 take their input from `rows.inputs`: an embedding if they start at layer 0
     (the model's embedding scale is not applied to it; learned position embeddings are added), a
@@ -89,12 +92,15 @@ class Transformer:
         self._parallel_layers: dict[int, Callable[[Any, Any, int], Any]] = {}
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
+        self.pooling: Pooling | None = None  # of its embeddings, if its repository says
+        self.reranker: Classifier | YesNo | None = None  # of a cross-encoder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
         The default is the executor's preferred format."""
         shapes = [layer.attention for layer in self.spec.layers]
-        format = format or self.executor.cache_format
+        # The keys and values of an encoder are those of one pass, whose size is bounded.
+        format = format or ("float32" if self.spec.is_encoder else self.executor.cache_format)
         return self.executor.new_cache(format, num_slots, shapes, self.spec.recurrences)
 
     @property

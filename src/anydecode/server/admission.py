@@ -21,7 +21,7 @@ from anydecode.server.telemetry import OPERATIONS, Telemetry
 #: Paths that report the load; they need an API key if keys are configured.
 METRICS_PATHS = ("/metrics", "/live")
 #: The starts of the paths that need an API key; a POST to them is inference.
-_API_PREFIXES = ("/v1/", "/api/", "/tokenize", "/detokenize")
+_API_PREFIXES = ("/v1/", "/v2/", "/api/", "/tokenize", "/detokenize", "/rerank", "/score")
 #: Paths that are recorded also if a request is refused before it is routed.
 _PATHS = frozenset((*METRICS_PATHS, *OPERATIONS))
 

@@ -32,10 +32,13 @@ from anydecode.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     LoadAdapterRequest,
+    RerankRequest,
     ResponsesRequest,
+    ScoreRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from anydecode.server.rerank import rerank, score
 from anydecode.server.responses.endpoint import ResponsesApi
 from anydecode.server.run import Disconnected
 from anydecode.server.service import Service
@@ -130,6 +133,19 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
         """Compute one embedding per input."""
         return await embed(service, body, http)
+
+    @app.post("/rerank", responses=_ERRORS)
+    @app.post("/v1/rerank", responses=_ERRORS)
+    @app.post("/v2/rerank", responses=_ERRORS)
+    async def rerank_documents(body: RerankRequest, http: Request) -> Response:
+        """Order documents by their relevance to a query."""
+        return await rerank(service, body, http)
+
+    @app.post("/score", responses=_ERRORS)
+    @app.post("/v1/score", responses=_ERRORS)
+    async def score_pairs(body: ScoreRequest, http: Request) -> Response:
+        """Compute the relevance of pairs of texts."""
+        return await score(service, body, http)
 
     @app.post("/v1/load_lora_adapter", responses=_ERRORS)
     async def load_lora_adapter(body: LoadAdapterRequest, http: Request) -> Response:

@@ -70,6 +70,7 @@ async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> 
     Raises:
         ApiError: The request is invalid, or its last message cannot be continued.
     """
+    service.llm.resources.check_generates()
     messages = conversation(body.messages)
     is_continued = bool(body.continue_final_message)
     mark = uuid4().hex

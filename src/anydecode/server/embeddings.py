@@ -1,31 +1,47 @@
-"""Embeddings and the endpoint `/v1/embeddings`: the mean of the last hidden states, normalised to
-length 1.
+"""Embeddings and the endpoint `/v1/embeddings`.
 
-Embeddings of a generative model can rank texts, but a model trained for embeddings ranks them
-better.
+How the states of a text are pooled is read from the model's repository. Embeddings of a generative
+model can rank texts, but a model trained for embeddings ranks them better.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.api.embedding import MeanState
+from anydecode.api.embedding import embedding_decoder, pooling_of, token_limit
+from anydecode.api.request import Request
+from anydecode.decoders.decoder import Decoder
+from anydecode.errors import InvalidRequestError
 from anydecode.server.errors import ApiError
-from anydecode.server.options import adapter_of, check_choices
+from anydecode.server.options import adapter_of, check_prompt
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import EmbeddingRequest
 from anydecode.server.service import Service
+from anydecode.server.settings import Settings
+
+#: Texts of one request that run at once, so that other requests wait for no more.
+MAX_AT_ONCE = 64
 
 
 async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> Response:
     """Compute one embedding per input."""
+    prompts = prompt_list(body.input)
+    check_texts(len(prompts), service.settings, "input")
     vectors, count = await embed_prompts(
-        service, prompt_list(body.input), http, model=body.model, dimensions=body.dimensions
+        service,
+        prompts,
+        http,
+        model=body.model,
+        dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     return JSONResponse(
         {
@@ -42,11 +58,13 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
 
 async def embed_prompts(
     service: Service,
-    prompts: list[str | list[int]],
+    prompts: Sequence[str | list[int]],
     http: HttpRequest,
     *,
     model: str | None,
-    dimensions: int | None,
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
+    truncate_prompt_tokens: int | None = None,
 ) -> tuple[list[list[float]], int]:
     """The embeddings of texts or token ids, and the number of their tokens.
 
@@ -56,34 +74,77 @@ async def embed_prompts(
         http: The request.
         model: The model or adapter that the request names.
         dimensions: The length of the embeddings that the request asks for.
+        prompt_name: The prompt of the repository that is put before each text.
+        truncate_prompt_tokens: See `EmbedOptions`.
 
     Raises:
         ApiError: The model does not exist, or has embeddings of another length.
     """
-    hidden_size = service.llm.model.spec.hidden_size
-    if dimensions not in (None, hidden_size):
-        raise ApiError(
-            400,
-            f"dimensions is {dimensions}; this model's embeddings have {hidden_size}",
-            param="dimensions",
-        )
-    check_choices(len(prompts), service.settings)
-    state = http.scope["state"]
-    options = {
-        "max_tokens": 1,
-        "adapter": adapter_of(model, service.llm, service.settings),
-        "namespace": state["namespace"],
-    }
-    decoders = [MeanState() for _ in prompts]
-    runs = [
-        await service.run([prompt], {**options, "decoder": decoder}, state)
-        for prompt, decoder in zip(prompts, decoders, strict=True)
-    ]
-    requests = [request for run in runs for request in run.requests]
-    run = service.build_run(requests, state)
-    async with run:
-        await run.wait_for_generations(http.receive)
-    return [one.vector() for one in decoders], sum(len(one.prompt) for one in requests)
+    llm = service.llm
+    pooling = pooling_of(llm.model)
+    try:
+        pooling.check_dimensions(dimensions, llm.model.spec.hidden_size)
+    except InvalidRequestError as error:
+        raise ApiError(400, str(error), param="dimensions") from None
+    start = pooling.prompt(prompt_name)
+    limit = token_limit(truncate_prompt_tokens, llm.max_length)
+    texts = [start + prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await service.preparation.text_tokens(http.scope["state"], texts, limit))
+    tokens = [next(encoded) if isinstance(prompt, str) else prompt[:limit] for prompt in prompts]
+    decoders = [embedding_decoder(llm.model) for _ in prompts]
+    count = await measure(service, list(zip(tokens, decoders, strict=True)), http, model)
+    return [decoder.vector(dimensions) for decoder in decoders], count
+
+
+async def measure(
+    service: Service,
+    texts: Sequence[tuple[list[int], Decoder]],
+    http: HttpRequest,
+    model: str | None,
+) -> int:
+    """Run decoders that generate nothing, one per text. Returns the number of tokens.
+
+    Args:
+        service: The served model.
+        texts: The tokens of each text, and its decoder.
+        http: The request.
+        model: The model or adapter that the request names.
+    """
+    llm, state = service.llm, http.scope["state"]
+    adapter = adapter_of(model, llm, service.settings)
+
+    def make_requests(part: Sequence[tuple[list[int], Decoder]]) -> list[Request]:
+        requests = []
+        for tokens, decoder in part:
+            prompt = llm.encode(tokens)
+            check_prompt(prompt, service.settings)
+            options = {"decoder": decoder, "adapter": adapter, "namespace": state["namespace"]}
+            requests.append(llm.request(prompt, max_tokens=1, **options))
+        return requests
+
+    counts: list[Callable[[], None]] = []
+    for start in range(0, len(texts), MAX_AT_ONCE):
+        requests = await asyncio.to_thread(make_requests, texts[start : start + MAX_AT_ONCE])
+        run = service.build_run(requests, state)
+        async with run:
+            await run.wait_for_generations(http.receive)
+        counts.append(state.pop("count"))
+    num_tokens = sum(len(tokens) for tokens, _ in texts)
+
+    def count() -> None:
+        for one in counts:
+            one()
+        state["facts"]["prompt_tokens"] = num_tokens
+
+    state["count"] = count
+    return num_tokens
+
+
+def check_texts(count: int, settings: Settings, param: str) -> None:
+    """Raise `ApiError` if one request has more texts or pairs than the server allows."""
+    if count > settings.max_texts:
+        message = f"{param} has {count} texts; this server allows {settings.max_texts} per request"
+        raise ApiError(400, message, param=param)
 
 
 def _encode(vector: list[float], body: EmbeddingRequest) -> Any:

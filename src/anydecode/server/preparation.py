@@ -12,14 +12,16 @@ import asyncio
 import hashlib
 import pickle
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from anydecode.api.embedding import pair_tokens, text_tokens
 from anydecode.api.llm import LLM
 from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import Constraint
 from anydecode.errors import InvalidRequestError
 from anydecode.models.chat import SlowTemplateError, time_limit
+from anydecode.models.yes_no import YesNo
 from anydecode.server import jobs
 from anydecode.server.jobs import Compiled, Limits, TokenTable
 from anydecode.server.settings import Settings
@@ -137,6 +139,37 @@ class Preparation:
         tokens = await self._run(state, "the prompt", jobs.encode, text, special)
         result: list[int] = tokens.tolist()
         return result
+
+    async def text_tokens(
+        self, state: dict[str, Any], texts: Sequence[str], max_tokens: int | None
+    ) -> list[list[int]]:
+        """Token ids of texts, see `api.embedding.text_tokens`."""
+        found: list[list[int]] = await self._tokens_of(state, text_tokens, texts, max_tokens)
+        return found
+
+    async def pair_tokens(
+        self,
+        state: dict[str, Any],
+        template: YesNo | None,
+        pairs: Sequence[tuple[str, str]],
+        instruction: str | None,
+        max_tokens: int | None,
+    ) -> list[tuple[list[int], list[int]]]:
+        """Token ids and types of pairs of texts, see `api.embedding.pair_tokens`."""
+        found: list[tuple[list[int], list[int]]] = await self._tokens_of(
+            state, pair_tokens, template, pairs, instruction, max_tokens
+        )
+        return found
+
+    async def _tokens_of(
+        self, state: dict[str, Any], function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """The result of `function(tokenizer, *arguments)`; not on the event loop for long texts."""
+        if _text_length(arguments) <= LONG_TEXT:
+            return function(self._tokenizer, *arguments)
+        if not self._is_shared:
+            return await asyncio.to_thread(function, self._tokenizer, *arguments)
+        return await self._run(state, "the texts", function, *arguments)
 
     async def _run(
         self, state: dict[str, Any], what: str, function: Callable[..., Any], *arguments: Any

@@ -44,6 +44,8 @@ def _limited(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+#: A number of tokens; -1 for the model's context length.
+Truncation = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 Name = Annotated[str, Field(max_length=1000)]
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.-]+$")]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
@@ -349,6 +351,39 @@ class EmbeddingRequest(Body):
     model: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None
+    prompt_name: Name | None = None
+    truncate_prompt_tokens: Truncation | None = None
+
+
+class Document(Body):
+    """A document of `POST /v1/rerank` as an object."""
+
+    model_config = ConfigDict(extra="ignore")
+    text: str
+
+
+class RerankRequest(Body):
+    """`POST /v1/rerank`. `top_n` 0 means all."""
+
+    model_config = ConfigDict(extra="ignore")
+    query: str
+    documents: Annotated[list[str | Document], Field(fail_fast=True, max_length=MAX_ITEMS)]
+    model: Name | None = None
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+    truncate_prompt_tokens: Truncation | None = None
+
+
+class ScoreRequest(Body):
+    """`POST /v1/score`: one `text_1` with each `text_2`, or as many of both."""
+
+    model_config = ConfigDict(extra="ignore")
+    text_1: str | Texts
+    text_2: str | Texts
+    model: Name | None = None
+    instruction: str | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
 
 class Reasoning(Body):

@@ -362,7 +362,7 @@ static void fold_block(const Heads *h, const Scratch *scratch, int first, int la
 
 /* The mask of the block's positions that row r attends to. */
 INLINE uint32_t visible(const Pass *pass, const Op *op, int r, int start) {
-  int32_t end = pass->prefix[r] + pass->tail_length[r] - start;
+  int32_t end = row_end(pass, op, r) - start;
   int32_t begin = op->window ? pass->positions[r] - op->window + 1 - start : 0;
   if (end <= 0 || begin >= KEY_BLOCK) return 0;
   uint32_t bits = end >= KEY_BLOCK ? 0xffffffffu : (1u << end) - 1;

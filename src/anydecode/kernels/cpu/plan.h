@@ -33,11 +33,18 @@ INLINE int sample_parts(int vocab_size, int threads) {
   return max_parts < 2 * threads ? max_parts : 2 * threads;
 }
 
+/* One past the last position that row r attends to; op->count: whether the window is two-sided. */
+INLINE int32_t row_end(const Pass *pass, const Op *op, int r) {
+  int32_t end = pass->prefix[r] + pass->tail_length[r];
+  int64_t limit = (int64_t)pass->positions[r] + op->window;
+  return op->count && limit < end ? (int32_t)limit : end;
+}
+
 /* The range [first, last) of segments that the rows of a tile attend to. */
 INLINE void tile_segments(const Plan *plan, const Op *op, int tile, int *first, int *last) {
   int32_t end = 0, begin = INT32_MAX;
   for (int r = plan->tile_start[tile]; r < plan->tile_start[tile + 1]; r++) {
-    int32_t to = plan->pass->prefix[r] + plan->pass->tail_length[r];
+    int32_t to = row_end(plan->pass, op, r);
     int32_t from = op->window ? plan->pass->positions[r] - op->window + 1 : 0;
     end = to > end ? to : end;
     begin = from < begin ? from : begin;

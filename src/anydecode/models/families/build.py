@@ -73,8 +73,10 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
     reader = TensorReader(checkpoint, dtype, name)
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = reader.matrix(name, shape, is_outer=True)
-    # Checkpoints with tied embeddings do not store the head.
-    is_tied = bool_value(config, "tie_word_embeddings")
+    # Checkpoints with tied embeddings do not store the head, and encoders have none.
+    is_tied = spec.is_encoder or bool_value(config, "tie_word_embeddings")
+    if checkpoint.pooling is not None and not reader.has("lm_head.weight"):
+        is_tied = True  # nothing reads the head
     head = embedding if is_tied else reader.matrix("lm_head", shape, is_outer=True)
     # Layers that predict further tokens follow the others, and are left out.
     num_unused = int_value(config, "num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
@@ -84,9 +86,12 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         )
     layers = [_LayerReader(reader, spec, config, index).read() for index in range(spec.num_layers)]
     final = family.names.get("norm", "norm")
-    norm = reader.vector(f"{final}.weight", spec.hidden_size, family.norm_offset)
+    norm = None
+    if spec.has_final_norm:
+        norm = reader.vector(f"{final}.weight", spec.hidden_size, family.norm_offset)
     bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
-    norm_bias = reader.vector(f"{final}.bias", spec.hidden_size) if family.has_norm_bias else None
+    has_bias = family.has_norm_bias and spec.has_final_norm
+    norm_bias = reader.vector(f"{final}.bias", spec.hidden_size) if has_bias else None
     table = None
     if spec.has_position_table:
         shape = (int_value(config, "max_position_embeddings"), spec.hidden_size)
@@ -94,7 +99,15 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         table = reader.convert(
             table, "embed_positions", rows=slice(0, spec.max_positions), keep_format=True
         )
-    return ModelWeights(embedding, layers, norm, head, bias, norm_bias, table)
+    weights = ModelWeights(embedding, layers, norm, head, bias, norm_bias, table)
+    if spec.has_embedding_norm:
+        weights.embedding_norm = reader.vector("embed_norm.weight", spec.hidden_size)
+        if family.has_norm_bias:
+            weights.embedding_norm_bias = reader.vector("embed_norm.bias", spec.hidden_size)
+    if spec.num_segments:
+        shape = (spec.num_segments, spec.hidden_size)
+        weights.segments = reader.tensor("embed_segments.weight", shape)
+    return weights
 
 
 class _LayerReader:
@@ -122,18 +135,24 @@ class _LayerReader:
             layer.mlp = self._mlp()
         if self._family.multipliers:
             self._multiply(layer)
-        post, both = self._spec.norms == "post", self._spec.norms == "both"
+        post, both = self._spec.norms in ("post", "sum"), self._spec.norms == "both"
         if not post:
-            layer.attention_norm = self._norm("input_layernorm")
+            has_first = self._spec.has_attention_norm
+            if has_first:
+                layer.attention_norm = self._norm("input_layernorm")
             second = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
             if has_mlp:
                 layer.mlp_norm = self._norm(second)
             if self._family.has_norm_bias:
-                layer.attention_norm_bias = self._norm_bias("input_layernorm")
+                if has_first:
+                    layer.attention_norm_bias = self._norm_bias("input_layernorm")
                 layer.mlp_norm_bias = self._norm_bias(second)
         if post or both:
             layer.attention_post_norm = self._norm("post_attention_layernorm")
             layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
+            if self._family.has_norm_bias:
+                layer.attention_post_norm_bias = self._norm_bias("post_attention_layernorm")
+                layer.mlp_post_norm_bias = self._norm_bias("post_feedforward_layernorm")
         return layer
 
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:

@@ -148,6 +148,8 @@ def spec_from_config(
     family = FAMILIES[config["model_type"]]
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
+    if family.causal and config.get("is_causal") is False:
+        raise refusal("is_causal", False, "true: bidirectional attention is not supported")
     if config["model_type"] == "minicpm" and config.get("sparse_config") is not None:
         raise CheckpointError("sparse attention (sparse_config) is not supported")
     if config.get("use_qk_norm") and family.qk_norm is None:
@@ -179,6 +181,12 @@ def spec_from_config(
         residual_scale=scales.residual,
         norm=family.norm,
         has_position_table=family.has_position_table,
+        is_encoder=family.is_encoder,
+        has_embedding_norm=family.has_embedding_norm,
+        has_final_norm=family.has_final_norm,
+        num_segments=int_value(config, "type_vocab_size", 0, low=0, high=MAX_COUNT)
+        if family.has_segments
+        else 0,
     )
 
 
@@ -316,6 +324,7 @@ def _layers(
                 is_parallel=is_parallel,
                 recurrence=recurrent if has_recurrence else None,
                 has_attention_gate=family.has_attention_gate,
+                has_attention_norm=family.has_first_norm or layer > 0,
             )
         )
     return layers
@@ -344,6 +353,7 @@ def _attention(
         head_dim=dim,
         scale=scale or (optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
         window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
+        is_two_sided=family.is_encoder and layer_type == SLIDING,
         softcap=optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap
         else None,

@@ -93,6 +93,11 @@ class Family:
         has_single_sublayers: Whether each layer is attention, a recurrence or an MLP alone
             (Nemotron-H).
         derived: Returns keys that replace those of a config.
+        is_encoder: See `ModelSpec.is_encoder`.
+        has_embedding_norm: See `ModelSpec.has_embedding_norm`.
+        has_final_norm: See `ModelSpec.has_final_norm`.
+        has_segments: Whether token types have embeddings.
+        has_first_norm: Whether the input of the first layer's attention is normed.
     """
 
     architectures: tuple[str, ...]
@@ -129,3 +134,8 @@ class Family:
     multipliers: bool = False
     has_single_sublayers: bool = False
     derived: Callable[[Config], dict[str, Any]] | None = None
+    is_encoder: bool = False
+    has_embedding_norm: bool = False
+    has_final_norm: bool = True
+    has_first_norm: bool = True
+    has_segments: bool = False

@@ -100,6 +100,12 @@ def full_every_nth(config: Config) -> list[str]:
     return [SLIDING if (layer + 1) % period else FULL for layer in range(count)]
 
 
+def full_every_third(config: Config) -> list[str]:
+    """ModernBERT: full attention in the first of every `global_attn_every_n_layers` layers."""
+    period = int_value(config, "global_attn_every_n_layers", 3)
+    return [SLIDING if layer % period else FULL for layer in range(num_layers(config))]
+
+
 def hybrid_pattern(config: Config) -> list[str]:
     """EXAONE 4: a period, or a text with one letter per layer of it, L for sliding attention."""
     count, pattern = num_layers(config), config.get("sliding_window_pattern")

@@ -17,6 +17,7 @@ from anydecode.models.families.patterns import (
     cohere_scales,
     falcon_h1_scales,
     full_every_nth,
+    full_every_third,
     granite_scales,
     granite_sizes,
     hybrid_pattern,
@@ -501,4 +502,109 @@ FAMILIES |= {
     # Causal, and trained to predict mask tokens after the visible tokens.
     "wedlm": replace(FAMILIES["qwen2"], architectures=("WeDLMForCausalLM",), qkv_bias=False),
     "wedlm_qwen3": replace(FAMILIES["qwen3"], architectures=("WeDLMForCausalLM",)),
+}
+
+#: Norms are on the sums of sublayers and their inputs.
+_BERT: dict[str, Any] = {
+    "causal": False,
+    "is_encoder": True,
+    "norm": "layer",
+    "has_norm_bias": True,
+    "norms": "sum",
+    "has_embedding_norm": True,
+    "has_final_norm": False,
+}
+#: Configs of encoders omit what equals the defaults of `transformers`.
+_BERT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+_BERT_PLAIN: dict[str, Any] = {
+    **_BERT,
+    "mlp": "plain",
+    "has_position_table": True,
+    "rope_layers": no_rope,
+}
+
+
+def _heads(name: str) -> tuple[str, ...]:
+    """The architectures of an encoder whose classes start with `name`."""
+    return tuple(
+        f"{name}{head}"
+        for head in ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
+    )
+
+
+FAMILIES |= {
+    "bert": Family(
+        _heads("Bert"), all_full, has_segments=True, defaults=_BERT_DEFAULTS, **_BERT_PLAIN
+    ),
+    "distilbert": Family(
+        _heads("DistilBert"),
+        all_full,
+        defaults={**_BERT_DEFAULTS, "num_hidden_layers": 6},
+        **_BERT_PLAIN,
+    ),
+    "modernbert": Family(
+        _heads("ModernBert"),
+        full_every_third,
+        causal=False,
+        is_encoder=True,
+        norm="layer",
+        has_embedding_norm=True,
+        has_first_norm=False,
+        defaults={
+            "vocab_size": 50368,
+            "hidden_size": 768,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 12,
+            "intermediate_size": 1152,
+            "hidden_activation": "gelu",
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "nomic_bert": Family(
+        ("NomicBertModel", "NomicBertForMaskedLM"),
+        all_full,
+        has_segments=True,
+        defaults={
+            **_BERT_DEFAULTS,
+            "vocab_size": 30528,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "rope_theta": 1000.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        **_BERT,
+    ),
+}
+FAMILIES |= {
+    model_type: Family(
+        _heads(name),
+        all_full,
+        has_segments=True,
+        defaults={
+            **_BERT_DEFAULTS,
+            "vocab_size": size,
+            "max_position_embeddings": 510,
+            "layer_norm_eps": eps,
+        },
+        **_BERT_PLAIN,
+    )
+    for model_type, name, size, eps in (
+        ("roberta", "Roberta", 50265, 1e-12),
+        ("xlm-roberta", "XLMRoberta", 30522, 1e-12),
+        ("camembert", "Camembert", 30522, 1e-12),
+    )
 }

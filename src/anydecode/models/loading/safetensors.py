@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,9 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
-from anydecode.models.loading import awq, bd3lm, gpt, gptq, llada, nvfp4, sdar
+from anydecode.models.loading import awq, bd3lm, encoder, gpt, gptq, llada, nvfp4, sdar
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
+from anydecode.models.pooling import read_pooling
 from anydecode.models.tokenizers import HFTokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -67,6 +69,11 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = bd3lm.to_hf_layout(config, readers)
     if gpt.is_gpt(config):
         config, readers = gpt.to_hf_layout(config, readers)
+    pooling = read_pooling(path, config)
+    if pooling is not None:
+        config = _with_head(config)
+    if encoder.is_encoder(config):
+        config, readers = encoder.to_hf_layout(config, readers)
     config = sdar.with_block_size(config, path)
     if settings:
         readers = _dequantizing_readers(path, readers, settings)
@@ -77,7 +84,17 @@ def load_folder(path: Path) -> Checkpoint:
         tensors=LazyTensors(path, readers),
         tokenizer=HFTokenizer.from_folder(path),
         generation_config=read_json(path / "generation_config.json"),
+        pooling=pooling,
     )
+
+
+def _with_head(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of an embedding model that was saved without a head, as if it had one."""
+    names = config.get("architectures")
+    if encoder.is_encoder(config) or not isinstance(names, list):
+        return config
+    full = [re.sub(r"Model$", "ForCausalLM", name) for name in names if isinstance(name, str)]
+    return {**config, "architectures": full}
 
 
 def _files(path: Path) -> list[Path]:

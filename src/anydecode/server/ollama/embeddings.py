@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.server.embeddings import embed_prompts
+from anydecode.server.embeddings import check_texts, embed_prompts
 from anydecode.server.ollama.prompts import ignored_names, served_model
 from anydecode.server.ollama.protocol import EmbeddingsRequest, EmbedRequest
 from anydecode.server.service import Service
@@ -18,7 +18,8 @@ async def embed(service: Service, body: EmbedRequest, http: HttpRequest) -> Resp
     """Compute one embedding per input."""
     start = perf_counter()
     texts = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
-    vectors, count = await _vectors(service, body, list(texts), body.dimensions, http)
+    check_texts(len(texts), service.settings, "input")
+    vectors, count = await _vectors(service, body, list(texts), http)
     fields: dict[str, Any] = {
         "model": body.model or service.settings.name,
         "embeddings": vectors,
@@ -34,7 +35,7 @@ async def embed(service: Service, body: EmbedRequest, http: HttpRequest) -> Resp
 async def embed_one(service: Service, body: EmbeddingsRequest, http: HttpRequest) -> Response:
     """Compute the embedding of one text; without text, an empty one."""
     texts = [body.prompt] if body.prompt else []
-    vectors, _ = await _vectors(service, body, texts, None, http)
+    vectors, _ = await _vectors(service, body, texts, http)
     return JSONResponse({"embedding": vectors[0] if vectors else []})
 
 
@@ -42,10 +43,17 @@ async def _vectors(
     service: Service,
     body: EmbedRequest | EmbeddingsRequest,
     texts: list[str],
-    dimensions: int | None,
     http: HttpRequest,
 ) -> tuple[list[list[float]], int]:
     model = served_model(body.model, service)
     if not texts:
         return [], 0
-    return await embed_prompts(service, [*texts], http, model=model, dimensions=dimensions)
+    options = body if isinstance(body, EmbedRequest) else None
+    return await embed_prompts(
+        service,
+        texts,
+        http,
+        model=model,
+        dimensions=None if options is None else options.dimensions,
+        truncate_prompt_tokens=-1 if options is not None and options.truncate else None,
+    )

@@ -51,6 +51,8 @@ class ModelList:
             capabilities.append("thinking")
         if find_sentinels(service.tokenizer) is not None:
             capabilities.append("insert")
+        if spec.is_encoder:
+            capabilities = ["embedding"]
         return {
             "modelfile": "",
             "parameters": "",

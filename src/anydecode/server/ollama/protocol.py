@@ -106,6 +106,7 @@ class EmbedRequest(OllamaBody):
     """`POST /api/embed`."""
 
     input: str | Texts
+    truncate: bool | None = None
     dimensions: Positive | None = None
 
 

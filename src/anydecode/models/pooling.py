@@ -1,0 +1,174 @@
+"""How the states of a text become its embedding, as a repository says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.files import read_json, read_text
+from anydecode.models.limits import MAX_SIZE, integer
+
+#: The poolings, by their names in the configs of sentence-transformers.
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+_NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
+#: Modules of sentence-transformers that are applied.
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How an embedding is computed from the states of the last layer.
+
+    Attributes:
+        mode: "mean" of all states, the first one ("cls") or the "last".
+        is_normalized: Whether embeddings are scaled to length 1.
+        prompts: Texts by name ("query", "document"), one of which is put before a text.
+        default_prompt: The name of the prompt that is used if none is chosen.
+        dimensions: Lengths that embeddings may be cut to (Matryoshka representations, Kusupati et
+            al., arXiv:2205.13147); None for any length; empty for the full length only.
+        max_tokens: The length of the texts that the model was trained for, if the repository says.
+    """
+
+    mode: str = "mean"
+    is_normalized: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    dimensions: tuple[int, ...] | None = ()
+    max_tokens: int | None = None
+
+    def rows(self, num_tokens: int) -> list[int]:
+        """The rows whose states are pooled."""
+        if self.mode == "mean":
+            return list(range(num_tokens))
+        return [0 if self.mode == "cls" else num_tokens - 1]
+
+    def prompt(self, name: str | None) -> str:
+        """The text that is put before a text.
+
+        Args:
+            name: A name in `prompts`; None for the default.
+
+        Raises:
+            InvalidRequestError: There is no prompt of this name.
+        """
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none"
+            raise InvalidRequestError(f"prompt_name is {name!r}; this model's prompts are: {known}")
+        return self.prompts[name]
+
+    def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
+        """Check that embeddings may be cut to `dimensions`.
+
+        Raises:
+            InvalidRequestError: They may not.
+        """
+        if dimensions in (None, hidden_size):
+            return
+        if self.dimensions is None and 1 <= dimensions <= hidden_size:
+            return
+        if self.dimensions and dimensions in self.dimensions:
+            return
+        allowed = str(hidden_size)
+        if self.dimensions is None:
+            allowed = f"1 to {hidden_size}"
+        elif self.dimensions:
+            allowed = ", ".join(map(str, sorted({*self.dimensions, hidden_size})))
+        raise InvalidRequestError(
+            f"dimensions is {dimensions}; this model's embeddings have {allowed}"
+        )
+
+    def vector(self, state: np.ndarray, dimensions: int | None = None) -> np.ndarray:
+        """The embedding of a pooled state `[hidden_size]`, cut to `dimensions`."""
+        vector = state if dimensions is None else state[:dimensions]
+        if not self.is_normalized:
+            return vector
+        unit: np.ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        return unit
+
+
+def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:
+    """The pooling of a repository with the `modules.json` of sentence-transformers; None without.
+
+    Raises:
+        CheckpointError: A file is malformed, or a module or a pooling is not supported.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return None
+    try:
+        modules = json.loads(read_text(path))
+        kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise CheckpointError(f"{path}: not a list of modules") from None
+    for kind in kinds:
+        if kind not in _MODULES:
+            raise CheckpointError(
+                f"{path}: the module {kind!r} is not supported; supported are {', '.join(_MODULES)}"
+            )
+    if "Pooling" not in kinds:
+        return None
+    place = str(modules[kinds.index("Pooling")].get("path") or "")
+    if not (folder / place).resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{path}: the path {place!r} is outside the folder")
+    settings = read_json(folder / "config_sentence_transformers.json")
+    prompts = settings.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(x, str) for x in prompts.values()):
+        raise CheckpointError(
+            f"{folder}: prompts in config_sentence_transformers.json are no texts"
+        )
+    default = settings.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise CheckpointError(f"{folder}: default_prompt_name {default!r} is not in prompts")
+    length = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    return Pooling(
+        mode=_mode(folder / place / "config.json"),
+        is_normalized="Normalize" in kinds,
+        prompts=prompts,
+        default_prompt=default,
+        dimensions=_dimensions(config),
+        max_tokens=None if length is None else integer("max_seq_length", length),
+    )
+
+
+def _mode(path: Path) -> str:
+    """The pooling mode of a config of sentence-transformers, in either of its two forms."""
+    config = read_json(path)
+    named = config.get("pooling_mode")
+    if named is not None:
+        chosen = [named] if isinstance(named, str) else list(named)
+    else:
+        chosen = [
+            name for name in config if name.startswith("pooling_mode_") and config[name] is True
+        ]
+    modes = [_MODES.get(name) or _NAMES.get(name) for name in chosen]
+    if len(modes) != 1 or modes[0] is None:
+        names = ", ".join(map(str, chosen)) or "none"
+        raise CheckpointError(
+            f"{path}: the pooling is {names}; supported is one of mean, cls and last token"
+        )
+    if config.get("include_prompt") is False:
+        raise CheckpointError(
+            f"{path}: pooling without the prompt (include_prompt) is not supported"
+        )
+    return modes[0]
+
+
+def _dimensions(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The lengths that embeddings may be cut to, see `Pooling`."""
+    listed = config.get("matryoshka_dimensions")
+    if isinstance(listed, list):
+        return tuple(integer("matryoshka_dimensions", size, 1, MAX_SIZE) for size in listed)
+    return None if config.get("is_matryoshka") is True else ()

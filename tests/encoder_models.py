@@ -1,0 +1,115 @@
+"""Folders with tiny random encoders of `transformers`, and the same models in `transformers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+#: The letters, as words and as parts of words, and the special tokens of BERT.
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS += [chr(97 + index) for index in range(26)] + [f"##{chr(97 + index)}" for index in range(26)]
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+    "initializer_range": 0.25,
+    "layer_norm_eps": 1e-5,
+}
+#: The names of sizes in configs of DistilBERT.
+DISTIL = {
+    "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4, "vocab_size": 61,
+    "max_position_embeddings": 64, "initializer_range": 0.25, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def hf_encoder(family: str, head: str = "Model", **settings: Any) -> Any:
+    """A random float32 encoder of `transformers`, with random norms and biases."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    sizes = DISTIL if family == "DistilBert" else SIZES
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(**{**sizes, **settings}, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}{head}")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif "embeddings" not in name:
+                torch.nn.init.normal_(parameter, std=0.25)
+    return model
+
+
+def save_encoder(model: Any, folder: Path, **config: Any) -> Path:
+    """Write the model with a WordPiece tokenizer of letters; `config` changes its config."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    model.save_pretrained(folder)
+    if config:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    vocab = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.add_special_tokens(WORDS[:5])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def declare_pooling(
+    folder: Path,
+    mode: str,
+    *,
+    is_normalized: bool = True,
+    modules: tuple[str, ...] = (),
+    prompts: Mapping[str, str] | None = None,
+    default_prompt: str | None = None,
+    max_tokens: int | None = None,
+) -> Path:
+    """Write the files of sentence-transformers; `modules` are further ones."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if is_normalized else []), *modules]
+    listed = [
+        {"idx": index, "path": f"{index}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    names = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    pooling = {f"pooling_mode_{name}": name == mode for name in names}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    settings = {"prompts": dict(prompts or {}), "default_prompt_name": default_prompt}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    if max_tokens is not None:
+        limits = {"max_seq_length": max_tokens}
+        (folder / "sentence_bert_config.json").write_text(json.dumps(limits))
+    return folder
+
+
+def hf_states(model: Any, tokens: list[int], types: list[int] | None = None) -> np.ndarray:
+    """The states after the last layer, float32 `[tokens, hidden_size]`."""
+    import torch
+
+    given = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    with torch.inference_mode():
+        return model(torch.tensor([tokens]), **given).last_hidden_state[0].numpy()

@@ -1,0 +1,171 @@
+"""Encoders against `transformers`, on tiny random models: their states through the pooling of their
+repositories, and the scores of cross-encoders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import LLM
+from anydecode.errors import CheckpointError
+from encoder_models import declare_pooling, hf_encoder, hf_states, save_encoder
+
+#: Longer than the windows of the cases, and than the blocks of keys of the kernels.
+LONG = list(np.random.default_rng(0).integers(5, 57, 50))
+WINDOWED = {"local_attention": 12, "global_attn_every_n_layers": 2, "num_hidden_layers": 4}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {}),
+    "bert with tanh gelu": ("Bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+    "bert with one type": ("Bert", {"type_vocab_size": 1, "num_attention_heads": 3}),
+    "roberta": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "xlm-roberta": ("XLMRoberta", {"pad_token_id": 3}),
+    "camembert": ("Camembert", {"pad_token_id": 0}),
+    "distilbert": ("DistilBert", {}),
+    "modernbert": ("ModernBert", {"norm_eps": 1e-5}),
+    "modernbert with windows": ("ModernBert", WINDOWED),
+    "modernbert with odd window": ("ModernBert", {**WINDOWED, "local_attention": 5}),
+    "modernbert with biases": ("ModernBert", {"attention_bias": True, "mlp_bias": True}),
+    "modernbert with bases": (
+        "ModernBert",
+        {
+            **WINDOWED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+            },
+        },
+    ),
+    "nomic bert": ("NomicBert", {}),
+    "nomic bert with base": (
+        "NomicBert",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 30.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("name", CASES)
+def test_states_equal_those_of_transformers(name: str, backend: str, tmp_path: Path) -> None:
+    """The states of single tokens: rejects a window that is off by one, a wrong base, a norm on
+    the wrong side of a sum."""
+    family, settings = CASES[name]
+    model = hf_encoder(family, **settings)
+    folder = declare_pooling(save_encoder(model, tmp_path), "lasttoken", is_normalized=False)
+    with LLM(folder, backend=backend, threads=1) as llm:
+        for text in (LONG, LONG[:7], LONG[:1]):
+            tokens = [int(token) for token in text]
+            expected = hf_states(model, tokens)
+            assert np.abs(np.array(llm.embed(tokens)) - expected[-1]).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_normalized"), [("mean_tokens", True), ("cls_token", False), ("lasttoken", True)]
+)
+def test_pooling_is_read_from_the_repository(
+    mode: str, is_normalized: bool, tmp_path: Path
+) -> None:
+    model = hf_encoder("Bert")
+    declare_pooling(save_encoder(model, tmp_path), mode, is_normalized=is_normalized)
+    with LLM(tmp_path, threads=1) as llm:
+        states = hf_states(model, llm.encode("ab c"))
+        rows = {"mean_tokens": states.mean(0), "cls_token": states[0], "lasttoken": states[-1]}
+        expected = rows[mode] / (np.linalg.norm(rows[mode]) if is_normalized else 1.0)
+        assert np.abs(np.array(llm.embed("ab c")) - expected).max() < 1e-4
+
+
+def test_mean_and_length_one_without_modules(tmp_path: Path) -> None:
+    model = hf_encoder("ModernBert")
+    with LLM(save_encoder(model, tmp_path), threads=1) as llm:
+        mean = hf_states(model, llm.encode("abc")).mean(0)
+        expected = mean / np.linalg.norm(mean)
+        assert np.abs(np.array(llm.embed("abc")) - expected).max() < 1e-4
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {"num_labels": 1}),
+    "xlm-roberta": ("XLMRoberta", {"num_labels": 1, "pad_token_id": 1, "type_vocab_size": 1}),
+    "distilbert": ("DistilBert", {"num_labels": 1}),
+    "modernbert cls": ("ModernBert", {"num_labels": 1, "classifier_bias": True}),
+    "modernbert mean": ("ModernBert", {"num_labels": 1, "classifier_pooling": "mean"}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_scores_of_cross_encoders_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """The sigmoid of the logit of a pair: rejects token types that are all 0 (BERT), a missing
+    activation, and the pooling of the other kind."""
+    import torch
+
+    family, settings = HEADS[name]
+    model = hf_encoder(family, "ForSequenceClassification", **settings)
+    with LLM(save_encoder(model, tmp_path), threads=1) as llm:
+        tokens, types = llm.tokenizer.encode_pair("ab", "cde fg")  # type: ignore[attr-defined]
+        given = {"token_type_ids": torch.tensor([types])} if family == "Bert" else {}
+        with torch.inference_mode():
+            logit = model(torch.tensor([tokens]), **given).logits[0]
+        [score] = llm.relevance("ab", ["cde fg"])
+        assert abs(score - float(torch.sigmoid(logit)[0])) < 1e-4
+        assert types.count(1) == 6
+
+
+def test_the_repository_names_the_function_of_scores(tmp_path: Path) -> None:
+    import torch
+
+    model = hf_encoder("Bert", "ForSequenceClassification", num_labels=1)
+    name = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
+    with LLM(save_encoder(model, tmp_path, **name), threads=1) as llm:
+        tokens, types = llm.tokenizer.encode_pair("ab", "cd")  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            pair = torch.tensor([tokens]), torch.tensor([types])
+            logit = model(pair[0], token_type_ids=pair[1]).logits[0, 0]
+        assert abs(llm.relevance("ab", ["cd"])[0] - float(logit)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_batches_equal_single_texts_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """Texts of several lengths share passes: rejects attention to another text, and sums whose
+    order depends on the pass."""
+    settings = WINDOWED if family == "ModernBert" else {}
+    save_encoder(hf_encoder(family, **settings), tmp_path)
+    texts = [[int(token) for token in LONG[start : start + size]] for start, size in
+             ((0, 1), (3, 20), (1, 45), (9, 33), (2, 7), (0, 50))]  # fmt: skip
+    with LLM(tmp_path, threads=2, row_budget=64) as llm:
+        together = llm.embed(texts)
+        assert together == [llm.embed(text) for text in texts]
+        assert llm.engine.runners["target"].num_passes < 2 * len(texts)  # some were shared
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification"),
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_encoder(hf_encoder("Bert"), tmp_path, **change)
+    with pytest.raises(CheckpointError, match=message) as error:
+        LLM(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_modules_and_poolings_that_are_not_supported_are_refused(tmp_path: Path) -> None:
+    save_encoder(hf_encoder("Bert"), tmp_path)
+    declare_pooling(tmp_path, "mean_tokens", modules=("Dense",))
+    with pytest.raises(CheckpointError, match="'Dense' is not supported"):
+        LLM(tmp_path)
+    declare_pooling(tmp_path, "max_tokens")
+    with pytest.raises(CheckpointError, match="pooling_mode_max_tokens"):
+        LLM(tmp_path)
+    listed = json.loads((tmp_path / "modules.json").read_text())
+    listed[1]["path"] = "../elsewhere"
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        LLM(tmp_path)
