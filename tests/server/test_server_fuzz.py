@@ -44,6 +44,7 @@ from anydecode.server.ollama.protocol import (  # noqa: E402
 from anydecode.server.protocol import (  # noqa: E402
     ChatRequest,
     CompletionRequest,
+    ConstraintRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     Options,
@@ -158,6 +159,9 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
         TokenizeRequest, {"prompt": "a"}, [{"messages": TURNS, "tools": [TOOL]}]
     ),
     "/detokenize": (DetokenizeRequest, {"tokens": [97]}, []),
+    "/v1/constraints/validate": (
+        ConstraintRequest, {"structured_outputs": {"choice": ["a"]}}, [],
+    ),
 }  # fmt: skip
 
 

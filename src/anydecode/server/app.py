@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -29,6 +30,7 @@ from anydecode.server.protocol import (
     MAX_COUNT,
     ChatRequest,
     CompletionRequest,
+    ConstraintRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     LoadAdapterRequest,
@@ -45,12 +47,14 @@ from anydecode.server.service import Service
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry
 from anydecode.server.tokens import detokenize, tokenize
+from anydecode.server.validation import validate
 from anydecode.version import __version__
 
-_PAGE = {
-    "index.html": "text/html; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
+#: The files of the page that are served, by suffix.
+_PAGE_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
 }
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline';"
@@ -146,6 +150,11 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def score_pairs(body: ScoreRequest, http: Request) -> Response:
         """Compute the relevance of pairs of texts."""
         return await score(service, body, http)
+
+    @app.post("/v1/constraints/validate", responses=_ERRORS)
+    async def validate_constraint(body: ConstraintRequest, http: Request) -> Response:
+        """Whether a constraint can be compiled, and the reason if not."""
+        return await validate(service, body, http)
 
     @app.post("/v1/load_lora_adapter", responses=_ERRORS)
     async def load_lora_adapter(body: LoadAdapterRequest, http: Request) -> Response:
@@ -278,16 +287,19 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
 
     @app.get("/decoders")
     async def list_decoders() -> Response:
-        """The decoders that can run on this server, and whether the model has a chat template, for
-        the web page."""
-        has_chat_template = service.tokenizer.chat_template is not None
-        decoders = await asyncio.to_thread(lambda: service.decoders)
-        return JSONResponse({"decoders": decoders, "chat": has_chat_template})
+        """The cards of the decoders, those that can run on this server apart from the others, and
+        whether the model has a chat template, for the web page."""
+        content = await asyncio.to_thread(lambda: service.decoder_list)
+        return Response(content, media_type="application/json")
 
 
 def _add_page(app: FastAPI) -> None:
     folder = files("anydecode.server") / "page"
-    pages = {name: (folder / name).read_bytes() for name in _PAGE}
+    pages = {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if PurePath(file.name).suffix in _PAGE_TYPES
+    }
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # HEAD: Ollama's command
     async def index() -> Response:
@@ -301,7 +313,8 @@ def _add_page(app: FastAPI) -> None:
 def _page_file(pages: dict[str, bytes], name: str) -> Response:
     if name not in pages:
         raise ApiError(404, f"there is no page {name!r}")
-    return Response(pages[name], media_type=_PAGE[name], headers=_PAGE_HEADERS)
+    media_type = _PAGE_TYPES[PurePath(name).suffix]
+    return Response(pages[name], media_type=media_type, headers=_PAGE_HEADERS)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -328,6 +328,15 @@ class DetokenizeRequest(Body):
     tokens: Tokens
 
 
+class ConstraintRequest(Body):
+    """`POST /v1/constraints/validate`: a constraint, as in a request to generate."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: Name | None = None
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_limited)] | None = None
+    response_format: dict[str, Any] | None = None
+
+
 class LoadAdapterRequest(Body):
     """`POST /v1/load_lora_adapter`: a name, and a folder inside the server's folder of adapters."""
 

@@ -18,8 +18,9 @@ from anydecode.api.text import Detokenizer
 from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.reasoning import AfterReasoning
 from anydecode.constraints.tools.stream import Steps, TextStream
-from anydecode.decoders.decoder import Decoder
-from anydecode.errors import AnydecodeError, InvalidRequestError
+from anydecode.errors import InvalidRequestError
+from anydecode.server.decoder_cards import decoder_cards
+from anydecode.server.events import compact
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
@@ -58,19 +59,11 @@ class Service:
         catalogue.entries()
 
     @cached_property
-    def decoders(self) -> list[dict[str, str]]:
-        """The decoders that the models can run and that need no parameters, sorted by key."""
-        found = []
-        for key, entry in sorted(catalogue.entries().items()):
-            if not issubclass(catalogue.kind_of(key) or object, Decoder):
-                continue  # not built: other methods may open files or start threads
-            try:
-                self.llm.resources.check_decoder(key, entry.build().requirements)
-            except (AnydecodeError, TypeError):
-                continue
-            card = entry.card
-            found.append({"key": key, "exactness": card.exactness, "summary": card.summary})
-        return found
+    def decoder_list(self) -> bytes:
+        """The answer of `/decoders`, as JSON: the cards of the decoders, and whether the model has
+        a chat template."""
+        cards = decoder_cards(self.llm)
+        return compact({**cards, "chat": self.tokenizer.chat_template is not None}).encode()
 
     async def run(
         self,

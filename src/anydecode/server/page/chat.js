@@ -1,0 +1,71 @@
+// The view of a conversation, or of completions.
+
+import { generate, showError, showFacts } from "./answer.js";
+import { inWords, server } from "./api.js";
+import { announce, at, make, onRun, stop } from "./dom.js";
+import { settings } from "./settings.js";
+
+const messages = [];
+
+const isConversation = () => at("ask").elements.mode.value === "chat";
+
+// Selects "chat" or "completion"; a model without a chat template has only completions.
+export function setMode(mode) {
+  at("ask").elements.mode.value = server.hasChat ? mode : "completion";
+  at("chat-mode").hidden = !server.hasChat;
+}
+
+function turn(role, text) {
+  const item = make("li", { class: role },
+    make("h3", { class: "visually-hidden", textContent: role === "user" ? "You" : "Answer" }),
+    make("div", { class: "text", textContent: text }));
+  if (role === "assistant") item.append(make("dl", { class: "facts" }));
+  at("turns").append(item);
+  item.scrollIntoView({ block: "end" });
+  return item;
+}
+
+async function answer(signal) {
+  const text = at("message").value.trim();
+  if (!text) return;
+  at("message").value = "";
+  at("start").hidden = true;
+  turn("user", text);
+  const item = turn("assistant", "");
+  const facts = item.querySelector(".facts");
+  const message = { role: "user", content: text };
+  const request = isConversation() ? { messages: [...messages, message] } : { prompt: text };
+  announce("Generating");
+  try {
+    const result = await generate({ ...settings(), ...request }, item.querySelector(".text"), signal);
+    if (request.messages) messages.push(message, { role: "assistant", content: result.text });
+    showFacts(facts, result);
+    announce(result.text);
+  } catch (error) {
+    showError(facts, inWords(error));
+    announce(inWords(error));
+  }
+  item.scrollIntoView({ block: "end" });
+}
+
+function sendOnEnter(key) {
+  if (key.key !== "Enter" || key.shiftKey || key.isComposing) return;
+  key.preventDefault();
+  at("ask").requestSubmit();
+}
+
+export function clearChat() {
+  stop(at("ask"));
+  messages.length = 0;
+  at("turns").replaceChildren();
+  at("start").hidden = false;
+}
+
+export function startChat() {
+  onRun(at("ask"), answer);
+  at("message").onkeydown = sendOnEnter;
+  at("clear").onclick = () => {
+    clearChat();
+    at("message").focus();
+  };
+}

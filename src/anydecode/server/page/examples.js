@@ -1,0 +1,58 @@
+// The examples that the page opens with: each fills a view's form and runs it.
+
+import { clearChat, setMode } from "./chat.js";
+import { setConstraint } from "./constraints.js";
+import { at, make, restart } from "./dom.js";
+import { setSampling } from "./settings.js";
+
+const EXAMPLES = [
+  {
+    title: "Chat", note: "a question, answered at temperature 0.7",
+    view: "chat", mode: "chat", text: "Why is the sky blue? Answer in two sentences.",
+  },
+  {
+    title: "Completion", note: "the text goes on as it is, without the chat template",
+    view: "chat", mode: "completion", text: "The lighthouse keeper had not spoken to anyone for a year, until",
+  },
+  {
+    title: "JSON Schema", note: "an object with the properties of a schema",
+    view: "constraints", kind: "json", text: "Describe Ada Lovelace as JSON.", sampling: { temperature: 0.3 },
+  },
+  {
+    title: "Regular expression", note: "a date, whatever the model prefers to say",
+    view: "constraints", kind: "regex", text: "On which date did people first land on the Moon?", sampling: { temperature: 0 },
+  },
+  {
+    title: "Creative", note: "a high temperature, with min-p against nonsense",
+    view: "chat", mode: "chat", text: "Write the first lines of a story about a library at the bottom of the sea.",
+    sampling: { temperature: 1.3, min_p: 0.1 },
+  },
+  {
+    title: "Race", note: "plain decoding and drafts from the text, side by side",
+    view: "race", text: "List the numbers from one to twenty in words, one per line.", sampling: { temperature: 0 },
+  },
+];
+const FORMS = { chat: "ask", constraints: "constraint-form", race: "race-form" };
+const FIELDS = { chat: "message", constraints: "constraint-prompt", race: "race-prompt" };
+
+function fill(example) {
+  setSampling(example.sampling);
+  if (example.view === "chat") {
+    clearChat();
+    setMode(example.mode);
+  }
+  if (example.kind) setConstraint(example.kind);
+  at(FIELDS[example.view]).value = example.text;
+}
+
+export function startExamples() {
+  at("examples").append(...EXAMPLES.map((example) => {
+    const button = make("button", { type: "button" }, make("strong", { textContent: example.title }), make("span", { textContent: example.note }));
+    button.onclick = () => {
+      fill(example);
+      location.hash = example.view;
+      restart(at(FORMS[example.view]));
+    };
+    return make("li", {}, button);
+  }));
+}

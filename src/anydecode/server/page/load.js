@@ -1,0 +1,111 @@
+// The view of the live load: current values, and charts of the last two minutes.
+
+import { getOfModel, inWords } from "./api.js";
+import { at, make } from "./dom.js";
+
+const NUM_SAMPLES = 120;
+const [WIDTH, HEIGHT] = [240, 64];
+const SVG = "http://www.w3.org/2000/svg";
+const CHARTS = {
+  running: { title: "Running requests", text: (value) => value.toFixed(0), floor: 4 },
+  waiting: { title: "Waiting requests", text: (value) => value.toFixed(0), floor: 4 },
+  cache: { title: "Cache used", text: (value) => `${(100 * value).toFixed(1)} %`, floor: 0.05 },
+  rate: { title: "Tokens per second", text: (value) => value.toFixed(0), floor: 10 },
+  between: { title: "Time between tokens", text: (value) => `${(1000 * value).toFixed(1)} ms`, floor: 0.01 },
+};
+const samples = []; // by chart name; null where nothing was generated
+let last = null; // the load read before, and when
+const views = {};
+
+function newChart(name) {
+  const value = make("strong", { textContent: "–" });
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  const line = document.createElementNS(SVG, "path");
+  svg.append(line);
+  const scale = make("span", { class: "hint" });
+  views[name] = { value, svg, line, scale };
+  return make("figure", {}, make("figcaption", {}, make("span", { textContent: CHARTS[name].title }), value), svg, scale);
+}
+
+// The path of a series, the newest value at the right; gaps where a value is null.
+function pathOfSeries(values, max) {
+  let command = "M";
+  return values.map((value, index) => {
+    if (value === null) {
+      command = "M";
+      return "";
+    }
+    const x = WIDTH - (values.length - 1 - index) * (WIDTH / (NUM_SAMPLES - 1));
+    const y = HEIGHT - 2 - (value / max) * (HEIGHT - 4);
+    const part = `${command}${x.toFixed(1)} ${y.toFixed(1)}`;
+    command = "L";
+    return part;
+  }).join("");
+}
+
+function draw(name) {
+  const { title, text, floor } = CHARTS[name];
+  const { value, svg, line, scale } = views[name];
+  const values = samples.map((sample) => sample[name]);
+  const known = values.filter((one) => one !== null);
+  const peak = Math.max(0, ...known);
+  const highest = known.length ? `highest ${text(peak)}` : "no tokens yet";
+  const current = values.at(-1);
+  value.textContent = current === null ? "–" : text(current);
+  scale.textContent = highest;
+  line.setAttribute("d", pathOfSeries(values, Math.max(peak, floor)));
+  svg.setAttribute("aria-label", `${title} of the last two minutes: now ${value.textContent}, ${highest}`);
+}
+
+function sampleOf(live, now) {
+  const { used, capacity } = live.runners.target;
+  const seconds = last ? (now - last.now) / 1000 : 0;
+  const tokens = last ? Math.max(0, live.num_tokens - last.live.num_tokens) : 0;
+  const running = last ? (live.running + last.live.running) / 2 : live.running;
+  return {
+    running: live.running,
+    waiting: live.waiting,
+    cache: used / capacity,
+    rate: seconds ? tokens / seconds : 0,
+    between: tokens && running ? (running * seconds) / tokens : null,
+  };
+}
+
+function details(live) {
+  const runners = Object.entries(live.runners).map(([name, runner]) =>
+    `${name}: ${runner.used} of ${runner.capacity} cache positions, ${runner.shared} with prefixes, ${runner.passes} passes`);
+  return `${live.num_tokens} tokens since the start; ${live.preemptions} preemptions. ${runners.join("; ")}.`;
+}
+
+async function refresh() {
+  try {
+    const live = await getOfModel("live");
+    const now = performance.now();
+    samples.push(sampleOf(live, now));
+    if (samples.length > NUM_SAMPLES) samples.shift();
+    last = { live, now };
+    at("load-error").textContent = "";
+    if (at("load").hidden) return;
+    Object.keys(CHARTS).forEach(draw);
+    at("load-details").textContent = details(live);
+  } catch (error) {
+    last = null;
+    if (at("load-error").textContent !== inWords(error)) at("load-error").textContent = inWords(error);
+  }
+}
+
+// Forgets what was read, of another model.
+export function resetLoad() {
+  samples.length = 0;
+  last = null;
+}
+
+export function startLoad() {
+  at("charts").append(...Object.keys(CHARTS).map(newChart));
+  setInterval(() => document.hidden || refresh(), 1000);
+}
+
+export const openLoad = refresh;
