@@ -354,6 +354,7 @@ def test_narrowed_forms_are_compiled_with_their_schema(monkeypatch: pytest.Monke
 def test_a_narrowed_form_that_cannot_be_enforced_fails_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    json_schema.clear_compiled()
     constraint = JsonSchema({"type": "array", "uniqueItems": True})
     narrowed = constraint.narrowed(0)
     assert narrowed is not None

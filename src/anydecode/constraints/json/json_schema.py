@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import (
+    Constraint,
     ConstraintReport,
     ConstraintState,
     IncrementalValidator,
@@ -20,12 +22,15 @@ from anydecode.constraints.guidance_engine import (
     tokenizer_binding,
 )
 from anydecode.constraints.json.canonical import canonical
-from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator
+from anydecode.constraints.json.checking import IncrementalJsonValidator, Validator, parse_json
 from anydecode.constraints.json.completion_hints import SchemaHints
 from anydecode.constraints.json.forced_completion import CompletedConstraint
+from anydecode.constraints.json.held_values import countable_properties
+from anydecode.constraints.json.narrowed_value import NarrowedValue, value_schema
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.relaxing import (
     INEXACT_FORMATS,
+    LONG_FORMATS,
     NUM_LEVELS,
     UNMASKED,
     relaxed_schema,
@@ -52,6 +57,18 @@ _BYTES_PER_CHARACTER = 32
 _COMPILED: ByteCache[Any, _CompiledSchema] = ByteCache(MAX_COMPILED_BYTES)
 #: Number of narrowed forms that are compiled with a schema whose values are validated.
 _NUM_NARROWED = 4
+
+
+class _Candidate(NamedTuple):
+    """A schema for the mask engine, with the keywords that it leaves out, as "keyword at #/path" of
+    the schema as it is written, and whether `oneOf` is read as `anyOf` (and therefore validated as
+    well). `canonical` is the canonical schema it was made from, with the keywords that it leaves
+    out of that; None if it was made from the schema as it is written."""
+
+    schema: Any
+    dropped: list[str]
+    coerce: bool
+    canonical: tuple[Any, list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,12 +180,12 @@ class JsonSchema(CompletedConstraint):
     def full_validator(self, tokenizer: Tokenizer) -> IncrementalValidator:
         """A validator for texts that the mask has not restricted. Available after `start`."""
         assert self._compiled is not None, "the constraint has not been started"
-        return IncrementalJsonValidator(self._compiled.validator, tokenizer)
+        return IncrementalJsonValidator(self._compiled.validator, tokenizer, self.close)
 
     def is_valid(self, text: str) -> bool:
         """Whether `text` is JSON that is valid under the schema."""
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except (ValueError, RecursionError):
             return False
         compiled = self._compiled
@@ -207,14 +224,27 @@ class JsonSchema(CompletedConstraint):
 
     def _narrow(self, index: int) -> JsonSchema | None:
         schema = narrowed_schema(self.schema, index, len(self.text))
-        if schema is None:
-            return None
-        return _Narrowed(
+        return None if schema is None else _Narrowed(schema, self, index)
+
+    def narrowed_value(self, prefix: str, index: int, tokenizer: Tokenizer, vocab_size: int) -> Any:
+        """The `index`-th narrowed form of the schema of the value that follows `prefix`, the start
+        of an answer, for the mask. Available after `start`.
+
+        Raises:
+            ConstraintError: There is no such form, or it cannot be enforced.
+        """
+        assert self._compiled is not None, "the constraint has not been started"
+        schema = value_schema(self._compiled.validator, prefix)
+        value = JsonSchema(
             schema,
             whitespace=self.whitespace,
-            max_string=self.max_string or 64,
+            max_string=self.max_string,
+            extra_properties=self.extra_properties,
             finish=self.finish,
-        )
+        ).narrowed(index)
+        if value is None:
+            raise ConstraintError("the value has no narrowed form")
+        return value.mask_schema(tokenizer, vocab_size)
 
     def _get_compiled(self, tokenizer: Tokenizer, vocab_size: int) -> _CompiledSchema:
         if self._compiled is None:
@@ -252,8 +282,10 @@ class JsonSchema(CompletedConstraint):
             guards: dict[str, Any] = {"finish": self.finish}
             report = ConstraintReport("json_schema", self.engine, (), tuple(keywords), (), guards)
             return _CompiledSchema("", report, validator, True, SchemaHints(self.schema))
-        grammar, dropped, is_guarded = self._compile_grammar(tokenizer, vocab_size)
-        dropped = list(dict.fromkeys([*dropped, *_inexact_formats(self.schema)]))
+        grammar, candidate, is_guarded = self._compile_grammar(tokenizer, vocab_size)
+        dropped = list(dict.fromkeys([*candidate.dropped, *_formats(self.schema, INEXACT_FORMATS)]))
+        if dropped:
+            self._release(validator, candidate)
         guards = {
             "finish": self.finish,
             "whitespace": whitespace,
@@ -279,16 +311,17 @@ class JsonSchema(CompletedConstraint):
 
     def _compile_grammar(
         self, tokenizer: Tokenizer, vocab_size: int
-    ) -> tuple[str, list[str], bool]:
-        """Returns the strongest grammar that compiles, the keywords it leaves out, and whether the
+    ) -> tuple[str, _Candidate, bool]:
+        """Returns the strongest grammar that compiles, the schema it was made from, and whether the
         guards are applied."""
         binding = tokenizer_binding(tokenizer, vocab_size)
         message = ""
-        for schema, dropped, coerce in self._candidates():
+        for candidate in self._candidates():
+            schema = candidate.schema
             for is_guarded in (True, False):
                 try:
                     grammar = self._grammar(
-                        self._with_guards(schema) if is_guarded else schema, coerce
+                        self._with_guards(schema) if is_guarded else schema, candidate.coerce
                     )
                     binding.matcher(grammar)
                 except ConstraintError as error:
@@ -296,32 +329,50 @@ class JsonSchema(CompletedConstraint):
                     if not message.startswith("Unsatisfiable"):
                         break
                 else:
-                    return grammar, dropped, is_guarded
+                    return grammar, candidate, is_guarded
             if message.startswith("Unsatisfiable"):
                 raise ConstraintError(f"no text can satisfy the schema: {message}")
         raise ConstraintError(f"the schema cannot be enforced: {message}")
 
-    def _candidates(self) -> Iterator[tuple[Any, list[str], bool]]:
-        """Schemas for the mask engine, the strongest first, with the keywords that each leaves out
-        and whether `oneOf` is read as `anyOf` (and therefore validated as well)."""
+    def _candidates(self) -> Iterator[_Candidate]:
+        """Schemas for the mask engine, the strongest first."""
         if not any(UNMASKED & node.keys() for _, node in subschemas(self.schema)):
-            yield self.schema, [], False
+            yield _Candidate(self.schema, [], False)
         try:
             canonical_schema = canonical(self.schema, len(self.text))
         except ValueError as error:
             raise ConstraintError(str(error)) from None
-        one_of = [f"oneOf at {path}" for path, node in subschemas(self.schema) if "oneOf" in node]
+        one_of = _one_of(self.schema)
         if canonical_schema is not None:
-            relaxed, dropped = relaxed_schema(canonical_schema)
-            dropped = _original_paths(self.schema, dropped)
-            yield relaxed, dropped, False
+            relaxed, inexact = relaxed_schema(canonical_schema)
+            dropped = _original_paths(self.schema, inexact)
+            yield _Candidate(relaxed, dropped, False, (canonical_schema, inexact))
             if one_of:
-                yield relaxed, dropped + one_of, True
+                inexact = inexact + _one_of(canonical_schema)
+                yield _Candidate(relaxed, dropped + one_of, True, (canonical_schema, inexact))
         for level in range(NUM_LEVELS):
             relaxed, dropped = relaxed_schema(self.schema, level)
             if level == 0 and canonical_schema is None:
-                yield relaxed, dropped, False
-            yield relaxed, dropped + one_of, True
+                yield _Candidate(relaxed, dropped, False)
+            yield _Candidate(relaxed, dropped + one_of, True)
+
+    def _release(self, validator: Validator, candidate: _Candidate) -> None:
+        """Lets `validator` release what the mask of `candidate` has made valid. The schema is
+        followed as it is written, or in its canonical form if that releases more."""
+        options = [(self.schema, candidate.dropped)]
+        if candidate.canonical is not None:
+            written = relaxed_schema(self.schema)[1] + _one_of(self.schema)
+            options = [(self.schema, written)] if written else []
+            options.append(candidate.canonical)
+        formats = INEXACT_FORMATS | LONG_FORMATS
+        inexact = [
+            (schema, [*dropped, *_formats(schema, formats), *countable_properties(schema)])
+            for schema, dropped in options
+        ]
+        for schema, keywords in (*inexact, inexact[0]):
+            validator.release(schema, keywords)
+            if not validator.is_held_whole:
+                return
 
     def _grammar(self, schema: Any, coerce: bool) -> str:
         options: dict[str, Any] = {"coerce_one_of": coerce}
@@ -338,10 +389,26 @@ class JsonSchema(CompletedConstraint):
 
 
 class _Narrowed(JsonSchema):
-    """A narrowed form of another schema; its values are validated against that schema. If it cannot
-    be enforced, that is found once."""
+    """The narrowed form `index` of another schema; its values are validated against that schema. If
+    it cannot be enforced, that is found once."""
 
     _failure = ""
+
+    def __init__(self, schema: Any, whole: JsonSchema, index: int) -> None:
+        super().__init__(
+            schema,
+            whitespace=whole.whitespace,
+            max_string=whole.max_string or 64,
+            finish=whole.finish,
+        )
+        self._whole = whole
+        self._index = index
+
+    def with_prefix(self, prefix: str) -> Constraint:
+        if not prefix.strip():
+            return self
+        value = partial(self._whole.narrowed_value, prefix, self._index)
+        return NarrowedValue(self._whole, prefix, value)
 
     def warm(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         try:
@@ -394,13 +461,18 @@ def _read(schema: Any) -> tuple[Any, str]:
     return schema, text
 
 
-def _inexact_formats(schema: Any) -> list[str]:
-    """The formats of which the mask allows invalid values, as "format at #/path"."""
+def _formats(schema: Any, names: Set[str]) -> list[str]:
+    """Where a schema has formats with one of the `names`, as "format at #/path"."""
     return [
         f"format at {path}"
         for path, node in subschemas(schema)
-        if isinstance(node.get("format"), str) and node["format"] in INEXACT_FORMATS
+        if isinstance(node.get("format"), str) and node["format"] in names
     ]
+
+
+def _one_of(schema: Any) -> list[str]:
+    """Every `oneOf` of a schema, as "oneOf at #/path"."""
+    return [f"oneOf at {path}" for path, node in subschemas(schema) if "oneOf" in node]
 
 
 def _original_paths(schema: Any, dropped: list[str]) -> list[str]:

@@ -48,6 +48,8 @@ FORMATS = frozenset(
 )  # fmt: skip
 #: Those of them that are validated too: the mask allows a leap second at every time.
 INEXACT_FORMATS = frozenset({"date-time", "time"})
+#: Those of which the mask does not limit the length as the validator does.
+LONG_FORMATS = frozenset({"email", "hostname"})
 _BACK_REFERENCE, _LOOK_AROUND = re.compile(r"\\[1-9]"), re.compile(r"\(\?<?[=!]")
 #: Maximum size of the patterns and names of formats whose properties are cached, in bytes.
 _MAX_CACHED_BYTES = 4 << 20

@@ -41,6 +41,7 @@ class RetryState:
     num_tries: int = 0
     num_narrowed: int = 0
     num_discarded: int = 0
+    num_released: int = 0  # tokens that may have been emitted
     settled_text: str = ""  # the part of the answer before the narrowed constraint applies
 
     def rewind(self, count: int) -> None:
@@ -54,7 +55,13 @@ _RETRY_STATE: StateKey[RetryState] = StateKey("validate-and-retry", "state")
 
 class OutputBuffer:
     """A stop checker that buffers a branch's tokens. It stops the branch at the end of the answer
-    or at an invalid value."""
+    or at an invalid value.
+
+    Attributes:
+        num_released: The number of tokens to emit: the settled ones but the last, which can still
+            be banned if no token is allowed after it. It depends on the tokens alone, not on how
+            many of them come at once.
+    """
 
     def __init__(
         self,
@@ -62,6 +69,7 @@ class OutputBuffer:
         validator: IncrementalValidator | None,
         tokens: Seq[int],
         num_emitted: int = 0,
+        num_released: int = 0,
     ) -> None:
         self._outer = outer
         self._validator = validator
@@ -69,9 +77,11 @@ class OutputBuffer:
         self.tokens: list[int] = []
         self.num_valid: int | None = None  # tokens before the invalid value
         self.reason: str | None = None
+        self.num_released = num_released
         for token in tokens:
             self._validate(token)
             self.tokens.append(token)
+            self._release()
 
     @property
     def remaining(self) -> int:
@@ -106,7 +116,12 @@ class OutputBuffer:
                 self.reason = "stop"
             elif self.remaining <= 0:
                 self.reason = "length"
+            else:
+                self._release()
         return len(tokens), self.reason
+
+    def _release(self) -> None:
+        self.num_released = max(self.num_released, min(self.num_settled, len(self.tokens) - 1))
 
     def _validate(self, token: int) -> int | None:
         if self._validator is None:
@@ -162,15 +177,13 @@ class ValidateAndRetry(Decoder):
             return
 
     def _decode(self, sequence: Sequence, branch: Sequence, output: OutputBuffer) -> Decoding:
-        """Decodes `branch`, and emits its settled tokens as they come. The last token is emitted
-        at the end, so that it can still be banned."""
+        """Decodes `branch`, and emits its released tokens as they come."""
         decoding = self.inner.decode(branch)
         try:
             action = next(decoding, None)
             while action is not None:
-                num_settled = min(output.num_settled, len(output.tokens) - 1)
-                if output.reason is None and num_settled > len(sequence.tokens):
-                    self._emit(sequence, branch, output.tokens[:num_settled])
+                if output.reason is None and output.num_released > len(sequence.tokens):
+                    self._emit(sequence, branch, output.tokens[: output.num_released])
                     output.num_emitted = len(sequence.tokens)
                     if sequence.finished:
                         return
@@ -203,6 +216,7 @@ class ValidateAndRetry(Decoder):
             self.constraint.incremental_validator(self.tokenizer),
             tokens,
             len(sequence.tokens),
+            retry_state.num_released,
         )
         return branch
 
@@ -213,20 +227,22 @@ class ValidateAndRetry(Decoder):
             narrowed_constraint = self.constraint.narrowed(retry_state.num_narrowed - 1)
             assert narrowed_constraint is not None
             limit = sequence.remaining + len(sequence.tokens)
-            part.state = narrowed_constraint.with_prefix(retry_state.settled_text).start_with_limit(
+            state: Any = narrowed_constraint.with_prefix(retry_state.settled_text).start_with_limit(
                 self.tokenizer, self.vocab_size, limit
             )
+            state.limit_searches(retry_state.num_tries)
             for token in sequence.tokens:
-                part.state.advance(token)
-        if part is not None:
+                state.advance(token)
+            part.state = state
+        elif part is not None:
             limited: Any = part.state
             limited.limit_searches(retry_state.num_tries)
         for token in retry_state.tokens[len(sequence.tokens) :]:
             sampler.advance(token)
         bans = retry_state.bans.get(len(retry_state.tokens))
         if part is not None and bans:
-            state: Any = part.state
-            part.state = state.with_banned(bans)
+            unbanned: Any = part.state
+            part.state = unbanned.with_banned(bans)
         return sampler
 
     def _retry(
@@ -242,6 +258,7 @@ class ValidateAndRetry(Decoder):
         ):
             return False
         retry_state.num_tries += 1
+        retry_state.num_released = output.num_released
         if output.reason == "length":
             return True
         if retry_state.num_tries > self.tries:
@@ -307,7 +324,8 @@ class ValidateAndRetry(Decoder):
         """Handles a state in which no token is allowed: removes and bans the last token."""
         retry_state.num_tries += 1
         tokens = output.tokens
-        if retry_state.num_tries > self.tries or len(tokens) <= output.num_emitted:
+        retry_state.num_released = output.num_released
+        if retry_state.num_tries > self.tries or len(tokens) <= output.num_released:
             raise ConstraintError(f"no valid answer within {self.tries} tries: {error}") from None
         num_kept = len(tokens) - 1
         retry_state.num_discarded += 1
