@@ -261,9 +261,11 @@ def _usual_name(module: str, layout: _Layout) -> str | None:
     if module in layout.outer:
         return layout.outer[module]
     for blocks in layout.blocks:
-        found = re.fullmatch(rf"{re.escape(blocks)}\.(\d+)\.(.+)", module)
-        if found is not None and found[2] in layout.inner:
-            return f"layers.{found[1]}.{layout.inner[found[2]]}"
+        if not module.startswith(f"{blocks}."):
+            continue
+        number, _, inner = module[len(blocks) + 1 :].partition(".")
+        if re.fullmatch(r"[0-9]+", number) and inner in layout.inner:
+            return f"layers.{number}.{layout.inner[inner]}"
     return None
 
 
