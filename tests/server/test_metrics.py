@@ -20,7 +20,7 @@ def generation(**stats: Any) -> Generation:
 
 def test_recorded_generations_match_a_hand_computation() -> None:
     with scripted_llm() as llm:
-        metrics = Metrics(llm)
+        metrics = Metrics(lambda: {"tiny": llm})
         metrics.record([generation(), generation(num_tokens=1, seconds=1.5), generation(passes=0)])
 
     def value(name: str) -> float | None:

@@ -16,10 +16,12 @@ class LoadedAdapter:
 
     Attributes:
         index: Its index in the model.
+        path: Its folder.
     """
 
-    def __init__(self, model: Any, index: int) -> None:
+    def __init__(self, model: Any, index: int, path: Path) -> None:
         self.index = index
+        self.path = path
         weakref.finalize(self, model.remove_adapter, index).atexit = False
 
 
@@ -35,6 +37,11 @@ class Adapters:
     def names(self) -> list[str]:
         """The names of the loaded adapters, sorted."""
         return sorted(self._adapters)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The folders of the loaded adapters, by name."""
+        return {name: adapter.path for name, adapter in list(self._adapters.items())}
 
     def add(self, name: str, path: str | Path) -> None:
         """Load an adapter from a folder.
@@ -52,7 +59,7 @@ class Adapters:
                 raise InvalidRequestError(
                     f"there is already an adapter called {name!r}; remove it first"
                 )
-            self._adapters[name] = LoadedAdapter(self._model, add(Path(path)))
+            self._adapters[name] = LoadedAdapter(self._model, add(Path(path)), Path(path))
 
     def remove(self, name: str) -> None:
         """Remove an adapter. Requests that use it end as they would; then its weights are freed.

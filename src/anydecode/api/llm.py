@@ -44,7 +44,7 @@ from anydecode.api.options import (
     split_prompts,
     with_parameters,
 )
-from anydecode.api.prefix_spill import open_spill, stable_name
+from anydecode.api.prefix_spill import open_spill, parse_bytes, stable_name
 from anydecode.api.request import Request
 from anydecode.api.resources import Resources
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
@@ -96,7 +96,10 @@ class LLM:
             None (the backend's default). Methods that are token-exact give equal texts within one
             format.
         cache_positions: Size of the key-value cache in positions, over all sequences; by default
-            a quarter of the machine's memory, at most 131072.
+            as many as fit into `cache_memory`, at most 131072.
+        cache_memory: Size of the key-value cache of each model, at most: a number of bytes or a
+            text such as "2GiB". By default a quarter of the machine's memory. A cache has room for
+            one full sequence of up to 8192 positions in any case.
         row_budget: Maximum number of rows (tokens) per forward pass.
         max_running: Maximum number of sequences that run at the same time.
         prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
@@ -125,6 +128,7 @@ class LLM:
         draft: Any = None,
         cache: str | None = None,
         cache_positions: int | None = None,
+        cache_memory: str | int | None = None,
         row_budget: int = 512,
         max_running: int = 256,
         prefix_cache: bool = True,
@@ -146,6 +150,7 @@ class LLM:
         self.tokenizer: Tokenizer = opened
         self._adapters = Adapters(self.model)
         self._positions = cache_positions
+        self._cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
         self._cache = cache
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
@@ -192,7 +197,7 @@ class LLM:
         format = self._cache
         if name != TARGET and format not in getattr(model, "cache_formats", ()):
             format = None
-        positions = self._positions or _default_positions(model, format)
+        positions = self._positions or _default_positions(model, format, self._cache_bytes)
         pool = KVPool(model, positions, format)
         runner = ModelRunner(name, pool, schedule or DecodesFirst(self._row_budget))
         self.engine.runners[name] = runner
@@ -545,6 +550,11 @@ class LLM:
         """Names of the loaded adapters, sorted."""
         return self._adapters.names
 
+    @property
+    def adapter_paths(self) -> dict[str, Path]:
+        """Folders of the loaded adapters, by name."""
+        return self._adapters.paths
+
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
         """The decoder that `choice` names: an object, a catalogue key, or
         "key:name=value,name=value". What it learns from requests is stored per `namespace`."""
@@ -827,11 +837,11 @@ for _method in (
     with_parameters(_method, _OPTIONS)
 
 
-def _default_positions(model: Model, format: str | None) -> int:
-    """The default size of the key-value cache, in positions: a quarter of the machine's memory, at
-    most 131072 positions, and at least one full sequence of up to 8192. If the system does not
-    report its memory, 4 GiB are assumed."""
+def _default_positions(model: Model, format: str | None, num_bytes: int | None) -> int:
+    """The default size of the key-value cache, in positions: `num_bytes`, or a quarter of the
+    machine's memory; at most 131072 positions, and at least one full sequence of up to 8192. If the
+    system does not report its memory, 4 GiB are assumed."""
     per_position = bytes_per_position(new_cache(model, 1, format))
-    fitting = (memory_bytes() or 4 << 30) // 4 // max(1, per_position)
+    fitting = (num_bytes or (memory_bytes() or 4 << 30) // 4) // max(1, per_position)
     useful = max(16 * 1024, 4 * model.spec.max_positions)
     return max(min(fitting, useful, 131072), min(model.spec.max_positions, 8192))

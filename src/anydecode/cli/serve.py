@@ -18,15 +18,28 @@ def served_name(model: str) -> str:
     return path.stem if path.is_file() else path.name if path.is_dir() else model
 
 
+def named_model(entry: str) -> tuple[str, str]:
+    """The name for clients and the model of `NAME=MODEL`, or of a model without a name."""
+    name, equals, model = entry.partition("=")
+    if name and equals and model and not Path(entry).exists():
+        return name, model
+    return served_name(entry), entry
+
+
 def serve(
-    model: Annotated[
-        str,
+    models: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[MODEL]",
-            envvar="ANYDECODE_MODEL",
-            help="Model name, Hugging Face repo id, folder or .gguf file.",
+            metavar="[MODEL...]",
+            help=(
+                "Model name, Hugging Face repo id, folder or .gguf file; NAME=MODEL names it. The"
+                " first is loaded now and answers requests that name none; each other one when a"
+                " request names it. Default: that of ANYDECODE_MODEL, or"
+                f" {options.DEFAULT_MODEL}."
+            ),
+            show_default=False,
         ),
-    ] = options.DEFAULT_MODEL,
+    ] = None,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1",
@@ -36,7 +49,31 @@ def serve(
     ] = 8000,
     name: Annotated[
         str | None,
-        typer.Option("--name", help="Model name for clients. Default: MODEL, without its folder."),
+        typer.Option(
+            "--name",
+            help="Name of the first model for clients. Default: MODEL, without its folder.",
+        ),
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-budget",
+            metavar="SIZE",
+            help=(
+                "Maximum memory of the loaded models, their files and caches, such as 12GiB. The"
+                " least recently used models are unloaded for another one. Default: no limit."
+            ),
+        ),
+    ] = None,
+    idle_unload: Annotated[
+        float | None,
+        typer.Option(
+            "--idle-unload",
+            metavar="SECONDS",
+            min=1,
+            help="Unload a model that was not used for so long; the next request for it loads it"
+            " again. Default: never.",
+        ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -212,6 +249,18 @@ def serve(
             help="Size of the key-value cache in positions. Default: chosen for the model.",
         ),
     ] = None,
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-memory",
+            metavar="SIZE",
+            help=(
+                "Maximum size of a model's key-value cache, such as 2GiB. Default: with a memory"
+                " budget, half of it divided by the number of models; else a quarter of the"
+                " machine's memory."
+            ),
+        ),
+    ] = None,
     prefix_spill: Annotated[
         str | None,
         typer.Option(
@@ -249,21 +298,33 @@ def serve(
     threads: options.Threads = None,
     backend: options.Backend = None,
 ) -> None:
-    """Serve a model with the APIs of OpenAI, Anthropic and Ollama, and a page at / to try it.
+    """Serve models with the APIs of OpenAI, Anthropic and Ollama, and a page at / to try them.
+
+    --decoder, --draft and --adapter are those of the first model.
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
     from anydecode import catalogue
     from anydecode.api.llm import LLM
     from anydecode.api.prefix_spill import parse_bytes
+    from anydecode.models.loading.names import resolve
     from anydecode.progress import status
     from anydecode.sampling.preset import SamplerPreset
+    from anydecode.server.models import ServedModel, ServedModels, files_bytes
     from anydecode.server.running import serve as run
     from anydecode.server.settings import Settings, api_keys
 
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
+    entries = [
+        named_model(entry)
+        for entry in models or [os.environ.get("ANYDECODE_MODEL") or options.DEFAULT_MODEL]
+    ]
+    (first_name, first), *others = entries
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    if budget is not None and cache_memory is None:
+        cache_memory = str(budget // (2 * len(entries)))
     settings = Settings(
-        name=name or served_name(model),
+        name=name or first_name,
         host=host,
         port=port,
         api_keys=keys,
@@ -295,15 +356,24 @@ def serve(
         cache=cache,
         threads=threads,
         backend=backend,
-        draft=draft,
         schedule=schedule,
         drafting=drafting,
         cache_positions=cache_positions,
-        prefix_spill=prefix_spill,
-        spill_limit=spill_limit,
+        cache_memory=cache_memory,
+        row_budget=row_budget,
     )
-    with status(f"loading {model}"):
-        llm = LLM(model, row_budget=row_budget, **engine)
+    own = options.without_none(draft=draft, prefix_spill=prefix_spill, spill_limit=spill_limit)
+
+    def served(name: str, model: str) -> ServedModel:
+        path = resolve(model)
+        num_bytes = files_bytes(path)
+        if cache_memory is not None and cache_positions is None:
+            num_bytes += parse_bytes(cache_memory)
+        return ServedModel(name, lambda: LLM(model, **engine), num_bytes, path)
+
+    with status(f"loading {first}"):
+        further = [served(*entry) for entry in others]
+        llm = LLM(first, **engine, **own)
         for choice in (decoder or llm.default_decoder, *settings.allowed_decoders):
             llm.methods.find(choice)
         for choice in settings.allowed_logits_processors:
@@ -313,4 +383,14 @@ def serve(
             if not equals:
                 raise InvalidRequestError(f"--adapter {entry!r} must have the form NAME=FOLDER")
             llm.add_adapter(adapter_name, folder)
-    run(llm, settings)
+    can_unload = bool(others) or idle_unload is not None
+    run(
+        ServedModels(
+            llm,
+            settings,
+            further,
+            reload=(lambda: LLM(first, **engine, **own)) if can_unload else None,
+            memory_budget=budget,
+            idle_seconds=idle_unload,
+        )
+    )

@@ -13,14 +13,15 @@ from anydecode.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from anydecode.server.service import Service
 
 
-async def load_adapter(service: Service, body: LoadAdapterRequest) -> Response:
-    """Load an adapter from the folder that the operator has given."""
+async def load_adapter(service: Service, body: LoadAdapterRequest, names: list[str]) -> Response:
+    """Load an adapter from the folder that the operator has given. `names`: those that are taken,
+    by models and other adapters."""
     settings, llm = service.settings, service.llm
     if settings.adapter_folder is None:
         raise ApiError(403, "adapters are not loaded by requests; start with --adapter-folder")
     path = _inside(settings.adapter_folder, body.lora_path)
     async with service.adapter_lock:
-        if body.lora_name == settings.name or body.lora_name in llm.adapters:
+        if body.lora_name in names or body.lora_name in llm.adapters:
             message = f"there is already a model called {body.lora_name!r}"
             raise ApiError(400, message, param="lora_name")
         if len(llm.adapters) >= settings.max_adapters:

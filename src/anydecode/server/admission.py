@@ -10,7 +10,8 @@ from secrets import token_hex
 from time import perf_counter, time_ns
 from typing import Any
 
-from anydecode.engine.driver import INTERRUPTS, Driver
+from anydecode.engine.driver import INTERRUPTS
+from anydecode.errors import AnydecodeError
 from anydecode.server import logs
 from anydecode.server.errors import ApiError, api_error, too_large_headers
 from anydecode.server.metrics import Metrics
@@ -39,11 +40,13 @@ class AdmissionMiddleware:
     On a loopback address, only loopback host names (and `allowed_hosts`) are accepted, which blocks
     DNS rebinding: a web page whose own host name resolves to this machine is refused. Paths that
     start with one of `_API_PREFIXES` need an API key if keys are configured. A POST to them needs
-    the engine of `driver` to be running and fewer than `max_requests` active requests, those in the
+    every engine to be running and fewer than `max_requests` active requests, those in the
     `background` included; a POST that cancels one does not. A request becomes active when its body
     is complete, so that clients that send slowly take no capacity from others. At most
     `max_requests` bodies, and `MAX_UPLOADS` files, may be received in part; of more, the one that
     has taken longest is refused.
+
+    `fault` returns why an engine has stopped, or None.
 
     `scope["state"]` receives the request's `id`, the address of its `client`, and the key's
     `namespace`. If a handler stores a function there as `count`, it is called when the request
@@ -53,7 +56,7 @@ class AdmissionMiddleware:
     def __init__(
         self,
         app: Any,
-        driver: Driver,
+        fault: Callable[[], AnydecodeError | None],
         settings: Settings,
         metrics: Metrics,
         telemetry: Telemetry | None = None,
@@ -61,7 +64,7 @@ class AdmissionMiddleware:
     ) -> None:
         self.app = app
         self._background = background
-        self.driver = driver
+        self.fault = fault
         self.telemetry = telemetry
         self._is_local = is_loopback(settings.host)
         self.settings = settings
@@ -166,7 +169,7 @@ class AdmissionMiddleware:
 
     def check_capacity(self) -> None:
         """Raise `ApiError` if there is no room for another request."""
-        if (error := self.driver.error) is not None:
+        if (error := self.fault()) is not None:
             raise api_error(error)
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})

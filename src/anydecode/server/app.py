@@ -25,7 +25,9 @@ from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
 from anydecode.server.errors import ApiError, api_error, stopped_message
 from anydecode.server.logs import log
+from anydecode.server.models import ReleaseMiddleware, ServedModels, as_served
 from anydecode.server.ollama.routes import add_ollama_api
+from anydecode.server.options import unknown_model
 from anydecode.server.protocol import (
     MAX_COUNT,
     ChatRequest,
@@ -63,6 +65,8 @@ _PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
+#: The load of a model that is not loaded.
+_NO_LOAD = {"running": 0, "waiting": 0, "preemptions": 0, "num_tokens": 0, "runners": {}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in {
@@ -79,42 +83,48 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    llm: LLM, settings: Settings | None = None, telemetry: Telemetry | None = None
+    models: LLM | ServedModels,
+    settings: Settings | None = None,
+    telemetry: Telemetry | None = None,
 ) -> AdmissionMiddleware:
-    """Build the ASGI application that serves `llm`.
+    """Build the ASGI application that serves one model or several.
 
     Args:
-        llm: The model and its engine. The caller closes it.
-        settings: Limits, API keys and names; None for the defaults.
+        models: The model and its engine, or several models. The caller closes them.
+        settings: Limits, API keys and names of a single model; None for the defaults. Several
+            models have theirs.
         telemetry: Records one OpenTelemetry span per request, if given.
 
     Returns:
         The application, wrapped in the admission middleware.
     """
-    service = Service(llm, settings or Settings())
+    models = as_served(models, settings)
     app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
-    app.state.service = service
-    app.state.responses = ResponsesApi(service)
-    _add_api(app, service)
+    app.add_middleware(ReleaseMiddleware)
+    app.state.models = models
+    app.state.responses = ResponsesApi(models)
+    _add_generation(app, models)
+    _add_texts(app, models)
+    _add_model_list(app, models)
     _add_responses(app, app.state.responses)
     app.state.batches = add_files_api(
-        app, service, app.state.responses.database, lambda: admission.check_capacity(), _ERRORS
+        app, models, app.state.responses.database, lambda: admission.check_capacity(), _ERRORS
     )
-    add_anthropic_api(app, service, _ERRORS)
-    add_ollama_api(app, service, _ERRORS)
-    _add_metrics(app, service)
+    add_anthropic_api(app, models, _ERRORS)
+    add_ollama_api(app, models, _ERRORS)
+    _add_metrics(app, models)
     _add_page(app)
     _add_errors(app)
     background = (app.state.responses.background, app.state.batches)
     admission = AdmissionMiddleware(
-        app, llm.driver, service.settings, service.metrics, telemetry, background
+        app, lambda: models.error, models.settings, models.metrics, telemetry, background
     )
 
     @app.get("/health", responses={503: _ERRORS[503]})
     async def health() -> Response:
         """Whether the server accepts requests; if not, the reason."""
-        if (error := llm.driver.error) is not None:
+        if (error := models.error) is not None:
             return JSONResponse({"status": "stopped", "reason": stopped_message(error)}, 503)
         status = "draining" if admission.draining else "ok"
         return JSONResponse({"status": status}, 503 if admission.draining else 200)
@@ -122,74 +132,84 @@ def create_app(
     return admission
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, models: ServedModels) -> None:
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         """Generate the next message of a conversation."""
-        return await chat(service, body, http)
+        return await chat(await _service(models, body.model, http), body, http)
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Generate the continuation of one prompt or several."""
-        return await complete(service, body, http)
+        return await complete(await _service(models, body.model, http), body, http)
 
+    @app.post("/v1/constraints/validate", responses=_ERRORS)
+    async def validate_constraint(body: ConstraintRequest, http: Request) -> Response:
+        """Whether a constraint can be compiled, and the reason if not."""
+        return await validate(await _service(models, body.model, http), body, http)
+
+
+def _add_texts(app: FastAPI, models: ServedModels) -> None:
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
         """Compute one embedding per input."""
-        return await embed(service, body, http)
+        return await embed(await _service(models, body.model, http), body, http)
 
     @app.post("/rerank", responses=_ERRORS)
     @app.post("/v1/rerank", responses=_ERRORS)
     @app.post("/v2/rerank", responses=_ERRORS)
     async def rerank_documents(body: RerankRequest, http: Request) -> Response:
         """Order documents by their relevance to a query."""
-        return await rerank(service, body, http)
+        return await rerank(await _service(models, body.model, http), body, http)
 
     @app.post("/score", responses=_ERRORS)
     @app.post("/v1/score", responses=_ERRORS)
     async def score_pairs(body: ScoreRequest, http: Request) -> Response:
         """Compute the relevance of pairs of texts."""
-        return await score(service, body, http)
-
-    @app.post("/v1/constraints/validate", responses=_ERRORS)
-    async def validate_constraint(body: ConstraintRequest, http: Request) -> Response:
-        """Whether a constraint can be compiled, and the reason if not."""
-        return await validate(service, body, http)
-
-    @app.post("/v1/load_lora_adapter", responses=_ERRORS)
-    async def load_lora_adapter(body: LoadAdapterRequest, http: Request) -> Response:
-        """Load an adapter from the server's folder of adapters."""
-        return await load_adapter(service, body)
-
-    @app.post("/v1/unload_lora_adapter", responses=_ERRORS)
-    async def unload_lora_adapter(body: UnloadAdapterRequest, http: Request) -> Response:
-        """Unload an adapter."""
-        return await unload_adapter(service, body)
+        return await score(await _service(models, body.model, http), body, http)
 
     @app.post("/tokenize", responses=_ERRORS)
     async def tokenize_text(body: TokenizeRequest, http: Request) -> Response:
         """The tokens of a prompt, or of a conversation."""
-        return await tokenize(service, body, http)
+        return await tokenize(await _service(models, body.model, http), body, http)
 
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize_tokens(body: DetokenizeRequest, http: Request) -> Response:
         """The text of tokens."""
-        return await detokenize(service, body, http)
+        return await detokenize(await _service(models, body.model, http), body, http)
 
+
+def _add_model_list(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models", responses={401: _ERRORS[401]})
-    async def models() -> Response:
-        """List the model and its adapters."""
-        return JSONResponse({"object": "list", "data": _models(service)})
+    async def list_models() -> Response:
+        """List the models and their adapters."""
+        return JSONResponse({"object": "list", "data": _model_list(models)})
 
     @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def model(name: str) -> Response:
-        """Describe the model or one adapter."""
-        for entry in _models(service):
+        """Describe a model or an adapter."""
+        for entry in _model_list(models):
             if entry["id"] == name:
                 return JSONResponse(entry)
-        raise ApiError(
-            404, f"the model {name!r} does not exist on this server", code="model_not_found"
-        )
+        raise unknown_model(name, models.available)
+
+    @app.post("/v1/load_lora_adapter", responses=_ERRORS)
+    async def load_lora_adapter(body: LoadAdapterRequest, http: Request) -> Response:
+        """Load an adapter from the server's folder of adapters."""
+        service = await _service(models, body.model, http)
+        return await load_adapter(service, body, models.available)
+
+    @app.post("/v1/unload_lora_adapter", responses=_ERRORS)
+    async def unload_lora_adapter(body: UnloadAdapterRequest, http: Request) -> Response:
+        """Unload an adapter."""
+        is_known = body.lora_name in models.available
+        service = await _service(models, body.lora_name if is_known else None, http)
+        return await unload_adapter(service, body)
+
+
+async def _service(models: ServedModels, name: str | None, http: Request) -> Service:
+    """The service of the model that a request names, for as long as the request runs."""
+    return await models.use(name, http.scope["state"])
 
 
 def _add_responses(app: FastAPI, api: ResponsesApi) -> None:
@@ -237,60 +257,63 @@ def _add_responses(app: FastAPI, api: ResponsesApi) -> None:
         return await api.input_items(response_id, http, limit, order, after)
 
 
-def _models(service: Service) -> list[dict[str, Any]]:
-    settings, llm = service.settings, service.llm
-    names = [settings.name, *llm.adapters]
+def _model_list(models: ServedModels) -> list[dict[str, Any]]:
     return [
         {
             "id": name,
             "object": "model",
-            "created": service.created,
+            "created": models.created,
             "owned_by": "anydecode",
-            "max_model_len": llm.max_length,
-            "parent": settings.name if index else None,
+            "max_model_len": None if place.service is None else place.service.llm.max_length,
+            "parent": parent,
+            "status": {"value": place.status},
         }
-        for index, name in enumerate(names)
+        for name, parent, place in models.entries()
     ]
 
 
-def _add_metrics(app: FastAPI, service: Service) -> None:
-    engine = service.llm.engine
-
+def _add_metrics(app: FastAPI, models: ServedModels) -> None:
     @app.get("/metrics", responses={401: _ERRORS[401]})
     async def prometheus() -> Response:
         """Metrics in the Prometheus text format."""
-        return Response(service.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
+        return Response(models.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
 
-    @app.get("/live", responses={401: _ERRORS[401]})
-    async def live() -> Response:
-        """The current load, for the web page."""
-        runners = {
-            name: {
-                "capacity": runner.pool.num_slots,
-                "used": runner.pool.num_used,
-                "shared": runner.prefixes.num_slots,
-                "passes": runner.num_passes,
-                "rows": runner.num_rows,
-            }
-            for name, runner in list(engine.runners.items())
-        }
-        return JSONResponse(
-            {
-                "model": service.settings.name,
-                "running": len(engine.running),
-                "waiting": len(engine.waiting),
-                "preemptions": engine.num_preemptions,
-                "num_tokens": engine.num_tokens,
-                "runners": runners,
-            }
-        )
+    @app.get("/live", responses={401: _ERRORS[401], 404: _ERRORS[404]})
+    async def live(model: str | None = None) -> Response:
+        """The current load of a model, for the web page; without `model`, of the first one."""
+        place = models.find(model)
+        load = _NO_LOAD if place.service is None else _load(place.service.llm)
+        return JSONResponse({"model": place.model.name, "status": place.status, **load})
 
-    @app.get("/decoders")
-    async def list_decoders() -> Response:
-        """The cards of the decoders, those that can run on this server apart from the others, and
-        whether the model has a chat template, for the web page."""
+    @app.get("/decoders", responses={404: _ERRORS[404], 503: _ERRORS[503]})
+    async def list_decoders(http: Request, model: str | None = None) -> Response:
+        """The cards of the decoders, those that can run with a model apart from the others, and
+        whether it has a chat template, for the web page; without `model`, of the first one."""
+        service = await _service(models, model, http)
         content = await asyncio.to_thread(lambda: service.decoder_list)
         return Response(content, media_type="application/json")
+
+
+def _load(llm: LLM) -> dict[str, Any]:
+    """The current load of an engine."""
+    engine = llm.engine
+    runners = {
+        name: {
+            "capacity": runner.pool.num_slots,
+            "used": runner.pool.num_used,
+            "shared": runner.prefixes.num_slots,
+            "passes": runner.num_passes,
+            "rows": runner.num_rows,
+        }
+        for name, runner in list(engine.runners.items())
+    }
+    return {
+        "running": len(engine.running),
+        "waiting": len(engine.waiting),
+        "preemptions": engine.num_preemptions,
+        "num_tokens": engine.num_tokens,
+        "runners": runners,
+    }
 
 
 def _add_page(app: FastAPI) -> None:

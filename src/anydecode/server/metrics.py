@@ -22,9 +22,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Counters and histograms of one server, and the metrics of its engine."""
+    """Counters and histograms of one server, and the metrics of its engines.
 
-    def __init__(self, llm: LLM) -> None:
+    Args:
+        models: Returns the loaded models, by name.
+        has_names: Whether the metrics of an engine have the name of its model as a label.
+    """
+
+    def __init__(self, models: Callable[[], dict[str, LLM]], has_names: bool = False) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter(
             "requests", "HTTP requests, by endpoint and status.", "endpoint", "status"
@@ -47,7 +52,7 @@ class Metrics:
         self.tokens_per_pass = self._histogram(
             "tokens_per_pass", "Tokens per forward pass of the target model, by request.", _PER_PASS
         )
-        self.registry.register(EngineCollector(llm))
+        self.registry.register(EngineCollector(models, has_names))
 
     def record(self, generations: list[Generation]) -> None:
         """Record finished generations."""
@@ -74,64 +79,72 @@ class Metrics:
         return Histogram(f"anydecode_{name}", text, registry=self.registry, buckets=buckets)
 
 
-class EngineCollector:
-    """A Prometheus collector of the engine's state."""
+def _spill_bytes(runner: ModelRunner) -> float:
+    spill = runner.prefixes.spill
+    return 0 if spill is None else spill.num_bytes
 
-    def __init__(self, llm: LLM) -> None:
-        self._engine = llm.engine
-        self._driver = llm.driver
+
+_GAUGES: dict[str, tuple[str, Callable[[LLM], float]]] = {
+    "engine_up": ("1 while the engine runs, 0 after a fault has stopped it.",
+                  lambda llm: llm.driver.error is None),
+    "running_sequences": ("Running sequences.", lambda llm: len(llm.engine.running)),
+    "waiting_sequences": ("Waiting sequences.", lambda llm: len(llm.engine.waiting)),
+}  # fmt: skip
+_COUNTERS: dict[str, tuple[str, Callable[[LLM], float]]] = {
+    "preemptions": ("Preempted sequences.", lambda llm: llm.engine.num_preemptions),
+}
+_RUNNER_GAUGES: Readers = {
+    "cache_positions": ("Capacity of the key-value cache, in positions.",
+                        lambda runner: runner.pool.num_slots),
+    "cache_used": ("Used positions, including cached prefixes.",
+                   lambda runner: runner.pool.num_used),
+    "cache_prefix": ("Positions that hold cached prefixes.",
+                     lambda runner: runner.prefixes.num_slots),
+    "spill_bytes": ("Bytes of prefixes in the spill.", _spill_bytes),
+}  # fmt: skip
+_RUNNER_COUNTERS: Readers = {
+    "prefix_hit_tokens": ("Prompt tokens found in the prefix cache.",
+                          lambda runner: runner.prefixes.num_hits),
+    "prefix_restored_tokens": ("Prompt tokens restored from the spill.",
+                               lambda runner: runner.prefixes.num_restored),
+    "passes": ("Forward passes.", lambda runner: runner.num_passes),
+    "rows": ("Rows computed in forward passes.", lambda runner: runner.num_rows),
+    "pass_seconds": ("Time in forward passes, in seconds.", lambda runner: runner.seconds),
+}  # fmt: skip
+
+
+class EngineCollector:
+    """A Prometheus collector of the state of each engine. Arguments as for `Metrics`."""
+
+    def __init__(self, models: Callable[[], dict[str, LLM]], has_names: bool) -> None:
+        self._models = models
+        self._has_names = has_names
 
     def describe(self) -> list[Metric]:
         """Nothing: the metrics depend on the model runners."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges and counters of the engine, and those of each model runner."""
-        engine = self._engine
-        yield GaugeMetricFamily(
-            "anydecode_engine_up",
-            "1 while the engine runs, 0 after a fault has stopped it.",
-            float(self._driver.error is None),
-        )
-        yield GaugeMetricFamily(
-            "anydecode_running_sequences", "Running sequences.", len(engine.running)
-        )
-        yield GaugeMetricFamily(
-            "anydecode_waiting_sequences", "Waiting sequences.", len(engine.waiting)
-        )
-        yield CounterMetricFamily(
-            "anydecode_preemptions", "Preempted sequences.", engine.num_preemptions
-        )
-        runner_gauges: Readers = {
-            "cache_positions": ("Capacity of the key-value cache, in positions.",
-                                lambda runner: runner.pool.num_slots),
-            "cache_used": ("Used positions, including cached prefixes.",
-                           lambda runner: runner.pool.num_used),
-            "cache_prefix": ("Positions that hold cached prefixes.",
-                             lambda runner: runner.prefixes.num_slots),
-            "spill_bytes": ("Bytes of prefixes in the spill.", _spill_bytes),
-        }  # fmt: skip
-        runner_counters: Readers = {
-            "prefix_hit_tokens": ("Prompt tokens found in the prefix cache.",
-                                  lambda runner: runner.prefixes.num_hits),
-            "prefix_restored_tokens": ("Prompt tokens restored from the spill.",
-                                       lambda runner: runner.prefixes.num_restored),
-            "passes": ("Forward passes.", lambda runner: runner.num_passes),
-            "rows": ("Rows computed in forward passes.", lambda runner: runner.num_rows),
-            "pass_seconds": ("Time in forward passes, in seconds.", lambda runner: runner.seconds),
-        }  # fmt: skip
-        for name, (text, read) in runner_gauges.items():
-            gauge = GaugeMetricFamily(f"anydecode_{name}", text, labels=["runner"])
-            for runner in list(engine.runners.values()):
-                gauge.add_metric([runner.name], read(runner))
-            yield gauge
-        for name, (text, read) in runner_counters.items():
-            counter = CounterMetricFamily(f"anydecode_{name}", text, labels=["runner"])
-            for runner in list(engine.runners.values()):
-                counter.add_metric([runner.name], read(runner))
-            yield counter
+        """Gauges and counters of the engines, and those of each model runner."""
+        models = self._models()
+        for kind, readers in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, read) in readers.items():
+                metric = kind(f"anydecode_{name}", text, labels=self._labels())
+                for model, llm in models.items():
+                    metric.add_metric(self._labels(model), read(llm))
+                yield metric
+        for kind, runner_readers in (
+            (GaugeMetricFamily, _RUNNER_GAUGES),
+            (CounterMetricFamily, _RUNNER_COUNTERS),
+        ):
+            for name, (text, read_runner) in runner_readers.items():
+                metric = kind(f"anydecode_{name}", text, labels=[*self._labels(), "runner"])
+                for model, llm in models.items():
+                    for runner in list(llm.engine.runners.values()):
+                        values = [*self._labels(model), runner.name]
+                        metric.add_metric(values, read_runner(runner))
+                yield metric
 
-
-def _spill_bytes(runner: ModelRunner) -> float:
-    spill = runner.prefixes.spill
-    return 0 if spill is None else spill.num_bytes
+    def _labels(self, value: str = "model") -> list[str]:
+        """The label of the model, or its value, if there is one."""
+        return [value] if self._has_names else []

@@ -137,13 +137,18 @@ def check_processor(choice: str, settings: Settings) -> str:
 
 def adapter_of(model: str | None, llm: LLM, settings: Settings) -> str | None:
     """The adapter that `model` names; None for the model itself."""
-    if model in (None, "", settings.name):
+    if not model or model == settings.name:
         return None
     if model in llm.adapters:
         return model
-    available = ", ".join([settings.name, *llm.adapters])
-    message = f"the model {model!r} does not exist on this server; available: {available}"
-    raise ApiError(404, message, code="model_not_found", param="model")
+    raise unknown_model(model, [settings.name, *llm.adapters])
+
+
+def unknown_model(name: str, available: list[str]) -> ApiError:
+    """The error of a request for a model that does not exist."""
+    names = ", ".join(available)
+    message = f"the model {name!r} does not exist on this server; available: {names}"
+    return ApiError(404, message, code="model_not_found", param="model")
 
 
 def check_prompt(tokens: list[int], settings: Settings) -> None:

@@ -338,9 +338,11 @@ class ConstraintRequest(Body):
 
 
 class LoadAdapterRequest(Body):
-    """`POST /v1/load_lora_adapter`: a name, and a folder inside the server's folder of adapters."""
+    """`POST /v1/load_lora_adapter`: a name, and a folder inside the server's folder of adapters;
+    `model` names the model, the first one by default."""
 
     model_config = ConfigDict(extra="forbid")
+    model: Name | None = None
     lora_name: Annotated[str, Field(min_length=1, max_length=128)]
     lora_path: Annotated[str, Field(min_length=1, max_length=1000)]
 

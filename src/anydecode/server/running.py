@@ -17,6 +17,7 @@ from anydecode.server import logs
 from anydecode.server.admission import AdmissionMiddleware
 from anydecode.server.app import create_app
 from anydecode.server.connection import LimitedProtocol
+from anydecode.server.models import ServedModels, as_served
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry, from_environment
 
@@ -35,20 +36,23 @@ class _Server(uvicorn.Server):
         # The engine's thread and the event loop wait so long for a thread that computes.
         sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
-        await self.config.app.app.state.batches.resume()  # type: ignore[union-attr]
+        state = self.config.app.app.state  # type: ignore[union-attr]
+        await state.batches.resume()
+        state.models.watch()
         # Afterwards, so that the server accepts requests sooner.
-        warm = self.config.app.app.state.service.warm  # type: ignore[union-attr]
-        threading.Thread(target=warm, name="anydecode-warm", daemon=True).start()
+        for service in state.models.loaded:
+            threading.Thread(target=service.warm, name="anydecode-warm", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state = self.config.app.app.state  # type: ignore[union-attr]
         responses, batches = state.responses, state.batches
         await asyncio.gather(super().shutdown(sockets), responses.drain(), batches.drain())
         await responses.close()
+        await state.models.stop()
 
     async def on_tick(self, counter: int) -> bool:
         admission: AdmissionMiddleware = self.config.app  # type: ignore[assignment]
-        if self._stop_time is None and admission.driver.error is not None:
+        if self._stop_time is None and admission.fault() is not None:
             self._stop_time = time.monotonic()
         is_over = (
             self._stop_time is not None
@@ -62,9 +66,10 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) -> _Server:
+def _server(models: ServedModels, telemetry: Telemetry | None = None) -> _Server:
+    settings = models.settings
     config = uvicorn.Config(
-        create_app(llm, settings, telemetry),
+        create_app(models, telemetry=telemetry),
         host=settings.host,
         port=settings.port,
         http=LimitedProtocol,
@@ -80,40 +85,51 @@ def _server(llm: LLM, settings: Settings, telemetry: Telemetry | None = None) ->
     return _Server(config)
 
 
-def serve(llm: LLM, settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM, then shut down gracefully and close `llm`.
+def serve(models: LLM | ServedModels, settings: Settings | None = None) -> None:
+    """Serve until SIGINT or SIGTERM, then shut down gracefully and close the models.
 
-    Running requests are cancelled after `settings.drain_seconds`.
+    Running requests are cancelled after the `drain_seconds` of the settings.
+
+    Args:
+        models: The model and its engine, or several models.
+        settings: The settings of a single model; None for the defaults. Several models have theirs.
 
     Raises:
         EngineStoppedError: The engine has stopped after an internal error. The server has reported
-            that for `settings.drain_seconds`, and has shut down: start another process.
+            that for `drain_seconds`, and has shut down: start another process.
     """
+    models = as_served(models, settings)
+    settings = models.settings
     telemetry = from_environment(settings.name)
     logs.write_json_lines()
     # uvicorn raises the signal again when it exits; the engine must still be closed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     logs.event("start", model=settings.name, url=f"http://{settings.host}:{settings.port}")
     try:
-        _server(llm, settings, telemetry).run()
+        _server(models, telemetry).run()
     finally:
-        llm.close()
+        error = models.error
+        models.close()
         if telemetry is not None:
             telemetry.close()
         logs.event("stop")
-    if (error := llm.driver.error) is not None:
+    if error is not None:
         raise error
 
 
 class LiveServer:
     """A server on a background thread, for notebooks, benchmarks and tests.
 
-    A context manager: leaving the `with` block stops the server. The caller closes `llm`. Port 0
-    picks a free port.
+    A context manager: leaving the `with` block stops the server. The caller closes the models. Port
+    0 picks a free port.
+
+    Args:
+        models: The model and its engine, or several models.
+        settings: The settings of a single model; None for the defaults. Several models have theirs.
     """
 
-    def __init__(self, llm: LLM, settings: Settings) -> None:
-        self._server = _server(llm, settings)
+    def __init__(self, models: LLM | ServedModels, settings: Settings | None = None) -> None:
+        self._server = _server(as_served(models, settings))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     @property

@@ -31,14 +31,28 @@ from anydecode.server.settings import Settings
 
 
 class Service:
-    """One served model: its engine, settings, metrics and parsers."""
+    """One served model: its engine, settings, metrics and parsers.
 
-    def __init__(self, llm: LLM, settings: Settings) -> None:
+    Args:
+        llm: The model and its engine.
+        settings: The server's settings, with the model's name.
+        metrics: The server's metrics; None: those of this model alone.
+        can_be_unloaded: Whether the server can unload the model and load it again.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        settings: Settings,
+        metrics: Metrics | None = None,
+        can_be_unloaded: bool = False,
+    ) -> None:
         assert llm.tokenizer is not None
         self.llm = llm
         self.tokenizer = llm.tokenizer
         self.settings = settings
-        self.metrics = Metrics(llm)
+        self.can_be_unloaded = can_be_unloaded
+        self.metrics = metrics or Metrics(lambda: {settings.name: llm})
         self.preparation = Preparation(llm, settings)
         self.created = int(time.time())
         #: Held while a request loads an adapter, so that none exceeds the limit.

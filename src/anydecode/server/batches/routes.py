@@ -11,8 +11,7 @@ from starlette.responses import Response
 from anydecode.server.batches.api import BatchesApi
 from anydecode.server.batches.protocol import BatchRequest
 from anydecode.server.database import Database
-from anydecode.server.options import adapter_of
-from anydecode.server.service import Service
+from anydecode.server.models import ServedModels
 
 _FORM = {
     "requestBody": {
@@ -35,7 +34,7 @@ _FORM = {
 
 def add_files_api(
     app: FastAPI,
-    service: Service,
+    models: ServedModels,
     database: Database | None,
     check_capacity: Callable[[], object],
     errors: dict[int | str, dict[str, Any]],
@@ -44,17 +43,17 @@ def add_files_api(
 
     Args:
         app: The application, which also runs the lines of batches.
-        service: The served model.
+        models: The served models.
         database: The database of the files and batches; None if nothing is stored.
         check_capacity: Raises `ApiError` if the server has no room for another request.
         errors: The descriptions of the errors.
     """
     api = BatchesApi(
         app,
-        service.settings,
-        service.metrics,
+        models.settings,
+        models.metrics,
         database,
-        check_model=lambda body: adapter_of(_name(body), service.llm, service.settings),
+        check_model=lambda body: models.find(_name(body)),
         check_capacity=check_capacity,
     )
     file, batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"

@@ -27,7 +27,7 @@ async def embed(service: Service, body: EmbedRequest, http: HttpRequest) -> Resp
         "load_duration": 0,
         "prompt_eval_count": count,
     }
-    if names := sorted(ignored_names(body)):
+    if names := sorted(ignored_names(body, service)):
         fields["anydecode"] = {"ignored": names}
     return JSONResponse(fields)
 

@@ -16,7 +16,7 @@ from anydecode.server import logprobs
 from anydecode.server.chat_run import Answer, ChatRun, ToolCall, start_chat
 from anydecode.server.completions import with_suffix
 from anydecode.server.events import EventStream, compact
-from anydecode.server.ollama.prompts import chat_form, generate_form
+from anydecode.server.ollama.prompts import chat_form, generate_form, is_zero
 from anydecode.server.ollama.protocol import GenerateRequest, GeneratingBody, OllamaChatRequest
 from anydecode.server.options import engine_options
 from anydecode.server.parsers import Parser
@@ -34,7 +34,7 @@ async def chat(service: Service, body: OllamaChatRequest, http: HttpRequest) -> 
     start = perf_counter()
     request, ignored = chat_form(body, service)
     if not body.messages:
-        return _loaded(body, request, _message)
+        return _without_prompt(body, request.model, _message, "load")
     chat_run = await start_chat(service, request, http.scope["state"], **_run_options(body))
     return await _OllamaAnswer(service, body, request, ignored, chat_run, _message, start).send(
         http
@@ -47,7 +47,7 @@ async def generate(service: Service, body: GenerateRequest, http: HttpRequest) -
     start = perf_counter()
     request, ignored = generate_form(body, service)
     if not body.prompt:
-        return _loaded(body, request, _response)
+        return _without_prompt(body, request.model, _response, "load")
     prepare = start_chat if body.is_rendered else partial(_start_raw, suffix=body.suffix)
     chat_run = await prepare(service, request, http.scope["state"], **_run_options(body))
     return await _OllamaAnswer(service, body, request, ignored, chat_run, _response, start).send(
@@ -106,16 +106,27 @@ def _response(part: Answer) -> dict[str, Any]:
     return {"response": part.content or "", **thinking}
 
 
-def _loaded(body: GeneratingBody, request: ChatRequest, shape: Shape) -> Response:
+def is_unloading(body: OllamaChatRequest | GenerateRequest) -> bool:
+    """Whether a request only unloads the model: without a prompt, to be kept for no time."""
+    prompt = body.messages if isinstance(body, OllamaChatRequest) else body.prompt
+    return not prompt and is_zero(body.keep_alive)
+
+
+def unloaded(body: OllamaChatRequest | GenerateRequest, name: str) -> Response:
+    """The answer to a request that unloads the model called `name`."""
+    shape = _message if isinstance(body, OllamaChatRequest) else _response
+    return _without_prompt(body, name, shape, "unload")
+
+
+def _without_prompt(body: GeneratingBody, name: str | None, shape: Shape, reason: str) -> Response:
     """The answer to a request without a prompt, by which clients load and unload a model."""
-    reason = "unload" if body.keep_alive in (0, "0") else "load"
     end = {"done": True, "done_reason": reason}
-    return JSONResponse({**_head(body, request), **shape(Answer()), **end})
+    return JSONResponse({**_head(body, name), **shape(Answer()), **end})
 
 
-def _head(body: GeneratingBody, request: ChatRequest) -> dict[str, Any]:
+def _head(body: GeneratingBody, name: str | None) -> dict[str, Any]:
     return {
-        "model": body.model or request.model,
+        "model": body.model or name,
         "created_at": timestamp(datetime.now(timezone.utc)),
     }
 
@@ -189,7 +200,7 @@ class _OllamaAnswer:
 
     def _part(self, part: Answer) -> dict[str, Any]:
         """The fields of a part, with the log-probabilities of the tokens since the last one."""
-        fields = {**_head(self.body, self.request), **self.shape(part)}
+        fields = {**_head(self.body, self.request.model), **self.shape(part)}
         if self.body.logprobs:
             sequence = self.chat_run.run.requests[0].jobs[0].sequence
             entries = logprobs.generated(sequence, self._num_logprobs_sent)

@@ -4,130 +4,147 @@ from __future__ import annotations
 
 import hashlib
 from datetime import datetime, timezone
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from anydecode.kernels.interface import Weight
 from anydecode.models.fill_in import find_sentinels
+from anydecode.server.models import Place, ServedModels, files_bytes, model_files
 from anydecode.server.ollama.generate import timestamp
 from anydecode.server.ollama.prompts import LATEST
 from anydecode.server.service import Service
 
-#: The model stays loaded as long as the server runs.
+#: Without an idle time, a model stays loaded as long as the server runs.
 _NEVER = "2999-01-01T00:00:00Z"
+
+#: The details of a model that has not been loaded.
+_DETAILS: dict[str, Any] = {
+    "parent_model": "",
+    "format": "",
+    "family": "",
+    "families": [],
+    "parameter_size": "",
+    "quantization_level": "",
+}
 
 
 class ModelList:
-    """Describes the served model and its adapters. What is not known is empty or 0."""
+    """Describes the served models and their adapters. What is not known is empty or 0: of a model
+    that has not been loaded yet, all but its files."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._path: Path | None = getattr(service.llm.model, "path", None)
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+        self._details: dict[str, dict[str, Any]] = {}  # of the models that have been loaded
 
     def tags(self) -> dict[str, Any]:
         """The answer of `/api/tags`."""
-        modified = {"modified_at": self._modified}
-        return {"models": [{**entry, **modified} for entry in self._entries()]}
+        return {"models": [self._entry(name, place) for name, _, place in self._models.entries()]}
 
     def running(self) -> dict[str, Any]:
         """The answer of `/api/ps`."""
-        fields = {
-            "expires_at": _NEVER,
-            "size_vram": 0,
-            "context_length": self._service.llm.max_length,
-        }
-        return {"models": [{**entry, **fields} for entry in self._entries()]}
+        entries = []
+        for name, _, place in self._models.entries():
+            if place.service is not None:
+                entry = self._entry(name, place)
+                del entry["modified_at"]
+                expiry = self._models.expiry(place)
+                fields = {
+                    "expires_at": _NEVER if expiry is None else _timestamp(expiry),
+                    "size_vram": 0,
+                    "context_length": place.service.llm.max_length,
+                }
+                entries.append({**entry, **fields})
+        return {"models": entries}
 
-    def show(self) -> dict[str, Any]:
-        """The answer of `/api/show`. The first one reads the vocabulary."""
-        spec, service = self._service.llm.model.spec, self._service
-        name = self._family
-        template = service.tokenizer.chat_template
-        capabilities = ["completion"]
-        if service.tool_format is not None:
-            capabilities.append("tools")
-        if service.may_open_reasoning:
-            capabilities.append("thinking")
-        if find_sentinels(service.tokenizer) is not None:
-            capabilities.append("insert")
-        if spec.is_encoder:
-            capabilities = ["embedding"]
+    def _entry(self, name: str, place: Place) -> dict[str, Any]:
+        model = place.model
+        if place.service is not None and model.name not in self._details:
+            self._details[model.name] = _details(place.service)
+        name = name if ":" in name else name + LATEST
+        size, modified = files_bytes(model.path), _modified(model.path, self._models.created)
+        # Of what identifies the model; its weights are not read.
+        digest = hashlib.sha256(repr((name, size, modified)).encode()).hexdigest()
         return {
-            "modelfile": "",
-            "parameters": "",
-            "template": template if isinstance(template, str) else "",
-            "modified_at": self._modified,
-            "details": self._details,
-            "model_info": {
-                "general.architecture": name,
-                "general.parameter_count": self._num_parameters,
-                f"{name}.context_length": service.llm.max_length,
-                f"{name}.embedding_length": spec.hidden_size,
-                f"{name}.block_count": spec.num_layers,
-            },
-            "capabilities": capabilities,
+            "name": name,
+            "model": name,
+            "digest": digest,
+            "size": size,
+            "details": self._details.get(model.name, _DETAILS),
+            "modified_at": modified,
         }
 
-    def _entries(self) -> list[dict[str, Any]]:
-        names = [self._service.settings.name, *self._service.llm.adapters]
-        names = [name if ":" in name else name + LATEST for name in names]
-        shared = {"size": self._size, "details": self._details}
-        return [
-            {"name": name, "model": name, "digest": self._digest(name), **shared} for name in names
-        ]
 
-    def _digest(self, name: str) -> str:
-        """A digest of what identifies the model; its weights are not read."""
-        return hashlib.sha256(repr((name, self._size, self._modified)).encode()).hexdigest()
+def show(service: Service) -> dict[str, Any]:
+    """The answer of `/api/show`. The first one reads the vocabulary."""
+    spec, path = service.llm.model.spec, getattr(service.llm.model, "path", None)
+    name = _family(service)
+    template = service.tokenizer.chat_template
+    capabilities = ["completion"]
+    if service.tool_format is not None:
+        capabilities.append("tools")
+    if service.may_open_reasoning:
+        capabilities.append("thinking")
+    if find_sentinels(service.tokenizer) is not None:
+        capabilities.append("insert")
+    if spec.is_encoder:
+        capabilities = ["embedding"]
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template if isinstance(template, str) else "",
+        "modified_at": _modified(path, service.created),
+        "details": _details(service),
+        "model_info": {
+            "general.architecture": name,
+            "general.parameter_count": _num_parameters(_weights(service)),
+            f"{name}.context_length": service.llm.max_length,
+            f"{name}.embedding_length": spec.hidden_size,
+            f"{name}.block_count": spec.num_layers,
+        },
+        "capabilities": capabilities,
+    }
 
-    @property
-    def _family(self) -> str:
-        """The architecture by its name in GGUF files: "llama" for "LlamaForCausalLM"."""
-        return self._service.llm.model.spec.architecture.removesuffix("ForCausalLM").lower()
 
-    @cached_property
-    def _files(self) -> list[Path]:
-        if self._path is None:
-            return []
-        files = self._path.glob("*.safetensors") if self._path.is_dir() else [self._path]
-        return [file for file in files if file.exists()]
+def _family(service: Service) -> str:
+    """The architecture by its name in GGUF files: "llama" for "LlamaForCausalLM"."""
+    return service.llm.model.spec.architecture.removesuffix("ForCausalLM").lower()
 
-    @cached_property
-    def _size(self) -> int:
-        return sum(file.stat().st_size for file in self._files)
 
-    @cached_property
-    def _modified(self) -> str:
-        times = [file.stat().st_mtime for file in self._files]
-        seconds = max(times, default=float(self._service.created))
-        return timestamp(datetime.fromtimestamp(seconds, timezone.utc))
+def _modified(path: Path | None, otherwise: int) -> str:
+    times = [file.stat().st_mtime for file in model_files(path)]
+    return _timestamp(max(times, default=float(otherwise)))
 
-    @cached_property
-    def _weights(self) -> list[Weight]:
-        network = getattr(self._service.llm.model, "network", None)
-        found = [] if network is None else network.matrices()
-        return list({id(weight): weight for weight in found}.values())
 
-    @cached_property
-    def _num_parameters(self) -> int:
-        """The number of elements of the matrices."""
-        return sum(weight.out_features * weight.in_features for weight in self._weights)
+def _timestamp(seconds: float) -> str:
+    return timestamp(datetime.fromtimestamp(seconds, timezone.utc))
 
-    @cached_property
-    def _details(self) -> dict[str, Any]:
-        formats: dict[str, int] = {}
-        for weight in self._weights:
-            size = weight.out_features * weight.in_features
-            formats[weight.format] = formats.get(weight.format, 0) + size
-        return {
-            "parent_model": "",
-            "format": "" if not self._files else self._files[0].suffix[1:],
-            "family": self._family,
-            "families": [self._family],
-            "parameter_size": short(self._num_parameters) if self._weights else "",
-            "quantization_level": max(formats, key=formats.__getitem__, default=""),
-        }
+
+def _weights(service: Service) -> list[Weight]:
+    network = getattr(service.llm.model, "network", None)
+    found = [] if network is None else network.matrices()
+    return list({id(weight): weight for weight in found}.values())
+
+
+def _num_parameters(weights: list[Weight]) -> int:
+    """The number of elements of the matrices."""
+    return sum(weight.out_features * weight.in_features for weight in weights)
+
+
+def _details(service: Service) -> dict[str, Any]:
+    weights = _weights(service)
+    files = model_files(getattr(service.llm.model, "path", None))
+    formats: dict[str, int] = {}
+    for weight in weights:
+        formats[weight.format] = formats.get(weight.format, 0) + _num_parameters([weight])
+    family = _family(service)
+    return {
+        **_DETAILS,
+        "format": "" if not files else files[0].suffix[1:],
+        "family": family,
+        "families": [family],
+        "parameter_size": short(_num_parameters(weights)) if weights else "",
+        "quantization_level": max(formats, key=formats.__getitem__, default=""),
+    }
 
 
 def short(count: int) -> str:

@@ -36,9 +36,15 @@ def served_model(name: str | None, service: Service) -> str:
         ApiError: There is none.
     """
     served = service.settings.name
-    if name is not None and name.endswith(LATEST) and name not in (served, *service.llm.adapters):
-        name = name[: -len(LATEST)]
+    name = known_name(name, [served, *service.llm.adapters])
     return adapter_of(name, service.llm, service.settings) or served
+
+
+def known_name(name: str | None, available: list[str]) -> str | None:
+    """The name of a model that a client calls `name`: itself, or without its tag."""
+    if name is not None and name.endswith(LATEST) and name not in available:
+        return name[: -len(LATEST)]
+    return name
 
 
 def chat_form(body: OllamaChatRequest, service: Service) -> tuple[ChatRequest, list[str]]:
@@ -77,7 +83,7 @@ def generate_form(body: GenerateRequest, service: Service) -> tuple[ChatRequest,
 def _form(body: GeneratingBody, service: Service, **fields: Any) -> tuple[ChatRequest, list[str]]:
     options: Any = body.options or ModelOptions.model_construct()
     template = service.tokenizer.chat_template
-    ignored = list(ignored_names(body))
+    ignored = list(ignored_names(body, service))
     defaults = {"temperature": 0.8} if options.mirostat else _DEFAULTS
     fields |= {name: value for name, value in defaults.items() if getattr(options, name) is None}
     if options.num_predict is not None:
@@ -119,12 +125,18 @@ def _message(message: OllamaMessage) -> Message:
     return Message(role=message.role, content=message.content, **set_extra)
 
 
-def ignored_names(body: BaseModel) -> Iterator[str]:
+def is_zero(keep_alive: float | str | None) -> bool:
+    """Whether a model is to be unloaded after the request."""
+    return keep_alive in (0, "0", "0s", "0m", "0h")
+
+
+def ignored_names(body: BaseModel, service: Service) -> Iterator[str]:
     """The names of the fields that are set but have no effect; "options.a" is a part of options."""
     for name, value in (body.model_extra or {}).items():
         if value is not None:
             yield name
-    if getattr(body, "keep_alive", None) is not None:
+    keep_alive = getattr(body, "keep_alive", None)
+    if keep_alive is not None and not (service.can_be_unloaded and is_zero(keep_alive)):
         yield "keep_alive"
     options = getattr(body, "options", None)
     if options is not None:

@@ -9,13 +9,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from anydecode.server.errors import ApiError
+from anydecode.server.models import ServedModels
 from anydecode.server.ollama import embeddings, generate
-from anydecode.server.ollama.models import ModelList
-from anydecode.server.ollama.prompts import served_model
+from anydecode.server.ollama.models import ModelList, show
+from anydecode.server.ollama.prompts import is_zero, known_name
 from anydecode.server.ollama.protocol import (
     EmbeddingsRequest,
     EmbedRequest,
     GenerateRequest,
+    OllamaBody,
     OllamaChatRequest,
     ShowRequest,
 )
@@ -28,52 +30,57 @@ API_VERSION = "0.12.6"
 _MANAGEMENT = {"pull": "POST", "push": "POST", "create": "POST", "copy": "POST", "delete": "DELETE"}
 
 
-def add_ollama_api(app: FastAPI, service: Service, errors: dict[int | str, Any]) -> None:
+def add_ollama_api(app: FastAPI, models: ServedModels, errors: dict[int | str, Any]) -> None:
     """Add the endpoints; `errors` describes their error responses."""
-    _add_generation(app, service, errors)
-    _add_models(app, service, errors)
+    _add_generation(app, models, errors)
+    _add_models(app, models, errors)
 
 
-def _add_generation(app: FastAPI, service: Service, errors: dict[int | str, Any]) -> None:
+def _add_generation(app: FastAPI, models: ServedModels, errors: dict[int | str, Any]) -> None:
     @app.post("/api/chat", responses=errors)
     async def ollama_chat(body: OllamaChatRequest, http: Request) -> Response:
         """Generate the next message of a conversation."""
-        return await generate.chat(service, body, http)
+        if generate.is_unloading(body):
+            return _unload(models, body)
+        return await generate.chat(await _service(models, body, http), body, http)
 
     @app.post("/api/generate", responses=errors)
     async def ollama_generate(body: GenerateRequest, http: Request) -> Response:
         """Answer a prompt."""
-        return await generate.generate(service, body, http)
+        if generate.is_unloading(body):
+            return _unload(models, body)
+        return await generate.generate(await _service(models, body, http), body, http)
 
     @app.post("/api/embed", responses=errors)
     async def ollama_embed(body: EmbedRequest, http: Request) -> Response:
         """Compute one embedding per input."""
-        return await embeddings.embed(service, body, http)
+        return await embeddings.embed(await _service(models, body, http), body, http)
 
     @app.post("/api/embeddings", responses=errors)
     async def ollama_embeddings(body: EmbeddingsRequest, http: Request) -> Response:
         """Compute the embedding of one text."""
-        return await embeddings.embed_one(service, body, http)
+        return await embeddings.embed_one(await _service(models, body, http), body, http)
 
 
-def _add_models(app: FastAPI, service: Service, errors: dict[int | str, Any]) -> None:
-    models = ModelList(service)
+def _add_models(app: FastAPI, models: ServedModels, errors: dict[int | str, Any]) -> None:
+    described = ModelList(models)
 
     @app.get("/api/tags", responses={401: errors[401]})
     async def ollama_tags() -> Response:
-        """List the model and its adapters."""
-        return JSONResponse(models.tags())
+        """List the models and their adapters."""
+        return JSONResponse(described.tags())
 
     @app.get("/api/ps", responses={401: errors[401]})
     async def ollama_ps() -> Response:
         """List the models that are loaded."""
-        return JSONResponse(models.running())
+        return JSONResponse(described.running())
 
     @app.post("/api/show", responses=errors)
     async def ollama_show(body: ShowRequest, http: Request) -> Response:
-        """Describe the model or one adapter."""
-        served_model(body.model or body.name, service)
-        return JSONResponse(await asyncio.to_thread(models.show))
+        """Describe a model or an adapter."""
+        body.model = body.model or body.name
+        service = await _service(models, body, http)
+        return JSONResponse(await asyncio.to_thread(show, service))
 
     @app.get("/api/version", responses={401: errors[401]})
     async def ollama_version() -> Response:
@@ -87,5 +94,20 @@ def _add_models(app: FastAPI, service: Service, errors: dict[int | str, Any]) ->
             """Refuse to change which models there are."""
             path = http.scope["path"]
             raise ApiError(
-                501, f"{path} is not supported: the server serves the model it was started with"
+                501, f"{path} is not supported: the server serves the models it was started with"
             )
+
+
+async def _service(models: ServedModels, body: OllamaBody, http: Request) -> Service:
+    """The service of the model that a request names, which may ask to unload it afterwards."""
+    name = known_name(body.model, models.available)
+    service = await models.use(name, http.scope["state"])
+    if is_zero(getattr(body, "keep_alive", None)):
+        models.unload(name)
+    return service
+
+
+def _unload(models: ServedModels, body: OllamaChatRequest | GenerateRequest) -> Response:
+    name = known_name(body.model, models.available)
+    models.unload(name)
+    return generate.unloaded(body, models.find(name).model.name)

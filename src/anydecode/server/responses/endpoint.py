@@ -14,6 +14,7 @@ from anydecode.server.chat_run import render_tokens, start_chat
 from anydecode.server.database import Database
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream
+from anydecode.server.models import ServedModels
 from anydecode.server.protocol import ResponsesRequest
 from anydecode.server.responses.background import BackgroundRuns
 from anydecode.server.responses.items import complete_items, is_reference
@@ -26,7 +27,6 @@ from anydecode.server.responses.request import (
 )
 from anydecode.server.responses.run import ResponseRun, Storage, last_event
 from anydecode.server.responses.store import RUNNING, Item, ResponseStore
-from anydecode.server.service import Service
 
 _NONE = "this server stores no responses (--store none)"
 
@@ -39,9 +39,10 @@ class ResponsesApi:
         InvalidRequestError: The file of the store cannot be used.
     """
 
-    def __init__(self, service: Service) -> None:
-        settings = service.settings
-        self.service = service
+    def __init__(self, models: ServedModels) -> None:
+        settings = models.settings
+        self.models = models
+        self.settings = settings
         self.background = BackgroundRuns(settings.max_background)
         #: The database of the store; None if nothing is stored.
         self.database: Database | None = None
@@ -52,7 +53,7 @@ class ResponsesApi:
 
     async def drain(self) -> None:
         """Wait for the responses in the background; those that run for too long fail."""
-        await self.background.drain(self.service.settings.drain_seconds)
+        await self.background.drain(self.settings.drain_seconds)
 
     async def close(self) -> None:
         """End what still runs in the background, and close the database."""
@@ -64,7 +65,8 @@ class ResponsesApi:
         """Generate a response to an input: as one object, as a stream, or in the background."""
         state = http.scope["state"]
         if body.background:
-            state = dict(state)  # the run is recorded when it ends, not with this request
+            # The run is recorded when it ends, not with this request.
+            state = {**state, "release": state.setdefault("release", [])}
             self._check_background(body)
         try:
             run = await self._prepare(body, state)
@@ -74,7 +76,7 @@ class ResponsesApi:
             return await self._run_in_background(run, state)
         server_run = run.chat_run.run
         if body.stream:
-            return EventStream(server_run, run.events(), self.service.settings.stall_seconds)
+            return EventStream(server_run, run.events(), self.settings.stall_seconds)
         async with server_run:
             [generation] = await server_run.wait_for_generations(http.receive)
             return JSONResponse(await run.response(generation))
@@ -101,7 +103,7 @@ class ResponsesApi:
             kept = await self.store.events(tenant, identity)
             # Of a response whose process was killed, only the result is known.
             events = _replay(kept[start:] if kept else [last_event(response, start)])
-        return EventStream(nullcontext(), events, self.service.settings.stall_seconds)
+        return EventStream(nullcontext(), events, self.settings.stall_seconds)
 
     async def delete(self, identity: str, http: HttpRequest) -> Response:
         """Remove a stored response; one that is being generated is cancelled."""
@@ -163,7 +165,8 @@ class ResponsesApi:
         state = http.scope["state"]
         try:
             chat = chat_request(body, await self._items(body, state["namespace"]))
-            tokens = await render_tokens(self.service, chat, state)
+            service = await self.models.use(body.model, state)
+            tokens = await render_tokens(service, chat, state)
         except ApiError as error:
             raise renamed(error) from None
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
@@ -182,17 +185,18 @@ class ResponsesApi:
         tenant = state["namespace"]
         items = await self._items(body, tenant)
         chat = chat_request(body, items)
+        service = await self.models.use(body.model, state)
         if body.truncation == "auto":
-            await truncate(self.service, chat, state)
+            await truncate(service, chat, state)
         chat_run = await start_chat(
-            self.service,
+            service,
             chat,
             state,
             num_logprobs=num_logprobs(body),
             streamed=bool(body.stream or body.background),
         )
         store = None if body.store is False else self.store
-        return ResponseRun(self.service, body, chat_run, echo(body), Storage(store, tenant, items))
+        return ResponseRun(service, body, chat_run, echo(body), Storage(store, tenant, items))
 
     async def _items(self, body: ResponsesRequest, tenant: str | None) -> list[Item]:
         """The input items of a request, after the conversation that it continues."""
@@ -226,6 +230,8 @@ class ResponsesApi:
     async def _run_in_background(self, run: ResponseRun, state: dict[str, Any]) -> Response:
         queued = run.snapshot("queued")
         one = self.background.start(run, state)
+        release = self.models.hold(run.service)
+        one.task.add_done_callback(lambda _: release())
         # The store keeps the order: nothing of the run itself is stored before this.
         if not await run.storage.put(queued):
             await one.stop()
@@ -236,7 +242,7 @@ class ResponsesApi:
                 param="background",
             )
         if run.body.stream:
-            stall_seconds = self.service.settings.stall_seconds
+            stall_seconds = self.settings.stall_seconds
             return EventStream(nullcontext(), one.follow(0), stall_seconds)
         return JSONResponse(queued)
 
