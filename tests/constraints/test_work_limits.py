@@ -29,6 +29,7 @@ from anydecode.constraints.json.shortest_completion import (
     shortest_completion,
 )
 from anydecode.constraints.json.termination import cannot_terminate
+from anydecode.constraints.languages import Grammar
 from anydecode.constraints.monitors import Monitor
 from anydecode.constraints.reasoning import AfterReasoning
 from anydecode.errors import ConstraintError
@@ -167,6 +168,57 @@ def test_a_search_ends_when_its_work_is_done() -> None:
     assert completion == shortest_completion(state, TOKENIZER, hints) is not None
     found, less = search_completion(state, TOKENIZER, hints, work // 4)
     assert found is None and work // 4 < less < work
+
+
+def test_masks_within_a_long_constant_are_more_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask takes time for each character of a constant that the text is in."""
+    num_masks = 0
+    compute_mask = guidance_engine.GuidanceState._compute_mask
+
+    def counted(state: Any) -> Any:
+        nonlocal num_masks
+        num_masks += 1
+        return compute_mask(state)
+
+    monkeypatch.setattr(guidance_engine.GuidanceState, "_compute_mask", counted)
+
+    def masks_of_search(length: int) -> int:
+        nonlocal num_masks
+        schema = {"type": "object", "additionalProperties": {"const": "x" * length}}
+        constraint = JsonSchema({**schema, "description": "d" * 90_000})
+        state = constraint.start(TOKENIZER, SIZE)
+        for token in b'{"a": "xx':
+            state.advance(token)
+        num_masks = 0
+        search_completion(state, TOKENIZER, constraint.completion_hints, MAX_WORK)
+        return num_masks
+
+    assert masks_of_search(100) > 90
+    assert 0 < masks_of_search(70_000) < 30
+
+
+def test_forced_tokens_are_found_some_at_a_time() -> None:
+    state = JsonSchema({"const": "x" * 5000}).start(TOKENIZER, SIZE)
+    forced = state.forced_tokens()
+    assert 64 <= len(forced) < 512
+    assert bytes(forced) == b'"' + b"x" * (len(forced) - 1)
+
+
+def ambiguous(count: int) -> str:
+    """A grammar whose masks after the first token take time in the cube of `count`."""
+    unit = 'q ")" | b? ")" | b? ")" | '
+    return f'root ::= "x" q\nq ::= "a" b | [0-9]+ "x"\nb ::= {unit * count}"c"'
+
+
+def test_large_ambiguous_grammars_are_refused() -> None:
+    """One of 52,000 characters compiled at once, and took 40 seconds for each mask after it."""
+    with pytest.raises(ConstraintError, match="refers to rules 6006 times"):
+        Grammar(ambiguous(2000), syntax="gbnf").start(TOKENIZER, SIZE)
+    state = Grammar(ambiguous(100), syntax="gbnf").start(TOKENIZER, SIZE)
+    state.advance(ord("x"))
+    assert state.allows(ord("a"))
+    words = " | ".join(f'"word{number}"' for number in range(20_000))
+    assert Grammar(f"root ::= {words}", syntax="gbnf").start(TOKENIZER, SIZE).allows(ord("w"))
 
 
 def test_the_searches_of_an_answer_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:

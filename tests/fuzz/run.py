@@ -146,12 +146,11 @@ def fuzz_here(name: str, seconds: float, seed: int, current: Path) -> None:
 
     faulthandler.enable()
     faulthandler.register(signal.SIGPROF, chain=True)
-    surface = SURFACES[name]
-    if surface.is_native:
-        from anydecode.kernels.library import load_library
+    from anydecode.kernels.library import load_library
 
-        load_library()  # compiled at first use, which no case's limits allow
-    else:
+    load_library()  # compiled at first use, which no case's limits allow
+    surface = SURFACES[name]
+    if not surface.is_native:
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     with ExitStack() as stack:
         run = stack.enter_context(surface.open())

@@ -16,7 +16,8 @@ from anydecode.models.tokenizer import Tokenizer
 
 class CompletionHints(Protocol):
     """Values and names that a search for a short completion may try. `shortest` caches the length
-    of the shortest text by tokenizer."""
+    of the shortest text by tokenizer; `longest_text` is the length of the schema's longest string,
+    in characters."""
 
     @property
     def shortest(self) -> MutableMapping[Tokenizer, array[int]]: ...
@@ -26,6 +27,9 @@ class CompletionHints(Protocol):
 
     @property
     def names(self) -> dict[str, bytes]: ...
+
+    @property
+    def longest_text(self) -> int: ...
 
     def ordered(self, allowed: Set[str]) -> list[str]: ...
 

@@ -28,6 +28,11 @@ MAX_REFERENCES = 1000
 _LIMITS = {"max_lexer_states": 125_000, "initial_lexer_fuel": 1_000_000, "step_max_items": 50_000}
 
 
+#: Maximum number of tokens that are found to be forced at once: in a long constant, each takes up
+#: to a millisecond.
+_MAX_FORCED = 128
+
+
 def library() -> Any:
     """The llguidance module, imported on first use."""
     import llguidance
@@ -223,13 +228,14 @@ class GuidanceState(ConstraintState):
             return []  # a forced token would imply a forced first byte
         forced: list[int] = []
         probe = self.fork()
-        while True:
+        while len(forced) < _MAX_FORCED:
             tokens = np.flatnonzero(probe.mask())
             if len(tokens) != 1 or int(tokens[0]) in self._binding.eos_set:
-                return forced
+                break
             token = int(tokens[0])
             forced.append(token)
             probe.advance(token)
+        return forced
 
     @property
     def can_stop(self) -> bool:

@@ -23,6 +23,13 @@ ENGINES = ("llguidance", "xgrammar")
 MAX_CHARACTERS = 1 << 20
 #: Maximum number of rules of a grammar: a longer chain overflows the stack of the mask engine.
 _MAX_RULES = 1000
+#: Maximum number of references to rules. The time of one mask may grow with their cube: at this
+#: number it is about a second.
+_MAX_REFERENCES = 2000
+#: A literal, regular expression, comment or name of a rule in lark's notation.
+_RULE_NAME = re.compile(
+    r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?:[^/\\\n]|\\.?)*/?|\b([a-z_][a-z0-9_]*)'
+)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _RULE_PATTERN = re.compile(r"^[ \t]*[!?]?[A-Za-z_]", re.MULTILINE)
 
@@ -117,6 +124,13 @@ class Grammar(_Language):
                 text = gbnf_to_lark(self.text)
             except Exception as error:  # the converter raises its own error types
                 raise ConstraintError(f"the GBNF grammar is not valid: {one_line(error)}") from None
+        names = (found[1] for found in _RULE_NAME.finditer(text))
+        references = sum(name is not None for name in names)
+        if references > _MAX_REFERENCES:
+            raise ConstraintError(
+                f"the grammar refers to rules {references} times; at most {_MAX_REFERENCES} times"
+                " are allowed: merge some of them"
+            )
         grammar: str = library().LLMatcher.grammar_from_lark(text)
         return grammar
 

@@ -29,6 +29,8 @@ _MAX_LENGTH = 256
 _MAX_PARTS = 20_000
 #: Values tried for every schema.
 _BASIC = (b"0", b"1", b'""', b'"0"', b"[]", b"{}", b"null", b"true")
+#: Keywords for people.
+_TEXTS = ("title", "description", "$comment")
 #: Maximum nesting depth for estimates of a value's size.
 _MAX_SIZE_DEPTH = 6
 
@@ -81,6 +83,21 @@ class SchemaHints:
         """Property names as JSON text with quotes and a colon, by name."""
         names = (name for entry in self._objects for name in entry.sizes)
         return {name: _text(name) + b":" for name in names}
+
+    @cached_property
+    def longest_text(self) -> int:
+        """The length of the longest name, constant or pattern, in characters."""
+        longest, stack = 0, [self._root]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, str):
+                longest = max(longest, len(node))
+            elif isinstance(node, dict):
+                longest = max(longest, max(map(len, node), default=0))
+                stack += (value for key, value in node.items() if key not in _TEXTS)
+            elif isinstance(node, list):
+                stack += node
+        return longest
 
     @cached_property
     def _objects(self) -> list[_Object]:

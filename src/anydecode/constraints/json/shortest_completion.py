@@ -27,6 +27,8 @@ _MAX_MASKS = 6000
 #: and each character tried as an exit cost some more.
 MAX_WORK, MAX_WORK_PER_TRY = 300_000, 1_000_000
 _WORK_PER_CHECK, _WORK_PER_MASK, _WORK_PER_EXIT = 8, 800, 100
+#: A mask within a constant takes time for each of its characters.
+_CHARACTERS_PER_WORK = 6
 #: Maximum number of continuations of one state, and of values from the hints among them.
 _MAX_CONTINUATIONS = 5
 _MAX_VALUES = 2
@@ -115,6 +117,8 @@ class _Search:
     ) -> None:
         self.work = 0
         self._max_work = max_work
+        longest_text = 0 if hints is None else hints.longest_text
+        self._work_per_mask = _WORK_PER_MASK + longest_text // _CHARACTERS_PER_WORK
         self._vocab = vocab
         self._hints = hints
         self._num_masks = 0
@@ -152,7 +156,7 @@ class _Search:
         while True:
             mask = step.state.mask()
             self._num_masks += 1
-            self.work += _WORK_PER_MASK
+            self.work += self._work_per_mask
             if mask is None or self._may_stop(step.state, mask):
                 return mask
             allowed = np.flatnonzero(mask)

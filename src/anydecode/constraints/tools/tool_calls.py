@@ -243,6 +243,7 @@ class _Hints:
         self._hints = hints
         self.shortest = shortest
         self.values = sorted({value for one in hints for value in one.values}, key=len)
+        self.longest_text = max((one.longest_text for one in hints), default=0)
         self.names = {name: text for one in hints for name, text in one.names.items()}
 
     def ordered(self, allowed: Set[str]) -> list[str]:
