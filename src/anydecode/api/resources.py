@@ -55,8 +55,10 @@ class Resources:
         """Whether the token ids that target and draft model have in common stand for the same
         bytes, checked on about 512 of them."""
         target, draft = self.tokenizer, self.tokenizers["draft"]
+        if target is draft:
+            return True
         count = min(target.vocab_size, draft.vocab_size)
-        return target is draft or all(
+        return all(
             target.token_bytes(token) == draft.token_bytes(token)
             for token in range(0, count, max(1, count // 512))
         )

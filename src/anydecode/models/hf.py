@@ -43,6 +43,10 @@ class HuggingFaceModel:
         """A cache of one token id for each of `num_slots` positions."""
         return KeyValues([np.zeros((num_slots, 1, 1), np.int64)], [np.empty(0)])
 
+    def clear_cache(self) -> None:
+        """Drop the keys and values of earlier passes; needed after the weights have changed."""
+        self._cached.clear()
+
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Logits of the requested rows.
 
