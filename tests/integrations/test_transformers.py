@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from anydecode.errors import AnydecodeError  # noqa: E402
 from anydecode.integrations import transformers as bridge  # noqa: E402
+from anydecode.integrations import transformers_engine  # noqa: E402
 from anydecode.integrations.transformers import RowProcessors, generate  # noqa: E402
 from anydecode.models.hf import HuggingFaceModel  # noqa: E402
 
@@ -320,8 +321,10 @@ def test_an_error_of_a_processor_ends_one_call_only(llama: Any) -> None:
 
 def test_a_model_is_opened_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    original = bridge.LLM
-    monkeypatch.setattr(bridge, "LLM", lambda *a, **k: opened.append(1) or original(*a, **k))
+    original = transformers_engine.LLM
+    monkeypatch.setattr(
+        transformers_engine, "LLM", lambda *a, **k: opened.append(1) or original(*a, **k)
+    )
     model = hf_model("Llama", seed=2)
     for _ in range(2):
         model.generate(ids([PROMPT]), max_new_tokens=3, custom_generate=generate)

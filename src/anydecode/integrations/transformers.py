@@ -7,12 +7,9 @@ model.generate(**inputs, custom_generate=generate, decoder="prompt-lookup")
 from __future__ import annotations
 
 import inspect
-import threading
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +31,7 @@ from anydecode.api.llm import LLM
 from anydecode.api.request import Request
 from anydecode.decoders.decoder import Decoder
 from anydecode.engine.engine import Job
-from anydecode.errors import UnsupportedCombinationError
-from anydecode.models.hf import MAX_CACHED, HuggingFaceModel
+from anydecode.integrations.transformers_engine import engine_of, refuse
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.processor import LogitsProcessor
 
@@ -99,58 +95,30 @@ def generate(
     streamer = streamer or named.get("streamer")
     assistant = named.get("assistant_model")
     _check_model(model, model_kwargs)
-    _check_options(generation_config, assistant)
+    _check_options(generation_config)
     _check_processors(logits_processor)
     if streamer is not None and len(input_ids) > 1:
-        _refuse(f"a streamer follows one row, and the batch has {len(input_ids)}")
+        refuse(f"a streamer follows one row, and the batch has {len(input_ids)}")
     prompts = _prompts(input_ids, model_kwargs)
-    with _engine_of(model, assistant) as llm:
-        method = llm.methods.find(decoder)
-        if not isinstance(method, Decoder):
-            _refuse(
-                f"{decoder!r} is no decoder: samplers are options of transformers, and constraints"
-                " need LLM(model, tokenizer=...)"
-            )
-        needs_draft = "draft" in method.requirements.runners
-        if needs_draft and assistant is None:
-            _refuse(f"decoder {decoder!r} needs an assistant_model")
-        if assistant is not None and not needs_draft:
-            _refuse(f"decoder {decoder!r} uses no assistant_model")
+    with engine_of(model, assistant) as llm:
+        _check_decoder(llm, decoder, assistant)
         stop = _StopRules.of(stopping_criteria, llm.model.spec.vocab_size)
-        limit = stop.max_length - input_ids.shape[1]
-        longest = max(map(len, prompts)) + limit
-        if longest > llm.max_length:
-            _refuse(
-                f"prompt and new tokens come to {longest}, and the model's context has"
-                f" {llm.max_length}: lower max_new_tokens"
-            )
-        if stop.criteria and not stop.tokens and len(prompts) > 1:
-            _refuse("stopping criteria of a batch need an eos_token_id")
-        count = generation_config.num_return_sequences or 1
-        requests = [
-            llm.request(
-                prompts[index],
-                decoder=decoder,
-                max_tokens=limit,
-                temperature=1.0 if generation_config.do_sample else 0.0,
-                logits_processors=[RowProcessors(logits_processor, input_ids, index)]
-                if logits_processor
-                else [],
-                stop_tokens=sorted(stop.tokens),
-                ignore_eos=True,
-                n=count,
-                seed=int(torch.randint(1 << 62, ())) if seed is None else seed,
-            )
-            for index in range(0, len(prompts), count)
-        ]
+        requests = _requests(
+            llm,
+            prompts,
+            input_ids,
+            logits_processor,
+            decoder=decoder,
+            max_tokens=_token_limit(llm, stop, prompts, input_ids.shape[1]),
+            temperature=1.0 if generation_config.do_sample else 0.0,
+            stop_tokens=sorted(stop.tokens),
+            n=generation_config.num_return_sequences or 1,
+            seed=seed,
+        )
         jobs = [job for request in requests for job in request.jobs]
         rows = [
             _Row(job, input_ids, index, stop.criteria, streamer) for index, job in enumerate(jobs)
         ]
-        for index, job in enumerate(jobs):  # a request's samples are rows of their own
-            for processor in job.sequence.sampler.pre_temperature:
-                if isinstance(processor, RowProcessors):
-                    processor.index = index
         _run(llm, requests, rows)
     if streamer is not None:
         streamer.end()
@@ -274,6 +242,49 @@ class _Row:
                 self.is_stopped = bool(self.criteria(ids, None)[self.index])
 
 
+def _token_limit(llm: LLM, stop: _StopRules, prompts: list[list[int]], width: int) -> int:
+    """Maximum number of new tokens for prompts that are padded to `width` tokens."""
+    limit = stop.max_length - width
+    longest = max(map(len, prompts)) + limit
+    if longest > llm.max_length:
+        refuse(
+            f"prompt and new tokens come to {longest}, and the model's context has"
+            f" {llm.max_length}: lower max_new_tokens"
+        )
+    if stop.criteria and not stop.tokens and len(prompts) > 1:
+        refuse("stopping criteria of a batch need an eos_token_id")
+    return limit
+
+
+def _requests(
+    llm: LLM,
+    prompts: list[list[int]],
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    *,
+    n: int,
+    seed: int | None,
+    **options: Any,
+) -> list[Request]:
+    """One request for each `n` rows, which have the same prompt."""
+    requests = []
+    for first in range(0, len(prompts), n):
+        request = llm.request(
+            prompts[first],
+            logits_processors=[RowProcessors(processors, input_ids, first)] if processors else [],
+            ignore_eos=True,  # the end-of-text tokens are among the stop tokens
+            n=n,
+            seed=int(torch.randint(1 << 62, ())) if seed is None else seed,
+            **options,
+        )
+        for index, job in enumerate(request.jobs):
+            for processor in job.sequence.sampler.pre_temperature:
+                if isinstance(processor, RowProcessors):
+                    processor.index = first + index
+        requests.append(request)
+    return requests
+
+
 def _run(llm: LLM, requests: list[Request], rows: list[_Row]) -> None:
     """Run the requests to their ends."""
 
@@ -314,48 +325,63 @@ def _prompts(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> list[l
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if mask.shape != input_ids.shape:
-        _refuse(f"attention_mask has the shape {list(mask.shape)}, not that of input_ids")
+        refuse(f"attention_mask has the shape {list(mask.shape)}, not that of input_ids")
     if bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
-        _refuse("attention_mask masks tokens after the first: pad on the left")
+        refuse("attention_mask masks tokens after the first: pad on the left")
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         expected = mask.cumsum(1) - 1
         is_usual = positions.shape[-1] == mask.shape[1] and positions.ndim == 2
         if not is_usual or bool(((positions.to(mask.device) != expected) & (mask > 0)).any()):
-            _refuse("position_ids do not count the tokens of each row from 0: leave them out")
+            refuse("position_ids do not count the tokens of each row from 0: leave them out")
     return [ids[kept > 0].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
 
 
 def _check_model(model: Any, model_kwargs: Mapping[str, Any]) -> None:
     """Check that the model is supported, and that it gets no input but tokens."""
     if model.config.is_encoder_decoder:
-        _refuse(f"{type(model).__name__} is an encoder-decoder model; decoders need a causal one")
+        refuse(f"{type(model).__name__} is an encoder-decoder model; decoders need a causal one")
     if model.training:
-        _refuse("the model is in training mode, where its results are random: call model.eval()")
+        refuse("the model is in training mode, where its results are random: call model.eval()")
     for name, value in model_kwargs.items():
         if value is None or value is False or name in _FORWARD:
             continue
         if name not in _CACHES:
-            _refuse(f"the argument {name} cannot be passed to the model")
+            refuse(f"the argument {name} cannot be passed to the model")
         if getattr(value, "get_seq_length", int)() > 0:
-            _refuse(f"{name} is not empty; anydecode has its own cache: leave it out")
+            refuse(f"{name} is not empty; anydecode has its own cache: leave it out")
 
 
-def _check_options(config: Any, assistant: Any) -> None:
+def _check_options(config: Any) -> None:
     """Check that the generation mode and the outputs are supported."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        _refuse(
+        refuse(
             f"the options ask for {mode.value.replace('_', ' ')} by transformers: leave them out,"
             " and name a decoder (decoder='beam:width=4', say)"
         )
     if config.cache_implementation == "quantized":
-        _refuse("cache_implementation='quantized' cannot be applied: leave it out")
+        refuse("cache_implementation='quantized' cannot be applied: leave it out")
     if config.return_dict_in_generate:
         names = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
         for name in names:
             if getattr(config, name, False):
-                _refuse(f"{name} is not available: leave it out")
+                refuse(f"{name} is not available: leave it out")
+
+
+def _check_decoder(llm: LLM, decoder: str | Decoder, assistant: Any) -> None:
+    """Check that the method is a decoder, and that it uses the assistant model if there is one."""
+    method = llm.methods.find(decoder)
+    if not isinstance(method, Decoder):
+        refuse(
+            f"{decoder!r} is no decoder: samplers are options of transformers, and constraints need"
+            " LLM(model, tokenizer=...)"
+        )
+    needs_draft = "draft" in method.requirements.runners
+    if needs_draft and assistant is None:
+        refuse(f"decoder {decoder!r} needs an assistant_model")
+    if assistant is not None and not needs_draft:
+        refuse(f"decoder {decoder!r} uses no assistant_model")
 
 
 def _check_processors(processors: LogitsProcessorList) -> None:
@@ -363,11 +389,7 @@ def _check_processors(processors: LogitsProcessorList) -> None:
     for processor in processors:
         option = _STATEFUL.get(type(processor))
         if option is not None:
-            _refuse(f"{option} cannot be applied: its logits processor keeps a state")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UnsupportedCombinationError(f"anydecode in generate: {message}")
+            refuse(f"{option} cannot be applied: its logits processor keeps a state")
 
 
 def _arguments_of_generate() -> Mapping[str, Any]:
@@ -381,90 +403,3 @@ def _arguments_of_generate() -> Mapping[str, Any]:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
-
-
-class _NoTokenizer:
-    """Stands in for a tokenizer, which `transformers` does not pass to a callable: the texts of
-    tokens are empty, and what reads them is refused."""
-
-    eos_ids: frozenset[int] = frozenset()
-    bos_id: int | None = None
-    mask_id: int | None = None
-    chat_template: str | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        _refuse("this decoder reads the texts of tokens: use it with LLM(model, tokenizer=...)")
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return [self.vocab_size]
-
-    def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
-        return str(self.vocab_size)
-
-    def render_chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        return str(self.vocab_size)
-
-    def token_bytes(self, token: int) -> bytes:
-        return b""
-
-    def token_text(self, token: int) -> str:
-        return f"<{token}>"
-
-    def is_special(self, token: int) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class _Engine:
-    """An engine with its models: the target, then the draft model if there is one."""
-
-    llm: LLM
-    models: list[HuggingFaceModel]
-    lock: threading.Lock
-
-
-#: The engines by model, then by assistant model (the model itself for none).
-_engines: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, _Engine]] = (
-    weakref.WeakKeyDictionary()
-)
-_lookup = threading.Lock()
-
-
-@contextmanager
-def _engine_of(model: Any, assistant: Any) -> Iterator[LLM]:
-    """The engine around a model and its assistant model, which it does not keep in memory; for one
-    call of `generate` at a time."""
-    models = [_borrowed(one) for one in (model, assistant) if one is not None]
-    with _lookup:
-        engines = _engines.setdefault(model, weakref.WeakKeyDictionary())
-        key = model if assistant is None else assistant
-        engine = engines.get(key)
-        if engine is None or not _is_usable(engine, models):
-            llm = LLM(
-                models[0],
-                tokenizer=_NoTokenizer(),
-                draft=None if assistant is None else models[1],
-                max_running=MAX_CACHED // 2,  # more would drop each other's keys and values
-            )
-            engine = engines[key] = _Engine(llm, models, threading.Lock())
-    with engine.lock:
-        for one in engine.models:
-            one.clear_cache()  # the weights may have changed since the last call
-        yield engine.llm
-
-
-def _is_usable(engine: _Engine, models: list[HuggingFaceModel]) -> bool:
-    """Whether the engine runs, and its models still have the same vocabulary and context."""
-    sizes = [
-        [(model.spec.vocab_size, model.spec.max_positions) for model in each]
-        for each in (engine.models, models)
-    ]
-    return engine.llm.driver.error is None and sizes[0] == sizes[1]
-
-
-def _borrowed(model: Any) -> HuggingFaceModel:
-    """A model for the engine that holds only a weak reference to the `transformers` model."""
-    wrapped = HuggingFaceModel(model)
-    wrapped.model = weakref.proxy(model)
-    return wrapped
