@@ -288,7 +288,7 @@ def test_models_and_arguments_that_do_not_fit_are_refused(llama: Any) -> None:
         llama.generate(**batch(), streamer=Recorder(), **call)
     with pytest.raises(ValueError, match="uses no assistant_model"):
         llama.generate(ids([PROMPT]), assistant_model=hf_model("Llama", seed=1), **call)
-    with pytest.raises(ValueError, match="is not empty"):
+    with pytest.raises(ValueError, match="would not be used or filled"):
         cache = llama(ids([PROMPT[:-1]])).past_key_values
         llama.generate(ids([PROMPT]), past_key_values=cache, **call)
     llama.train()
@@ -307,6 +307,19 @@ def test_what_transformers_cannot_prepare_here_is_refused_too(llama: Any) -> Non
         generate(*call, transformers.GenerationConfig())
     with pytest.raises(ValueError, match="'quantized' cannot be applied"):
         generate(*call, transformers.GenerationConfig(cache_implementation="quantized"))
+
+
+@pytest.mark.parametrize(
+    "family, settings",
+    [
+        ("Mamba", {"num_hidden_layers": 2}),
+        ("Mistral", {"sliding_window": 5}),
+    ],
+)
+def test_models_whose_cache_cannot_be_cropped(family: str, settings: dict[str, Any]) -> None:
+    model = hf_model(family, **settings)
+    expected, found = both(model, {"input_ids": ids([PROMPT])}, "prompt-lookup")
+    assert torch.equal(found, expected)
 
 
 def test_an_error_of_a_processor_ends_one_call_only(llama: Any) -> None:

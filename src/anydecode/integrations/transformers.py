@@ -94,7 +94,7 @@ def generate(
     named = _arguments_of_generate()
     streamer = streamer or named.get("streamer")
     assistant = named.get("assistant_model")
-    _check_model(model, model_kwargs)
+    _check_model(model, model_kwargs, named.get("kwargs", {}))
     _check_options(generation_config)
     _check_processors(logits_processor)
     if streamer is not None and len(input_ids) > 1:
@@ -337,19 +337,19 @@ def _prompts(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> list[l
     return [ids[kept > 0].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
 
 
-def _check_model(model: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Check that the model is supported, and that it gets no input but tokens."""
+def _check_model(model: Any, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Check that the model is supported, and that it gets no input but tokens; `given` are the
+    caller's arguments."""
     if model.config.is_encoder_decoder:
         refuse(f"{type(model).__name__} is an encoder-decoder model; decoders need a causal one")
     if model.training:
         refuse("the model is in training mode, where its results are random: call model.eval()")
     for name, value in model_kwargs.items():
-        if value is None or value is False or name in _FORWARD:
-            continue
-        if name not in _CACHES:
+        if name not in _FORWARD | _CACHES and value is not None and value is not False:
             refuse(f"the argument {name} cannot be passed to the model")
-        if getattr(value, "get_seq_length", int)() > 0:
-            refuse(f"{name} is not empty; anydecode has its own cache: leave it out")
+    for name in _CACHES:
+        if given.get(name) is not None:
+            refuse(f"{name} would not be used or filled, as anydecode has its own: leave it out")
 
 
 def _check_options(config: Any) -> None:
