@@ -165,7 +165,8 @@ class SamplingParams:
             if value is None and name in _OPTIONAL:
                 continue
             number, kind = (Integral, "an integer") if name in INTEGERS else (Real, "a number")
-            if isinstance(value, bool) or not isinstance(value, number):
+            is_usual = type(value) is int or (type(value) is float and number is Real)
+            if not is_usual and (isinstance(value, bool) or not isinstance(value, number)):
                 raise InvalidRequestError(f"{name} must be {kind}, not {value!r}")
             if not low <= value <= high:
                 raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
