@@ -25,10 +25,11 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(PYTEST) -m "not slow and not clients" $(PYTEST_ARGS)
 
-# The server's users: OpenAI's newest client and a browser, and the clients of an environment of their own.
-test-clients: $(VENV)/.test $(VENV)-clients/.test
+# The server's users: OpenAI's newest client and a browser, and the clients of environments of their own.
+test-clients: $(VENV)/.test $(VENV)-clients/.npm $(VENV)-inspect/.test
 	$(PYTEST) -m clients --ignore tests/clients $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(VENV)-clients/bin/python -m pytest tests/clients $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-inspect/bin/python -m pytest tests/clients/test_inspect.py $(PYTEST_ARGS)
 
 test-full: $(VENV)/.test
 	$(PYTEST) $(PYTEST_ARGS)
@@ -94,9 +95,15 @@ $(VENV)-core/.test: $(PROJECT)
 	$(VENV)-core/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[test-core]'
 	touch $@
 
-$(VENV)-clients/.test: $(PROJECT) constraints-clients.txt
-	$(PYTHON) -m venv $(VENV)-clients
-	$(VENV)-clients/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-clients.txt -e '.[clients]'
+$(VENV)-clients/.test $(VENV)-inspect/.test: $(VENV)-%/.test: $(PROJECT) constraints-%.txt
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-$*.txt -e '.[$*]'
+	touch $@
+
+# Continue's library for Node.js 20 or newer. Where it cannot be installed, its tests are skipped.
+$(VENV)-clients/.npm: $(VENV)-clients/.test tests/clients/node/package.json tests/clients/node/package-lock.json
+	cp tests/clients/node/package.json tests/clients/node/package-lock.json $(VENV)-clients
+	-npm ci --prefix $(VENV)-clients --ignore-scripts --no-audit --no-fund --silent
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.venv $(PROJECT)

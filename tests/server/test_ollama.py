@@ -176,7 +176,10 @@ def test_calls_have_arguments_as_objects() -> None:
     streamed = [call for line in lines for call in line["message"].get("tool_calls", [])]
     for calls in (answer["message"]["tool_calls"], streamed):
         functions = [call["function"] for call in calls]
-        assert functions == [{"name": "weather", "arguments": {"town": "Oslo"}}] * 2
+        # A client that reads a stream tells the calls apart by their index.
+        assert functions == [
+            {"index": index, "name": "weather", "arguments": {"town": "Oslo"}} for index in (0, 1)
+        ]
         assert len({call["id"] for call in calls}) == 2
     assert answer["message"]["content"] == "".join(map(text_of, lines)) == "I ask."
     assert answer["done_reason"] == lines[-1]["done_reason"] == "stop"
@@ -199,7 +202,7 @@ def test_a_call_that_is_cut_has_what_is_complete() -> None:
             answer, lines = post(client, CHAT, **fields), stream(client, CHAT, **fields)
     for found in (answer, lines[-2]):
         (call,) = found["message"]["tool_calls"]
-        assert call["function"] == {"name": "f", "arguments": {"a": 1, "b": "c" * 6}}
+        assert call["function"] == {"index": 0, "name": "f", "arguments": {"a": 1, "b": "c" * 6}}
     assert answer["done_reason"] == lines[-1]["done_reason"] == "length"
 
 

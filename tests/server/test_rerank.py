@@ -128,6 +128,17 @@ def test_documents_are_ranked_by_a_cross_encoder(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_n": 4}], ids=["Continue", "Open WebUI"])
+def test_programs_order_the_scores_by_index(
+    judge_client: Client, judge: LLM, fields: dict[str, Any]
+) -> None:
+    """As Continue's provider `vllm` and Open WebUI's external reranker do."""
+    body = {"model": "scripted", "query": "ab", "documents": DOCUMENTS, **fields}
+    results = answer(judge_client, "/v1/rerank", **body)["results"]
+    ordered = sorted(results, key=lambda result: result["index"])
+    assert [result["relevance_score"] for result in ordered] == judge.relevance("ab", DOCUMENTS)
+
+
 def test_documents_are_ranked_by_embeddings_with_their_prompts(
     embedding_client: Client, embedder: LLM
 ) -> None:

@@ -43,10 +43,11 @@ from anydecode.server.tools import (
 
 @dataclass
 class ToolCall:
-    """A complete call of a tool; `arguments` is JSON text."""
+    """A complete call of a tool; `arguments` is JSON text, and `index` counts the calls before."""
 
     name: str
     arguments: str = ""
+    index: int = 0
     id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
 
 
@@ -221,7 +222,7 @@ class ChatRun:
         answer = Answer()
         for kind, value in self.events(index, generation):
             if kind == "call":
-                answer.calls.append(ToolCall(value))
+                answer.calls.append(ToolCall(value, index=len(answer.calls)))
             elif kind == "arguments":
                 answer.calls[-1].arguments += value
             elif kind == "content":

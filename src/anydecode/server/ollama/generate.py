@@ -97,7 +97,8 @@ def _message(part: Answer) -> dict[str, Any]:
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": arguments_object(call.arguments)}
+    arguments = arguments_object(call.arguments)
+    function = {"index": call.index, "name": call.name, "arguments": arguments}
     return {"id": call.id, "function": function}
 
 
@@ -177,6 +178,7 @@ class _OllamaAnswer:
     async def lines(self) -> AsyncIterator[bytes]:
         """The lines of the stream."""
         call: ToolCall | None = None  # whose arguments are not complete
+        num_calls = 0
         async for _, events, ended in self.chat_run.stream():
             parts = []
             for kind, value in events:
@@ -188,7 +190,8 @@ class _OllamaAnswer:
                 elif kind == "reasoning":
                     parts.append(Answer(reasoning=value))
                 elif kind == "call":
-                    call = ToolCall(value)
+                    call = ToolCall(value, index=num_calls)
+                    num_calls += 1
                 elif kind == "arguments" and call is not None:
                     call.arguments += value
             if ended and call is not None:  # it was cut
