@@ -20,10 +20,6 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx")
-try:  # here, because its deep modules cannot be imported within a deep stack
-    import schemathesis.specs.openapi.schemas  # noqa: F401
-except ImportError:
-    schemathesis = None
 
 from anydecode import catalogue  # noqa: E402
 from anydecode.api.request import Request  # noqa: E402
@@ -654,45 +650,6 @@ def test_the_list_of_decoders_has_those_that_requests_may_select(
     assert ("pearl" in listed) == (causal and draft_causal)
     assert ("deer" in listed) == (causal and not draft_causal)
     assert ("llada" in listed) == (not causal)
-
-
-@pytest.mark.slow
-def test_the_api_matches_its_openapi_schema(llm: Any) -> None:
-    if schemathesis is None:
-        pytest.skip("schemathesis is not installed")
-    hypothesis = pytest.importorskip("hypothesis")
-    app = create_app(llm, settings(max_choices=4))
-    app.app.openapi()
-    schema = schemathesis.openapi.from_dict(app.app.openapi())
-    statuses = set()
-
-    async def send(calls: list[Any]) -> None:
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            for method, path, body in calls:
-                answer = await http.request(method, path, json=body)
-                assert answer.status_code < 500, (path, body, answer.text)
-                statuses.add(answer.status_code)
-
-    calls: list[Any] = []
-    for result in schema.get_all_operations():
-        operation = result.ok()
-
-        @hypothesis.given(case=operation.as_strategy())
-        @hypothesis.settings(
-            max_examples=8, deadline=None, derandomize=True, database=None,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )  # fmt: skip
-        def collect(case: Any) -> None:
-            body = case.body if isinstance(case.body, (dict, list, str, int)) else None
-            if isinstance(body, dict) and body.get("max_tokens") is None:
-                body = {**body, "max_tokens": 3}
-            calls.append((case.method, case.formatted_path, body))
-
-        collect()
-    asyncio.run(send(calls))
-    assert len(calls) > 40 and {200, 400} <= statuses
-    assert_clean(llm)
 
 
 def test_the_serve_command_shuts_down_on_sigterm(tmp_path: Path) -> None:

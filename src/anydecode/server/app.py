@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Match, Route
 
 from anydecode.api.llm import LLM
 from anydecode.errors import AnydecodeError
@@ -80,6 +81,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The server is shutting down, or its engine has stopped.",
     }.items()
 }
+#: Of operations that can stream.
+_STREAM_ERRORS = {**_ERRORS, 200: {"content": {"text/event-stream": {}}}}
 
 
 def create_app(
@@ -133,12 +136,12 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, models: ServedModels) -> None:
-    @app.post("/v1/chat/completions", responses=_ERRORS)
+    @app.post("/v1/chat/completions", responses=_STREAM_ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         """Generate the next message of a conversation."""
         return await chat(await _service(models, body.model, http), body, http)
 
-    @app.post("/v1/completions", responses=_ERRORS)
+    @app.post("/v1/completions", responses=_STREAM_ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Generate the continuation of one prompt or several."""
         return await complete(await _service(models, body.model, http), body, http)
@@ -215,7 +218,7 @@ async def _service(models: ServedModels, name: str | None, http: Request) -> Ser
 def _add_responses(app: FastAPI, api: ResponsesApi) -> None:
     path = "/v1/responses/{response_id}"
 
-    @app.post("/v1/responses", responses=_ERRORS)
+    @app.post("/v1/responses", responses=_STREAM_ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         """Generate a response to an input."""
         return await api.create(body, http)
@@ -225,7 +228,7 @@ def _add_responses(app: FastAPI, api: ResponsesApi) -> None:
         """Count the tokens of an input."""
         return await api.count_input(body, http)
 
-    @app.get(path, responses=_ERRORS)
+    @app.get(path, responses=_STREAM_ERRORS)
     async def response(
         response_id: str,
         http: Request,
@@ -273,7 +276,7 @@ def _model_list(models: ServedModels) -> list[dict[str, Any]]:
 
 
 def _add_metrics(app: FastAPI, models: ServedModels) -> None:
-    @app.get("/metrics", responses={401: _ERRORS[401]})
+    @app.get("/metrics", responses={401: _ERRORS[401]}, response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Metrics in the Prometheus text format."""
         return Response(models.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
@@ -360,6 +363,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def handle_http_exception(http: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
+        if error.status_code == 405:  # of all routes, while the exception has those of the first
+            headers["Allow"] = ", ".join(_allowed_methods(app, http))
         api_failure = ApiError(error.status_code, str(error.detail), headers=headers)
         return _error_response(http, api_failure)
 
@@ -370,6 +375,17 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def handle_unexpected(http: Request, error: Exception) -> Response:
         return _error_response(http, api_error(error))
+
+
+def _allowed_methods(app: FastAPI, http: Request) -> list[str]:
+    """The methods of the path of a request."""
+    found = {
+        method
+        for route in app.routes
+        if isinstance(route, Route) and route.matches(http.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
+    return sorted(found)
 
 
 def _error_response(http: Request, error: ApiError) -> Response:

@@ -15,7 +15,7 @@ from anydecode.server.models import ServedModels
 def add_anthropic_api(app: FastAPI, models: ServedModels, errors: dict[int | str, Any]) -> None:
     """Add the endpoints; `errors` describes their error responses."""
 
-    @app.post(PATH, responses=errors)
+    @app.post(PATH, responses={**errors, 200: {"content": {"text/event-stream": {}}}})
     async def messages(body: MessagesRequest, http: Request) -> Response:
         """Generate the next message of a conversation."""
         return await message(await models.use(body.model, http.scope["state"]), body, http)

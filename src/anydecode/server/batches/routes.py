@@ -79,7 +79,10 @@ def add_files_api(
         """Describe a file."""
         return await api.file(file_id, http)
 
-    @app.get(f"{file}/content", responses=errors)
+    @app.get(
+        f"{file}/content",
+        responses={**errors, 200: {"content": {"application/octet-stream": {}}}},
+    )
     async def file_content(file_id: str, http: Request) -> Response:
         """Return the content of a file."""
         return await api.content(file_id, http)

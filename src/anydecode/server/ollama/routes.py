@@ -37,14 +37,16 @@ def add_ollama_api(app: FastAPI, models: ServedModels, errors: dict[int | str, A
 
 
 def _add_generation(app: FastAPI, models: ServedModels, errors: dict[int | str, Any]) -> None:
-    @app.post("/api/chat", responses=errors)
+    streamed = {**errors, 200: {"content": {"application/x-ndjson": {}}}}
+
+    @app.post("/api/chat", responses=streamed)
     async def ollama_chat(body: OllamaChatRequest, http: Request) -> Response:
         """Generate the next message of a conversation."""
         if generate.is_unloading(body):
             return _unload(models, body)
         return await generate.chat(await _service(models, body, http), body, http)
 
-    @app.post("/api/generate", responses=errors)
+    @app.post("/api/generate", responses=streamed)
     async def ollama_generate(body: GenerateRequest, http: Request) -> Response:
         """Answer a prompt."""
         if generate.is_unloading(body):
