@@ -90,7 +90,11 @@ def evaluate(model: Any, tasks: Any, **options: Any) -> tuple[Any, Any]:
     return tuple(json.loads(text, parse_float=lambda number: f"{float(number):.10g}"))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_concurrent": 3, "batch_size": 2}])
+#: With the server's tokenizer, instead of one in a folder.
+REMOTE = {"tokenizer_backend": "remote", "tokenizer": None}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_concurrent": 3, "batch_size": 2}, REMOTE])
 def test_scores_are_those_of_the_adapter(
     url: str, llm: LLM, tasks: Any, tokenizer: str, options: dict[str, Any]
 ) -> None:

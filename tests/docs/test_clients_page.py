@@ -72,6 +72,7 @@ CALLS = {
     "/v1/models/{name}": ("client.models.retrieve(",),
     "/v1/messages": ("client.messages.create(",),
     "/v1/messages/count_tokens": ("client.messages.count_tokens(",),
+    "/tokenizer_info": ('"tokenizer_backend": "remote"',),
     "/api/chat": ("client.chat(",),
     "/api/generate": ("client.generate(",),
     "/api/embed": ("client.embed(",),

@@ -6,12 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
 
 pytest.importorskip("fastapi")
 
 from anydecode import LLM  # noqa: E402
 from anydecode.certification.oracles.constrained.self_infill import filling_llm  # noqa: E402
 from anydecode.decoders.constrained.self_infill import SelfInfill  # noqa: E402
+from anydecode.models.scripted import ScriptedModel  # noqa: E402
+from anydecode.models.tokenizers import HFTokenizer  # noqa: E402
 from server_client import CHAT, COMPLETIONS, Client, served  # noqa: E402
 
 
@@ -37,6 +40,30 @@ def test_a_conversation_is_tokenised_as_the_engine_sees_it(client: Client) -> No
     assert found["count"] == client.ask(CHAT, "hello")["usage"]["prompt_tokens"]
     bare = posted(client, "/tokenize", messages=messages, add_generation_prompt=False)[1]
     assert posted(client, "/detokenize", tokens=bare["tokens"])[1] == {"prompt": "user: hello\n"}
+
+
+def test_the_tokenizer_is_described(client: Client, llm: LLM) -> None:
+    assert client.http.get("/tokenizer_info").json() == {
+        "tokenizer_class": "ByteTokenizer",
+        "model_max_length": llm.max_length,
+        "eos_token": llm.tokenizer.token_text(min(llm.tokenizer.eos_ids)),
+        "chat_template": llm.tokenizer.chat_template,
+    }
+    words = tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "<end>": 3, "<pad>": 4}, "a")
+    names = {"bos_token": "<s>", "eos_token": "<end>", "pad_token": "<pad>"}
+    tokenizer = HFTokenizer(
+        tokenizers.Tokenizer(words), eos_ids=[2, 3], bos_id=1, templates="{{ messages }}",
+        special_texts=names,
+    )  # fmt: skip
+    with LLM(ScriptedModel(lambda path: None), tokenizer=tokenizer) as other:
+        with served(other, api_keys=("key",)) as keyed:
+            assert keyed.http.get("/tokenizer_info").status_code == 401
+            keyed.http.headers["authorization"] = "Bearer key"
+            found = keyed.http.get("/tokenizer_info", params={"model": "scripted"}).json()
+            unknown = keyed.http.get("/tokenizer_info", params={"model": "other"})
+    assert unknown.status_code == 404
+    described = {"tokenizer_class": "HFTokenizer", "chat_template": "{{ messages }}"}
+    assert found == {**described, **names, "model_max_length": other.max_length}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from anydecode.server.run import Disconnected
 from anydecode.server.service import Service
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry
-from anydecode.server.tokens import detokenize, tokenize
+from anydecode.server.tokens import detokenize, tokenize, tokenizer_info
 from anydecode.server.validation import validate
 from anydecode.version import __version__
 
@@ -180,6 +180,11 @@ def _add_texts(app: FastAPI, models: ServedModels) -> None:
     async def detokenize_tokens(body: DetokenizeRequest, http: Request) -> Response:
         """The text of tokens."""
         return await detokenize(await _service(models, body.model, http), body, http)
+
+    @app.get("/tokenizer_info", responses=_ERRORS)
+    async def describe_tokenizer(http: Request, model: str | None = None) -> Response:
+        """The special tokens and the chat template of a model; without `model`, of the first."""
+        return tokenizer_info(await _service(models, model, http))
 
 
 def _add_model_list(app: FastAPI, models: ServedModels) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints `/tokenize` and `/detokenize`, as in vLLM."""
+"""The endpoints `/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from anydecode.errors import InvalidRequestError
+from anydecode.models.tokenizers import HFTokenizer
 from anydecode.server.chat_run import render
 from anydecode.server.errors import ApiError
 from anydecode.server.options import adapter_of
@@ -53,3 +54,25 @@ async def detokenize(service: Service, body: DetokenizeRequest, http: HttpReques
     if body.tokens and max(body.tokens) >= size:
         raise InvalidRequestError(f"token {max(body.tokens)} is not one of the model's {size}")
     return JSONResponse({"prompt": service.tokenizer.decode(body.tokens, skip_special=False)})
+
+
+def tokenizer_info(service: Service) -> Response:
+    """The tokenizer's class, its special tokens with a role, the context length and the chat
+    template."""
+    tokenizer = service.tokenizer
+    texts = {}
+    if tokenizer.bos_id is not None:
+        texts["bos_token"] = tokenizer.token_text(tokenizer.bos_id)
+    if tokenizer.eos_ids:
+        texts["eos_token"] = tokenizer.token_text(min(tokenizer.eos_ids))
+    if isinstance(tokenizer, HFTokenizer):
+        texts |= tokenizer.special_texts
+    if tokenizer.chat_template is not None:
+        texts["chat_template"] = tokenizer.chat_template
+    return JSONResponse(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": service.llm.max_length,
+            **texts,
+        }
+    )
