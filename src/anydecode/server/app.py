@@ -383,14 +383,11 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _allowed_methods(app: FastAPI, http: Request) -> list[str]:
-    """The methods of the path of a request."""
-    found = {
-        method
-        for route in app.routes
-        if isinstance(route, Route) and route.matches(http.scope)[0] is not Match.NONE
-        for method in route.methods or ()
-    }
-    return sorted(found)
+    """The methods of the first template that has the path of a request."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    path = next(route.path for route in routes if route.matches(http.scope)[0] is not Match.NONE)
+    same = (route.methods or () for route in routes if route.path == path)
+    return sorted({method for methods in same for method in methods})
 
 
 def _error_response(http: Request, error: ApiError) -> Response:
