@@ -33,13 +33,13 @@ ASK = [{"role": "user", "content": "a"}]
 PARTS = re.compile(r"{(\w+)}")
 
 
-def described() -> dict[str, Any]:
+def api_schema() -> dict[str, Any]:
     with scripted_llm() as llm:
         schema: dict[str, Any] = create_app(llm).app.openapi()
     return schema
 
 
-SCHEMA = described()
+SCHEMA = api_schema()
 #: By their name, as "POST /v1/completions".
 OPERATIONS = {
     operation.label: operation
@@ -106,11 +106,12 @@ def fields(operation: Any) -> set[str]:
 
 
 def narrowed(body: Any, known: set[str]) -> Any:
-    """A body without unknown fields, which asks for few tokens."""
-    if not isinstance(body, dict):
+    """A JSON body without unknown fields, which asks for few tokens."""
+    if not isinstance(body, dict) or not known:
         return body
     limits = {"max_tokens", "max_completion_tokens", "max_output_tokens"} & known
-    return {name: body[name] for name in body.keys() & known} | dict.fromkeys(limits, 2)
+    kept = {name: value for name, value in body.items() if name in known}
+    return kept | dict.fromkeys(sorted(limits), 2)
 
 
 def run(operation: Any, api: Api, mode: Any, num_examples: int) -> None:
