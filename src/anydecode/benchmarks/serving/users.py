@@ -106,7 +106,11 @@ def make_task(kind: str, number: int, text: str, max_tokens: int) -> Task:
         }
     else:
         function = {"name": name, "description": f"Store the {name}.", "parameters": schema}
-        form = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        form = {
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,  # the defaults of servers differ
+        }
     return Task(kind, {**body, **form}, schema)
 
 
