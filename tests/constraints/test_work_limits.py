@@ -221,6 +221,32 @@ def test_large_ambiguous_grammars_are_refused() -> None:
     assert Grammar(f"root ::= {words}", syntax="gbnf").start(TOKENIZER, SIZE).allows(ord("w"))
 
 
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -9.3e18, -1e300])
+def test_integers_at_the_end_of_64_bits_do_not_end_the_process(number: float) -> None:
+    """llguidance overflows its stack where a range has no integer above the smallest."""
+    schemas: list[dict[str, Any]] = [
+        {"const": number},
+        {"enum": [3, "a", {"b": [number]}]},
+        {"type": "integer", "minimum": number, "maximum": number},
+        {"type": "integer", "exclusiveMaximum": number},
+        {"properties": {"a": {"anyOf": [{"const": number}, {"type": "integer"}]}}},
+    ]
+    for schema in schemas:
+        constraint: Any
+        for constraint in (
+            JsonSchema(schema),
+            Grammar(f'start: %json {json.dumps(schema)} | "x"'),
+            Grammar(f"start: %json\n  {json.dumps({'allOf': [schema]})}"),
+        ):
+            try:
+                assert constraint.start(TOKENIZER, SIZE).mask().any()
+            except ConstraintError as error:
+                assert "\n" not in str(error)
+    wide = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    state = JsonSchema(wide).start(TOKENIZER, SIZE)
+    assert all(state.allows(token) for token in b"-019") and not state.allows(ord("a"))
+
+
 def test_the_searches_of_an_answer_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
 

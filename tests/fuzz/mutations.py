@@ -59,7 +59,10 @@ def mutate_json(random: Random, case: bytes, tokens: Sequence[bytes]) -> bytes:
         return mutate_bytes(random, case, tokens)
     if random.random() < 0.1:
         return mutate_bytes(random, case, tokens)
-    return _dumped(_changed(random, tree, tokens))
+    try:
+        return _dumped(_changed(random, tree, tokens))
+    except RecursionError:  # nested too deep to be copied
+        return mutate_bytes(random, case, tokens)
 
 
 def mutate_safetensors(random: Random, case: bytes, tokens: Sequence[bytes]) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -22,7 +24,12 @@ _BYTES_PER_CHARACTER = 256
 #: Maximum number of references in one grammar or schema. Chains of some thousand of them overflow
 #: the stack.
 MAX_REFERENCES = 1000
-
+#: Schemas whose largest integer is not above this cannot be compiled: as floats, numbers near it
+#: are the smallest integer of 64 bits.
+_SMALLEST_INTEGER = -(1 << 63) + 1024
+#: The begin of a schema in a grammar in lark's notation.
+_EMBEDDED_JSON = re.compile(r"%json\s*")
+_DECODER = json.JSONDecoder()
 #: Limits on the work of one mask and one compilation: the defaults of llguidance, with half the
 #: lexer states, so that a hostile pattern fails within about a second.
 _LIMITS = {"max_lexer_states": 125_000, "initial_lexer_fuel": 1_000_000, "step_max_items": 50_000}
@@ -78,6 +85,50 @@ def check_references(text: str) -> None:
         )
 
 
+def check_numbers(grammar: str) -> None:
+    """Raises `ConstraintError` if a schema in a grammar (in llguidance's serialised form) allows
+    only integers near or below the smallest of 64 bits, which llguidance cannot express: it would
+    overflow the stack."""
+    is_json = grammar.startswith("{")
+    parts = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
+    for part in parts:
+        stack = [part.get("json_schema")]
+        lark = part.get("lark_grammar") or ""
+        for found in _EMBEDDED_JSON.finditer(lark):
+            try:
+                stack.append(_DECODER.raw_decode(lark, found.end())[0])
+            except (ValueError, RecursionError):  # llguidance reports it
+                continue
+        while stack:
+            node = stack.pop()
+            if isinstance(node, list):
+                stack += node
+            elif isinstance(node, dict):
+                for keyword, value in node.items():
+                    _check_number(keyword, value)
+                stack += node.values()
+
+
+def _check_number(keyword: str, value: Any) -> None:
+    numbers: Sequence[Any] = ()
+    if keyword in ("maximum", "exclusiveMaximum"):
+        numbers = [value]
+    elif keyword in ("const", "enum"):
+        found, stack = [], [value]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, list | dict):
+                stack += node if isinstance(node, list) else node.values()
+            elif isinstance(node, int) and node >= -(1 << 63):  # smaller ones are floats
+                found.append(node)
+        numbers = found
+    for number in numbers:
+        if isinstance(number, int | float) and number <= _SMALLEST_INTEGER:
+            raise ConstraintError(
+                f"{keyword} {number}: integers must be above {_SMALLEST_INTEGER} to be enforced"
+            )
+
+
 class TokenizerBinding:
     """One tokenizer in llguidance's representation, with a cache of grammars compiled for it."""
 
@@ -111,6 +162,7 @@ class TokenizerBinding:
         if template is not None:
             return template.deep_copy()
         check_references(grammar)
+        check_numbers(grammar)
         allocated = allocated_bytes()
         template = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if template.is_error():

@@ -226,7 +226,7 @@ def _unsupported_keywords(schema: dict[str, Any], level: int) -> Iterator[str]:
         if (
             key in UNMASKED
             or (key == "pattern" and not is_pattern(value))
-            or (key == "format" and value not in FORMATS)
+            or (key == "format" and not (isinstance(value, str) and value in FORMATS))
             or (level > 0 and key in _BOUNDS)
             or (level > 1 and key in _COMBINERS and len(schema) > 1)
         ):
