@@ -56,7 +56,7 @@ def test_extras_are_those_of_the_package(repository: Path) -> None:
     declared = {
         name: packages_of(name)
         for name in requirements
-        if name not in ("test", "test-core", "clients", "dev", "docs")
+        if name not in ("test", "test-core", "clients", "inspect", "dev", "docs")
     }
     assert declared == {name: set(extra.packages) for name, extra in doctor.EXTRAS.items()}
 
