@@ -16,6 +16,7 @@ from anydecode.models import gptq
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("dlm-ptq")
 

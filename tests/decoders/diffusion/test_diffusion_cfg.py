@@ -54,6 +54,7 @@ GRAMMARS = (
 )
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("diffusion-cfg")
 
