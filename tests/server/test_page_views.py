@@ -14,6 +14,7 @@ pytest.importorskip("llguidance")
 
 from anydecode import LLM, catalogue  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.server.models import ServedModel, ServedModels  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
 from browser import CHROMIUM, DOWN, DRIVER, ENTER, SPACE, Browser  # noqa: E402
@@ -332,3 +333,27 @@ def test_a_list_of_decoders_is_used_with_the_keyboard(browser: Browser) -> None:
     browser.tab_to("element.textContent === 'Race' && element.matches('button')")
     browser.press(ENTER)
     browser.until(f"{IDLE} && document.querySelector('article .facts button')")
+
+
+def test_several_models_of_which_one_is_unloaded(only_browser: Browser) -> None:
+    def load() -> LLM:
+        return scripted_llm(seed=2)
+
+    models = ServedModels(
+        load(), Settings(name="a", port=0), [ServedModel("b", load)], reload=load, idle_seconds=2
+    )
+    details = "document.getElementById('load-details').innerText"
+    with LiveServer(models) as server:
+        only_browser.do("url", url=server.url)
+        only_browser.until("document.body?.dataset.ready")
+        names = "[...document.getElementById('model').options].map((one) => one.value)"
+        assert only_browser.script(f"return {names}") == ["a", "b"]
+        show(only_browser, "load")
+        only_browser.until(f"{details}.includes('is not loaded')")
+        assert only_browser.script("return document.getElementById('load-error').innerText") == ""
+        only_browser.script(
+            "const model = document.getElementById('model'); model.value = 'b'; model.onchange()"
+        )
+        only_browser.until(f"{details}.includes('cache positions')")  # its decoders were listed
+    models.close()
+    assert only_browser.errors() == []

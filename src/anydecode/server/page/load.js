@@ -61,7 +61,7 @@ function draw(name) {
 }
 
 function sampleOf(live, now) {
-  const { used, capacity } = live.runners.target;
+  const { used, capacity } = live.runners.target ?? { used: 0, capacity: 1 };
   const seconds = last ? (now - last.now) / 1000 : 0;
   const tokens = last ? Math.max(0, live.num_tokens - last.live.num_tokens) : 0;
   const running = last ? (live.running + last.live.running) / 2 : live.running;
@@ -75,6 +75,7 @@ function sampleOf(live, now) {
 }
 
 function details(live) {
+  if (live.status !== "loaded") return "The model is not loaded: the next request for it loads it.";
   const runners = Object.entries(live.runners).map(([name, runner]) =>
     `${name}: ${runner.used} of ${runner.capacity} cache positions, ${runner.shared} with prefixes, ${runner.passes} passes`);
   return `${live.num_tokens} tokens since the start; ${live.preemptions} preemptions. ${runners.join("; ")}.`;
