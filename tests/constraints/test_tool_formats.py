@@ -19,6 +19,7 @@ from tokenizers.models import BPE  # noqa: E402
 
 from anydecode.constraints.json.json_schema import JsonSchema  # noqa: E402
 from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
+from anydecode.constraints.tools.formats import JsonCalls  # noqa: E402
 from anydecode.constraints.tools.stream import TextStream  # noqa: E402
 from anydecode.constraints.tools.tool_calls import ToolCalls  # noqa: E402
 from anydecode.models.scripted import ByteTokenizer  # noqa: E402
@@ -200,6 +201,17 @@ def test_a_cut_call_gives_the_arguments_so_far(format_name: str) -> None:
     assert events[0] == ("call", "get_weather")
     arguments = "".join(value for _, value in events[1:])
     assert arguments == '{"town": "O' and ("end", "") not in events
+
+
+@pytest.mark.parametrize(
+    "format_name", [name for name, one in TOOL_FORMATS.items() if isinstance(one, JsonCalls)]
+)
+def test_a_call_that_is_cut_before_its_arguments_is_no_content(format_name: str) -> None:
+    text = TOOL_FORMATS[format_name].render([("get_weather", {"town": "Oslo"})], SCHEMAS)
+    start = len(TOOL_FORMATS[format_name].trigger)
+    for end in range(start, text.index('{"town"')):
+        assert parsed(format_name, ["so ", text[:end]]) == ("so ", [], 0)
+    assert parsed(format_name, ["so ", text[:start], " and"])[0] == f"so {text[:start]} and"
 
 
 def test_reasoning_and_answers_of_harmony() -> None:

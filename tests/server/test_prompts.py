@@ -8,13 +8,20 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from anydecode.api.llm import LLM  # noqa: E402
+from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
+from anydecode.models.scripted import ScriptedModel  # noqa: E402
 from anydecode.server.errors import ApiError  # noqa: E402
 from anydecode.server.prompts import (  # noqa: E402
+    conversation,
     effort_variables,
     prompt_list,
+    with_calls,
     with_tools,
 )
-from anydecode.server.protocol import Tool  # noqa: E402
+from anydecode.server.protocol import Message, Tool  # noqa: E402
+from server_client import served  # noqa: E402
+from server_models import TemplateTokenizer  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,46 @@ def test_tools_are_described_in_one_system_message(template: str | None) -> None
     messages, variables = with_tools([user], tools, "{{ tools }}", "CALL")
     assert messages == [user]
     assert [tool["function"]["name"] for tool in variables["tools"]] == ["weather"]
+
+
+def called(content: str | None, *arguments: str) -> list[dict[str, Any]]:
+    """A conversation with a message of calls of the function "f"."""
+    calls = [{"id": "1", "function": {"name": "f", "arguments": one}} for one in arguments]
+    message = {"role": "assistant", "content": content, "tool_calls": calls}
+    return conversation([Message.model_validate(message)])
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_calls_are_text_for_templates_that_leave_them_out(name: str) -> None:
+    call_format = TOOL_FORMATS[name]
+    text = call_format.render([("f", {"a": 1})])
+    for template in (None, "{{ content }}"):
+        (message,) = with_calls(called(None, '{"a": 1}'), template, call_format)
+        assert message["content"] == text
+        (message,) = with_calls(called("so", '{"a": 1}'), template, call_format)
+        assert message["content"] == f"so\n{text}"
+    (message,) = with_calls(called(None, '{"a": '), None, call_format)  # was cut
+    assert message["content"] == call_format.render([("f", {})])
+    for template in ("{{ message.tool_calls }}", "{{ message['tool_calls'] }}"):
+        messages = called(None, "{}")
+        assert with_calls(messages, template, call_format) == messages
+    assert with_calls(called("so"), None, None)[0]["content"] == "so"
+
+
+def test_a_prompt_contains_the_calls_of_its_conversation() -> None:
+    pytest.importorskip("uvicorn")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    llm = LLM(ScriptedModel(seed=1), tokenizer=TemplateTokenizer(template), cache_positions=4096)
+    with llm, served(llm) as client:
+        tokens = client.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert bytes(tokens).decode() == f"user: go\nassistant: {text}\ntool: done\n"
 
 
 def test_prompts_are_texts_or_lists_of_tokens() -> None:

@@ -25,6 +25,7 @@ from anydecode.server.prompts import (
     effort_variables,
     text_of,
     until_mark,
+    with_calls,
     with_tools,
 )
 from anydecode.server.protocol import ChatRequest
@@ -78,7 +79,9 @@ async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> 
     if is_continued:
         check_continued(body, messages)
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + mark}
-    variables = effort_variables(body.reasoning_effort, service.tokenizer.chat_template)
+    template = service.tokenizer.chat_template
+    messages = with_calls(messages, template, service.tool_format)
+    variables = effort_variables(body.reasoning_effort, template)
     variables.update(body.chat_template_kwargs or {})
     variables["add_generation_prompt"] = (
         body.add_generation_prompt is not False and not is_continued
@@ -94,7 +97,7 @@ async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> 
         messages, tool_variables = with_tools(
             messages,
             body.tools,
-            service.tokenizer.chat_template,
+            template,
             service.tool_format.render([("function", {"argument": "value"})]),
         )
         variables.update(tool_variables)

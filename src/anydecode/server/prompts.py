@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from anydecode.constraints.tools.formats import ToolFormat
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import ChatRequest, Message, Tool
 
@@ -113,6 +114,28 @@ def with_tools(
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{note}"}
         return [first, *messages[1:]], {}
     return [{"role": "system", "content": note}, *messages], {}
+
+
+def with_calls(
+    messages: list[dict[str, Any]], template: str | None, call_format: ToolFormat | None
+) -> list[dict[str, Any]]:
+    """The messages with their tool calls at the end of their content, as the model would generate
+    them, if `template` leaves out tool calls. Arguments that are no JSON object are left out."""
+    if call_format is None or (template is not None and "tool_calls" in template):
+        return messages
+    return [_with_calls(message, call_format) for message in messages]
+
+
+def _with_calls(message: dict[str, Any], call_format: ToolFormat) -> dict[str, Any]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    if not functions:
+        return message
+    calls = [
+        (one["name"], one["arguments"] if isinstance(one["arguments"], dict) else {})
+        for one in functions
+    ]
+    texts = (message["content"], call_format.render(calls))
+    return {**message, "content": "\n".join(filter(None, texts))}
 
 
 def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:

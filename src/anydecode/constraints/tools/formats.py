@@ -124,10 +124,13 @@ class JsonCalls(ToolFormat):
             yield from self._calls(stream, tag)
 
     def _calls(self, stream: TextStream, tag: str) -> Steps[None]:
-        """Parses the calls behind an opening text `tag`, which is content if there are none."""
+        """Parses the calls behind an opening text `tag`, which is content if there are none. A
+        call that is cut before its arguments is removed."""
+        is_open = bool(tag)
         if self.is_list:
             if not (yield from stream.next_of("[")):
-                yield "content", tag
+                if not stream.is_final or stream.buffer.strip():
+                    yield "content", tag
                 return
             tag += "["
         while True:
@@ -135,8 +138,10 @@ class JsonCalls(ToolFormat):
             if not is_complete:
                 if is_complete is False and tag:
                     yield "content", tag
+                elif is_complete is None and is_open:
+                    stream.take(len(stream.buffer))
                 return
-            tag = ""
+            tag, is_open = "", True
             if self.closing and not self.is_list:
                 yield from stream.next_of(self.closing)
             yield "end", ""
