@@ -7,6 +7,7 @@ import re
 from time import monotonic
 
 import jsonschema
+import jsonschema_rs
 import numpy as np
 import pytest
 
@@ -517,6 +518,18 @@ def test_hints_lead_to_the_shortest_completion():
     state = constraint.start(TOKENIZER, 259)
     ending = shortest_completion(state, TOKENIZER, constraint.completion_hints)
     assert bytes(ending[:-1]) == b'{"kind":"short","stamp":"0000-00","size":512}'
+    assert shortest_completion(state, TOKENIZER) is None  # control: masks alone
+
+
+def test_hints_lead_through_several_formats():
+    formats = ("date", "date-time", "duration", "email", "ipv4", "ipv6", "time", "uuid")
+    properties = {name: {"type": "string", "format": name} for name in formats}
+    schema = {"type": "object", "properties": properties, "required": list(formats)}
+    constraint = JsonSchema(schema, max_string=0, extra_properties=True)
+    state = constraint.start(TOKENIZER, 259)
+    ending = shortest_completion(state, TOKENIZER, constraint.completion_hints)
+    validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+    assert validator.is_valid(json.loads(bytes(ending[:-1])))
     assert shortest_completion(state, TOKENIZER) is None  # control: masks alone
 
 

@@ -29,6 +29,17 @@ _MAX_LENGTH = 256
 _MAX_PARTS = 20_000
 #: Values tried for every schema.
 _BASIC = (b"0", b"1", b'""', b'"0"', b"[]", b"{}", b"null", b"true")
+#: A short value of each format whose shortest value is long for a search by characters.
+_FORMAT_VALUES = {
+    "date": "2000-01-01",
+    "date-time": "2000-01-01T00:00:00Z",
+    "duration": "P0D",
+    "email": "a@a",
+    "ipv4": "0.0.0.0",
+    "ipv6": "::",
+    "time": "00:00:00Z",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+}
 #: Keywords for people.
 _TEXTS = ("title", "description", "$comment")
 #: Maximum nesting depth for estimates of a value's size.
@@ -196,6 +207,9 @@ def _small_values(node: dict[str, Any]) -> Iterator[bytes]:
     """Small values that are valid under `node`, or likely to be, as JSON text."""
     for value in [*_list(node.get("enum")), *([node["const"]] if "const" in node else [])]:
         yield _text(value)
+    kind = node.get("format")
+    if isinstance(kind, str) and kind in _FORMAT_VALUES:
+        yield _text(_FORMAT_VALUES[kind])
     if not isinstance(node.get("pattern"), str) and _count(node, "minLength") > 1:
         yield _text("-" * _count(node, "minLength"))  # a few tokens in most vocabularies
     yield from map(_text, _small_numbers(node))
