@@ -221,6 +221,43 @@ def test_echo_scores_the_prompt(client: Client, llm: LLM, prompt: Any, max_token
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
+def test_unknown_fields_are_refused_by_name(client: Client, path: str, body: Any) -> None:
+    answer = client.http.post(path, json={**body, "wings": 2})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"]) == (400, "unknown field wings")
+    assert (error["param"], error["code"]) == ("wings", "unknown_parameter")
+    assert "wings" not in client.http.post(path, json=body).text  # control
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_unknown_stream_options_are_refused(client: Client, path: str) -> None:
+    body = {CHAT: {"messages": [{"role": "user", "content": "a"}]}, COMPLETIONS: {"prompt": "a"},
+            RESPONSES: {"input": "a"}}[path]  # fmt: skip
+    body = {**body, "stream": True, "stream_options": {"wings": 2}}
+    answer = client.http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options.wings")
+
+
+@pytest.mark.parametrize("name", ["audio", "function_call"])
+def test_messages_with_parts_that_would_be_lost_are_refused(client: Client, name: str) -> None:
+    said = {"role": "assistant", "content": None, name: {"id": "1", "name": "f", "arguments": "{}"}}
+    ask = {"role": "user", "content": "a"}
+    body = {"messages": [ask, said, ask], "max_tokens": 1}
+    answer = client.http.post(CHAT, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"messages.1.{name}")
+    said[name] = None
+    assert client.http.post(CHAT, json=body).status_code == 200
+
+
 def test_echo_gives_lm_eval_its_loglikelihoods(client: Client, llm: LLM) -> None:
     """With a context and a continuation in one prompt: the sum of the log-probabilities of the
     continuation's tokens, and whether each is the most probable."""

@@ -361,8 +361,10 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def handle_invalid_body(http: Request, error: RequestValidationError) -> Response:
-        field, message = described(error.errors()[0])
-        api_failure = ApiError(400, message, code="invalid_body", param=field or None)
+        first = error.errors()[0]
+        field, message = described(first)
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_body"
+        api_failure = ApiError(400, message, code=code, param=field or None)
         return _error_response(http, api_failure)
 
     @app.exception_handler(HTTPException)

@@ -65,6 +65,10 @@ def described(error: Mapping[str, Any]) -> tuple[str, str]:
     """The field of an error of pydantic, and a message with what was given and what is allowed."""
     field = ".".join(str(part) for part in error["loc"] if part != "body")
     given = error.get("input")
+    if error["type"] == "extra_forbidden":
+        return field, f"unknown field {field}"
+    if error["type"] == "value_error":
+        return field, f"{field or 'the body'}: {error['ctx']['error']}"
     if field in ALLOWED and isinstance(given, int | float) and not isinstance(given, bool):
         return field, f"{field} must be {ALLOWED[field]}, not {given}"
     shown = f", not {given!r}" if isinstance(given, bool | int | float) else ""

@@ -13,13 +13,20 @@ _TOOL_NOTE = (
     "You may call these functions, given as JSON:\n{tools}\nTo call one, answer with {example}."
 )
 
+#: Fields of OpenAI's messages that no prompt can contain, and what to do instead.
+_REFUSED = {"audio": "messages are text", "function_call": "send tool_calls"}
+
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages in the form that chat templates expect: content as one text, arguments as
-    objects."""
+    """Messages in the form that chat templates expect: content as one text, arguments as objects.
+    Raises `ApiError` for messages with audio or a `function_call`."""
     result = []
-    for message in messages:
+    for number, message in enumerate(messages):
         plain = message.model_dump(exclude_none=True)
+        for name in _REFUSED.keys() & plain.keys():
+            field = f"messages.{number}.{name}"
+            reason = f"{field} is not supported here: {_REFUSED[name]}"
+            raise ApiError(400, reason, code="unsupported_parameter", param=field)
         plain["role"] = "system" if message.role == "developer" else message.role
         plain["content"] = text_of(message.content)
         if message.tool_calls is not None:

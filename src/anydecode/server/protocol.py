@@ -118,9 +118,10 @@ else:
 
 
 class StreamOptions(Body):
-    """Stream options. `include_usage` adds a last chunk with the token counts."""
+    """Stream options. `include_usage` adds a last chunk with the token counts. Other fields are
+    refused, one by one."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
@@ -355,11 +356,12 @@ class UnloadAdapterRequest(Body):
 
 
 class EmbeddingRequest(Body):
-    """`POST /v1/embeddings`."""
+    """`POST /v1/embeddings`. `user` has no effect."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     input: Prompts
     model: Name | None = None
+    user: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None
     prompt_name: Name | None = None
@@ -376,7 +378,7 @@ class Document(Body):
 class RerankRequest(Body):
     """`POST /v1/rerank`. `top_n` 0 means all."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     query: str
     documents: Annotated[list[str | Document], Field(fail_fast=True, max_length=MAX_ITEMS)]
     model: Name | None = None
@@ -389,7 +391,7 @@ class RerankRequest(Body):
 class ScoreRequest(Body):
     """`POST /v1/score`: one `text_1` with each `text_2`, or as many of both."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
     text_1: str | Texts
     text_2: str | Texts
     model: Name | None = None
