@@ -89,8 +89,10 @@ def check_numbers(grammar: str) -> None:
     """Raises `ConstraintError` if a schema in a grammar (in llguidance's serialised form) allows
     only integers near or below the smallest of 64 bits, which llguidance cannot express: it would
     overflow the stack."""
-    is_json = grammar.startswith("{")
-    parts = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
+    try:
+        parts = json.loads(grammar)["grammars"]
+    except ValueError:
+        parts = [{"lark_grammar": grammar}]
     for part in parts:
         stack = [part.get("json_schema")]
         lark = part.get("lark_grammar") or ""
