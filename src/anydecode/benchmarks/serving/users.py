@@ -130,9 +130,8 @@ async def run_users(
 
     outcomes = [RequestOutcome(0.0, 0) for _ in tasks]
     waiting = iter(list(zip(tasks, outcomes, strict=True)))
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=users, keepalive_expiry=1.0
-    )
+    # A connection per request: some servers close a connection after an answer without saying so.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(
         base_url=endpoint.url,
         headers=endpoint.headers,
