@@ -233,6 +233,7 @@ def _app() -> Iterator[_App]:
     # A short context: otherwise a request for many tokens would take long, as it should.
     model = ScriptedModel(vocab_size=ByteTokenizer.vocab_size, seed=1)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=256, max_running=4) as llm:
+        llm.methods.max_learned_bytes = 16 << 20  # which would count as growth
         app = _App(llm)
         yield app
         app.close()

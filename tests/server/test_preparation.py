@@ -109,7 +109,7 @@ def test_the_schemas_of_tools_are_limited_too(client: Client) -> None:
     assert client.ask(COMPLETIONS)
 
 
-def text_tokenizer(template: str) -> HFTokenizer:
+def text_tokenizer(template: str | dict[str, str]) -> HFTokenizer:
     """One token per byte, and an end-of-text token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
@@ -117,6 +117,24 @@ def text_tokenizer(template: str) -> HFTokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     return HFTokenizer(backend, eos_ids=[256], templates=template)
+
+
+def test_a_template_of_its_own_for_tools_is_used() -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tool_use = "<tool_call>{{ tools[0].function.name }}|{{ messages | length }}"
+    tokenizer = text_tokenizer({"default": plain, "tool_use": tool_use})
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    messages = [{"role": "user", "content": "abc"}]
+    model = ScriptedModel(vocab_size=tokenizer.vocab_size, seed=1)
+    with LLM(model, tokenizer=tokenizer) as llm, served_briefly(llm) as client:
+
+        def prompt(**fields: Any) -> str:
+            answer = client.http.post("/tokenize", json={"messages": messages, **fields}).json()
+            text: str = tokenizer.decode(answer["tokens"])
+            return text
+
+        assert prompt(tools=tools) == "<tool_call>look_up|1"  # without a note in a system message
+        assert prompt() == "abc"
 
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

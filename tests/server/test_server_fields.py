@@ -443,7 +443,10 @@ def test_banned_strings_and_a_thinking_budget_are_fields(client: Client, path: s
     answer = ask(banned_strings=[banned.upper()], banned_strings_ignore_case=True)
     assert banned in text and banned not in answer
     assert ask(thinking_token_budget=5) == text  # there is no reasoning
-    for wrong in ({"banned_strings": "x"}, {"thinking_token_budget": -1}):
+    assert ask(max_thinking_tokens=5) == text
+    for wrong in (
+        {"banned_strings": "x"}, {"thinking_token_budget": -1}, {"max_thinking_tokens": -1},
+    ):  # fmt: skip
         assert client.refused(path, **wrong)["param"] == next(iter(wrong))
 
 

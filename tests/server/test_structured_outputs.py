@@ -86,6 +86,19 @@ def test_every_constraint_reaches_every_endpoint(client: Client, path: str, kind
     assert streamed_text(path, chunks) == text
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_a_structural_tag_as_format_is_that_of_structured_outputs(
+    client: Client, path: str
+) -> None:
+    given = {"type": "structural_tag", **TAG}
+    fields = {"text": {"format": given}} if path == RESPONSES else {"response_format": given}
+    text = text_of(path, client.ask(path, **limit(path), **fields))
+    assert text == text_of(
+        path, client.ask(path, **limit(path), structured_outputs={"structural_tag": TAG})
+    )
+    assert text != text_of(path, client.ask(path, **limit(path)))
+
+
 def test_limits_of_json_are_off_unless_asked_for(client: Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     given = {"json_schema": {"name": "n", "schema": schema}, "type": "json_schema"}
@@ -123,6 +136,15 @@ def test_unusable_constraints_are_refused_in_one_line(client: Client) -> None:
         (both, "structured_outputs.regex and response_format are given"),
         ({"structured_outputs": {"regex": "a"}, "tools": tools}, "use response_format beside"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "needs structures"),
+        ({"response_format": {"type": "structural_tag"}}, "needs structures"),
+        (
+            {"response_format": {"type": "structural_tag", **TAG}, "tools": tools},
+            "structural_tag and tools are given",
+        ),
+        (
+            {**both, "response_format": {"type": "structural_tag", **TAG}},
+            "an answer has one constraint",
+        ),
         ({"structured_outputs": {"regex": "("}}, ""),
         ({"structured_outputs": {"grammar": "start: x"}}, ""),
         ({"structured_outputs": {"choice": []}}, "at least one option"),

@@ -55,6 +55,8 @@ class HFTokenizer:
         self.special_texts = dict(special_texts or {})
         self._templates = {"default": templates} if isinstance(templates, str) else templates or {}
         self.chat_template: str | None = self._templates.get("default")
+        #: The chat template for conversations with tools, if there is one of its own.
+        self.tool_template: str | None = self._templates.get("tool_use")
         #: One more than the largest token id.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         # Tables of tokens are indexed by id.

@@ -23,6 +23,7 @@ from anydecode.server.prompts import (
     check_continued,
     conversation,
     effort_variables,
+    template_of,
     text_of,
     until_mark,
     with_calls,
@@ -79,14 +80,14 @@ async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> 
     if is_continued:
         check_continued(body, messages)
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + mark}
-    template = service.tokenizer.chat_template
+    tools, _ = select_tools(body.tools, body.tool_choice)
+    template = template_of(service.tokenizer, bool(tools))
     messages = with_calls(messages, template, service.tool_format)
     variables = effort_variables(body.reasoning_effort, template)
     variables.update(body.chat_template_kwargs or {})
     variables["add_generation_prompt"] = (
         body.add_generation_prompt is not False and not is_continued
     )
-    tools, _ = select_tools(body.tools, body.tool_choice)
     if tools and body.tools:
         if service.tool_format is None:
             raise ApiError(

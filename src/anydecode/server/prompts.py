@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from anydecode.constraints.tools.formats import ToolFormat
+from anydecode.models.tokenizer import Tokenizer
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import ChatRequest, Message, Tool
 
@@ -105,6 +106,12 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
         except ValueError:
             pass  # invalid JSON that the model generated is passed on unchanged
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def template_of(tokenizer: Tokenizer, has_tools: bool) -> str | None:
+    """The chat template that renders a conversation with or without tools, if there is one."""
+    tool_template: str | None = getattr(tokenizer, "tool_template", None)
+    return tool_template if has_tools and tool_template is not None else tokenizer.chat_template
 
 
 def with_tools(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from anydecode.sampling.logprobs import MAX_ALTERNATIVES
 from anydecode.sampling.options import SamplingOptions
@@ -85,6 +85,10 @@ _LISTS: dict[str, Any] = {
 }
 
 
+#: Other names that a sampling option has in requests.
+_OTHER_NAMES = {"thinking_token_budget": ("max_thinking_tokens",)}
+
+
 def _sampling_fields() -> dict[str, Any]:
     """A field for every sampling option that a request may set, in its range."""
     ranges = {name: (low, high) for name, low, high, _ in RANGES}
@@ -100,7 +104,8 @@ def _sampling_fields() -> dict[str, Any]:
                 "lt" if high == BELOW_ONE else "le": 1 if high == BELOW_ONE else high,
             }
             kind = Annotated[int if name in INTEGERS else float, Field(**bounds)]
-        found[name] = (kind | None, None)
+        aliases = AliasChoices(name, *_OTHER_NAMES.get(name, ()))
+        found[name] = (kind | None, Field(None, validation_alias=aliases))
     return found
 
 

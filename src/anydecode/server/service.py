@@ -25,6 +25,7 @@ from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
 from anydecode.server.preparation import LONG_TEXT, Preparation
+from anydecode.server.prompts import template_of
 from anydecode.server.protocol import Options
 from anydecode.server.run import ServerRun
 from anydecode.server.settings import Settings
@@ -58,7 +59,8 @@ class Service:
         #: Held while a request loads an adapter, so that none exceeds the limit.
         self.adapter_lock = asyncio.Lock()
         template = self.tokenizer.chat_template
-        self.tool_format = tool_format(settings.tool_parser, template)
+        tool_template = template_of(self.tokenizer, has_tools=True)
+        self.tool_format = tool_format(settings.tool_parser, tool_template)
         self._reasoning_tags = reasoning_tags(settings.reasoning_parser, template)
         #: Whether the model may generate the opening reasoning tag itself, as far as the template
         #: shows.

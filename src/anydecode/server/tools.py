@@ -18,6 +18,16 @@ def constraint_factory(
 ) -> Callable[[], Any] | None:
     """Returns a function that makes the constraint of an answer without tools; None if there is
     none. Raises `ApiError` if the request gives several constraints."""
+    if response_format is not None and response_format.get("type") == "structural_tag":
+        if structured is not None and _kinds(structured):
+            raise ApiError(
+                400,
+                "structured_outputs and response_format are given; an answer has one constraint",
+                param="response_format",
+            )
+        tag = {name: value for name, value in response_format.items() if name != "type"}
+        limits = structured or StructuredOutputs()
+        structured, response_format = limits.model_copy(update={"structural_tag": tag}), None
     schema = format_schema(response_format)
     given = [] if structured is None else _kinds(structured)
     if len(given) + (schema is not None) > 1:
@@ -108,9 +118,13 @@ def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | No
         if not isinstance(schema, dict):
             raise ApiError(400, "json_schema needs a schema object", param="response_format")
         return schema
+    if kind == "structural_tag":  # alone, `constraint_factory` makes it
+        message = "response_format has type structural_tag and tools are given; use one of them"
+        raise ApiError(400, message, param="response_format")
     raise ApiError(
         400,
-        f"response_format has type {kind!r}; it must be text, json_object or json_schema",
+        f"response_format has type {kind!r}; it must be text, json_object, json_schema or"
+        " structural_tag",
         param="response_format",
     )
 
