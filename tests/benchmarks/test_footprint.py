@@ -49,6 +49,7 @@ def test_a_process_that_fails_is_named() -> None:
         footprint.run_worker("/no/such/model", 1, 2, 8)
 
 
+@pytest.mark.slow
 def test_the_steps_and_the_memory_of_real_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

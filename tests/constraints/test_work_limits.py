@@ -227,6 +227,8 @@ def test_integers_at_the_end_of_64_bits_do_not_end_the_process(number: float) ->
     schemas: list[dict[str, Any]] = [
         {"const": number},
         {"enum": [3, "a", {"b": [number]}]},
+        {"type": "integer", "const": number},
+        {"allOf": [{"type": "integer"}, {"enum": [number]}]},
         {"type": "integer", "minimum": number, "maximum": number},
         {"type": "integer", "exclusiveMaximum": number},
         {"properties": {"a": {"anyOf": [{"const": number}, {"type": "integer"}]}}},

@@ -11,6 +11,7 @@ from anydecode.sampling.mirostat import Mirostat
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("mirostat")
 

@@ -13,6 +13,7 @@ from anydecode.sampling.truncation import TopK
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("top-n-sigma")
 

@@ -13,6 +13,7 @@ from anydecode.sampling.truncation import TopP
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("top-w")
 

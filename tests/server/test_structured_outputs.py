@@ -99,6 +99,11 @@ def test_a_structural_tag_as_format_is_that_of_structured_outputs(
     assert text != text_of(path, client.ask(path, **limit(path)))
 
 
+def test_a_schema_beside_json_object_is_kept(client: Client) -> None:
+    given = {"type": "json_object", "schema": SCHEMA}
+    assert is_valid(text_of(CHAT, client.ask(CHAT, **limit(CHAT), response_format=given)))
+
+
 def test_limits_of_json_are_off_unless_asked_for(client: Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     given = {"json_schema": {"name": "n", "schema": schema}, "type": "json_schema"}
@@ -137,6 +142,13 @@ def test_unusable_constraints_are_refused_in_one_line(client: Client) -> None:
         ({"structured_outputs": {"regex": "a"}, "tools": tools}, "use response_format beside"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "needs structures"),
         ({"response_format": {"type": "structural_tag"}}, "needs structures"),
+        ({"response_format": {"type": "json_object", "shema": {}}}, "unknown field shema"),
+        ({"response_format": {"type": "json_object", "schema": 5}}, "needs a schema object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "unknown field x",
+        ),
+        ({"response_format": {"type": "text", "schema": {}}}, "unknown field schema"),
         (
             {"response_format": {"type": "structural_tag", **TAG}, "tools": tools},
             "structural_tag and tools are given",

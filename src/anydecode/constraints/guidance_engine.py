@@ -121,7 +121,7 @@ def _check_number(keyword: str, value: Any) -> None:
             node = stack.pop()
             if isinstance(node, list | dict):
                 stack += node if isinstance(node, list) else node.values()
-            elif isinstance(node, int) and node >= -(1 << 63):  # smaller ones are floats
+            else:
                 found.append(node)
         numbers = found
     for number in numbers:

@@ -10,6 +10,8 @@ from anydecode.constraints.tools.formats import ToolFormat
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import StructuredOutputs, Tool
 
+#: The fields that describe a schema in a response format.
+_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -105,19 +107,24 @@ def json_options(structured: StructuredOutputs | None) -> dict[str, Any]:
 
 
 def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The JSON Schema of `response_format`; None for plain text."""
-    kind = (response_format or {"type": "text"}).get("type")
+    """The JSON Schema of `response_format`; None for plain text. The type json_object may have one
+    too, as in llama.cpp's server."""
+    given = response_format or {"type": "text"}
+    kind = given.get("type")
     if kind == "text":
+        _check_fields(given, ())
         return None
     if kind == "json_object":
-        return {"type": "object"}
+        _check_fields(given, ("schema",))
+        schema = {"type": "object"} if given.get("schema") is None else given["schema"]
+        return _checked_schema(kind, schema)
     if kind == "json_schema":
-        assert response_format is not None
-        inner = response_format.get("json_schema", response_format)
-        schema = inner.get("schema") if isinstance(inner, dict) else None
-        if not isinstance(schema, dict):
-            raise ApiError(400, "json_schema needs a schema object", param="response_format")
-        return schema
+        inner = given.get("json_schema", given)
+        if inner is not given:
+            _check_fields(given, ("json_schema",))
+        if isinstance(inner, dict):
+            _check_fields(inner, _SCHEMA_FIELDS)
+        return _checked_schema(kind, inner.get("schema") if isinstance(inner, dict) else None)
     if kind == "structural_tag":  # alone, `constraint_factory` makes it
         message = "response_format has type structural_tag and tools are given; use one of them"
         raise ApiError(400, message, param="response_format")
@@ -127,6 +134,20 @@ def format_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | No
         " structural_tag",
         param="response_format",
     )
+
+
+def _check_fields(given: dict[str, Any], known: Sequence[str]) -> None:
+    """Raise `ApiError` if a response format has fields beside its type and those `known`."""
+    unknown = sorted(given.keys() - {"type", *known})
+    if unknown:
+        message = f"unknown field {', '.join(unknown)} in response_format"
+        raise ApiError(400, message, code="unknown_parameter", param="response_format")
+
+
+def _checked_schema(kind: str, schema: Any) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{kind} needs a schema object", param="response_format")
+    return schema
 
 
 def select_tools(

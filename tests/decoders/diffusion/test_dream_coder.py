@@ -8,6 +8,7 @@ from anydecode.decoders.diffusion.dream_coder import VariableInfilling
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("dream-coder")
 

@@ -18,6 +18,7 @@ from anydecode.errors import UnsupportedCombinationError
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("elastic-cache")
 

@@ -14,6 +14,7 @@ from anydecode.decoders.diffusion.rankings import Confidence
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("eoser-ass")
 

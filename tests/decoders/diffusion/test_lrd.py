@@ -12,6 +12,7 @@ from certificates import assert_certified, assert_rejected
 soft, divergence = LatentDenoiser.soft, lrd.divergence
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("lrd")
 

@@ -20,6 +20,7 @@ PROMPTS = ["the cat sat on the cat", "a", "zq zq zq zq"]
 BACKENDS = ["torch", "native"] if load_library() is not None else ["torch"]
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("easyspec")
 

@@ -11,6 +11,7 @@ from anydecode.sampling.sampler import Sampler
 from certificates import assert_certified, assert_rejected, replace_defaults
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("specdiff-2")
 
