@@ -362,7 +362,10 @@ def test_invalid_requests_are_refused_in_one_line(name: str, client: Client) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ('"text": {"format": {"type": "json_object", "schema": {"a": NUMBER}}}', "text.format"),
+        (
+            '"text": {"format": {"type": "json_schema", "schema": {}, "name": NUMBER}}',
+            "text.format",
+        ),
         ('"tools": [{"type": "function", "name": "f", "a": NUMBER}]', "tools"),
     ],
 )
