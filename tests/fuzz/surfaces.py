@@ -192,7 +192,9 @@ class _App:
     """Sends bodies to the ASGI application and checks the answers."""
 
     def __init__(self, llm: LLM) -> None:
-        logging.getLogger("anydecode").setLevel(logging.CRITICAL + 1)
+        self._logger = logging.getLogger("anydecode")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.CRITICAL + 1)
         self._llm = llm
         settings = Settings(prepare_seconds=1.0, prepare_memory=1 << 28)
         transport = httpx.ASGITransport(create_app(llm, settings), raise_app_exceptions=False)
@@ -200,6 +202,7 @@ class _App:
         self._loop = asyncio.new_event_loop()
 
     def close(self) -> None:
+        self._logger.setLevel(self._level)
         self._loop.run_until_complete(self._http.aclose())
         self._loop.close()
         assert not self._llm.engine.has_work

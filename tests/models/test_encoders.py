@@ -98,7 +98,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_scores_of_cross_encoders_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     """The sigmoid of the logit of a pair: rejects token types that are all 0 (BERT), a missing
     activation, and the pooling of the other kind."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     family, settings = HEADS[name]
     model = hf_encoder(family, "ForSequenceClassification", **settings)
@@ -113,7 +113,7 @@ def test_scores_of_cross_encoders_equal_those_of_transformers(name: str, tmp_pat
 
 
 def test_the_repository_names_the_function_of_scores(tmp_path: Path) -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     model = hf_encoder("Bert", "ForSequenceClassification", num_labels=1)
     name = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
