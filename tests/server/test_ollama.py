@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 
 from anydecode.api.llm import LLM  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.server.metrics import Metrics  # noqa: E402
 from anydecode.server.ollama.models import short  # noqa: E402
 from anydecode.server.ollama.prompts import chat_form  # noqa: E402
 from anydecode.server.ollama.protocol import OllamaChatRequest  # noqa: E402
@@ -322,7 +323,7 @@ def test_messages_are_translated(llm: LLM) -> None:
             ]
         }
     )
-    request, _ = chat_form(ask, Service(llm, Settings()))
+    request, _ = chat_form(ask, Service(llm, Settings(), Metrics(lambda: {})))
     assert conversation(request.messages) == [
         {"role": "assistant", "content": "b", "reasoning_content": "c",
          "tool_calls": [{"type": "function", **call}]},

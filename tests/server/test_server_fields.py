@@ -249,12 +249,13 @@ def test_unknown_stream_options_are_refused(client: Client, path: str) -> None:
 
 @pytest.mark.parametrize("name", ["audio", "function_call"])
 def test_messages_with_parts_that_would_be_lost_are_refused(client: Client, name: str) -> None:
-    said = {"role": "assistant", "content": None, name: {"id": "1", "name": "f", "arguments": "{}"}}
+    call = {"id": "1", "name": "f", "arguments": "{}"}
+    reply = {"role": "assistant", "content": None, name: call}
     ask = {"role": "user", "content": "a"}
-    body = {"messages": [ask, said, ask], "max_tokens": 1}
+    body = {"messages": [ask, reply, ask], "max_tokens": 1}
     answer = client.http.post(CHAT, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"messages.1.{name}")
-    said[name] = None
+    reply[name] = None
     assert client.http.post(CHAT, json=body).status_code == 200
 
 

@@ -321,8 +321,9 @@ def serve(
     ]
     (first_name, first), *others = entries
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    if budget is not None and cache_memory is None:
-        cache_memory = str(budget // (2 * len(entries)))
+    cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
+    if budget is not None and cache_bytes is None:
+        cache_bytes = budget // (2 * len(entries))
     settings = Settings(
         name=name or first_name,
         host=host,
@@ -359,7 +360,7 @@ def serve(
         schedule=schedule,
         drafting=drafting,
         cache_positions=cache_positions,
-        cache_memory=cache_memory,
+        cache_memory=cache_bytes,
         row_budget=row_budget,
     )
     own = options.without_none(draft=draft, prefix_spill=prefix_spill, spill_limit=spill_limit)
@@ -367,13 +368,16 @@ def serve(
     def served(name: str, model: str) -> ServedModel:
         path = resolve(model)
         num_bytes = files_bytes(path)
-        if cache_memory is not None and cache_positions is None:
-            num_bytes += parse_bytes(cache_memory)
+        if cache_bytes is not None and cache_positions is None:
+            num_bytes += cache_bytes
         return ServedModel(name, lambda: LLM(model, **engine), num_bytes, path)
+
+    def load_first() -> LLM:
+        return LLM(first, **engine, **own)
 
     with status(f"loading {first}"):
         further = [served(*entry) for entry in others]
-        llm = LLM(first, **engine, **own)
+        llm = load_first()
         for choice in (decoder or llm.default_decoder, *settings.allowed_decoders):
             llm.methods.find(choice)
         for choice in settings.allowed_logits_processors:
@@ -389,7 +393,7 @@ def serve(
             llm,
             settings,
             further,
-            reload=(lambda: LLM(first, **engine, **own)) if can_unload else None,
+            reload=load_first if can_unload else None,
             memory_budget=budget,
             idle_seconds=idle_unload,
         )

@@ -94,41 +94,26 @@ def check_numbers(grammar: str) -> None:
     except ValueError:
         parts = [{"lark_grammar": grammar}]
     for part in parts:
-        stack = [part.get("json_schema")]
+        stack = [(part.get("json_schema"), "")]  # with the keyword that allows the numbers in it
         lark = part.get("lark_grammar") or ""
         for found in _EMBEDDED_JSON.finditer(lark):
             try:
-                stack.append(_DECODER.raw_decode(lark, found.end())[0])
+                stack.append((_DECODER.raw_decode(lark, found.end())[0], ""))
             except (ValueError, RecursionError):  # llguidance reports it
                 continue
         while stack:
-            node = stack.pop()
+            node, keyword = stack.pop()
             if isinstance(node, list):
-                stack += node
+                stack += ((one, keyword) for one in node)
             elif isinstance(node, dict):
-                for keyword, value in node.items():
-                    _check_number(keyword, value)
-                stack += node.values()
-
-
-def _check_number(keyword: str, value: Any) -> None:
-    numbers: Sequence[Any] = ()
-    if keyword in ("maximum", "exclusiveMaximum"):
-        numbers = [value]
-    elif keyword in ("const", "enum"):
-        found, stack = [], [value]
-        while stack:
-            node = stack.pop()
-            if isinstance(node, list | dict):
-                stack += node if isinstance(node, list) else node.values()
-            else:
-                found.append(node)
-        numbers = found
-    for number in numbers:
-        if isinstance(number, int | float) and number <= _SMALLEST_INTEGER:
-            raise ConstraintError(
-                f"{keyword} {number}: integers must be above {_SMALLEST_INTEGER} to be enforced"
-            )
+                for key, value in node.items():
+                    is_bound = key in ("maximum", "exclusiveMaximum")
+                    is_bound = is_bound and not isinstance(value, list | dict)
+                    stack.append((value, key if is_bound or key in ("const", "enum") else keyword))
+            elif keyword and isinstance(node, int | float) and node <= _SMALLEST_INTEGER:
+                raise ConstraintError(
+                    f"{keyword} {node}: integers must be above {_SMALLEST_INTEGER} to be enforced"
+                )
 
 
 class TokenizerBinding:

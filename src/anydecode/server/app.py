@@ -272,11 +272,11 @@ def _model_list(models: ServedModels) -> list[dict[str, Any]]:
             "object": "model",
             "created": models.created,
             "owned_by": "anydecode",
-            "max_model_len": None if place.service is None else place.service.llm.max_length,
+            "max_model_len": None if served.service is None else served.service.llm.max_length,
             "parent": parent,
-            "status": {"value": place.status},
+            "status": {"value": served.status},
         }
-        for name, parent, place in models.entries()
+        for name, parent, served in models.entries()
     ]
 
 
@@ -289,9 +289,9 @@ def _add_metrics(app: FastAPI, models: ServedModels) -> None:
     @app.get("/live", responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def live(model: str | None = None) -> Response:
         """The current load of a model, for the web page; without `model`, of the first one."""
-        place = models.find(model)
-        load = _NO_LOAD if place.service is None else _load(place.service.llm)
-        return JSONResponse({"model": place.model.name, "status": place.status, **load})
+        served = models.find(model)
+        load = _NO_LOAD if served.service is None else _load(served.service.llm)
+        return JSONResponse({"model": served.model.name, "status": served.status, **load})
 
     @app.get("/decoders", responses={404: _ERRORS[404], 503: _ERRORS[503]})
     async def list_decoders(http: Request, model: str | None = None) -> Response:

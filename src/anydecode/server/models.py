@@ -21,7 +21,7 @@ from anydecode.server.options import unknown_model
 from anydecode.server.service import Service
 from anydecode.server.settings import Settings
 
-#: Longest time between two looks for idle models, in seconds.
+#: Maximum time between two checks for idle models, in seconds.
 _WATCH_SECONDS = 5.0
 
 
@@ -43,15 +43,15 @@ class ServedModel:
 
 
 @dataclass
-class Place:
-    """A model, and its service while it is loaded."""
+class ModelState:
+    """The state of one model: its service while it is loaded, and who uses it."""
 
     model: ServedModel
     service: Service | None = None
     num_bytes: int = 0  # of memory: as measured once it has been loaded
     num_holds: int = 0  # requests that use the service
     last_used: float = field(default_factory=time.monotonic)
-    is_unwanted: bool = False  # unloaded as soon as no request uses it
+    unload_requested: bool = False  # unloaded as soon as no request uses it
     loading: asyncio.Task[None] | None = None
     adapters: dict[str, Path] = field(default_factory=dict)  # by name, while it is unloaded
 
@@ -107,9 +107,9 @@ class ServedModels:
         self._idle_seconds = idle_seconds
         path = getattr(llm.model, "path", None)
         first = ServedModel(settings.name, reload, memory_of(llm), path)
-        self._places: dict[str, Place] = {}
+        self._states: dict[str, ModelState] = {}
         for model in (first, *others):
-            if model.name in self._places or model.name in llm.adapters:
+            if model.name in self._states or model.name in llm.adapters:
                 raise InvalidRequestError(
                     f"two models are called {model.name!r}; name one with NAME=MODEL"
                 )
@@ -119,11 +119,11 @@ class ServedModels:
                     f" memory budget of {_mebibytes(memory_budget)} MiB; --cache-positions makes"
                     " the cache smaller"
                 )
-            self._places[model.name] = Place(model, num_bytes=model.num_bytes)
+            self._states[model.name] = ModelState(model, num_bytes=model.num_bytes)
         self.metrics = Metrics(
             lambda: {one.settings.name: one.llm for one in self.loaded}, has_names=bool(others)
         )
-        self.first = self._places[settings.name]
+        self.first = self._states[settings.name]
         self.first.service = Service(llm, settings, self.metrics, reload is not None)
         self._lock = asyncio.Lock()  # while a model is loaded
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,7 +132,7 @@ class ServedModels:
     @property
     def loaded(self) -> list[Service]:
         """The services of the models that are loaded."""
-        return [place.service for place in self._places.values() if place.service is not None]
+        return [served.service for served in self._states.values() if served.service is not None]
 
     @property
     def error(self) -> EngineStoppedError | None:
@@ -144,22 +144,22 @@ class ServedModels:
         """The names of the models, each followed by those of its adapters."""
         return [name for name, _, _ in self.entries()]
 
-    def expiry(self, place: Place) -> float | None:
+    def expiry(self, served: ModelState) -> float | None:
         """When a model will be unloaded if no request uses it until then, in seconds since the Unix
         epoch; None for never."""
-        if self._idle_seconds is None or place.model.load is None:
+        if self._idle_seconds is None or served.model.load is None:
             return None
-        return time.time() + self._idle_seconds - (time.monotonic() - place.last_used)
+        return time.time() + self._idle_seconds - (time.monotonic() - served.last_used)
 
-    def entries(self) -> Iterator[tuple[str, str | None, Place]]:
-        """The name of each model and adapter, that of an adapter's model, and the model's place."""
-        for name, place in self._places.items():
-            yield name, None, place
-            for adapter in place.adapter_names:
-                yield adapter, name, place
+    def entries(self) -> Iterator[tuple[str, str | None, ModelState]]:
+        """The name of each model and adapter, that of an adapter's model, and the model's state."""
+        for name, served in self._states.items():
+            yield name, None, served
+            for adapter in served.adapter_names:
+                yield adapter, name, served
 
-    def find(self, name: str | None) -> Place:
-        """The place of the model, or of the model whose adapter is called `name`; the first one if
+    def find(self, name: str | None) -> ModelState:
+        """The state of the model, or of the model whose adapter is called `name`; the first one if
         no name is given.
 
         Raises:
@@ -167,9 +167,9 @@ class ServedModels:
         """
         if not name:
             return self.first
-        for known, _, place in self.entries():
+        for known, _, served in self.entries():
             if known == name:
-                return place
+                return served
         raise unknown_model(name, self.available)
 
     async def use(self, name: str | None, state: dict[str, Any]) -> Service:
@@ -183,30 +183,30 @@ class ServedModels:
         Raises:
             ApiError: There is no such model, no memory for it, or it cannot be loaded.
         """
-        place = self.find(name)
-        place.is_unwanted = False
-        while place.service is None:
-            if place.loading is None:
-                place.loading = self._start(self._load(place))
-            await asyncio.shield(place.loading)  # goes on if the client disconnects
-        state.setdefault("release", []).append(self._hold(place))
-        return place.service
+        served = self.find(name)
+        served.unload_requested = False
+        while served.service is None:
+            if served.loading is None:
+                served.loading = self._start(self._load(served))
+            await asyncio.shield(served.loading)  # goes on if the client disconnects
+        state.setdefault("release", []).append(self._hold(served))
+        return served.service
 
     def hold(self, service: Service) -> Callable[[], None]:
         """Keep a loaded model until the returned function is called."""
-        return self._hold(next(one for one in self._places.values() if one.service is service))
+        return self._hold(next(one for one in self._states.values() if one.service is service))
 
-    def unload(self, name: str | None) -> bool:
-        """Unload a model (see `find`) as soon as no request uses it. Returns whether it can be."""
-        place = self.find(name)
-        if place.model.load is None:
-            return False
-        place.is_unwanted = True
-        self._start(self._unload_idle())
-        return True
+    def unload(self, name: str | None) -> None:
+        """Unload a model (see `find`) as soon as no request uses it, if it can be loaded again."""
+        served = self.find(name)
+        if served.model.load is not None:
+            served.unload_requested = True
+            self._start(self._unload_idle())
 
     def watch(self) -> None:
-        """Start to unload idle models."""
+        """Start to unload idle models, if any can be unloaded."""
+        if all(served.model.load is None for served in self._states.values()):
+            return
         self._watching = asyncio.ensure_future(self._watch())
 
     async def stop(self) -> None:
@@ -228,54 +228,54 @@ class ServedModels:
         task.add_done_callback(lambda task: task.exception())  # has been seen
         return task
 
-    def _hold(self, place: Place) -> Callable[[], None]:
-        place.num_holds += 1
+    def _hold(self, served: ModelState) -> Callable[[], None]:
+        served.num_holds += 1
 
         def release() -> None:
-            place.num_holds -= 1
-            place.last_used = time.monotonic()
-            if place.is_unwanted:
+            served.num_holds -= 1
+            served.last_used = time.monotonic()
+            if served.unload_requested:
                 self._start(self._unload_idle())
 
         return release
 
-    async def _load(self, place: Place) -> None:
+    async def _load(self, served: ModelState) -> None:
         """Load a model, after others have been unloaded if the budget demands it."""
         try:
             async with self._lock:
-                await self._make_room(place)
+                await self._make_room(served)
                 start = time.monotonic()
                 try:
-                    llm = await asyncio.to_thread(_load, place)
+                    llm = await asyncio.to_thread(_load, served)
                 except Exception as error:
                     # The reason may name the operator's files.
-                    logs.log.error(f"the model {place.model.name} was not loaded", exc_info=error)
-                    message = f"the model {place.model.name!r} could not be loaded"
+                    logs.log.error(f"the model {served.model.name} was not loaded", exc_info=error)
+                    message = f"the model {served.model.name!r} could not be loaded"
                     raise ApiError(500, message, code="model_load_failed", param="model") from None
                 settings = self.settings
-                if place is not self.first:
-                    settings = replace(settings, name=place.model.name, decoder=None)
-                place.service = Service(llm, settings, self.metrics, can_be_unloaded=True)
-                place.num_bytes, place.last_used = memory_of(llm), time.monotonic()
+                if served is not self.first:
+                    settings = replace(settings, name=served.model.name, decoder=None)
+                served.service = Service(llm, settings, self.metrics, can_be_unloaded=True)
+                served.num_bytes, served.last_used = memory_of(llm), time.monotonic()
                 seconds = round(time.monotonic() - start, 2)
-                logs.event("load", model=place.model.name, seconds=seconds)
+                logs.event("load", model=served.model.name, seconds=seconds)
         finally:
-            place.loading = None
+            served.loading = None
 
-    async def _make_room(self, place: Place) -> None:
-        """Unload models until the memory of `place` fits into the budget. Raises `ApiError`."""
+    async def _make_room(self, served: ModelState) -> None:
+        """Unload models until the memory of `served` fits into the budget. Raises `ApiError`."""
         if self._budget is None:
             return
         while True:
-            loaded = [one for one in self._places.values() if one.service is not None]
+            loaded = [one for one in self._states.values() if one.service is not None]
             free = self._budget - sum(one.num_bytes for one in loaded)
-            if place.num_bytes <= free:
+            if served.num_bytes <= free:
                 return
             idle = [one for one in loaded if one.can_be_unloaded]
             if not idle:
                 raise ApiError(
                     503,
-                    f"the model {place.model.name!r} is not loaded, and there is no memory for it"
+                    f"the model {served.model.name!r} is not loaded, and there is no memory for it"
                     " while the loaded models are in use; try again later",
                     code="model_not_loaded",
                     param="model",
@@ -283,13 +283,13 @@ class ServedModels:
                 )
             await self._unload(min(idle, key=lambda one: one.last_used))
 
-    async def _unload(self, place: Place) -> None:
-        service, place.service = place.service, None
+    async def _unload(self, served: ModelState) -> None:
+        service, served.service = served.service, None
         assert service is not None
-        place.is_unwanted = False
-        place.adapters = service.llm.adapter_paths
+        served.unload_requested = False
+        served.adapters = service.llm.adapter_paths
         await asyncio.to_thread(service.llm.close)
-        logs.event("unload", model=place.model.name)
+        logs.event("unload", model=served.model.name)
         del service
         gc.collect()  # a model's objects refer to each other
 
@@ -301,19 +301,19 @@ class ServedModels:
 
     async def _unload_idle(self) -> None:
         async with self._lock:
-            for place in self._places.values():
+            for served in self._states.values():
                 is_idle = (
                     self._idle_seconds is not None
-                    and time.monotonic() - place.last_used >= self._idle_seconds
+                    and time.monotonic() - served.last_used >= self._idle_seconds
                 )
-                if (is_idle or place.is_unwanted) and place.can_be_unloaded:
-                    await self._unload(place)
+                if (is_idle or served.unload_requested) and served.can_be_unloaded:
+                    await self._unload(served)
 
 
-def _load(place: Place) -> LLM:
-    assert place.model.load is not None
-    llm = place.model.load()
-    for name, path in place.adapters.items():
+def _load(served: ModelState) -> LLM:
+    assert served.model.load is not None
+    llm = served.model.load()
+    for name, path in served.adapters.items():
         llm.add_adapter(name, path)
     return llm
 
@@ -326,7 +326,7 @@ def as_served(models: LLM | ServedModels, settings: Settings | None) -> ServedMo
 
 
 class ReleaseMiddleware:
-    """ASGI middleware that lets go of the models that a request has used when it ends."""
+    """ASGI middleware that releases the models that a request has used when it ends."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

@@ -37,7 +37,7 @@ class Service:
     Args:
         llm: The model and its engine.
         settings: The server's settings, with the model's name.
-        metrics: The server's metrics; None: those of this model alone.
+        metrics: The server's metrics.
         can_be_unloaded: Whether the server can unload the model and load it again.
     """
 
@@ -45,7 +45,7 @@ class Service:
         self,
         llm: LLM,
         settings: Settings,
-        metrics: Metrics | None = None,
+        metrics: Metrics,
         can_be_unloaded: bool = False,
     ) -> None:
         assert llm.tokenizer is not None
@@ -53,7 +53,7 @@ class Service:
         self.tokenizer = llm.tokenizer
         self.settings = settings
         self.can_be_unloaded = can_be_unloaded
-        self.metrics = metrics or Metrics(lambda: {settings.name: llm})
+        self.metrics = metrics
         self.preparation = Preparation(llm, settings)
         self.created = int(time.time())
         #: Held while a request loads an adapter, so that none exceeds the limit.

@@ -20,27 +20,23 @@ def constraint_factory(
 ) -> Callable[[], Any] | None:
     """Returns a function that makes the constraint of an answer without tools; None if there is
     none. Raises `ApiError` if the request gives several constraints."""
-    if response_format is not None and response_format.get("type") == "structural_tag":
-        if structured is not None and _kinds(structured):
-            raise ApiError(
-                400,
-                "structured_outputs and response_format are given; an answer has one constraint",
-                param="response_format",
-            )
-        tag = {name: value for name, value in response_format.items() if name != "type"}
-        limits = structured or StructuredOutputs()
-        structured, response_format = limits.model_copy(update={"structural_tag": tag}), None
-    schema = format_schema(response_format)
+    is_tag = response_format is not None and response_format.get("type") == "structural_tag"
+    schema = None if is_tag else format_schema(response_format)
+    has_format = is_tag or schema is not None
     given = [] if structured is None else _kinds(structured)
-    if len(given) + (schema is not None) > 1:
+    if len(given) + has_format > 1:
         names = [*(f"structured_outputs.{name}" for name in given)]
-        names += ["response_format"] * (schema is not None)
+        names += ["response_format"] * has_format
         raise ApiError(
             400, f"{' and '.join(names)} are given; an answer has one constraint", param=names[0]
         )
     if given:
         assert structured is not None
         return partial(_structured_constraint, structured, given[0])
+    if is_tag:
+        assert response_format is not None
+        tag = {name: value for name, value in response_format.items() if name != "type"}
+        return partial(_structural_tag, tag, structured)
     if schema is not None:
         return partial(_json_constraint, schema, structured)
     return None
@@ -78,11 +74,15 @@ def _structured_constraint(structured: StructuredOutputs, kind: str) -> Any:
         text = structured.grammar or ""
         return Grammar(text, "gbnf" if "::=" in text else "lark")
     if kind == "structural_tag":
-        from anydecode.constraints.structural_tag import StructuralTag
-
-        return StructuralTag.of(structured.structural_tag, **json_options(structured))
+        return _structural_tag(structured.structural_tag, structured)
     schema = {"type": "object"} if kind == "json_object" else structured.json_schema
     return _json_constraint(schema, structured)
+
+
+def _structural_tag(tag: Any, structured: StructuredOutputs | None) -> Any:
+    from anydecode.constraints.structural_tag import StructuralTag
+
+    return StructuralTag.of(tag, **json_options(structured))
 
 
 def _json_constraint(schema: Any, structured: StructuredOutputs | None) -> Any:

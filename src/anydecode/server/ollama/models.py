@@ -9,7 +9,7 @@ from typing import Any
 
 from anydecode.kernels.interface import Weight
 from anydecode.models.fill_in import find_sentinels
-from anydecode.server.models import Place, ServedModels, files_bytes, model_files
+from anydecode.server.models import ModelState, ServedModels, files_bytes, model_files
 from anydecode.server.ollama.generate import timestamp
 from anydecode.server.ollama.prompts import LATEST
 from anydecode.server.service import Service
@@ -38,28 +38,28 @@ class ModelList:
 
     def tags(self) -> dict[str, Any]:
         """The answer of `/api/tags`."""
-        return {"models": [self._entry(name, place) for name, _, place in self._models.entries()]}
+        return {"models": [self._entry(name, served) for name, _, served in self._models.entries()]}
 
     def running(self) -> dict[str, Any]:
         """The answer of `/api/ps`."""
         entries = []
-        for name, _, place in self._models.entries():
-            if place.service is not None:
-                entry = self._entry(name, place)
+        for name, _, served in self._models.entries():
+            if served.service is not None:
+                entry = self._entry(name, served)
                 del entry["modified_at"]
-                expiry = self._models.expiry(place)
+                expiry = self._models.expiry(served)
                 fields = {
                     "expires_at": _NEVER if expiry is None else _timestamp(expiry),
                     "size_vram": 0,
-                    "context_length": place.service.llm.max_length,
+                    "context_length": served.service.llm.max_length,
                 }
                 entries.append({**entry, **fields})
         return {"models": entries}
 
-    def _entry(self, name: str, place: Place) -> dict[str, Any]:
-        model = place.model
-        if place.service is not None and model.name not in self._details:
-            self._details[model.name] = _details(place.service)
+    def _entry(self, name: str, served: ModelState) -> dict[str, Any]:
+        model = served.model
+        if served.service is not None and model.name not in self._details:
+            self._details[model.name] = _details(served.service)
         name = name if ":" in name else name + LATEST
         size, modified = files_bytes(model.path), _modified(model.path, self._models.created)
         # Of what identifies the model; its weights are not read.
