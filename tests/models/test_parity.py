@@ -122,6 +122,31 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+DEEPSEEK_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -524,6 +549,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek v2": (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "deepseek v2 lite": (
+        "DeepseekV2",
+        {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE},
+    ),
+    "deepseek v3 one group": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+        },
+    ),
     "qwen2 moe": (
         "Qwen2Moe",
         {
@@ -652,7 +709,7 @@ def test_ministral3_inside_a_multimodal_model() -> None:
     "family",
     [
         *("Mixtral", "Qwen3Moe", "Phi3", "GptOss", "Glm4Moe", "Qwen2Moe", "Olmoe"),
-        *("GraniteMoeHybrid", "Lfm2Moe"),
+        *("GraniteMoeHybrid", "Lfm2Moe", "DeepseekV2", "DeepseekV3"),
     ],
 )
 def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
@@ -666,6 +723,8 @@ def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
         settings = CASES["granite 4 moe"][1]
     if family == "Lfm2Moe":
         settings = LFM2_MOE
+    if family in ("DeepseekV2", "DeepseekV3"):
+        settings = {**DEEPSEEK, "n_group": 2, "topk_group": 1}
     if family in ("Glm4Moe", "Qwen2Moe", "Olmoe"):
         case = {"Glm4Moe": "glm4 moe", "Qwen2Moe": "qwen2 moe", "Olmoe": "olmoe"}[family]
         settings = CASES[case][1]
@@ -932,6 +991,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("glm4 moe", {"topk_group": 4}),
     "top k": ("glm4 moe", {"num_experts_per_tok": 2}),
     "partial rotary": ("glm4 moe", {"partial_rotary_factor": 1.0, "rope_parameters": None}),
+    "groups by the largest score": ("deepseek v2", {"topk_method": "greedy"}),
+    "context scale": ("deepseek v3", {"rope_parameters": {**DEEPSEEK_ROPE, "mscale_all_dim": 0.7}}),
+    "rotary pairs": ("deepseek v3", {"rope_interleave": False}),
     "swiglu limit": ("gpt oss", {"swiglu_limit": 0.2}),
     "swiglu alpha": ("gpt oss", {"swiglu_alpha": 1.0}),
 }

@@ -3,6 +3,7 @@ square roots and matrix products round as in numpy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,22 @@ class RowArithmetic:
         """x @ weight.T + bias, without adapters."""
         y: np.ndarray = x @ dequantize(weight).T
         return y if bias is None else y + bias
+
+    def grouped_linear(self, x: np.ndarray, weights: Sequence[Weight]) -> np.ndarray:
+        """See `Backend.grouped_linear`; without adapters."""
+        parts = np.split(x, len(weights), -1)
+        products = [self.linear(part, w) for part, w in zip(parts, weights, strict=True)]
+        return np.concatenate(products, -1)
+
+    def split(self, x: np.ndarray, size: int, groups: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """See `Backend.split`."""
+        parts = x.reshape(len(x), groups, -1)
+        return parts[..., :size].reshape(len(x), -1), parts[..., size:].reshape(len(x), -1)
+
+    def join(self, x: np.ndarray, y: np.ndarray, groups: int = 1) -> np.ndarray:
+        """See `Backend.join`."""
+        parts = [z.reshape(len(z), groups, z.shape[-1] // groups) for z in (x, y)]
+        return np.concatenate(parts, -1).reshape(len(x), -1)
 
     def rope(self, x: np.ndarray, num_heads: int, rope: Rope) -> np.ndarray:
         """See `Backend.rope`."""

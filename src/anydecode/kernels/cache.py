@@ -48,9 +48,9 @@ def new_cache(
     """
     check_cache_format(format)
 
-    def empty(shape: Attention | None) -> np.ndarray:
+    def empty(shape: Attention | None, is_value: bool) -> np.ndarray:
         dtype = cache_dtype(format)
-        if shape is None:
+        if shape is None or (is_value and shape.latent_dim is not None):
             return np.empty((num_slots, 1, 0), dtype)
         # Each head's slots are contiguous, so that consecutive slots are read sequentially.
         size = (shape.num_kv_heads, num_slots, stored_width(format, shape.head_dim))
@@ -62,7 +62,7 @@ def new_cache(
     }
     has_states = any(shape.state_shape for shape in recurrences.values())
     states = StatePool(recurrences) if has_states else None
-    keys, values = ([empty(shape) for shape in shapes] for _ in range(2))
+    keys, values = ([empty(shape, is_value) for shape in shapes] for is_value in (False, True))
     return KeyValues(keys, values, format, inputs, states)
 
 

@@ -92,13 +92,15 @@ class TorchExecutor(ABC):
         check_cache_format(format)
         dtype = as_tensor(np.empty(0, cache_dtype(format))).dtype
 
-        def empty(shape: Attention | None) -> torch.Tensor:
+        def empty(shape: Attention | None, is_value: bool) -> torch.Tensor:
             assert shape is not None, "only layers with a recurrence lack attention"
-            width = stored_width(format, shape.head_dim)
+            has_none = is_value and shape.latent_dim is not None
+            width = 0 if has_none else stored_width(format, shape.head_dim)
             size = (num_slots, shape.num_kv_heads, width)
             return torch.zeros(size, dtype=dtype, device=self.device)
 
-        return KeyValues([empty(s) for s in shapes], [empty(s) for s in shapes], format)
+        keys, values = ([empty(s, is_value) for s in shapes] for is_value in (False, True))
+        return KeyValues(keys, values, format)
 
     @torch.no_grad()
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -100,6 +100,14 @@ class Attention:
     window: int | None = None  # a row at position p attends to positions > p - window
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     is_two_sided: bool = False  # the window also ends at positions < p + window
+    # The value of a position is the first so many numbers of its only key, and no values are stored
+    # (DeepSeek-V2, arXiv:2405.04434); None: values of head_dim numbers are stored.
+    latent_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of one head's value."""
+        return self.head_dim if self.latent_dim is None else self.latent_dim
 
 
 @dataclass(frozen=True)
@@ -190,8 +198,9 @@ class Routing:
         scoring: "softmax" over all experts, or "sigmoid".
         num_groups: The number of equal groups of consecutive experts.
         groups_per_token: The number of groups that experts are chosen from: those with the largest
-            sums of their two largest scores (DeepSeek-V3, arXiv:2412.19437).
+            sums of their `scores_per_group` largest scores (DeepSeek-V3, arXiv:2412.19437).
         scale: A factor of the weights, after normalisation.
+        scores_per_group: 2, or 1 for the largest score alone (DeepSeek-V2).
     """
 
     experts_per_token: int
@@ -200,6 +209,7 @@ class Routing:
     num_groups: int = 1
     groups_per_token: int = 1
     scale: float = 1.0
+    scores_per_group: int = 2
 
 
 @dataclass(eq=False)
@@ -230,7 +240,8 @@ class KeyValues:
 
     Per layer, keys and values are `[num_slots, num_kv_heads, head_dim]`, or `[num_slots,
     num_kv_heads, bytes]` in a packed format (see `kernels/cache.py`). In main memory each head's
-    slots are contiguous. Layers without attention have arrays without entries.
+    slots are contiguous. Layers without attention have arrays without entries, and so have the
+    values of layers whose keys hold them (`Attention.latent_dim`).
 
     Attributes:
         inputs: Per recurrent layer the inputs of its recurrence, float32 `[num_slots, width +
@@ -364,6 +375,22 @@ class Backend(ABC):
         """x @ weight.T + bias, plus the update of each row's adapter that targets `weight.name`."""
 
     @abstractmethod
+    def grouped_linear(self, x: Any, weights: Sequence[Weight]) -> Any:
+        """The products of equal parts of the last axis, part i with `weights[i]`, side by side.
+
+        The matrices have the same shape.
+        """
+
+    @abstractmethod
+    def split(self, x: Any, size: int, groups: int = 1) -> tuple[Any, Any]:
+        """The first `size` numbers of each of `groups` equal parts of the last axis, and the others
+        of each."""
+
+    @abstractmethod
+    def join(self, x: Any, y: Any, groups: int = 1) -> Any:
+        """Each of `groups` equal parts of x, followed by that of y: the inverse of `split`."""
+
+    @abstractmethod
     def rope(self, x: Any, num_heads: int, rope: Rope) -> Any:
         """Apply the rotary embedding of the row's position to each of `num_heads` heads."""
 
@@ -379,6 +406,7 @@ class Backend(ABC):
     ) -> Any:
         """Store k and v in each row's slot of `layer`, then compute attention over `Rows`.
 
+        `v` is None where `shape.latent_dim` is set: then the result has that many numbers per head.
         `sinks` is float32 `[num_heads]`: the score of a key of each head that every row attends to
         and whose value is zero (gpt-oss).
         """

@@ -49,7 +49,7 @@ class Routing(ctypes.Structure):
         *((name, pointer) for name in ("gate_bias", "up_bias", "down_bias", "selection_bias")),
         *((name, c_int32) for name in ("normalise", "is_sigmoid", "num_groups", "groups_per_row")),
         ("scale", c_float),
-        ("reserved", c_int32),
+        ("scores_per_group", c_int32),
     ]
 
 
@@ -73,7 +73,7 @@ class Op(ctypes.Structure):
         *((name, c_int32) for name in ("code", "barrier", "layer", "activation")),
         *((name, c_int64) for name in ("a", "b", "c", "out")),
         *((name, c_int32) for name in ("width", "width_out", "heads", "kv_heads", "head_dim")),
-        *((name, c_int32) for name in ("groups", "window", "count")),
+        *((name, c_int32) for name in ("groups", "window", "count", "value_dim", "is_latent")),
         ("x", c_float),
         ("y", c_float),
         ("matrix", pointer),

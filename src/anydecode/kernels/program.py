@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,9 @@ _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 
 _RULES = {"conv": 0, "ssd": 1, "delta": 2}
 _CLAMPED_SWIGLU = 3
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
+# Attention with one key head processes up to so many query heads in one part. All query heads of
+# eight rows would not fit a processor's cache.
+_LATENT_GROUP = 8
 
 
 class NativeBackend(Backend):
@@ -90,13 +93,37 @@ class NativeBackend(Backend):
         y = self._record(
             Code.LINEAR, (self._input(x, weight.format),), weight.out_features, **fields
         )
-        if weight.name in self.adapted:
-            step = Step(Code.LORA, (x, y), y, {"count": self._add_targets([weight])})
-            step.fields |= {"width": x.width, "width_out": y.width}
-            self.steps.append(step)
+        self._add_lora(x, y, [weight])
         return y
 
-    def _add_targets(self, weights: list[Weight]) -> int:
+    def _add_lora(self, x: Value, y: Value, weights: Sequence[Weight]) -> None:
+        """Add the adapters' updates of products of equal parts of x to those of y."""
+        if any(weight.name in self.adapted for weight in weights):
+            count, groups = self._add_targets(weights), len(weights)
+            fields = {"count": count, "groups": groups}
+            fields |= {"width": x.width // groups, "width_out": y.width // groups}
+            self.steps.append(Step(Code.LORA, (x, y), y, fields))
+
+    def grouped_linear(self, x: Value, weights: Sequence[Weight]) -> Value:
+        matrices = [self._packer.pack(weight) for weight in weights]
+        pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
+        self.keepalive.append(pointers)
+        fields = {"count": len(matrices), "experts": ctypes.addressof(pointers)}
+        width = len(weights) * weights[0].out_features
+        inputs = (self._input(x, weights[0].format),)
+        y = self._record(Code.GROUPED_LINEAR, inputs, width, **fields)
+        self._add_lora(x, y, weights)
+        return y
+
+    def split(self, x: Value, size: int, groups: int = 1) -> tuple[Value, Value]:
+        first = self._record(Code.SPLIT, (x,), groups * size, groups=groups)
+        rest = x.width - first.width
+        return first, self._record(Code.SPLIT, (x,), rest, groups=groups, count=size)
+
+    def join(self, x: Value, y: Value, groups: int = 1) -> Value:
+        return self._record(Code.JOIN, (x, y), x.width + y.width, groups=groups)
+
+    def _add_targets(self, weights: Sequence[Weight]) -> int:
         """Append the weights to the adapters' targets; return the index of the first."""
         self.targets += [weight.name for weight in weights]
         return len(self.targets) - len(weights)
@@ -111,24 +138,31 @@ class NativeBackend(Backend):
         self,
         q: Value,
         k: Value,
-        v: Value,
+        v: Value | None,
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
     ) -> Value:
-        fields = {"layer": layer, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
-        fields["head_dim"] = shape.head_dim
-        store = Step(Code.STORE, (k, v), None, {**fields, "width": k.width}, cache="write")
-        self.steps.append(store)
+        fields = {"layer": layer, "head_dim": shape.head_dim, "is_latent": int(v is None)}
+        inputs = (k,) if v is None else (k, v)
+        store = {**fields, "kv_heads": shape.num_kv_heads, "width": k.width}
+        self.steps.append(Step(Code.STORE, inputs, None, store, cache="write"))
+        if v is None:  # parts of the query heads are processed separately
+            parts = range(min(shape.num_heads, _LATENT_GROUP), 0, -1)
+            group = next(size for size in parts if shape.num_heads % size == 0)
+            shape = replace(shape, num_kv_heads=shape.num_heads // group)
         self.shapes.append(shape)
+        fields |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
+        fields["value_dim"] = shape.value_dim
         limits: dict[str, Any] = {"window": shape.window or 0}
         limits["count"] = int(shape.window is not None and shape.is_two_sided)
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
         if sinks is not None:
             limits["weight"] = self._keep_vector(sinks)
-        out = self._record(Code.ATTEND, (q,), q.width, **fields, **limits)
+        width = shape.num_heads * shape.value_dim
+        out = self._record(Code.ATTEND, (q,), width, **fields, **limits)
         self.steps[-1].cache = "read"
-        limits |= {"width": q.width, "width_out": q.width}
+        limits |= {"width": width, "width_out": width}
         self.steps.append(Step(Code.MERGE, (out,), out, {**fields, **limits}))
         return out
 
@@ -235,6 +269,7 @@ class NativeBackend(Backend):
             num_groups=routing.num_groups,
             groups_per_row=routing.groups_per_token,
             scale=routing.scale,
+            scores_per_group=routing.scores_per_group,
         )
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases = getattr(weights, name)

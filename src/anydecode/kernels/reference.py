@@ -138,6 +138,21 @@ class ReferenceBackend(Backend):
                 y[index] = y[index] + self._product(low, update.up) * update.scale
         return y
 
+    def grouped_linear(self, x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
+        parts = x.chunk(len(weights), -1)
+        products = [self.linear(part, w) for part, w in zip(parts, weights, strict=True)]
+        return torch.cat(products, -1)
+
+    def split(
+        self, x: torch.Tensor, size: int, groups: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = x.view(len(x), groups, x.shape[-1] // groups)
+        return parts[..., :size].flatten(-2), parts[..., size:].flatten(-2)
+
+    def join(self, x: torch.Tensor, y: torch.Tensor, groups: int = 1) -> torch.Tensor:
+        parts = [z.view(len(z), groups, z.shape[-1] // groups) for z in (x, y)]
+        return torch.cat(parts, -1).flatten(-2)
+
     def rope(self, x: torch.Tensor, num_heads: int, rope: Rope) -> torch.Tensor:
         bound = self._rows()
         if rope not in self._rotary:
@@ -154,7 +169,7 @@ class ReferenceBackend(Backend):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
@@ -171,8 +186,9 @@ class ReferenceBackend(Backend):
         stored_rows = torch.from_numpy(stored).to(self.device)
         format = bound.cache.format
         keys[target] = _encode(format, k[stored_rows].view(heads))
-        values[target] = _encode(format, v[stored_rows].view(heads))
-        out = torch.empty_like(q)
+        if v is not None:
+            values[target] = _encode(format, v[stored_rows].view(heads))
+        out = q.new_empty(len(q), shape.num_heads * shape.value_dim)
         sink_scores = None if sinks is None else self._vector(sinks)
         for group in _row_groups(bound, shape):
             visible = visible_slots(
@@ -301,8 +317,11 @@ def expert_shares(
     choice = shares if selection_bias is None else shares + selection_bias
     if routing.num_groups > 1:
         groups = choice.view(len(choice), routing.num_groups, -1)
-        largest = torch.sort(groups, dim=-1, descending=True).values[..., :2]
-        used = _first(largest[..., 0] + largest[..., 1], routing.groups_per_token)
+        largest = torch.sort(groups, dim=-1, descending=True).values
+        score = largest[..., 0]
+        if routing.scores_per_group == 2:
+            score = score + largest[..., 1]
+        used = _first(score, routing.groups_per_token)
         is_used = torch.zeros(groups.shape[:2], dtype=torch.bool, device=router.device)
         is_used = is_used.scatter(1, used, True).unsqueeze(-1)
         choice = groups.masked_fill(~is_used, float("-inf")).view(choice.shape)
@@ -374,19 +393,22 @@ def _attend(
         scores = elementary.tanh(scores / shape.softcap) * shape.softcap
     scores = scores.masked_fill(~mask, float("-inf"))
     if not scores.shape[-1]:
-        return torch.zeros_like(q)
+        return q.new_zeros(rows, shape.num_heads * shape.value_dim)
     maximum = scores.amax(-1, keepdim=True)
     maximum = maximum.masked_fill(maximum == float("-inf"), 0.0)
     if sinks is not None:
         sinks = sinks.view(1, shape.num_kv_heads, group, 1)
         maximum = torch.maximum(maximum, sinks)
     weights = elementary.exp(scores - maximum).masked_fill(~mask, 0.0)
-    value = _decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
+    if shape.latent_dim is None:
+        value = _decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
+    else:
+        value = key[..., : shape.latent_dim]
     # A masked slot may hold anything, and 0 times infinity is not 0.
     value = value.masked_fill(~mask.unsqueeze(-1), 0.0)
     blocks = (*weights.shape[:-1], -1, KEY_BLOCK)
     sums = elementary.tree_sum(weights.view(blocks))
-    parts = (weights.unsqueeze(-1) * value).view(*blocks, shape.head_dim)
+    parts = (weights.unsqueeze(-1) * value).view(*blocks, shape.value_dim)
     parts = elementary.tree_sum(parts, -2)
     total, result = torch.zeros_like(sums[..., 0]), torch.zeros_like(parts[..., 0, :])
     for block in range(sums.shape[-1]):

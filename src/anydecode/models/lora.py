@@ -174,11 +174,8 @@ def _row_orders(network: Network) -> dict[str, np.ndarray]:
     """The order of rows of the weights whose rows were reordered when they were loaded."""
     orders = {}
     for spec, layer in zip(network.spec.layers, network.weights.layers, strict=True):
-        shape = spec.attention
-        if shape is None:
-            continue
-        for linear, heads in ((layer.query, shape.num_heads), (layer.key, shape.num_kv_heads)):
-            order = spec.row_order(heads)
+        parts = ((layer.query, spec.query_order()), (layer.key, spec.key_order()))
+        for linear, order in parts:
             if order is not None and linear is not None:
                 orders[linear.weight.name] = order
     return orders

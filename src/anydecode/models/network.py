@@ -23,7 +23,7 @@ from anydecode.kernels.interface import (
     Rope,
     Weight,
 )
-from anydecode.models.spec import LayerSpec, ModelSpec, RecurrentSpec
+from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 
 
 @dataclass(eq=False)
@@ -88,6 +88,29 @@ class RecurrentWeights:
         return [linear for linear in every if linear is not None]
 
 
+@dataclass(eq=False)
+class LatentWeights:
+    """The weights of latent attention beside `LayerWeights.query` (from the output of `query_down`,
+    if there is one), `LayerWeights.key` `[head_dim, hidden_size]` and `LayerWeights.output`; see
+    `LatentSpec`. Norms are float32.
+
+    `keys` and `values` have a matrix `[latent_dim, key_dim]` and `[value_dim, latent_dim]` per
+    head.
+    """
+
+    norm: np.ndarray
+    keys: list[Weight]
+    values: list[Weight]
+    query_down: Linear | None = None
+    query_norm: np.ndarray | None = None
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every matrix."""
+        down = [] if self.query_down is None else [self.query_down.weight]
+        return [*down, *self.keys, *self.values]
+
+
 #: The second sublayer of a layer.
 Mlp = GatedMlp | PlainMlp | Experts
 
@@ -115,6 +138,7 @@ class LayerWeights:
     sinks: np.ndarray | None = None
     attention_gate: Linear | None = None
     recurrent: RecurrentWeights | None = None
+    latent: LatentWeights | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -122,6 +146,7 @@ class LayerWeights:
         linears = [self.query, self.key, self.value, self.output, self.attention_gate]
         linears += [] if self.recurrent is None else self.recurrent.linears
         weights = [linear.weight for linear in linears if linear is not None]
+        weights += [] if self.latent is None else self.latent.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
 
@@ -254,15 +279,27 @@ class Network:
     def queries(self, backend: Backend, x: Any, index: int) -> Any:
         """The attention queries of layer `index` for hidden states `x`, with rotary embedding."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
-        assert spec.attention is not None and weights.query is not None
-        heads = spec.attention.num_heads
         y = self._inputs(backend, x, index)
         if spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, y, weights.attention_norm, weights.attention_norm_bias)
-        q = _linear(backend, y, weights.query)
-        return self._positioned(
-            backend, q, spec, heads, weights.query_norm, spec.query_rope or spec.rope
-        )
+        return self._queries(backend, y, spec, weights)
+
+    def _queries(self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights) -> Any:
+        """The attention queries for the normed inputs x."""
+        assert spec.attention is not None and weights.query is not None
+        heads, rope = spec.attention.num_heads, spec.query_rope or spec.rope
+        if spec.latent is None:
+            q = _linear(backend, x, weights.query)
+            return self._positioned(backend, q, spec, heads, weights.query_norm, rope)
+        latent = weights.latent
+        assert latent is not None and rope is not None, "checked by `_check_latent`"
+        if latent.query_down is not None:
+            x = _linear(backend, x, latent.query_down)
+            x = backend.rms_norm(x, latent.query_norm, spec.latent.norm_eps)
+        q = _linear(backend, x, weights.query)
+        q, rotary = backend.split(q, spec.latent.key_dim, heads)
+        q, rotary = backend.grouped_linear(q, latent.keys), backend.rope(rotary, heads, rope)
+        return backend.join(q, rotary, heads)
 
     def _mixer_block(self, backend: Backend, x: Any, index: int) -> Any:
         """The first sublayer of a layer without its residual connection, norms included; None if it
@@ -351,18 +388,32 @@ class Network:
         self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
     ) -> Any:
         shape = spec.attention
-        assert shape is not None and weights.query is not None and weights.key is not None
-        assert weights.value is not None and weights.output is not None
-        q = _linear(backend, x, weights.query)
+        assert shape is not None and weights.key is not None and weights.output is not None
+        if spec.latent is not None:
+            return self._latent_attention(backend, x, spec, weights, index)
+        assert weights.value is not None
+        q = self._queries(backend, x, spec, weights)
         k = _linear(backend, x, weights.key)
         v = _linear(backend, x, weights.value)
-        query_rope = spec.query_rope or spec.rope
-        q = self._positioned(backend, q, spec, shape.num_heads, weights.query_norm, query_rope)
         k = self._positioned(backend, k, spec, shape.num_kv_heads, weights.key_norm, spec.rope)
         y = backend.attention(q, k, v, index, shape, weights.sinks)
         if weights.attention_gate is not None:
             y = backend.gated(_linear(backend, x, weights.attention_gate), y, "sigmoid")
         return _linear(backend, y, weights.output)
+
+    def _latent_attention(
+        self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
+    ) -> Any:
+        shape, latent = spec.attention, weights.latent
+        assert shape is not None and shape.latent_dim is not None and latent is not None
+        assert spec.latent is not None and spec.rope is not None
+        assert weights.key is not None and weights.output is not None
+        q = self._queries(backend, x, spec, weights)
+        k, rotary = backend.split(_linear(backend, x, weights.key), shape.latent_dim)
+        k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
+        k = backend.join(k, backend.rope(rotary, 1, spec.rope))
+        y = backend.attention(q, k, None, index, shape, weights.sinks)
+        return _linear(backend, backend.grouped_linear(y, latent.values), weights.output)
 
     def _positioned(
         self,
@@ -460,12 +511,18 @@ def _check_attention(
 ) -> None:
     dim, is_full_norm = shape.head_dim, spec.qk_norm == "full"
     q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
-    for name, size in (
-        ("query", (q_size, hidden)),
-        ("key", (kv_size, hidden)),
-        ("value", (kv_size, hidden)),
-        ("output", (hidden, q_size)),
-    ):
+    sizes = {
+        "query": (q_size, hidden),
+        "key": (kv_size, hidden),
+        "value": (kv_size, hidden),
+        "output": (hidden, q_size),
+    }
+    if spec.latent is not None:
+        sizes["query"] = shape.num_heads * spec.query_dim, spec.latent.query_rank or hidden
+        sizes["output"] = hidden, shape.num_heads * spec.latent.value_dim
+        del sizes["value"]
+        _check_latent(prefix, spec.latent, shape, layer.latent, hidden)
+    for name, size in sizes.items():
         linear = getattr(layer, name)
         if linear is None:
             raise CheckpointError(f"{prefix}{name} is missing")
@@ -482,6 +539,29 @@ def _check_attention(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
     if layer.attention_gate is not None:
         _check_linear(f"{prefix}attention_gate", layer.attention_gate, (q_size, hidden))
+
+
+def _check_latent(
+    prefix: str, spec: LatentSpec, shape: Attention, weights: LatentWeights | None, hidden: int
+) -> None:
+    rank = shape.value_dim
+    if weights is None or (spec.query_rank is None) != (weights.query_down is None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has a latent product")
+    if spec.query_rank is not None and weights.query_down is not None:
+        _check_linear(f"{prefix}query_down", weights.query_down, (spec.query_rank, hidden))
+        _check_vector(f"{prefix}the query's inner norm", weights.query_norm, spec.query_rank)
+    _check_vector(f"{prefix}the latent norm", weights.norm, rank)
+    for name, matrices, size in (
+        ("keys", weights.keys, (rank, spec.key_dim)),
+        ("values", weights.values, (spec.value_dim, rank)),
+    ):
+        if len(matrices) != shape.num_heads or len({weight.format for weight in matrices}) > 1:
+            raise CheckpointError(
+                f"{prefix}{name}: the weights have {len(matrices)} matrices; allowed are"
+                f" {shape.num_heads}, one per head, in one format"
+            )
+        for weight in matrices:
+            _check_matrix(f"{prefix}a head's {name}", weight, size)
 
 
 def _check_recurrent(

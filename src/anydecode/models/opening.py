@@ -124,6 +124,8 @@ def _triton_executor(
             missing = "attention sinks (gpt-oss)"
         elif any(shape.is_two_sided for shape in shapes):
             missing = "windows on both sides (ModernBERT)"
+        elif any(shape.latent_dim is not None for shape in shapes):
+            missing = "latent attention (DeepSeek)"
         if missing:
             if not requested:
                 return torch_executor(device)(network)

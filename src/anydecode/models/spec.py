@@ -45,6 +45,28 @@ class RecurrentSpec:
     norm_groups: int = 1
 
 
+@dataclass(frozen=True)
+class LatentSpec:
+    """The projections of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    A position's only key is a latent of `Attention.latent_dim` numbers, followed by a part with
+    rotary position embedding. The matrices from the latent to the keys and values of each head are
+    applied to the queries and to the output of the attention instead. Each head's query has
+    `key_dim` numbers, followed by its part with rotary position embedding.
+
+    Attributes:
+        key_dim: Numbers of a head's key, without those with rotary position embedding.
+        value_dim: Numbers of a head's value.
+        query_rank: The inner size of the queries' low-rank product; None for one matrix.
+        norm_eps: Of the norms of the latent and of the queries' low-rank product.
+    """
+
+    key_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
     """The architecture of one layer.
@@ -77,6 +99,7 @@ class LayerSpec:
             projection of its input (Qwen3-Next).
         has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
             first layer of ModernBERT.
+        latent: The projections of multi-head latent attention; None for other attention.
     """
 
     attention: Attention | None
@@ -95,15 +118,37 @@ class LayerSpec:
     recurrence: RecurrentSpec | None = None
     has_attention_gate: bool = False
     has_attention_norm: bool = True
+    latent: LatentSpec | None = None
 
-    def row_order(self, num_heads: int) -> np.ndarray | None:
-        """The order in which the stored query or key rows of `num_heads` heads are loaded; None: as
-        they are stored."""
-        if not self.interleaved_rope or self.rope is None or self.attention is None:
+    @property
+    def query_dim(self) -> int:
+        """Numbers of one head in the output of the query matrix."""
+        assert self.attention is not None, "a layer with attention"
+        if self.latent is None:
+            return self.attention.head_dim
+        return self.latent.key_dim + self.attention.head_dim - self.attention.value_dim
+
+    def query_order(self) -> np.ndarray | None:
+        """The order in which the stored rows of the query matrix are loaded; None: as stored."""
+        if self.attention is None:
             return None
-        dim, half = self.attention.head_dim, self.rope.frequencies.size
-        head = np.arange(dim)
-        head[: 2 * half] = head[: 2 * half].reshape(half, 2).T.ravel()
+        first = 0 if self.latent is None else self.latent.key_dim
+        return self._row_order(self.attention.num_heads, self.query_dim, first)
+
+    def key_order(self) -> np.ndarray | None:
+        """The order in which the stored rows of the key matrix are loaded; None: as stored."""
+        shape = self.attention
+        if shape is None:
+            return None
+        return self._row_order(shape.num_kv_heads, shape.head_dim, shape.latent_dim or 0)
+
+    def _row_order(self, num_heads: int, dim: int, first: int) -> np.ndarray | None:
+        """The order of `num_heads` times `dim` rows; the rotary ones of a head start at `first`."""
+        if not self.interleaved_rope or self.rope is None:
+            return None
+        half, head = self.rope.frequencies.size, np.arange(dim)
+        last = first + 2 * half
+        head[first:last] = head[first:last].reshape(half, 2).T.ravel()
         order: np.ndarray = (np.arange(num_heads)[:, None] * dim + head).ravel()
         return order
 
@@ -173,9 +218,13 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         _check_attention(prefix, layer.attention)
     if layer.recurrence is not None:
         _check_recurrence(prefix, layer.recurrence)
+    if layer.latent is not None or (layer.attention and layer.attention.latent_dim is not None):
+        _check_latent(prefix, layer)
     for rope in (layer.rope, layer.query_rope):
         if rope is not None:
             head_dim = 0 if layer.attention is None else layer.attention.head_dim
+            if layer.attention is not None and layer.attention.latent_dim is not None:
+                head_dim -= layer.attention.latent_dim
             _check_rope(prefix, rope, head_dim)
     if layer.query_rope is not None and layer.rope is None:
         raise CheckpointError(f"{prefix}query_rope is set without rope")
@@ -207,6 +256,7 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
         raise refusal(f"{prefix}scoring", routing.scoring, "softmax or sigmoid")
     number(f"{prefix}scale", routing.scale)
     groups = integer(f"{prefix}num_groups", routing.num_groups, 1, count)
+    integer(f"{prefix}scores_per_group", routing.scores_per_group, 1, 2)
     if count % groups or (groups > 1 and count < 2 * groups):
         allowed = f"a divisor of the {count} experts that leaves 2 or more in a group"
         raise refusal(f"{prefix}num_groups", groups, allowed)
@@ -228,6 +278,30 @@ def _check_attention(prefix: str, shape: Attention) -> None:
         integer(f"{prefix}window", shape.window)
     if shape.softcap is not None:
         number(f"{prefix}softcap", shape.softcap)
+
+
+def _check_latent(prefix: str, layer: LayerSpec) -> None:
+    latent, shape = layer.latent, layer.attention
+    if latent is None or shape is None or shape.latent_dim is None or layer.rope is None:
+        raise CheckpointError(
+            f"{prefix}latent attention lacks one of latent, attention, latent_dim and rope"
+        )
+    heads, rotary = shape.num_heads, 2 * layer.rope.frequencies.size
+    integer(f"{prefix}num_kv_heads", shape.num_kv_heads, 1, 1)
+    integer(f"{prefix}latent_dim", shape.latent_dim, 1, MAX_COUNT)
+    if shape.head_dim != shape.latent_dim + rotary:
+        allowed = f"{shape.latent_dim + rotary}: latent_dim and the rotary size"
+        raise refusal(f"{prefix}head_dim", shape.head_dim, allowed)
+    integer(f"{prefix}key_dim", latent.key_dim, 1, MAX_COUNT)
+    integer(f"{prefix}value_dim", latent.value_dim, 1, MAX_COUNT)
+    integer(f"{prefix}num_heads * key_dim", heads * (latent.key_dim + rotary))
+    integer(f"{prefix}num_heads * value_dim", heads * latent.value_dim)
+    if latent.query_rank is not None:
+        integer(f"{prefix}query_rank", latent.query_rank)
+    number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
+    for name in ("qk_norm", "has_attention_gate", "norm_after_rope"):
+        if getattr(layer, name):
+            raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")
 
 
 def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:

@@ -29,7 +29,7 @@ typedef struct {
 } Scratch;
 
 typedef struct {
-  int kv_head, head_dim, padded, group;
+  int kv_head, head_dim, padded, value_padded, group;
   int64_t bytes; /* of one head's key or value */
   const Op *op;
   const char *keys, *values; /* the key head's */
@@ -161,8 +161,9 @@ INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t 
       continue;
     }
     decode_vector(format, key, h->head_dim, padded, scratch->keys + j * padded);
+    scratch->key[j] = scratch->value[j] = (const char *)(scratch->keys + j * padded);
+    if (value == key) continue;
     decode_vector(format, value, h->head_dim, padded, scratch->values + j * padded);
-    scratch->key[j] = (const char *)(scratch->keys + j * padded);
     scratch->value[j] = (const char *)(scratch->values + j * padded);
   }
   return present;
@@ -188,7 +189,7 @@ static void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
     if (slots[j] < 0) continue;
     for (int b = 0; b < h->bytes; b += 64) {
       __builtin_prefetch(h->keys + slots[j] * h->bytes + b, 0, 2);
-      __builtin_prefetch(h->values + slots[j] * h->bytes + b, 0, 2);
+      if (h->values != h->keys) __builtin_prefetch(h->values + slots[j] * h->bytes + b, 0, 2);
     }
   }
 }
@@ -315,10 +316,10 @@ INLINE void fold_values(int format, int heads, const Heads *h, const Scratch *sc
   int padded = h->padded, lo = __builtin_ctz(mask), hi = 32 - __builtin_clz(mask), d = 0;
   const float *weights = scratch->scores + at * KEY_BLOCK, *rescale = scratch->rescale + 8 * at;
   float *sums = scratch->segment.sums + (int64_t)at * padded;
-  for (; d + 8 * TILE <= padded; d += 8 * TILE)
+  for (; d + 8 * TILE <= h->value_padded; d += 8 * TILE)
     weigh_values(format, heads, weights, scratch->value, d, lo, hi, rescale, TILE, padded,
                  sums + d);
-  for (; d < padded; d += 8)
+  for (; d < h->value_padded; d += 8)
     weigh_values(format, heads, weights, scratch->value, d, lo, hi, rescale, 1, padded, sums + d);
 }
 
@@ -458,7 +459,7 @@ INLINE void add_segment(const State *to, int at, const State *from, int from_at,
 
 /* Write the normalised result of head `at` of a complete state. `sink`: the score of a key whose
  * value is zero; NULL: none. */
-INLINE void finish_head(const State *state, int at, int padded, int head_dim, const float *sink,
+INLINE void finish_head(const State *state, int at, int padded, int value_dim, const float *sink,
                         float *out) {
   float total = f8_sum(f8_load(state->total + 8 * at)), factor = 1.0f;
   if (sink && total > 0) {
@@ -468,7 +469,7 @@ INLINE void finish_head(const State *state, int at, int padded, int head_dim, co
     f8_store(pair, f8_exp(f8_set(*sink - max)));
     total = total * factor + pair[0];
   }
-  scale_row(state->sums + (int64_t)at * padded, head_dim, total > 0 ? factor / total : 0.0f, out);
+  scale_row(state->sums + (int64_t)at * padded, value_dim, total > 0 ? factor / total : 0.0f, out);
 }
 
 /* The sink of a head; NULL where the layer has none. */
@@ -492,8 +493,8 @@ static void attend_tile(const Plan *plan, const Heads *h, int tile, const float 
   }
   for (int i = 0; i < heads; i++) {
     int64_t head = h->kv_head * h->group + i % h->group;
-    finish_head(&scratch->all, i, h->padded, h->head_dim, sink_of(h->op, head),
-                out + ((int64_t)(row + i / h->group) * h->op->heads + head) * h->head_dim);
+    finish_head(&scratch->all, i, h->padded, h->op->value_dim, sink_of(h->op, head),
+                out + ((int64_t)(row + i / h->group) * h->op->heads + head) * h->op->value_dim);
   }
 }
 
@@ -502,10 +503,11 @@ static Heads tile_heads(const Plan *plan, const Op *op, int tile, int kv_head) {
   int32_t table = pass->table[plan->tile_start[tile]];
   const int32_t *slots = pass->tables[table] + pass->table_stride[table] * op->layer;
   int64_t bytes = cache_head_bytes(pass->cache_format, op->head_dim);
-  int64_t offset = kv_head * bytes * pass->num_slots;
-  return (Heads){kv_head, op->head_dim, (op->head_dim + 7) / 8 * 8, op->heads / op->kv_heads, bytes,
-                 op, (const char *)pass->keys[op->layer] + offset,
-                 (const char *)pass->values[op->layer] + offset, slots, pass->cache_format};
+  int64_t offset = op->is_latent ? 0 : kv_head * bytes * pass->num_slots;
+  void *const *values = op->is_latent ? pass->keys : pass->values;
+  return (Heads){kv_head, op->head_dim, (op->head_dim + 7) / 8 * 8, (op->value_dim + 7) / 8 * 8,
+                 op->heads / op->kv_heads, bytes, op, (const char *)pass->keys[op->layer] + offset,
+                 (const char *)values[op->layer] + offset, slots, pass->cache_format};
 }
 
 /* The state of one part of split attention. Parts are in order of tile, key head and segment. */
@@ -563,9 +565,9 @@ static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
           make_state(part_state(plan, op, start + segment), padded, ATTENTION_ROWS * group);
       add_segment(&all, at, &more, at, padded);
     }
-    float *to = out + (int64_t)head * op->head_dim;
-    if (first < last) finish_head(&all, at, padded, op->head_dim, sink_of(op, head), to);
-    else memset(to, 0, (size_t)op->head_dim * 4);
+    float *to = out + (int64_t)head * op->value_dim;
+    if (first < last) finish_head(&all, at, padded, op->value_dim, sink_of(op, head), to);
+    else memset(to, 0, (size_t)op->value_dim * 4);
   }
 }
 
@@ -573,9 +575,11 @@ static void store_row(const Pass *pass, const Op *op, int row, const float *k, c
   if (pass->slots[row] < 0) return;
   int64_t bytes = cache_head_bytes(pass->cache_format, op->head_dim);
   int64_t at = pass->slots[row] * bytes, next = pass->num_slots * bytes;
-  for (int h = 0; h < op->kv_heads; h++, at += next, k += op->head_dim, v += op->head_dim) {
+  for (int h = 0; h < op->kv_heads; h++, at += next, k += op->head_dim) {
     encode_vector(pass->cache_format, k, op->head_dim, (char *)pass->keys[op->layer] + at);
+    if (op->is_latent) continue;
     encode_vector(pass->cache_format, v, op->head_dim, (char *)pass->values[op->layer] + at);
+    v += op->head_dim;
   }
 }
 

@@ -45,8 +45,8 @@ INLINE int is_among_largest(const float *values, int count, int e, int top) {
   return rank < top;
 }
 
-/* Set the choice scores of all groups to -inf, except those with the largest sums of their two
- * largest scores. */
+/* Set the choice scores of all groups to -inf, except those with the largest sums of their one or
+ * two largest scores. */
 static void drop_groups(int count, const Routing *routing, float *choice, float *sums) {
   int groups = routing->num_groups, each = count / groups;
   for (int g = 0; g < groups; g++) {
@@ -56,7 +56,7 @@ static void drop_groups(int count, const Routing *routing, float *choice, float 
       first = choice[e] > first ? choice[e] : first;
       second = low > second ? low : second;
     }
-    sums[g] = first + second;
+    sums[g] = routing->scores_per_group == 1 ? first : first + second;
   }
   for (int g = 0; g < groups; g++)
     if (!is_among_largest(sums, groups, g, routing->groups_per_row))
@@ -125,8 +125,8 @@ static void expert_products(const Op *op, const ExpertScratch *scratch, int whic
       from = scratch->quantised + (int64_t)first * (w->in_features / QUANT_BLOCK);
     const float *bias = op->routing->bias[which];
     if (bias) bias += (int64_t)e * w->out_features;
-    linear_columns(w, from, rows, bias, out + (int64_t)first * w->out_features, w->out_features,
-                   begin, end);
+    linear_columns(w, from, row_units(w), rows, bias, out + (int64_t)first * w->out_features,
+                   w->out_features, begin, end);
   }
 }
 

@@ -56,16 +56,47 @@ static void run_linear(const Step *s, int part) {
   const Matrix *w = s->op->matrix;
   int each = 2 * pairs_per_part(w, s->n, s->plan->threads), groups = (w->out_features + 7) / 8;
   int first = part * each, last = first + each < groups ? first + each : groups;
-  linear_columns(w, buffer(s, s->op->a), s->n, s->op->weight, buffer(s, s->op->out),
-                 w->out_features, first, last);
+  linear_columns(w, buffer(s, s->op->a), row_units(w), s->n, s->op->weight,
+                 buffer(s, s->op->out), w->out_features, first, last);
+}
+
+/* Part `part` of a grouped product: a range of pairs of column groups of one matrix. */
+static void run_grouped_linear(const Step *s, int part) {
+  int each = linear_parts(s->op->experts[0], s->n, s->plan->threads), i = part / each;
+  const Matrix *w = s->op->experts[i];
+  int first, last;
+  split_groups(w, part % each, each, &first, &last);
+  const char *x = (const char *)buffer(s, s->op->a) + i * row_units(w) * unit_bytes(w);
+  linear_columns(w, x, s->op->count * row_units(w), s->n, NULL,
+                 buffer(s, s->op->out) + (int64_t)i * w->out_features,
+                 (int64_t)s->op->count * w->out_features, first, last);
 }
 
 static void run_lora(const Step *s, int r) {
   int32_t adapter = s->pass->adapters[r];
   if (adapter < 0) return;
+  int groups = s->op->groups, width = s->op->width, width_out = s->op->width_out;
   const Lora *lora = s->pass->loras + (int64_t)adapter * s->pass->num_targets + s->op->count;
-  lora_row(lora, buffer(s, s->op->a) + (int64_t)r * s->op->width, s->op->width, s->op->width_out,
-           buffer(s, s->op->out) + (int64_t)r * s->op->width_out);
+  const float *x = buffer(s, s->op->a) + (int64_t)r * groups * width;
+  float *y = buffer(s, s->op->out) + (int64_t)r * groups * width_out;
+  for (int i = 0; i < groups; i++)
+    lora_row(lora + i, x + (int64_t)i * width, width, width_out, y + (int64_t)i * width_out);
+}
+
+/* The numbers from `count` on of each of `groups` equal parts of x [width], side by side. */
+static void split_row(const Op *op, const float *x, float *out) {
+  int part = op->width / op->groups, size = op->width_out / op->groups;
+  for (int i = 0; i < op->groups; i++)
+    memcpy(out + (int64_t)i * size, x + (int64_t)i * part + op->count, (size_t)size * 4);
+}
+
+/* Each of `groups` equal parts of x [width], followed by that of y [width_out - width]. */
+static void join_row(const Op *op, const float *x, const float *y, float *out) {
+  int size = op->width / op->groups, rest = op->width_out / op->groups - size;
+  for (int i = 0; i < op->groups; i++, out += size + rest) {
+    memcpy(out, x + (int64_t)i * size, (size_t)size * 4);
+    memcpy(out + size, y + (int64_t)i * rest, (size_t)rest * 4);
+  }
 }
 
 /* Run an op that works row by row on row r. */
@@ -97,7 +128,7 @@ static void run_row(const Step *s, int r) {
       rope(a + from, op->heads, op->head_dim, b + (int64_t)r * 2 * op->count, op->count,
            out + from);
       break;
-    case OP_STORE: store_row(s->pass, op, r, a + from, b + from); break;
+    case OP_STORE: store_row(s->pass, op, r, a + from, b ? b + from : NULL); break;
     case OP_STORE_INPUTS: store_inputs(s->pass, op, r, a + from, b + (int64_t)r * op->count); break;
     case OP_CONVOLVE: convolve_row(s->pass, op, r, out + to); break;
     case OP_GATED: gated(a + from, b + from, op->width, op, out + from); break;
@@ -117,6 +148,8 @@ static void run_row(const Step *s, int r) {
     }
     case OP_SIGMOID_SCALE: sigmoid_scale_row(a + from, op->width, b[r], out + from); break;
     case OP_COPY: memmove(out + to, a + from, (size_t)wide * 4); break;
+    case OP_SPLIT: split_row(op, a + from, out + to); break;
+    case OP_JOIN: join_row(op, a + from, b + to - from, out + to); break;
     default: break;
   }
 }
@@ -176,9 +209,11 @@ static void run(const Plan *plan, int number, int part, int thread) {
     if (rows) continue;
     int parts = plan->parts[number];
     if (s.op->code == OP_LINEAR) parts = linear_parts(s.op->matrix, s.n, plan->threads);
+    if (s.op->code == OP_GROUPED_LINEAR) parts = grouped_parts(s.op, s.n, plan->threads);
     if (s.op->code == OP_SCAN) parts = s.op->recurrence->heads;
     if (part < parts) {
       if (s.op->code == OP_LINEAR) run_linear(&s, part);
+      else if (s.op->code == OP_GROUPED_LINEAR) run_grouped_linear(&s, part);
       else if (s.op->code == OP_SCAN) run_scan(&s, part, thread);
       else if (s.op->code == OP_ATTEND)
         attend(plan, s.op, buffer(&s, s.op->a), buffer(&s, s.op->out), part, thread);
@@ -221,7 +256,8 @@ static void linear(const Matrix *w, const float *x, int n, const float *bias, fl
       quantise_row(x + (int64_t)r * w->in_features, w->in_features, quantised + r * blocks);
     from = quantised;
   }
-  linear_columns(w, from, n, bias, out, w->out_features, 0, (w->out_features + 7) / 8);
+  linear_columns(w, from, row_units(w), n, bias, out, w->out_features, 0,
+                 (w->out_features + 7) / 8);
 }
 
 #endif

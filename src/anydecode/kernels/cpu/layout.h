@@ -26,7 +26,7 @@ enum Code {
   OP_EMBED, OP_CAPTURE, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
   OP_STORE, OP_ATTEND, OP_MERGE, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS,
   OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE, OP_STORE_INPUTS, OP_CONVOLVE,
-  OP_SCAN
+  OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN
 };
 
 enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA };
@@ -58,7 +58,7 @@ typedef struct {
   const float *selection_bias; /* [experts], added to the scores for the choice; NULL: none */
   int32_t normalise, is_sigmoid, num_groups, groups_per_row;
   float scale;
-  int32_t reserved;
+  int32_t scores_per_group; /* whose sum is a group's score: 1 or 2 */
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */
@@ -75,10 +75,13 @@ typedef struct {
   int32_t layer, activation;
   int64_t a, b, c, out; /* buffers */
   int32_t width, width_out, heads, kv_heads, head_dim, groups, window, count;
+  /* is_latent: values are the first value_dim numbers of the only key head, and kv_heads are groups
+   * of query heads. */
+  int32_t value_dim, is_latent;
   float x, y;
   const Matrix *matrix;
   const float *weight;
-  const Matrix *const *experts; /* [gate, up, down][count] */
+  const Matrix *const *experts; /* [gate, up, down][count]; of a grouped product: [count] */
   const Routing *routing;
   const Recurrence *recurrence;
 } Op;

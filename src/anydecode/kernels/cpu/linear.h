@@ -195,8 +195,9 @@ INLINE int tile_rows(int left) {
   return left >= 4 ? 4 : left;
 }
 
-INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int n,
-                          const float *bias, float *out, int64_t stride, int first, int last) {
+INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int64_t x_stride,
+                          int n, const float *bias, float *out, int64_t stride, int first,
+                          int last) {
   int blocks = w->in_features / QUANT_BLOCK, groups = (w->out_features + 7) / 8;
   for (int g = first; g < last; g += 2) {
     const uint8_t *p[2];
@@ -208,7 +209,7 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
       f8 total[TILE_ROWS][2];
       rows = tile_rows(n - r);
       const uint8_t *next = r || g + 2 >= groups ? NULL : p[0] + 2 * w->group_bytes;
-      for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * blocks;
+      for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
       switch (rows) {
         case 1: quant_tile(format, 1, p, w->grid, blocks, a, next, total); break;
         case 2: quant_tile(format, 2, p, w->grid, blocks, a, next, total); break;
@@ -224,14 +225,15 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
   }
 }
 
-INLINE void float_groups(int format, int groups, const Matrix *w, const float *x, int n,
-                         const float *bias, float *out, int64_t stride, int g) {
+INLINE void float_groups(int format, int groups, const Matrix *w, const float *x,
+                         int64_t x_stride, int n, const float *bias, float *out, int64_t stride,
+                         int g) {
   const uint8_t *p = w->data + g * w->group_bytes;
   for (int r = 0; r < n; r += FLOAT_ROWS) {
     const float *a[FLOAT_ROWS];
     f8 total[FLOAT_ROWS * 2];
     int rows = n - r < FLOAT_ROWS ? n - r : FLOAT_ROWS;
-    for (int i = 0; i < rows; i++) a[i] = x + (int64_t)(r + i) * w->in_features;
+    for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
     switch (rows) {
       case 1: float_tile(format, 1, groups, p, w->group_bytes, w->in_features, a, total); break;
       case 2: float_tile(format, 2, groups, p, w->group_bytes, w->in_features, a, total); break;
@@ -244,18 +246,18 @@ INLINE void float_groups(int format, int groups, const Matrix *w, const float *x
   }
 }
 
-INLINE void float_columns(int format, const Matrix *w, const float *x, int n, const float *bias,
-                          float *out, int64_t stride, int first, int last) {
+INLINE void float_columns(int format, const Matrix *w, const float *x, int64_t x_stride, int n,
+                          const float *bias, float *out, int64_t stride, int first, int last) {
   int g = first;
-  for (; g + 2 <= last; g += 2) float_groups(format, 2, w, x, n, bias, out, stride, g);
-  if (g < last) float_groups(format, 1, w, x, n, bias, out, stride, g);
+  for (; g + 2 <= last; g += 2) float_groups(format, 2, w, x, x_stride, n, bias, out, stride, g);
+  if (g < last) float_groups(format, 1, w, x, x_stride, n, bias, out, stride, g);
 }
 
 #define COLUMNS(kind, format, type)                                                            \
   static __attribute__((noinline)) void columns_##format(                                      \
-      const Matrix *w, const void *x, int n, const float *bias, float *out, int64_t stride,    \
-      int first, int last) {                                                                   \
-    kind##_columns(format, w, (const type *)x, n, bias, out, stride, first, last);             \
+      const Matrix *w, const void *x, int64_t x_stride, int n, const float *bias, float *out,  \
+      int64_t stride, int first, int last) {                                                   \
+    kind##_columns(format, w, (const type *)x, x_stride, n, bias, out, stride, first, last);   \
   }
 COLUMNS(float, F32, float)
 COLUMNS(float, F16, float)
@@ -282,8 +284,8 @@ COLUMNS(quant, IQ2_S, Activations)
 COLUMNS(quant, IQ3_XXS, Activations)
 COLUMNS(quant, IQ3_S, Activations)
 
-typedef void (*Columns)(const Matrix *, const void *, int, const float *, float *, int64_t, int,
-                        int);
+typedef void (*Columns)(const Matrix *, const void *, int64_t, int, const float *, float *, int64_t,
+                        int, int);
 static const Columns columns_of[NUM_FORMATS] = {
     [F32] = columns_F32,       [F16] = columns_F16,       [BF16] = columns_BF16,
     [Q8_0] = columns_Q8_0,     [Q4_0] = columns_Q4_0,     [Q4_1] = columns_Q4_1,
@@ -304,13 +306,21 @@ static void split_groups(const Matrix *w, int thread, int threads, int *first, i
   if (*last > groups) *last = (int)groups;
 }
 
-/* Columns [8 * first, 8 * last) of x @ w.T + bias. x: float rows, or `Activations` for block
- * formats. Rows are processed in chunks that fit the first-level cache. */
-static void linear_columns(const Matrix *w, const void *x, int n, const float *bias, float *out,
-                           int64_t stride, int first, int last) {
-  int64_t row_bytes = is_float(w->format)
-                          ? (int64_t)w->in_features * 4
-                          : (int64_t)(w->in_features / QUANT_BLOCK) * (int64_t)sizeof(Activations);
+/* Bytes of a unit of a row that a product reads: a float, or `Activations` for block formats. */
+INLINE int64_t unit_bytes(const Matrix *w) {
+  return is_float(w->format) ? 4 : (int64_t)sizeof(Activations);
+}
+
+/* Units of such a row. */
+INLINE int64_t row_units(const Matrix *w) {
+  return is_float(w->format) ? w->in_features : w->in_features / QUANT_BLOCK;
+}
+
+/* Columns [8 * first, 8 * last) of x @ w.T + bias. x: rows that are `x_stride` units apart. They are
+ * processed in chunks that fit the first-level cache. */
+static void linear_columns(const Matrix *w, const void *x, int64_t x_stride, int n,
+                           const float *bias, float *out, int64_t stride, int first, int last) {
+  int64_t row_bytes = row_units(w) * unit_bytes(w), x_bytes = x_stride * unit_bytes(w);
   int chunk = (int)(20000 / row_bytes) / TILE_ROWS * TILE_ROWS;
   if (chunk < 2 * TILE_ROWS) chunk = 2 * TILE_ROWS;
   int span = (int)(200000 / w->group_bytes) / 2 * 2;
@@ -318,8 +328,8 @@ static void linear_columns(const Matrix *w, const void *x, int n, const float *b
   for (int g = first; g < last; g += span)
     for (int r = 0; r < n; r += chunk) {
       int rows = n - r < chunk ? n - r : chunk, end = g + span < last ? g + span : last;
-      columns_of[w->format](w, (const char *)x + r * row_bytes, rows, bias, out + r * stride,
-                            stride, g, end);
+      columns_of[w->format](w, (const char *)x + r * x_bytes, x_stride, rows, bias,
+                            out + r * stride, stride, g, end);
     }
 }
 

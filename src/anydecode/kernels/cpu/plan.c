@@ -56,6 +56,7 @@ static void close_stage(Plan *plan) {
     const Op *op = plan->pass->ops + i;
     if (is_row_op(op->code)) rows = stage->rows;
     if (op->code == OP_LINEAR) parts += linear_parts(op->matrix, stage->rows, plan->threads);
+    if (op->code == OP_GROUPED_LINEAR) parts += grouped_parts(op, stage->rows, plan->threads);
     if (op->code == OP_ATTEND) parts += attention_parts(plan, op);
     if (op->code == OP_SCAN) parts += op->recurrence->heads;
     if (op->code == OP_EXPERTS) parts += stage->phase ? 8 * plan->threads : 1;

@@ -6,7 +6,8 @@
 
 /* Whether an op works row by row. */
 INLINE int is_row_op(int code) {
-  return code != OP_LINEAR && code != OP_ATTEND && code != OP_EXPERTS && code != OP_SCAN;
+  return code != OP_LINEAR && code != OP_ATTEND && code != OP_EXPERTS && code != OP_SCAN &&
+         code != OP_GROUPED_LINEAR;
 }
 
 INLINE int column_pairs(const Matrix *w) { return (w->out_features + 2 * LANES - 1) / (2 * LANES); }
@@ -23,6 +24,11 @@ INLINE int pairs_per_part(const Matrix *w, int rows, int threads) {
 INLINE int linear_parts(const Matrix *w, int rows, int threads) {
   int each = pairs_per_part(w, rows, threads);
   return (column_pairs(w) + each - 1) / each;
+}
+
+/* Parts of a grouped product: those of each matrix. */
+INLINE int grouped_parts(const Op *op, int rows, int threads) {
+  return op->count * linear_parts(op->experts[0], rows, threads);
 }
 
 /* Parts of a row of logits that are sampled in parallel: about the ranges that the threads have

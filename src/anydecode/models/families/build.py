@@ -12,6 +12,7 @@ from anydecode.kernels.interface import Attention
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.experts import read_experts
+from anydecode.models.families.latent import read_latent
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, bool_value, int_value
@@ -156,7 +157,9 @@ class _LayerReader:
         return layer
 
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
-        if self._spec.has_attention_gate:
+        if self._spec.latent is not None:
+            read_latent(self._reader, self._config, self._spec, self._name, layer, self._hidden)
+        elif self._spec.has_attention_gate:
             self._read_gated_attention(layer, shape)
         else:
             layer.query, layer.key, layer.value, layer.output = self._attention(shape)
@@ -219,8 +222,8 @@ class _LayerReader:
             {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
             bias or bool_value(self._config, "qkv_bias", self._family.qkv_bias),
             {
-                "self_attn.q_proj": self._spec.row_order(shape.num_heads),
-                "self_attn.k_proj": self._spec.row_order(shape.num_kv_heads),
+                "self_attn.q_proj": self._spec.query_order(),
+                "self_attn.k_proj": self._spec.key_order(),
             },
         )
         output_bias = bool_value(

@@ -15,7 +15,7 @@ from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Ro
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
 from anydecode.models.families.patterns import FULL, MLP, SLIDING
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
-from anydecode.models.families.rope import make_rope, rope_type
+from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
 from anydecode.models.families.table import FAMILIES, GROUP
 from anydecode.models.families.values import (
     Config,
@@ -37,7 +37,7 @@ from anydecode.models.limits import (
     number,
     refusal,
 )
-from anydecode.models.spec import LayerSpec, ModelSpec
+from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -238,13 +238,46 @@ def shared_size(config: Config, moe: MixtureOfExperts) -> int:
 
 
 def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
+    scoring, method = config.get("scoring_func"), value_or(config, "topk_method", moe.methods[0])
+    if scoring not in (None, moe.scoring):
+        raise refusal("scoring_func", scoring, repr(moe.scoring))
+    if method not in moe.methods:
+        raise refusal("topk_method", method, f"one of {moe.methods}")
+    has_groups = method != "greedy"
     return Routing(
         int_value(config, "num_experts_per_tok"),
         normalise=bool_value(config, "norm_topk_prob", moe.is_normalised),
         scoring=moe.scoring,
-        num_groups=int_value(config, "n_group", 1),
-        groups_per_token=int_value(config, "topk_group", 1),
+        num_groups=int_value(config, "n_group", 1) if has_groups else 1,
+        groups_per_token=int_value(config, "topk_group", 1) if has_groups else 1,
         scale=number("routed_scaling_factor", value_or(config, "routed_scaling_factor", 1.0)),
+        scores_per_group=1 if method == "group_limited_greedy" else 2,
+    )
+
+
+def _latent(config: Config) -> LatentSpec:
+    rank = None
+    if config.get("q_lora_rank") is not None:
+        rank = int_value(config, "q_lora_rank")
+    # The norms of the latents have the default of their class, not the config's eps.
+    return LatentSpec(
+        int_value(config, "qk_nope_head_dim", high=MAX_COUNT),
+        int_value(config, "v_head_dim", high=MAX_COUNT),
+        rank,
+    )
+
+
+def _latent_attention(config: Config) -> Attention:
+    """Latent attention: its scale grows with the context that YaRN adds."""
+    rotary = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
+    rank = int_value(config, "kv_lora_rank", high=MAX_COUNT)
+    query_dim = int_value(config, "qk_nope_head_dim", high=MAX_COUNT) + rotary
+    return Attention(
+        num_heads=int_value(config, "num_attention_heads", high=MAX_COUNT),
+        num_kv_heads=1,
+        head_dim=rank + rotary,
+        scale=yarn_scale(_rope_parameters(config, FULL)) ** 2 * query_dim**-0.5,
+        latent_dim=rank,
     )
 
 
@@ -279,7 +312,11 @@ def _layers(
             f"layer_types or no_rope_layers has fewer entries than the config's {count} layers"
         )
     activation = _activation(config, family)
-    dim, trained = head_dim(config), int_value(config, "max_position_embeddings")
+    trained = int_value(config, "max_position_embeddings")
+    if family.has_latent_attention:
+        dim = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
+    else:
+        dim = head_dim(config)
     ropes = {
         layer_type: make_rope(_rope_parameters(config, layer_type), dim, trained, max_positions)
         for layer_type in sorted(set(layer_types) - {*RECURRENT_TYPES, MLP})
@@ -307,9 +344,13 @@ def _layers(
                 )
             )
             continue
+        if family.has_latent_attention:
+            attention = _latent_attention(config)
+        else:
+            attention = _attention(config, family, layer_types[layer], dim, attention_scale)
         layers.append(
             LayerSpec(
-                attention=_attention(config, family, layer_types[layer], dim, attention_scale),
+                attention=attention,
                 rope=ropes[layer_types[layer]] if has_rope[layer] else None,
                 norms=family.norms,
                 qk_norm=family.qk_norm if bool_value(config, "use_qk_norm", True) else None,
@@ -319,12 +360,13 @@ def _layers(
                 has_sinks=family.has_sinks,
                 query_rope=query_ropes[layer_types[layer]] if has_rope[layer] else None,
                 norm_after_rope=family.norm_after_rope,
-                interleaved_rope=family.interleaved_rope,
+                interleaved_rope=bool_value(config, "rope_interleave", family.interleaved_rope),
                 mlp=mlp,
                 is_parallel=is_parallel,
                 recurrence=recurrent if has_recurrence else None,
                 has_attention_gate=family.has_attention_gate,
                 has_attention_norm=family.has_first_norm or layer > 0,
+                latent=_latent(config) if family.has_latent_attention else None,
             )
         )
     return layers

@@ -26,6 +26,9 @@ class MixtureOfExperts:
         shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
             an expert.
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
+        methods: The values of `topk_method` that its configs may have: "greedy" (no groups),
+            "group_limited_greedy" (groups with the largest scores) and "noaux_tc" (groups with the
+            largest sums of two scores); the first is the default.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -37,6 +40,7 @@ class MixtureOfExperts:
     shared_module: str | None = None
     shared_size: str | None = None
     has_shared_gate: bool = False
+    methods: tuple[str, ...] = ("noaux_tc",)
 
 
 class Scales(NamedTuple):
@@ -98,6 +102,7 @@ class Family:
         has_final_norm: See `ModelSpec.has_final_norm`.
         has_segments: Whether token types have embeddings.
         has_first_norm: Whether the input of the first layer's attention is normed.
+        has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
     """
 
     architectures: tuple[str, ...]
@@ -139,3 +144,4 @@ class Family:
     has_final_norm: bool = True
     has_first_norm: bool = True
     has_segments: bool = False
+    has_latent_attention: bool = False

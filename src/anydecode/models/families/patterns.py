@@ -192,6 +192,14 @@ def granite_scales(config: Config) -> Scales:
     return Scales(embedding, attention, residual, logits)
 
 
+def deepseek_v2_routing(config: Config) -> dict[str, Any]:
+    """DeepSeek-V2: no weights of experts are normalised. Its own code would not scale them then,
+    and transformers ignores the key."""
+    if bool_value(config, "norm_topk_prob"):
+        raise refusal("norm_topk_prob", True, "false for deepseek_v2")
+    return {}
+
+
 def cohere_scales(config: Config) -> Scales:
     return Scales(logits=number("logit_scale", value_or(config, "logit_scale", 0.0625)))
 

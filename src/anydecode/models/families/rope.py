@@ -153,6 +153,21 @@ def _yarn(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions:
     )
 
 
+def yarn_scale(parameters: Mapping[str, Any]) -> float:
+    """The factor by which DeepSeek scales queries, and keys, for the context that YaRN adds.
+
+    Raises:
+        CheckpointError: A parameter is missing or invalid.
+    """
+    weight = parameters.get("mscale_all_dim")
+    if rope_type(parameters) == "default" or weight is None:
+        return 1.0
+    if parameters.get("factor") is None:
+        raise CheckpointError("rope scaling with 'mscale_all_dim' lacks 'factor'")
+    factor = _checked_parameter("factor", parameters["factor"])
+    return _yarn_mscale(factor, _checked_parameter("mscale_all_dim", weight))
+
+
 def _longrope(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     name = "original_max_position_embeddings"
     original = integer(name, p[name], 2)  # its logarithm divides

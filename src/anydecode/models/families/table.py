@@ -15,6 +15,7 @@ from anydecode.models.families.patterns import (
     alternating_before_layer,
     attention_every_nth,
     cohere_scales,
+    deepseek_v2_routing,
     falcon_h1_scales,
     full_every_nth,
     full_every_third,
@@ -89,6 +90,9 @@ _COHERE: dict[str, Any] = {
     "names": {"post_attention_layernorm": "input_layernorm"},
     "defaults": {"tie_word_embeddings": True, "rope_theta": 500_000.0},
 }
+
+#: Latent attention. The biases of `attention_bias` are read where they belong.
+_DEEPSEEK: dict[str, Any] = {"interleaved_rope": True, "has_latent_attention": True}
 
 #: The entry points by which other packages add families; their names are model types.
 GROUP = "anydecode.families"
@@ -174,6 +178,25 @@ FAMILIES: dict[str, Family] = {
         ),
         output_bias=False,
         has_partial_rotary=True,
+    ),
+    "deepseek_v2": Family(
+        ("DeepseekV2ForCausalLM",),
+        all_full,
+        derived=deepseek_v2_routing,
+        moe=MixtureOfExperts(
+            is_normalised=False,
+            shared_module="shared_experts",
+            methods=("greedy", "group_limited_greedy"),
+        ),
+        **_DEEPSEEK,
+    ),
+    "deepseek_v3": Family(
+        ("DeepseekV3ForCausalLM",),
+        all_full,
+        moe=MixtureOfExperts(
+            scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
+        ),
+        **_DEEPSEEK,
     ),
     "phi3": Family(("Phi3ForCausalLM",), all_sliding, has_partial_rotary=True),
     "olmo2": Family(
@@ -466,6 +489,9 @@ FAMILIES |= {
         },
     ),
 }
+
+
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
 
 
 def _bidirectional(like: str, *architectures: str, **changes: Any) -> Family:

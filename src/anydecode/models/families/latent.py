@@ -1,0 +1,85 @@
+"""Reads the weights of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+The matrix from the latent to the keys and values of all heads is split by head, and the key part
+is transposed, because it multiplies queries. GGUF files may have both parts as stacks of matrices.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anydecode.kernels.formats import DTYPES, dequantize, is_packed, plain_weight
+from anydecode.kernels.interface import Attention, Weight
+from anydecode.models.families.values import Config, bool_value
+from anydecode.models.families.weights import TensorReader
+from anydecode.models.network import LatentWeights, LayerWeights
+from anydecode.models.spec import LatentSpec, LayerSpec
+
+
+def read_latent(
+    reader: TensorReader,
+    config: Config,
+    spec: LayerSpec,
+    layer: str,
+    weights: LayerWeights,
+    hidden: int,
+) -> None:
+    """Read the attention of one layer into `weights`.
+
+    Args:
+        reader: The checkpoint's tensors.
+        config: The config.
+        spec: The layer's architecture, which has latent attention.
+        layer: The layer's name.
+        weights: Where to put them.
+        hidden: The hidden size.
+    """
+    shape, latent, name = spec.attention, spec.latent, f"{layer}.self_attn"
+    assert shape is not None and latent is not None, "the layer has latent attention"
+    has_bias, heads = bool_value(config, "attention_bias"), shape.num_heads
+    keys, values = _heads(reader, name, shape, latent)
+    norm = reader.vector(f"{name}.kv_a_layernorm.weight", shape.value_dim)
+    weights.latent = LatentWeights(norm, keys, values)
+    rank, query = latent.query_rank, "q_proj"
+    if rank is not None:
+        down = reader.linear(f"{name}.q_a_proj", (rank, hidden), has_bias)
+        weights.latent.query_down = down
+        weights.latent.query_norm = reader.vector(f"{name}.q_a_layernorm.weight", rank)
+        query = "q_b_proj"
+    size = heads * spec.query_dim, rank or hidden
+    weights.query = reader.linear(f"{name}.{query}", size, False, rows=spec.query_order())
+    size = shape.head_dim, hidden
+    name_down = f"{name}.kv_a_proj_with_mqa"
+    weights.key = reader.linear(name_down, size, has_bias, rows=spec.key_order())
+    size = hidden, heads * latent.value_dim
+    weights.output = reader.linear(f"{name}.o_proj", size, has_bias)
+
+
+def _heads(
+    reader: TensorReader, name: str, shape: Attention, latent: LatentSpec
+) -> tuple[list[Weight], list[Weight]]:
+    """The matrices of keys `[latent_dim, key_dim]` and values `[value_dim, latent_dim]` by head."""
+    rank, heads = shape.value_dim, range(shape.num_heads)
+    fused = f"{name}.kv_b_proj"
+    if not reader.has(f"{fused}.weight") and reader.has(f"{name}.k_b_proj.0.weight"):
+        keys = [reader.matrix(f"{name}.k_b_proj.{h}", (rank, latent.key_dim)) for h in heads]
+        values = [reader.matrix(f"{name}.v_b_proj.{h}", (latent.value_dim, rank)) for h in heads]
+        return keys, values
+    size = latent.key_dim + latent.value_dim
+    stored = reader.matrix(fused, (shape.num_heads * size, rank), keep_format=True)
+    keys, values = [], []
+    for head in heads:
+        start, middle, stop = (head * size + at for at in (0, latent.key_dim, size))
+        part = reader.convert(stored, fused, rows=slice(start, middle), keep_format=True)
+        key = plain_weight(_transposed(part))
+        keys.append(reader.convert(key, f"{name}.k_b_proj.{head}"))
+        values.append(reader.convert(stored, f"{name}.v_b_proj.{head}", rows=slice(middle, stop)))
+    return keys, values
+
+
+def _transposed(weight: Weight) -> np.ndarray:
+    """The transpose of a matrix; in float16, which loses at most 1 part in 2048, if it is
+    packed."""
+    if is_packed(weight.format):
+        return np.ascontiguousarray(dequantize(weight).T.astype(DTYPES["F16"]))
+    return np.ascontiguousarray(weight.data.T)
