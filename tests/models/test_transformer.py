@@ -93,6 +93,39 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
             "n_group": 2,
         },
     ),
+    "deepseek v3": (
+        "DeepseekV3",
+        "float32",
+        {
+            "kv_lora_rank": 20,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek v2 int8": (
+        "DeepseekV2",
+        "int8",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 24,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "qwen2 moe": (
         "Qwen2Moe",
         "float32",
@@ -132,7 +165,11 @@ def test_chunked_prefill_is_bit_equal(model: Transformer) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["granite int8", "ministral3", "starcoder2 int8", "cohere2", "gpt2", "gpt neox"]
+    "name",
+    [
+        *("granite int8", "ministral3", "starcoder2 int8", "cohere2", "gpt2", "gpt neox"),
+        *("deepseek v3", "deepseek v2 int8"),
+    ],
 )
 def test_native_kernels_of_every_kind_of_layer_are_bit_equal(name: str, threads: int) -> None:
     """A prompt at once, row by row and after other rows of the pass."""

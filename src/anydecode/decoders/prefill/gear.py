@@ -10,7 +10,7 @@ from __future__ import annotations
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.attention_probe import check_float
 from anydecode.decoders.prefill.prefilled import Prefilled, score_prompt
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.host import select, store
 from anydecode.memory.codecs.gear import compress
 from anydecode.memory.sequence_cache import SequenceCache
@@ -82,6 +82,11 @@ class Gear(Prefilled):
 
     def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         check_float(kv_cache)
+        if any(not values.shape[-1] for values in kv_cache.pool.cache.values):
+            raise UnsupportedCombinationError(
+                "gear compresses keys and values separately; a model with latent attention stores"
+                " one row for both"
+            )
         if len(sequence.prompt) > 1:
             yield score_prompt(sequence, kv_cache, 0, len(sequence.prompt) - 1)
             self._compress(kv_cache, 0, self.rank)

@@ -1,0 +1,143 @@
+"""The engine's promises for models with latent attention (DeepSeek), whose cache has one row per
+position: the same text whatever the batch, the cache, the drafter and the number of restarts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode.api.llm import LLM
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.kernels.cache import CACHE_FORMATS, bytes_per_position
+from anydecode.kernels.library import load_library
+from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
+from tiny_models import chain, hf_model, logits, own_model
+
+BACKEND = "torch" if load_library() is None else "native"
+SETTINGS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+PROMPTS = [
+    "the cat sat on the mat, the cat sat on the mat, the cat sat on",
+    "the cat sat on the mat, the dog",
+    "abcabcabcabc",
+    "one two three one two three one two",
+]
+OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
+
+
+@functools.cache
+def model(seed: int = 0, threads: int = 1, backend: str = BACKEND) -> Any:
+    theirs = hf_model("DeepseekV3", seed, vocab_size=ByteTokenizer().vocab_size, **SETTINGS)
+    return own_model(theirs, executor=choose_executor(backend, threads=threads))
+
+
+def texts(prompts: list[str], engine: dict[str, Any], **options: Any) -> list[Any]:
+    """The tokens after each prompt, generated together."""
+    with LLM(model(), tokenizer=ByteTokenizer(), **engine) as llm:
+        found = llm.generate(prompts, **{**OPTIONS, **options})
+        llm.engine.check_integrity()
+        return [one.tokens for one in found]
+
+
+def alone(cache_positions: int = 512, **options: Any) -> list[Any]:
+    """The tokens after each prompt, each by itself, without a prefix cache."""
+    engine = {"prefix_cache": False, "cache_positions": cache_positions}
+    return [texts([prompt], engine, **options)[0] for prompt in PROMPTS]
+
+
+def test_the_cache_holds_the_latent_alone() -> None:
+    cache = model().new_cache(8, "float16")
+    size = SETTINGS["kv_lora_rank"] + SETTINGS["qk_rope_head_dim"]
+    assert bytes_per_position(cache) == 2 * size * SETTINGS["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("row_budget", [1, 5, 512])
+def test_batches_and_chunks(row_budget: int) -> None:
+    assert texts(PROMPTS, {"row_budget": row_budget, "cache_positions": 1024}) == alone()
+
+
+def test_preempted_requests_start_again_with_the_same_text() -> None:
+    with LLM(model(), tokenizer=ByteTokenizer(), cache_positions=160) as llm:
+        found = [one.tokens for one in llm.generate(PROMPTS, **OPTIONS)]
+        assert llm.engine.num_preemptions
+        llm.engine.check_integrity()
+    assert found == alone()
+
+
+def test_cached_and_spilled_prefixes() -> None:
+    engine = {"cache_positions": 128, "prefix_spill": "memory"}
+    expected = alone()
+    with LLM(model(), tokenizer=ByteTokenizer(), **engine) as llm:
+        for _ in range(2):
+            found = [llm.generate(prompt, **OPTIONS).tokens for prompt in PROMPTS]
+            assert found == expected
+        prefixes = llm.engine.runners["target"].prefixes
+        assert prefixes.num_hits and prefixes.num_restored
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layer-draft"]
+)
+def test_drafts_and_trees(decoder: str, temperature: float) -> None:
+    engine = {"draft": model(1), "cache_positions": 2048}
+    expected = alone(temperature=temperature)
+    assert texts(PROMPTS, engine, decoder=decoder, temperature=temperature) == expected
+
+
+def test_beams_share_rows() -> None:
+    options = {"decoder": "beam:width=3", "temperature": 0.0}
+    assert texts(PROMPTS, {"cache_positions": 2048}, **options) == alone(**options)
+
+
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_cache_formats(format: str) -> None:
+    """The same text in batches as alone."""
+    engine = {"cache": format, "cache_positions": 512, "prefix_cache": False}
+    found = texts(PROMPTS, engine)
+    assert found == [texts([prompt], engine)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("length", [40, 300])
+def test_segments_of_a_long_text_on_several_threads(length: int) -> None:
+    """With two threads, the attention of one row is divided by heads and by positions."""
+    if BACKEND != "native":
+        pytest.skip("the native kernels are not available here")
+    tokens = np.random.default_rng(0).integers(3, 250, length).tolist()
+    expected = logits(model(), chain(tokens), model().new_cache(512))
+    other = model(threads=2)
+    cache = other.new_cache(512)
+    logits(other, chain(tokens[:-1]), cache)
+    assert np.array_equal(logits(other, chain(tokens[-1:], length - 1), cache)[-1], expected[-1])
+    reference = logits(model(backend="torch"), chain(tokens), model().new_cache(512))
+    assert np.abs(expected - reference).max() < 1e-4
+
+
+@pytest.mark.parametrize("decoder", ["fastkv", "mustdrop", "quickprefill"])
+def test_methods_that_remove_positions(decoder: str) -> None:
+    """They read keys and move rows, of which values are a part."""
+    found = texts(PROMPTS, {"cache_positions": 2048}, decoder=decoder)
+    assert [len(tokens) for tokens in found] == [OPTIONS["max_tokens"]] * len(PROMPTS)
+
+
+def test_gear_is_refused() -> None:
+    with pytest.raises(UnsupportedCombinationError, match="keys and values") as caught:
+        texts(PROMPTS, {"cache_positions": 512}, decoder="gear")
+    assert "\n" not in str(caught.value)
