@@ -88,6 +88,18 @@ _OVERRIDES = {
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
+    "deepseek2": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
 }
 _MLP_EXPERTS = {
     "ffn_gate": "mlp.experts.{}.gate_proj",
@@ -100,7 +112,16 @@ _EXPERTS = {
         "ffn_up": "block_sparse_moe.experts.{}.w3",
         "ffn_down": "block_sparse_moe.experts.{}.w2",
     },
-    **dict.fromkeys(("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss"), _MLP_EXPERTS),
+    **dict.fromkeys(
+        ("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2"), _MLP_EXPERTS
+    ),
+}
+#: Stacks of matrices, one for each head, of latent attention.
+_HEADS = {
+    "deepseek2": {
+        "attn_k_b": "self_attn.k_b_proj.{}",
+        "attn_v_b": "self_attn.v_b_proj.{}",
+    }
 }
 #: Vectors whose Hugging Face names have no suffix.
 _VECTORS = {
@@ -180,6 +201,9 @@ def _convert(
         experts = _experts(file, info, architecture, part, prefix, count)
         if experts:
             return experts
+        if part in _HEADS.get(architecture, {}):
+            heads = config["num_attention_heads"]
+            return _heads(file, info, _HEADS[architecture][part], prefix, heads)
         is_layer = layer.isdigit() and int(layer) < num_layers
         vector = _VECTORS.get(f"{part}.{leaf}")
         if is_layer and vector is not None:
@@ -239,6 +263,25 @@ def _experts(
         module = prefix + table[kind].format(int(index))
         return [(f"{module}.{leaf}", info.shape, partial(_read, file, info, module))]
     return []
+
+
+def _heads(
+    file: GGUFFile, info: TensorInfo, part: str, prefix: str, count: int
+) -> list[tuple[str, _Shape, Reader]]:
+    """The matrices of the heads of latent attention, which are stored in one tensor. Some files
+    have them in another layout too."""
+    if f"{info.name.rpartition('.attn_')[0]}.attn_kv_b.weight" in file.tensors:
+        return []
+    if len(info.shape) != 3 or info.shape[0] != count:
+        raise CheckpointError(
+            f"{file.path}: {info.name!r} has shape {list(info.shape)}; allowed are matrices of"
+            f" {count} heads"
+        )
+    modules = [prefix + part.format(head) for head in range(count)]
+    return [
+        (f"{module}.weight", info.shape[1:], partial(_read_part, file, info, head, module))
+        for head, module in enumerate(modules)
+    ]
 
 
 def _read_part(file: GGUFFile, info: TensorInfo, index: int, module: str) -> np.ndarray | Weight:
@@ -317,7 +360,7 @@ def _expected_shapes(
     architecture: str, config: dict[str, Any]
 ) -> Iterator[tuple[str, _Shape, bool]]:
     """Yield names, shapes, and whether the tensor is required (most biases are not)."""
-    hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden), True
     family = FAMILIES[config["model_type"]]
     yield f"model.{family.names.get('norm', 'norm')}.weight", (hidden,), True
@@ -327,24 +370,14 @@ def _expected_shapes(
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    matrices: dict[str, _Shape] = {"self_attn.o_proj": (hidden, q)}
-    if "attn_qkv" in _OVERRIDES.get(architecture, {}):
-        matrices["self_attn.qkv_proj"] = (q + 2 * kv, hidden)
-    else:
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
-            matrices[f"self_attn.{part}_proj"] = (rows, hidden)
-    vectors = {"post_attention_layernorm": hidden}
+    matrices, vectors = _attention_shapes(architecture, config)
+    vectors["post_attention_layernorm"] = hidden
     if family.norms != "post":
         vectors["input_layernorm"] = hidden
     if family.norms != "pre":
         vectors["post_feedforward_layernorm"] = hidden
     if family.norms == "both":
         vectors["pre_feedforward_layernorm"] = hidden
-    if family.qk_norm is not None and config.get("use_qk_norm", True):
-        full = family.qk_norm == "full"
-        vectors |= {"self_attn.q_norm": q if full else head}
-        vectors |= {"self_attn.k_norm": kv if full else head}
     attention, layer_types = (matrices, vectors), config.get("layer_types") or []
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
@@ -369,6 +402,59 @@ def _expected_shapes(
         has_selection_bias = family.moe is not None and family.moe.has_selection_bias
         if has_selection_bias and is_expert_layer(config, layer):
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
+
+
+def _attention_shapes(
+    architecture: str, config: dict[str, Any]
+) -> tuple[dict[str, _Shape], dict[str, int]]:
+    """The shapes of the matrices and of the norms of a layer's attention."""
+    family = FAMILIES[config["model_type"]]
+    if family.has_latent_attention:
+        return _latent_shapes(config)
+    hidden, head = config["hidden_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    matrices: dict[str, _Shape] = {"self_attn.o_proj": (hidden, q)}
+    if "attn_qkv" in _OVERRIDES.get(architecture, {}):
+        matrices["self_attn.qkv_proj"] = (q + 2 * kv, hidden)
+    else:
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            matrices[f"self_attn.{part}_proj"] = (rows, hidden)
+    if family.qk_norm is None or not config.get("use_qk_norm", True):
+        return matrices, {}
+    full = family.qk_norm == "full"
+    norms = {"self_attn.q_norm": q if full else head, "self_attn.k_norm": kv if full else head}
+    return matrices, norms
+
+
+def _latent_shapes(config: dict[str, Any]) -> tuple[dict[str, _Shape], dict[str, int]]:
+    """The same of latent attention."""
+    hidden, heads, rank = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    key, rotary, value = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    query, inner = heads * (key + rotary), config["q_lora_rank"]
+    matrices: dict[str, _Shape] = {
+        "self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden),
+        "self_attn.o_proj": (hidden, heads * value),
+    }
+    norms = {"self_attn.kv_a_layernorm": rank}
+    if inner is None:
+        matrices["self_attn.q_proj"] = (query, hidden)
+    else:
+        matrices |= {
+            "self_attn.q_a_proj": (inner, hidden),
+            "self_attn.q_b_proj": (query, inner),
+        }
+        norms["self_attn.q_a_layernorm"] = inner
+    if config["has_stacked_heads"]:
+        for head in range(heads):
+            matrices[f"self_attn.k_b_proj.{head}"] = (rank, key)
+            matrices[f"self_attn.v_b_proj.{head}"] = (value, rank)
+    else:
+        matrices["self_attn.kv_b_proj"] = (heads * (key + value), rank)
+    return matrices, norms
 
 
 def _mlp_shapes(architecture: str, config: dict[str, Any], layer: int) -> dict[str, _Shape]:

@@ -41,10 +41,14 @@ ARCHITECTURES = {
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
 }
 
-#: The value of `expert_gating_func` for sigmoid scores.
-_SIGMOID = 2
+#: The values of `expert_gating_func`; 0 is none.
+_SOFTMAX, _SIGMOID = 1, 2
+#: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
+#: that of those chosen, which files of 2024 and early 2025 do not store. V2 has 160, V3 256.
+_DEEPSEEK_GROUPS = {(160, False): (8, 3), (256, True): (8, 4)}
 _MISSING = object()
 
 
@@ -130,6 +134,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "olmoe": _olmoe,
         "glm4moe": _glm4_moe,
         "lfm2": _lfm2,
+        "deepseek2": _deepseek,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -141,7 +146,8 @@ def _common(keys: Keys) -> dict[str, Any]:
     model_type, architecture = ARCHITECTURES[keys.architecture]
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
-    if keys.count("attention.value_length", head_dim) != head_dim:
+    is_latent = FAMILIES[model_type].has_latent_attention
+    if not is_latent and keys.count("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{file.path}: keys and values of different sizes are unsupported")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -268,6 +274,65 @@ def _glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
     config["norm_topk_prob"] = keys.get("expert_weights_norm", True)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in keys.file.tensors
     _partial_rotary(keys, config)
+
+
+def _deepseek(keys: Keys, config: dict[str, Any]) -> None:
+    """DeepSeek-V2, and V3 if the scores of experts are sigmoids. Newer files describe the attention
+    in its compressed form, and have the sizes of a head under keys of their own."""
+    file = keys.file
+    rotary, rank = keys.count("rope.dimension_count"), keys.count("attention.kv_lora_rank")
+    suffix = "_mla" if keys.get("attention.key_length_mla", None) is not None else ""
+    length = keys.count(f"attention.key_length{suffix}")
+    if length <= rotary:
+        raise CheckpointError(
+            f"{file.path}: keys of {length} numbers, of which {rotary} are rotary; allowed is more"
+        )
+    config |= {
+        "kv_lora_rank": rank,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": length - rotary,
+        "v_head_dim": keys.count(f"attention.value_length{suffix}"),
+        "num_key_value_heads": config["num_attention_heads"],
+        "has_stacked_heads": "blk.0.attn_kv_b.weight" not in file.tensors,
+    }
+    if "blk.0.attn_q_a.weight" in file.tensors:
+        config["q_lora_rank"] = keys.count("attention.q_lora_rank")
+    scaling = config["rope_scaling"]
+    if scaling and keys.get("rope.scaling.yarn_log_multiplier", None) is not None:
+        # The file has 0.1 times `mscale_all_dim`, and the two factors are equal in every model.
+        scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
+        scaling |= {"mscale": scale, "mscale_all_dim": scale}
+    gating = keys.get("expert_gating_func", 0)
+    if gating not in (0, _SOFTMAX, _SIGMOID):
+        raise refusal(f"{file.path}: metadata deepseek2.expert_gating_func", gating, "1 or 2")
+    # Only V3 has selection biases; its first files lack the key.
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    _deepseek_experts(keys, config, gating == _SIGMOID or (not gating and has_bias))
+
+
+def _deepseek_experts(keys: Keys, config: dict[str, Any], is_sigmoid: bool) -> None:
+    num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
+    config["num_hidden_layers"] -= num_unused
+    config["num_nextn_predict_layers"] = num_unused
+    count = keys.count("expert_count", 0, high=MAX_EXPERTS, low=0)
+    config["n_routed_experts"] = config["num_experts"] = count
+    if is_sigmoid:
+        config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    if not count:
+        return
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["n_shared_experts"] = keys.count("expert_shared_count", high=MAX_EXPERTS, low=0)
+    config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
+    config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = keys.get("expert_weights_norm", False)
+    groups, kept = _DEEPSEEK_GROUPS.get((count, is_sigmoid), (1, 1))
+    config["n_group"] = keys.count("expert_group_count", groups)
+    config["topk_group"] = keys.count("expert_group_used_count", kept)
+    if not is_sigmoid:
+        is_limited = config["n_group"] > 1
+        config["topk_method"] = "group_limited_greedy" if is_limited else "greedy"
 
 
 def _qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
