@@ -188,6 +188,10 @@ def test_pre_tokenizer_splits() -> None:
     assert words("qwen2", "x;\ny") == ["x", ";\n", "y"]
     assert words("seed-coder", "x;\n12") == ["x", ";", "\n", "1", "2"]
     assert words("falcon", "x=1234`") == ["x", "=", "123", "4", "`"]
+    text = "é x;1234\n日本 end  "
+    found = ["é", " x", ";", "1234", "\n", "日本", " end", "  "]
+    assert words("deepseek-llm", text) == found
+    assert words("deepseek-coder", text) == [*found[:3], *"1234", *found[4:]]
     assert words("hunyuan-dense", "日本x 1234-y") == ["日本", "x", " ", "123", "4", "-y"]
 
 
@@ -207,10 +211,28 @@ O200K = "|".join(
 )
 
 
-def test_gpt_4o_splits_like_the_published_pattern() -> None:
+#: The pattern of Kimi K2's own tokenizer.
+KIMI_K2 = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+@pytest.mark.parametrize(("pre", "pattern"), [("gpt-4o", O200K), ("kimi-k2", KIMI_K2)])
+def test_pre_tokenizers_split_like_the_published_pattern(pre: str, pattern: str) -> None:
     """A thousand strings of letters, marks, digits, quotes and spaces of several scripts."""
     regex = pytest.importorskip("regex")
-    splitter = make_pre_tokenizer(PATTERNS["gpt-4o"])
+    splitter = make_pre_tokenizer(PATTERNS[pre])
     to_text = decoders.ByteLevel()
     alphabet = "aBcÉéßǅʰ日本ع́1²Ⅷ '’/.,!🎉\t\r\n\u00a0\u2003" + "abAB  '\n"
     generator = random.Random(0)
@@ -218,7 +240,7 @@ def test_gpt_4o_splits_like_the_published_pattern() -> None:
         text = "".join(generator.choices(alphabet, k=generator.randrange(1, 40)))
         text = text.replace("'", generator.choice(["'s", "'LL", "'", "'Ve"]))
         pieces = [to_text.decode([piece]) for piece, _ in splitter.pre_tokenize_str(text)]
-        assert pieces == regex.findall(O200K, text), text
+        assert pieces == regex.findall(pattern, text, regex.V1), text
 
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
