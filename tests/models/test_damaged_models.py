@@ -21,8 +21,9 @@ from anydecode.models.loading import gpt, load_checkpoint
 from anydecode.models.lora import read_factors
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
+from anydecode.models.spec import LatentSpec
 from gguf_models import make_tensors, write_gguf
-from tiny_models import BASE, built, checkpoint_of, hf_model
+from tiny_models import BASE, built, checkpoint_of, hf_model, own_model
 
 INVALID_VALUES: list[Any] = [
     -1,
@@ -183,6 +184,19 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {},
     "GraniteMoeHybrid": {
@@ -205,6 +219,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Falcon": {},
     "GptOss": {"num_local_experts": 4},
     "Glm4Moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    "DeepseekV2": DEEPSEEK,
+    "DeepseekV3": DEEPSEEK,
+    "Glm4MoeLite": {key: DEEPSEEK[key] for key in DEEPSEEK if key != "first_k_dense_replace"},
     "Qwen2Moe": {"num_experts": 4},
     "Olmoe": {"num_experts": 4},
 }
@@ -225,6 +242,94 @@ def test_any_value_of_any_key_is_accepted_or_refused_in_one_line(family: str) ->
                 num_refused += 1
                 assert "\n" not in str(error)
     assert num_refused > 50
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"kv_lora_rank": None}, "lacks 'kv_lora_rank'"),
+        ({"kv_lora_rank": 1 << 17}, "kv_lora_rank is 131072"),
+        ({"q_lora_rank": "x"}, "q_lora_rank is 'x'"),
+        ({"qk_nope_head_dim": 0}, "qk_nope_head_dim is 0"),
+        ({"qk_rope_head_dim": 7}, "the rotary size is 7; allowed is an even number"),
+        ({"v_head_dim": -1}, "v_head_dim is -1"),
+        ({"v_head_dim": 1 << 16, "num_attention_heads": 1 << 16}, "num_heads"),
+        ({"rope_interleave": 1}, "rope_interleave is 1"),
+        ({"n_group": 3}, "num_groups is 3"),
+        ({"topk_group": 3}, "groups_per_token is 3"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ({"topk_method": []}, "topk_method is []"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; allowed is 'sigmoid'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": "x", "factor": 4.0}},
+            "mscale_all_dim is 'x'",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}, "lacks 'factor'"),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob is True"),
+        (
+            {"model_type": "deepseek_v2", "norm_topk_prob": False, "topk_method": "noaux_tc"},
+            "topk_method is 'noaux_tc'",
+        ),
+        ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ],
+)
+def test_invalid_configs_of_latent_attention_are_rejected(
+    change: dict[str, Any], message: str
+) -> None:
+    config = hf_model("DeepseekV3", **DEEPSEEK).config.to_dict()
+    spec_from_config(config)
+    if "model_type" in change:
+        del config["architectures"]
+    with pytest.raises(CheckpointError) as caught:
+        spec_from_config({**config, **change})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "attention", "message"),
+    [
+        ({"latent": None}, {}, "lacks one of latent, attention, latent_dim and rope"),
+        ({"rope": None}, {}, "lacks one of latent"),
+        ({}, {"latent_dim": None}, "lacks one of latent"),
+        ({}, {"latent_dim": 0}, "latent_dim is 0"),
+        ({}, {"latent_dim": 24}, "head_dim is 28; allowed is 32"),
+        ({}, {"num_kv_heads": 2}, "num_kv_heads is 2; allowed is an integer from 1 to 1"),
+        ({"latent": LatentSpec(0, 12)}, {}, "key_dim is 0"),
+        ({"latent": LatentSpec(10, 1 << 17)}, {}, "value_dim is 131072"),
+        ({"latent": LatentSpec(10, 12, 0)}, {}, "query_rank is 0"),
+        ({"latent": LatentSpec(10, 12, norm_eps=2.0)}, {}, "norm_eps is 2"),
+        ({"qk_norm": "head"}, {}, "qk_norm is 'head'; allowed is unset with latent attention"),
+    ],
+)
+def test_specs_of_latent_attention_are_checked(
+    change: dict[str, Any], attention: dict[str, Any], message: str
+) -> None:
+    spec = spec_from_config(hf_model("DeepseekV3", **DEEPSEEK).config.to_dict())
+    layer = spec.layers[0]
+    assert layer.attention is not None
+    changed = replace(layer, **change, attention=replace(layer.attention, **attention))
+    with pytest.raises(CheckpointError, match=message):
+        replace(spec, layers=(changed, *spec.layers[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": []}, "keys: the weights have 0 matrices; allowed are 4"),
+        ({"norm": np.ones(19, np.float32)}, "the latent norm is"),
+        ({"query_norm": None}, "the query's inner norm is None"),
+        ({"query_down": None}, "only one of the spec and the weights has a latent product"),
+    ],
+)
+def test_weights_of_latent_attention_are_checked(change: dict[str, Any], message: str) -> None:
+    network = own_model(hf_model("DeepseekV3", **DEEPSEEK)).network
+    latent = network.weights.layers[1].latent
+    assert latent is not None
+    for name, value in change.items():
+        setattr(latent, name, value)
+    with pytest.raises(CheckpointError, match=f"layer 1, {message}"):
+        Network(network.spec, network.weights)
 
 
 def test_learned_positions_bound_the_context() -> None:
@@ -436,6 +541,7 @@ from anydecode.errors import AnydecodeError
 from anydecode.certification.tiny import tiny_model
 from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
+from anydecode.models.spec import LatentSpec
 from test_damaged_models import CONFIG, experts_with
 from tiny_models import BASE, chain, checkpoint_of, greedy, hf_model
 

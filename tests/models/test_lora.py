@@ -99,6 +99,35 @@ def test_adapters_of_recurrent_layers(tmp_path: Path) -> None:
         ours.add_adapter(tmp_path / "b")
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_adapters_of_latent_attention(tmp_path: Path, backend: str) -> None:
+    """The matrix of keys and values is split by head, and its key part transposed."""
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    settings = {
+        "kv_lora_rank": 20,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 3,
+    }
+    names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    options = {"r": 3, "lora_alpha": 7, "target_modules": names}
+    expected = hf_logits(save_peft_model("DeepseekV3", options, tmp_path, **settings), PROMPT)
+    ours = own_model(hf_model("DeepseekV3", **settings), executor=choose_executor(backend))
+    plain = logits(ours, chain(PROMPT))
+    ours.add_adapter(tmp_path)
+    assert np.abs(adapter_logits(ours, 0, PROMPT) - expected).max() < 1e-4
+    assert np.abs(plain - expected).max() > 1e-2
+    edit_tensors(
+        tmp_path, lambda t: {k: v[:-1] if "kv_b_proj.lora_B" in k else v for k, v in t.items()}
+    )
+    with pytest.raises(CheckpointError, match="kv_b_proj has 87 outputs, the model 88"):
+        ours.add_adapter(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("patterns", "scale"),
     [

@@ -581,6 +581,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 3,
         },
     ),
+    "glm4 moe lite": (
+        "Glm4MoeLite",
+        {
+            **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+            "rms_norm_eps": 1e-5,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
     "qwen2 moe": (
         "Qwen2Moe",
         {

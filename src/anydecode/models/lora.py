@@ -21,7 +21,8 @@ from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Adapter, LowRank, Weight
 from anydecode.models.files import read_json, untrusted
 from anydecode.models.limits import number, refusal
-from anydecode.models.network import Network
+from anydecode.models.network import LatentWeights, Network
+from anydecode.models.spec import LatentSpec
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -50,7 +51,11 @@ def load_adapter(path: Path, network: Network) -> Adapter:
     _, factors = read_factors(path)
     targets, orders = _weights(network), _row_orders(network)
     deltas: dict[str, LowRank] = {}
+    latent = _latent_layers(network)
     for name, module in factors.items():
+        if name in latent:
+            deltas |= _latent_updates(path, name, module, *latent[name])
+            continue
         for target, rows in _targets(path, name, targets, len(module.up)):
             up = module.up[rows]
             if target.name in orders and len(up) == target.out_features:
@@ -179,6 +184,36 @@ def _row_orders(network: Network) -> dict[str, np.ndarray]:
             if order is not None and linear is not None:
                 orders[linear.weight.name] = order
     return orders
+
+
+def _latent_layers(network: Network) -> dict[str, tuple[LatentSpec, LatentWeights]]:
+    """The layers with latent attention, by the name of the matrix that is split by head."""
+    layers = zip(network.spec.layers, network.weights.layers, strict=True)
+    return {
+        f"model.layers.{index}.self_attn.kv_b_proj": (spec.latent, layer.latent)
+        for index, (spec, layer) in enumerate(layers)
+        if spec.latent is not None and layer.latent is not None
+    }
+
+
+def _latent_updates(
+    path: Path, name: str, module: Factors, spec: LatentSpec, weights: LatentWeights
+) -> dict[str, LowRank]:
+    """The updates of each head's matrices of keys, which are transposed, and values."""
+    heads = len(weights.keys)
+    size = heads * (spec.key_dim + spec.value_dim)
+    if len(module.up) != size:
+        raise CheckpointError(f"{path}: {name} has {len(module.up)} outputs, the model {size}")
+    updates = {}
+    for head, up in enumerate(np.split(module.up, heads)):
+        key, value = up[: spec.key_dim], up[spec.key_dim :]
+        for target, down, part in (
+            (weights.keys[head], key.T, module.down.T),
+            (weights.values[head], module.down, value),
+        ):
+            down = np.ascontiguousarray(down)
+            updates[target.name] = _make_low_rank(path, target, down, part, module.scale)
+    return updates
 
 
 def _targets(

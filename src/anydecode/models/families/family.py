@@ -26,9 +26,9 @@ class MixtureOfExperts:
         shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
             an expert.
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
-        methods: The values of `topk_method` that its configs may have: "greedy" (no groups),
-            "group_limited_greedy" (groups with the largest scores) and "noaux_tc" (groups with the
-            largest sums of two scores); the first is the default.
+        methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
+            largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
+            "greedy" (no groups). The first is the default.
     """
 
     inner_size: str = "moe_intermediate_size"

@@ -200,6 +200,17 @@ def deepseek_v2_routing(config: Config) -> dict[str, Any]:
     return {}
 
 
+def dense_layers(config: Config) -> dict[str, Any]:
+    """GLM-4.7-Flash: the layers without experts, from a list; the first one without it."""
+    types = list_value(config, "mlp_layer_types", str)
+    if types is None:
+        return {"first_k_dense_replace": 1}
+    if not set(types) <= {"dense", "sparse"} or len(types) < num_layers(config):
+        raise refusal("mlp_layer_types", types, "dense or sparse for each layer")
+    dense = [layer for layer, kind in enumerate(types) if kind == "dense"]
+    return {"first_k_dense_replace": 0, "mlp_only_layers": dense}
+
+
 def cohere_scales(config: Config) -> Scales:
     return Scales(logits=number("logit_scale", value_or(config, "logit_scale", 0.0625)))
 

@@ -16,6 +16,7 @@ from anydecode.models.families.patterns import (
     attention_every_nth,
     cohere_scales,
     deepseek_v2_routing,
+    dense_layers,
     falcon_h1_scales,
     full_every_nth,
     full_every_third,
@@ -193,6 +194,16 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         ("DeepseekV3ForCausalLM",),
         all_full,
+        moe=MixtureOfExperts(
+            scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
+        ),
+        **_DEEPSEEK,
+    ),
+    "glm4_moe_lite": Family(
+        ("Glm4MoeLiteForCausalLM",),
+        all_full,
+        defaults={"rms_norm_eps": 1e-5},
+        derived=dense_layers,
         moe=MixtureOfExperts(
             scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
         ),

@@ -20,7 +20,7 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
-from anydecode.models.loading import awq, bd3lm, encoder, gpt, gptq, llada, nvfp4, sdar
+from anydecode.models.loading import awq, bd3lm, encoder, fp8, gpt, gptq, llada, nvfp4, sdar
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
 from anydecode.models.pooling import read_pooling
 from anydecode.models.tokenizers import HFTokenizer
@@ -202,6 +202,7 @@ def _dequantizing_readers(
     methods: dict[str, ModuleType | nvfp4.Layout] = {
         "gptq": gptq,
         "awq": awq,
+        "fp8": fp8,
         "modelopt": nvfp4.MODELOPT,
         "compressed-tensors": nvfp4.COMPRESSED_TENSORS,
     }
