@@ -262,20 +262,28 @@ class Network:
         biases: bool = False,
         **shape: Any,
     ) -> None:
-        kv, head_dim, heads = shape.pop("kv", 2), shape.pop("head_dim", 16), 4
+        latent = shape.get("latent_dim")
+        kv, head_dim, heads = 1 if latent else shape.pop("kv", 2), shape.pop("head_dim", 16), 4
         self.shape = Attention(heads, kv, head_dim, head_dim**-0.5, **shape)
         self.width, self.inner, self.vocab = 64, 96, vocab
         self.use_experts = experts or routing is not None
         self.routing = routing
         num_experts = 8 if routing else 5
         frequencies = 100.0 ** -(np.arange(0, head_dim // 2) / (head_dim // 2))
-        self.rope = Rope(frequencies.astype(np.float32), 1.1)
+        self.rope = Rope(frequencies.astype(np.float32)[: (head_dim - (latent or 0)) // 2], 1.1)
         random = np.random.default_rng(seed)
         self.norm = random.random(self.width, np.float32) + np.float32(0.5)
         self.head_norm = random.random(head_dim, np.float32) + np.float32(0.5)
         self.bias = random.standard_normal(heads * head_dim, np.float32) * np.float32(0.1)
+        if latent:
+            self.bias = None
+            self.heads = [
+                [random_weight(format, *size, seed + 51 + i, f"{name}.{i}") for i in range(heads)]
+                for name, size in (("keys", (latent, 32)), ("values", (head_dim, latent)))
+            ]
+        query_dim = 32 + head_dim - latent if latent else head_dim
         sizes = {
-            "q": (heads * head_dim, self.width), "k": (kv * head_dim, self.width),
+            "q": (heads * query_dim, self.width), "k": (kv * head_dim, self.width),
             "v": (kv * head_dim, self.width), "o": (self.width, heads * head_dim),
             "gate": (self.inner, self.width), "up": (self.inner, self.width),
             "down": (self.width, self.inner), "router": (num_experts, self.width),
@@ -304,9 +312,17 @@ class Network:
         w, shape = self.weights[index], self.shape
         y = b.rms_norm(x, self.norm, 1e-5)
         q, k, v = b.linear(y, w["q"], self.bias), b.linear(y, w["k"]), b.linear(y, w["v"])
-        q = b.rope(b.rms_norm(q, self.head_norm, 1e-6, 4), 4, self.rope)
-        k = b.rope(b.rms_norm(k, None, 1e-6, shape.num_kv_heads), shape.num_kv_heads, self.rope)
-        x = b.add(x, b.linear(b.attention(q, k, v, index, shape, self.sinks), w["o"]))
+        if shape.latent_dim:
+            q, rotary = b.split(q, 32, 4)
+            q = b.join(b.grouped_linear(q, self.heads[0]), b.rope(rotary, 4, self.rope), 4)
+            k, rotary = b.split(k, shape.latent_dim)
+            k, v = b.join(b.rms_norm(k, None, 1e-6), b.rope(rotary, 1, self.rope)), None
+        else:
+            q = b.rope(b.rms_norm(q, self.head_norm, 1e-6, 4), 4, self.rope)
+            k = b.rope(b.rms_norm(k, None, 1e-6, shape.num_kv_heads), shape.num_kv_heads, self.rope)
+        z = b.attention(q, k, v, index, shape, self.sinks)
+        z = b.grouped_linear(z, self.heads[1]) if shape.latent_dim else z
+        x = b.add(x, b.linear(z, w["o"]))
         y = b.rms_norm(x, None, 1e-5)
         if self.use_experts:
             routing = self.routing or Routing(2, bool(index))
@@ -383,6 +399,10 @@ SHAPES: list[dict[str, Any]] = [
     {"routing": Routing(3, scoring="sigmoid", num_groups=4, groups_per_token=2, scale=1.5)},
     {"routing": Routing(2, False, "sigmoid", 2), "biases": True},
     {"routing": Routing(3, True, "softmax", 2, 1), "biases": True},
+    {"routing": Routing(3, False, "softmax", 4, 2, scores_per_group=1)},
+    {"latent_dim": 32, "head_dim": 40},
+    {"latent_dim": 13, "head_dim": 19, "window": 5, "sinks": True},
+    {"latent_dim": 64, "head_dim": 80, "softcap": 2.0},
 ]
 
 
@@ -454,7 +474,10 @@ def test_results_do_not_depend_on_slots_tails_threads_or_other_rows(
     library: Library, prefix: int, n: int, holes: bool, threads: int, seed: int
 ) -> None:
     window = 40 if seed % 3 else None
-    network = Network(seed, "Q8_0" if seed % 2 else "BF16", window=window, sinks=seed % 4 < 2)
+    latent = {"latent_dim": 32, "head_dim": 40 if seed % 4 else 64} if seed % 5 > 2 else {}
+    network = Network(
+        seed, "Q8_0" if seed % 2 else "BF16", window=window, sinks=seed % 4 < 2, **latent
+    )
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 50, prefix + n)
     hidden = [3, 33] if holes and prefix > 33 else []
@@ -533,6 +556,19 @@ def test_the_reference_reads_packed_caches_too(library: Library, format: str) ->
     assert relative_error(output.logits, expected) < 5e-3  # a code may round the other way
     exact, _ = run_reference(network, rows, network.cache(80))
     assert relative_error(exact, expected) > 5e-3 or format == "int8"
+
+
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_a_latent_is_stored_once(library: Library, format: str) -> None:
+    """And read as keys and values, in every format."""
+    network = Network(5, latent_dim=32, head_dim=48)
+    cache, rows = network.cache(80, format), sequence_rows(np.arange(50), np.arange(50))
+    assert [keys.shape[:2] for keys in cache.keys] == [(80, 1)] * 2
+    assert [values.size for values in cache.values] == [0, 0]
+    expected, _ = run_reference(network, rows, network.cache(80, format))
+    output = network.executor().run(rows, cache, all_logits(rows))
+    margin = 1e-5 if format == "float32" else 5e-3  # a number may round the other way
+    assert relative_error(output.logits, expected) < margin
 
 
 def test_packed_caches_are_small() -> None:
