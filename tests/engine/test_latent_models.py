@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
+from anydecode.decoders.framework.attention_probe import AttentionProbe
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.cache import CACHE_FORMATS, bytes_per_position
 from anydecode.kernels.library import load_library
@@ -21,6 +22,7 @@ BACKEND = "torch" if load_library() is None else "native"
 SETTINGS: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "kv_lora_rank": 24,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 10,
@@ -135,6 +137,23 @@ def test_methods_that_remove_positions(decoder: str) -> None:
     """They read keys and move rows, of which values are a part."""
     found = texts(PROMPTS, {"cache_positions": 2048}, decoder=decoder)
     assert [len(tokens) for tokens in found] == [OPTIONS["max_tokens"]] * len(PROMPTS)
+
+
+def test_attention_weights_of_single_rows() -> None:
+    """The weights by which methods choose positions are those of `transformers`."""
+    import torch
+
+    theirs = hf_model("DeepseekV3", vocab_size=ByteTokenizer().vocab_size, **SETTINGS)
+    tokens = np.random.default_rng(0).integers(3, 250, 12)
+    with torch.inference_mode():
+        output = theirs(torch.from_numpy(tokens[None]), output_attentions=True)
+    ours, positions = own_model(theirs), np.arange(12)
+    cache = ours.new_cache(12)
+    logits(ours, chain(tokens.tolist()), cache)
+    found = AttentionProbe(ours).attention(
+        0, ours.embed(tokens), positions, cache, positions, positions
+    )
+    assert np.abs(found - output.attentions[0][0].numpy()).max() < 1e-5
 
 
 def test_gear_is_refused() -> None:
