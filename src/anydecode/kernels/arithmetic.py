@@ -80,13 +80,15 @@ class RowArithmetic:
 
     def split(self, x: np.ndarray, size: int, groups: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """See `Backend.split`."""
-        parts = x.reshape(len(x), groups, -1)
-        return parts[..., :size].reshape(len(x), -1), parts[..., size:].reshape(len(x), -1)
+        parts = x.reshape(len(x), groups, x.shape[-1] // groups)
+        first, rest = np.split(parts, [size], -1)
+        count = groups * size
+        return first.reshape(len(x), count), rest.reshape(len(x), x.shape[-1] - count)
 
     def join(self, x: np.ndarray, y: np.ndarray, groups: int = 1) -> np.ndarray:
         """See `Backend.join`."""
         parts = [z.reshape(len(z), groups, z.shape[-1] // groups) for z in (x, y)]
-        return np.concatenate(parts, -1).reshape(len(x), -1)
+        return np.concatenate(parts, -1).reshape(len(x), x.shape[-1] + y.shape[-1])
 
     def rope(self, x: np.ndarray, num_heads: int, rope: Rope) -> np.ndarray:
         """See `Backend.rope`."""
