@@ -256,6 +256,7 @@ def test_any_value_of_any_key_is_accepted_or_refused_in_one_line(family: str) ->
         ({"v_head_dim": -1}, "v_head_dim is -1"),
         ({"v_head_dim": 1 << 16, "num_attention_heads": 1 << 16}, "num_heads"),
         ({"rope_interleave": 1}, "rope_interleave is 1"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2; allowed is 1"),
         ({"n_group": 3}, "num_groups is 3"),
         ({"topk_group": 3}, "groups_per_token is 3"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'"),

@@ -579,6 +579,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
+            "rope_parameters": {**DEEPSEEK_ROPE, "beta_fast": 1.0, "mscale": 1.0},
         },
     ),
     "glm4 moe lite": (

@@ -512,8 +512,8 @@ static Heads tile_heads(const Plan *plan, const Op *op, int tile, int kv_head) {
 
 /* The state of one part of split attention. Parts are in order of tile, key head and segment. */
 INLINE float *part_state(const Plan *plan, const Op *op, int part) {
-  int padded = (op->head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * (op->heads / op->kv_heads);
-  return plan->states + part * attention_state_floats(padded, heads);
+  int padded = (op->head_dim + 7) / 8 * 8;
+  return plan->states + part * attention_state_floats(padded, state_heads(plan, op));
 }
 
 static void attend(const Plan *plan, const Op *op, const float *q, float *out, int part,
@@ -528,7 +528,7 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
     attend_tile(plan, &h, tile, q, out, &scratch);
     return;
   }
-  scratch.segment = make_state(part_state(plan, op, part), padded, ATTENTION_ROWS * group);
+  scratch.segment = make_state(part_state(plan, op, part), padded, state_heads(plan, op));
   for (int tile = 0;; tile++) {
     int row = plan->tile_start[tile], rows = plan->tile_start[tile + 1] - row, first, last;
     tile_segments(plan, op, tile, &first, &last);
@@ -550,7 +550,7 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
 static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
   if (!is_split(plan, op)) return;
   int padded = (op->head_dim + 7) / 8 * 8, group = op->heads / op->kv_heads, part = 0;
-  int tile = 0, first, last;
+  int heads = state_heads(plan, op), tile = 0, first, last;
   for (;; tile++) {
     tile_segments(plan, op, tile, &first, &last);
     if (tile == plan->tile_of[row]) break;
@@ -559,10 +559,9 @@ static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
   int from = (row - plan->tile_start[tile]) * group;
   for (int head = 0; head < op->heads; head++) {
     int start = part + head / group * (last - first), at = from + head % group;
-    State all = make_state(part_state(plan, op, start), padded, ATTENTION_ROWS * group);
+    State all = make_state(part_state(plan, op, start), padded, heads);
     for (int segment = 1; segment < last - first; segment++) {
-      State more =
-          make_state(part_state(plan, op, start + segment), padded, ATTENTION_ROWS * group);
+      State more = make_state(part_state(plan, op, start + segment), padded, heads);
       add_segment(&all, at, &more, at, padded);
     }
     float *to = out + (int64_t)head * op->value_dim;

@@ -167,6 +167,7 @@ typedef struct {
   float *states;       /* of split attention: by tile, key head and segment */
   BestToken *best_tokens; /* [num_samples, parts of the last stage]; NULL: no sampling */
   int num_stages, num_tiles, threads;
+  int tile_rows; /* of the largest tile */
 } Plan;
 
 typedef struct {

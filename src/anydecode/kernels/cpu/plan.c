@@ -29,6 +29,11 @@ static void plan_tiles(Plan *plan) {
   }
   plan->tile_start[tiles] = pass->num_rows;
   plan->num_tiles = tiles;
+  plan->tile_rows = 0;
+  for (int i = 0; i < tiles; i++) {
+    int rows = plan->tile_start[i + 1] - plan->tile_start[i];
+    if (rows > plan->tile_rows) plan->tile_rows = rows;
+  }
 }
 
 static int attention_parts(const Plan *plan, const Op *op) {
@@ -44,8 +49,8 @@ static int attention_parts(const Plan *plan, const Op *op) {
 
 static int64_t state_floats(const Plan *plan, const Op *op) {
   if (!is_split(plan, op)) return 0;
-  int padded = (op->head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * (op->heads / op->kv_heads);
-  return attention_parts(plan, op) * attention_state_floats(padded, heads);
+  int padded = (op->head_dim + 7) / 8 * 8;
+  return attention_parts(plan, op) * attention_state_floats(padded, state_heads(plan, op));
 }
 
 static void close_stage(Plan *plan) {

@@ -65,6 +65,11 @@ INLINE int is_split(const Plan *plan, const Op *op) {
   return plan->threads > 1 && plan->num_tiles * op->kv_heads < 2 * plan->threads;
 }
 
+/* Query heads of one part's state in split attention. */
+INLINE int state_heads(const Plan *plan, const Op *op) {
+  return plan->tile_rows * (op->heads / op->kv_heads);
+}
+
 /* Divide the pass into stages for up to `threads` threads. Returns 0 where memory is short. The
  * plan is valid until the calling thread's next call. */
 int make_plan(const Pass *pass, int threads, Plan *plan);

@@ -156,6 +156,8 @@ def spec_from_config(
         raise CheckpointError("layer norms of queries and keys (use_qk_norm) are not supported")
     if config.get("clip_qkv") is not None:
         raise refusal("clip_qkv", config["clip_qkv"], "null")
+    if config.get("moe_layer_freq") not in (None, 1):
+        raise refusal("moe_layer_freq", config["moe_layer_freq"], "1")
     if max_positions is not None:
         high = MAX_SIZE
         if family.has_position_table:
