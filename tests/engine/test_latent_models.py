@@ -156,6 +156,13 @@ def test_attention_weights_of_single_rows() -> None:
     assert np.abs(found - output.attentions[0][0].numpy()).max() < 1e-5
 
 
+def test_the_triton_kernels_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anydecode.kernels.cuda.available.unavailable_reason", lambda: None)
+    with pytest.raises(UnsupportedCombinationError, match="latent attention") as caught:
+        own_model(hf_model("DeepseekV3", **SETTINGS), executor=choose_executor("triton"))
+    assert "\n" not in str(caught.value)
+
+
 def test_gear_is_refused() -> None:
     with pytest.raises(UnsupportedCombinationError, match="keys and values") as caught:
         texts(PROMPTS, {"cache_positions": 512}, decoder="gear")
