@@ -42,6 +42,12 @@ MESSAGES = [{"role": "user", "content": "a"}]
             "the name 'a' in logit_bias must be an integer",
             "logit_bias.a",
         ),
+        (
+            CHAT,
+            {"logit_bias": {"7" * 30_000: 1}},
+            "the name '777",
+            f"logit_bias.{'7' * 106}...",
+        ),
         (CHAT, {"prediction": {"type": "content"}}, "prediction.content is required", None),
         (
             CHAT,

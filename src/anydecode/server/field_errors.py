@@ -100,7 +100,8 @@ def _path(error: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _order(path: tuple[str, ...]) -> tuple[int, list[int]]:
     """Paths in the order of their depth, then of their positions in lists."""
-    return len(path), [int(part) if part.isdecimal() else 0 for part in path]
+    positions = [int(part) if part.isdecimal() and len(part) < 20 else 0 for part in path]
+    return len(path), positions
 
 
 def _given(error: Mapping[str, Any]) -> str:
