@@ -9,7 +9,7 @@ from typing import Any
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.languages import Grammar, Regex
 from anydecode.constraints.tools.formats import literal, regex_literal
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, one_line
 
 #: Most parts of the path of a format, characters of text with a limit, and repetitions.
 _MAX_DEPTH, _MAX_CHARS, _MAX_REPEATS = 32, 10_000, 1000
@@ -46,10 +46,11 @@ class FormatGrammar:
             raise ConstraintError("the formats of a structural tag are nested too deeply")
         kind = _fields(node, path).get("type")
         if not isinstance(kind, str) or kind not in _READERS:
-            raise ConstraintError(f"{path}.type is {kind!r}; it may be {', '.join(_READERS)}")
-        read, known = _READERS[kind]
-        if unknown := sorted(node.keys() - {"type", *known}):
-            raise ConstraintError(f"{path} has the unknown field {unknown[0]}")
+            known = ", ".join(_READERS)
+            raise ConstraintError(f"{path}.type is {one_line(repr(kind), 80)}; it may be {known}")
+        read, fields = _READERS[kind]
+        if unknown := sorted(node.keys() - {"type", *fields}):
+            raise ConstraintError(f"{path} has the unknown field {one_line(unknown[0], 80)}")
         if kind in _WITH_ENDS:
             return read(self, node, path, ends)
         return f"{read(self, node, path, ())} {_closing(ends)}"
@@ -191,8 +192,8 @@ class FormatGrammar:
             found = [trigger for trigger in triggers if begin.startswith(trigger)]
             if not found:
                 raise ConstraintError(
-                    f"no trigger starts the tag {begin!r}; the triggers are"
-                    f" {', '.join(map(repr, triggers))}"
+                    f"no trigger starts the tag {one_line(repr(begin), 80)}; the triggers are"
+                    f" {one_line(', '.join(map(repr, triggers)))}"
                 )
             trigger = max(found, key=len)
             starts[trigger].append(f"{literal(begin[len(trigger) :])} {rest}")

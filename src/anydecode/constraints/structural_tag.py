@@ -9,7 +9,7 @@ from anydecode.constraints.constraint import Constraint, ConstraintReport, Const
 from anydecode.constraints.guidance_engine import GuidanceState
 from anydecode.constraints.languages import Grammar
 from anydecode.constraints.structural_formats import FormatGrammar
-from anydecode.errors import ConstraintError
+from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
 
@@ -29,13 +29,15 @@ class StructuralTag(Constraint):
     def __init__(self, value: Any, **options: Any) -> None:
         try:
             value = json.loads(value) if isinstance(value, str) else value
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict) or not value.keys() & {"format", "structures", "triggers"}:
             raise ConstraintError("a structural tag needs a format, or structures and triggers")
         known = {"format"} if "format" in value else {"structures", "triggers"}
         if unknown := sorted(value.keys() - {"type", *known}):
-            raise ConstraintError(f"a structural tag has the unknown field {unknown[0]}")
+            raise ConstraintError(
+                f"a structural tag has the unknown field {one_line(unknown[0], 80)}"
+            )
         self._formats = FormatGrammar(
             value["format"] if "format" in value else _triggered_tags(value), **options
         )
