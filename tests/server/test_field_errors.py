@@ -125,6 +125,18 @@ def test_an_endpoint_that_does_not_exist_is_named(client: Client) -> None:
         assert error == f"there is no endpoint GET {path}; {end}"
 
 
+def test_the_schema_of_the_api_lists_only_statuses_that_are_given(client: Client) -> None:
+    for _ in range(2):  # built, then kept
+        paths = client.http.get("/openapi.json").json()["paths"]
+        statuses = {
+            status
+            for operations in paths.values()
+            for operation in operations.values()
+            for status in operation["responses"]
+        }
+        assert "422" not in statuses and {"200", "400", "404"} <= statuses
+
+
 def test_all_patterns_of_fields_are_described(client: Client) -> None:
     document = client.http.get("/openapi.json").text
     patterns = set(re.findall(r'"pattern":"((?:[^"\\]|\\.)*)"', document))

@@ -120,6 +120,7 @@ def create_app(
     _add_metrics(app, models)
     _add_page(app)
     _add_errors(app)
+    _describe(app)
     background = (app.state.responses.background, app.state.batches)
     admission = AdmissionMiddleware(
         app, lambda: models.error, models.settings, models.metrics, telemetry, background
@@ -385,6 +386,21 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def handle_unexpected(http: Request, error: Exception) -> Response:
         return _error_response(http, api_error(error))
+
+
+def _describe(app: FastAPI) -> None:
+    """Take the status 422 out of the OpenAPI schema, where FastAPI adds it: such requests are
+    answered with 400."""
+    describe = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = describe()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _allowed_methods(app: FastAPI, http: Request) -> list[str]:
