@@ -22,6 +22,7 @@ def test_the_notebook_was_executed() -> None:
         assert all(output["output_type"] != "error" for output in cell["outputs"])
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_notebook_runs(default_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {}

@@ -241,8 +241,16 @@ def run_without_posix(*arguments: str, **settings: Any) -> subprocess.CompletedP
     return subprocess.run(program, capture_output=True, text=True, **settings)
 
 
+_SLOW = [["--help"], ["methods"], ["bench", "--help"]]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["methods"], ["doctor"], ["serve", "--help"], ["bench", "--help"]]
+    "arguments",
+    [
+        ["doctor"],
+        ["serve", "--help"],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in _SLOW),
+    ],
 )
 def test_commands_start_without_posix(arguments: list[str]) -> None:
     done = run_without_posix(*arguments)

@@ -12,6 +12,7 @@ from anydecode.benchmarks.serving.neighbour import Neighbour, bench_neighbour, m
 from anydecode.errors import InvalidRequestError
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_client_is_measured_alone_and_beside_an_attack(default_model_path: Path) -> None:
     alone, beside = measure(str(default_model_path), 12, 2, ["wrong decoders"], threads=1)

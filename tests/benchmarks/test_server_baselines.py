@@ -317,7 +317,10 @@ def test_a_failing_server_is_a_one_line_error() -> None:
             load.run(Endpoint("x", url, "m"), 2.0, 0)
 
 
-@pytest.mark.parametrize("slow", ["", "request", "token"])
+@pytest.mark.parametrize(
+    "slow",
+    ["request", *(pytest.param(name, marks=pytest.mark.slow) for name in ("", "token"))],
+)
 def test_overhead_measures_server_time(slow: str, tmp_path: Path, monkeypatch: Any) -> None:
     """The overhead of a server that sleeps before each response is measured, and that of one that
     works on each chunk."""

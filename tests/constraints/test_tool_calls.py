@@ -279,6 +279,8 @@ def test_parsers_of_the_server_and_of_the_constraint_agree() -> None:
     text = "so " + constraint.call_format.render([("f", {"x": 1})])
     stream = TextStream()
     events = stream.run(
-        parse_answer(stream, constraint.call_format, {}, has_answer=False), text, final=True
+        parse_answer(stream, constraint.call_format, {}, has_answer=False, is_required=False),
+        text,
+        final=True,
     )
     assert [kind for kind, _ in events] == ["content", "call", "arguments", "end"]

@@ -21,7 +21,7 @@ from anydecode.constraints.json.json_schema import JsonSchema  # noqa: E402
 from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
 from anydecode.constraints.tools.formats import JsonCalls  # noqa: E402
 from anydecode.constraints.tools.stream import TextStream  # noqa: E402
-from anydecode.constraints.tools.tool_calls import ToolCalls  # noqa: E402
+from anydecode.constraints.tools.tool_calls import ToolCalls, parse_answer  # noqa: E402
 from anydecode.models.scripted import ByteTokenizer  # noqa: E402
 from anydecode.models.tokenizer import TOOL_TAGS  # noqa: E402
 from anydecode.models.tokenizers import HFTokenizer  # noqa: E402
@@ -203,15 +203,45 @@ def test_a_cut_call_gives_the_arguments_so_far(format_name: str) -> None:
     assert arguments == '{"town": "O' and ("end", "") not in events
 
 
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+@pytest.mark.parametrize("is_required", [False, True])
+def test_no_part_of_a_cut_call_is_content(format_name: str, is_required: bool) -> None:
+    """Wherever it is cut, in one part or letter by letter; its name is there if it is complete."""
+    call_format = TOOL_FORMATS[format_name]
+    text = call_format.render([("get_weather", {"town": "Oslo", "days": 3}), ("stop", {})], SCHEMAS)
+    before = "" if is_required else "so "
+    first = 1 if is_required else len(call_format.trigger)
+    end_of_name = text.index("get_weather") + len("get_weather")
+    for end in range(first, len(text)):
+        for parts in ([before + text[:end]], list(before + text[:end])):
+            stream = TextStream()
+            steps = parse_answer(
+                stream, call_format, SCHEMAS, has_answer=False, is_required=is_required
+            )
+            events = []
+            for position, part in enumerate(parts):
+                events += stream.run(steps, part, final=position == len(parts) - 1)
+            content = "".join(value for kind, value in events if kind == "content")
+            assert content.rstrip() == before.rstrip()
+            names = [value for kind, value in events if kind == "call"]
+            assert names[:1] == (["get_weather"] if end > end_of_name else names[:1])
+            assert names in ([], ["get_weather"], ["get_weather", "stop"])
+            assert bool(names) <= (end >= end_of_name)
+
+
 @pytest.mark.parametrize(
     "format_name", [name for name, one in TOOL_FORMATS.items() if isinstance(one, JsonCalls)]
 )
-def test_a_call_that_is_cut_before_its_arguments_is_no_content(format_name: str) -> None:
-    text = TOOL_FORMATS[format_name].render([("get_weather", {"town": "Oslo"})], SCHEMAS)
-    start = len(TOOL_FORMATS[format_name].trigger)
-    for end in range(start, text.index('{"town"')):
-        assert parsed(format_name, ["so ", text[:end]]) == ("so ", [], 0)
-    assert parsed(format_name, ["so ", text[:start], " and"])[0] == f"so {text[:start]} and"
+def test_an_opening_text_without_a_call_is_content(format_name: str) -> None:
+    trigger = TOOL_FORMATS[format_name].trigger
+    assert parsed(format_name, ["so ", trigger, " and"])[0] == f"so {trigger} and"
+
+
+def test_a_name_that_may_be_longer_is_not_given() -> None:
+    for names, found in (({"get"}, ["get"]), ({"get", "get_all"}, []), ({"set"}, [])):
+        stream = TextStream()
+        steps = TOOL_FORMATS["llama4"].parse(stream, dict.fromkeys(names, {}))
+        assert [value for _, value in stream.run(steps, "[get", final=True)] == found
 
 
 def test_reasoning_and_answers_of_harmony() -> None:

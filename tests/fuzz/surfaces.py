@@ -20,7 +20,9 @@ from safetensors.numpy import save
 
 from anydecode import LLM
 from anydecode.certification.tiny import tiny_llm
+from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.languages import Grammar, Regex
+from anydecode.constraints.structural_tag import StructuralTag
 from anydecode.errors import AnydecodeError
 from anydecode.models.chat import render, time_limit
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -349,11 +351,22 @@ _PATTERNS = (
     b'lark\nstart: item+\nitem: NAME "=" VALUE ";"\nNAME: /[a-z]+/\nVALUE: /[0-9]+/\n%ignore " "',
     b'lark\nstart: %json {"type": "object"}', b"lark\nstart: A~2..5\nA: /a/ & /[ab]/",
     b'gbnf\nroot ::= "a" b | [0-9]+ "x"\nb ::= "(" root ")" | b?',
+    b'tag\n{"format": {"type": "tag", "begin": "<", "end": [">", "</a>"], "content": {"type": "or",'
+    b' "elements": [{"type": "any_text", "excludes": ["b"], "max_chars": 9},'
+    b' {"type": "regex", "pattern": "a/b+"}, {"type": "repeat", "min": 1, "max": 3, "content":'
+    b' {"type": "const_string", "value": "ab"}}]}}}',
+    b'tag\n{"format": {"type": "sequence", "elements": [{"type": "triggered_tags", "triggers":'
+    b' ["<"], "excludes": ["x"], "stop_after_first": true, "tags": [{"type": "tag", "begin": "<a>",'
+    b' "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": ""}]},'
+    b' {"type": "const_string", "value": "|"}, {"type": "grammar", "grammar": "root ::= [ab]+"}]}}',
+    b'tag\n{"structures": [{"begin": "<a>", "schema": {"enum": [1, "b"]}, "end": "</a>"}],'
+    b' "triggers": ["<"]}',
     b'gbnf\nroot ::= item{2,9} ws\nitem ::= [^\\n"] | "\\u0041"\nws ::= [ \\t\\n]*',
 )  # fmt: skip
 _PATTERN_TOKENS = (
     *(b"*", b"+", b"?", b"{2,}", b"{1,60000}", b"{,9}", b"|", b"(", b")", b"(?:", b"(?=", b"(?<!"),
     *(b"[", b"]", b"[^", b"\\w", b"\\d", b"\\p{L}", b"\\1", b"\\x{10ffff}", b"^", b"$", b"."),
+    *(b'"any_text"', b'"const_string"', b'"star"', b'"at_least_one": true', b"[]", b"{}", b"null"),
     *(b"&", b"~", b"(?i)", b"::=", b": ", b"\n", b'"', b"/", b"start", b"root", b"%ignore "),
     *(b"%json {}", b"%import common.INT", b"%regex {}", b"[suffix=\"a\"]", b"\xc3\xa9", b"\\"),
 )  # fmt: skip
@@ -366,7 +379,11 @@ def _patterns() -> Iterator[Callable[[bytes], None]]:
     def run(case: bytes) -> None:
         kind, _, text = case.decode(errors="surrogateescape").partition("\n")
         try:
-            constraint = Regex(text) if kind == "regex" else Grammar(text, syntax=kind)
+            constraint: Constraint
+            if kind == "tag":
+                constraint = StructuralTag(text)
+            else:
+                constraint = Regex(text) if kind == "regex" else Grammar(text, syntax=kind)
             state = constraint.start(tokenizer, tokenizer.vocab_size)
             for _ in range(6):
                 if state.finished:

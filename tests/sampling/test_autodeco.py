@@ -27,6 +27,7 @@ def import_training() -> Any:
     return autodeco
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("autodeco")
 

@@ -303,8 +303,8 @@ def user(*blocks: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields, reason",
     [
-        ({"max_tokens": None}, "max_tokens: Field required"),
-        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"max_tokens": None}, "max_tokens is required"),
+        ({"messages": []}, "messages is empty"),
         (user({"type": "image", "source": {}}), "messages.0.content.0 has type 'image'; this"),
         (user({"type": "document"}), "messages.0.content.0 has type 'document'; this"),
         (user({"type": "text"}), "messages.0.content.0 needs the field text, a string"),
@@ -317,8 +317,8 @@ def user(*blocks: Any) -> dict[str, Any]:
          "tools.0 has type 'web_search_20250305'; this server accepts custom tools only"),
         ({"tools": [{"name": "f"}]}, "tools.0 needs an input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice requires a call, but no tools are given"),
-        ({"tool_choice": {"type": "required"}}, "tool_choice.type: Input should be 'auto', 'any'"),
-        ({"thinking": {"type": "on"}}, "thinking.type: Input should be 'enabled', 'disabled'"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice.type must be 'auto', 'any'"),
+        ({"thinking": {"type": "on"}}, "thinking.type must be 'enabled', 'disabled'"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),
         ({"wings": 2}, "unknown field wings"),
         ({"n": 2}, "n is 2; a message has exactly one answer"),

@@ -340,9 +340,9 @@ def test_messages_are_translated(llm: LLM) -> None:
         (GENERATE, {"images": ["b"]}, "images is not supported here"),
         (GENERATE, {"raw": True, "system": "b"}, "system is not supported here: with raw"),
         (GENERATE, {"format": "xml"}, "format"),
-        (GENERATE, {"prompt": 5}, "prompt: Input should be a valid string"),
-        (GENERATE, {"options": {"temperature": "hot"}}, "options.temperature: Input should be"),
-        (GENERATE, {"options": {"num_predict": -3}}, "options.num_predict: Input should be"),
+        (GENERATE, {"prompt": 5}, "prompt must be a string, not 5"),
+        (GENERATE, {"options": {"temperature": "hot"}}, "options.temperature must be a number"),
+        (GENERATE, {"options": {"num_predict": -3}}, "options.num_predict must be -2 or more"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "images are"),
         (
             CHAT,
@@ -357,9 +357,9 @@ def test_messages_are_translated(llm: LLM) -> None:
             },
             "it has tool calls",
         ),
-        (CHAT, {"messages": [{"role": "cat"}]}, "messages.0.role: Input should be 'system'"),
-        (CHAT, {"tools": [{"function": {}}]}, "tools.0.function.name: Field required"),
-        (CHAT, {"stream": "no"}, "stream: Input should be a valid boolean"),
+        (CHAT, {"messages": [{"role": "cat"}]}, "messages.0.role must be 'system'"),
+        (CHAT, {"tools": [{"function": {}}]}, "tools.0.function.name is required"),
+        (CHAT, {"stream": "no"}, "stream must be true or false"),
     ],
 )
 def test_invalid_requests_are_refused_in_one_line(

@@ -466,3 +466,24 @@ def test_predictions_and_negative_prompts_may_be_long(client: Client, llm: LLM) 
     assert answer["choices"][0]["message"]["content"] == text
     error = client.refused(COMPLETIONS, negative_prompt="long " * 1000, guidance_scale=2.0)
     assert f"maximum context length is {llm.max_length}" in error["message"]
+
+
+def test_fields_of_messages_that_the_template_does_not_read_are_listed() -> None:
+    template = "{% for one in messages %}{{ one.content }}{{ one.reasoning_content }}{% endfor %}"
+    message = {"role": "user", "content": "a", "tool_call_id": "c", "refusal": None}
+    model = ScriptedModel(seed=1)
+    with LLM(model, tokenizer=TemplateTokenizer(template)) as llm, served(llm) as client:
+        for extra, listed in (
+            ({}, None),
+            ({"reasoning_content": "b"}, None),
+            ({"name": "me", "cache_control": {"type": "ephemeral"}}, ["cache_control", "name"]),
+        ):
+            answer = client.ask(CHAT, messages=[{**message, **extra}, message], max_tokens=2)
+            names = None if listed is None else [f"messages.{name}" for name in listed]
+            assert answer["anydecode"].get("ignored") == names
+
+
+def test_the_user_of_an_embedding_is_listed_as_ignored(client: Client) -> None:
+    for fields, extra in (({}, None), ({"user": "me"}, {"ignored": ["user"]})):
+        answer = client.http.post("/v1/embeddings", json={"input": "a", **fields}).json()
+        assert answer.get("anydecode") == extra

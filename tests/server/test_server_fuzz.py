@@ -445,6 +445,7 @@ def test_invalid_values_are_refused(caplog: Any) -> None:
     assert min(statuses.count(200), statuses.count(400)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_invalid_decoder_parameters_are_refused(causal: bool, caplog: Any) -> None:
     """An invalid decoder parameter (an invalid token, infinity, a list, a text) is a 400, and ends

@@ -140,8 +140,8 @@ def test_unusable_constraints_are_refused_in_one_line(client: Client) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "an answer has one constraint"),
         (both, "structured_outputs.regex and response_format are given"),
         ({"structured_outputs": {"regex": "a"}, "tools": tools}, "use response_format beside"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "needs structures"),
-        ({"response_format": {"type": "structural_tag"}}, "needs structures"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "needs a format, or structures"),
+        ({"response_format": {"type": "structural_tag"}}, "needs a format, or structures"),
         ({"response_format": {"type": "json_object", "shema": {}}}, "unknown field shema"),
         ({"response_format": {"type": "json_object", "schema": 5}}, "needs a schema object"),
         (

@@ -231,12 +231,12 @@ def cross_encoder(model: Any) -> Classifier | YesNo | None:
     reranker: Classifier | YesNo | None = getattr(model, "reranker", None)
     if isinstance(reranker, Classifier) and reranker.num_labels > 1:
         raise UnsupportedCombinationError(
-            f"the classifier of {model.name} has {reranker.num_labels} labels; relevance needs a"
+            f"the classifier of the model has {reranker.num_labels} labels; relevance needs a"
             " cross-encoder with one"
         )
     if reranker is None and not model.spec.is_encoder and getattr(model, "pooling", None) is None:
         raise UnsupportedCombinationError(
-            f"{model.name} is neither an embedding model (modules.json) nor a cross-encoder, which"
+            "the model is neither an embedding model (modules.json) nor a cross-encoder, which"
             " relevance and reranking need"
         )
     return reranker

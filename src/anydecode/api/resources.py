@@ -71,7 +71,7 @@ class Resources:
         """
         if self.model.spec.is_encoder:
             raise UnsupportedCombinationError(
-                f"{self.model.name} is an encoder, which cannot generate text: use it for"
+                "the model is an encoder, which cannot generate text: use it for"
                 " embeddings or reranking"
             )
 

@@ -85,15 +85,23 @@ def check_references(text: str) -> None:
         )
 
 
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    """The parts of a grammar in llguidance's serialised form. Other text is a grammar in Lark's
+    notation."""
+    try:
+        parts = json.loads(grammar)["grammars"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        parts = None
+    if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+        return parts
+    return [{"lark_grammar": grammar}]
+
+
 def check_numbers(grammar: str) -> None:
     """Raises `ConstraintError` if a schema in a grammar (in llguidance's serialised form) allows
     only integers near or below the smallest of 64 bits, which llguidance cannot express: it would
     overflow the stack."""
-    try:
-        parts = json.loads(grammar)["grammars"]
-    except ValueError:
-        parts = [{"lark_grammar": grammar}]
-    for part in parts:
+    for part in _parts(grammar):
         stack = [(part.get("json_schema"), "")]  # with the keyword that allows the numbers in it
         lark = part.get("lark_grammar") or ""
         for found in _EMBEDDED_JSON.finditer(lark):

@@ -115,6 +115,15 @@ class Grammar(_Language):
             raise ConstraintError(f"syntax must be lark or gbnf, not {self.syntax!r}")
 
     def guidance(self) -> str:
+        grammar: str = library().LLMatcher.grammar_from_lark(self.lark())
+        return grammar
+
+    def lark(self) -> str:
+        """The grammar in Lark's notation.
+
+        Raises:
+            ConstraintError: It is invalid or too large.
+        """
         self._check()
         text = self.text
         if self.syntax == "gbnf":
@@ -131,8 +140,7 @@ class Grammar(_Language):
                 f"the grammar refers to rules {references} times; at most {_MAX_REFERENCES} times"
                 " are allowed: merge some of them"
             )
-        grammar: str = library().LLMatcher.grammar_from_lark(text)
-        return grammar
+        return text
 
     def _check(self) -> None:
         _check_text("grammar", self.text)

@@ -1,72 +1,47 @@
-"""Free text with JSON between tags: the structural tags of vLLM and XGrammar."""
+"""Text with JSON and other parts between tags: the structural tags of vLLM and XGrammar."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
 from anydecode.constraints.guidance_engine import GuidanceState
-from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.languages import Grammar
-from anydecode.constraints.tools.formats import literal, regex_literal
-from anydecode.errors import ConstraintError
+from anydecode.constraints.structural_formats import FormatGrammar
+from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
 
-class Structure(NamedTuple):
-    """JSON that is valid under `schema`, between the texts `begin` and `end`."""
-
-    begin: str
-    schema: JsonSchema
-    end: str
-
-
 class StructuralTag(Constraint):
-    """Allows text in which every trigger starts one of the structures.
+    """Allows the texts of a structural tag. Its schemas must not need validation.
 
     Args:
-        structures: The structures. Their schemas must not need validation.
-        triggers: Texts that start structures; every `begin` starts with one of them.
+        value: The structural tag, an object or its JSON text: a `format`, or, as in older versions,
+            `structures` (each with `begin`, `schema` and `end`) and `triggers`: text in which every
+            trigger starts one of the structures.
+        options: Those of `JsonSchema`.
 
     Raises:
-        ConstraintError: There is no structure, or one that no trigger starts.
+        ConstraintError: The value is invalid, or a trigger is missing.
     """
 
-    def __init__(self, structures: Sequence[Structure], triggers: Sequence[str]) -> None:
-        if not structures or not all(triggers):
-            raise ConstraintError("a structural tag needs structures and triggers, none empty")
-        self._structures: dict[str, list[Structure]] = {trigger: [] for trigger in triggers}
-        for structure in structures:
-            found = [trigger for trigger in triggers if structure.begin.startswith(trigger)]
-            if not found:
-                raise ConstraintError(
-                    f"no trigger starts the structure {structure.begin!r}; the triggers are"
-                    f" {', '.join(map(repr, triggers))}"
-                )
-            self._structures[max(found, key=len)].append(structure)
-        self._text = ""
-
-    @classmethod
-    def of(cls, value: Any, **options: Any) -> StructuralTag:
-        """Reads a structural tag: an object, or its JSON text, with `structures` (each with
-        `begin`, `schema` and `end`) and `triggers`. `options`: those of `JsonSchema`."""
+    def __init__(self, value: Any, **options: Any) -> None:
         try:
             value = json.loads(value) if isinstance(value, str) else value
-            structures = [
-                Structure(str(one["begin"]), JsonSchema(one["schema"], **options), str(one["end"]))
-                for one in value["structures"]
-            ]
-            triggers = [str(trigger) for trigger in value["triggers"]]
-        except ConstraintError:
-            raise
-        except (KeyError, TypeError, ValueError):
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict) or not value.keys() & {"format", "structures", "triggers"}:
+            raise ConstraintError("a structural tag needs a format, or structures and triggers")
+        known = {"format"} if "format" in value else {"structures", "triggers"}
+        if unknown := sorted(value.keys() - {"type", *known}):
             raise ConstraintError(
-                "a structural tag needs structures, a list of objects with begin, schema and end,"
-                " and triggers, a list of texts"
-            ) from None
-        return cls(structures, triggers)
+                f"a structural tag has the unknown field {one_line(unknown[0], 80)}"
+            )
+        self._formats = FormatGrammar(
+            value["format"] if "format" in value else _triggered_tags(value), **options
+        )
+        self._text = ""
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
         self._text = self._text or self._grammar(tokenizer, vocab_size)
@@ -76,27 +51,34 @@ class StructuralTag(Constraint):
         return ConstraintReport("structural_tag", "llguidance", masked=("structural_tag",))
 
     def _grammar(self, tokenizer: Tokenizer, vocab_size: int) -> str:
-        rules: list[str] = []
-        tags: list[str] = []
-        for number, (trigger, structures) in enumerate(self._structures.items()):
-            options: list[str] = []
-            for structure in structures:
-                name = f"value_{number}_{len(options)}"
-                value = json.dumps(structure.schema.mask_schema(tokenizer, vocab_size))
-                if structure.schema.needs_validation:
-                    checked = ", ".join(structure.schema.report().checked[:3])
-                    raise ConstraintError(
-                        f"the schema of {structure.begin!r} has rules that are validated"
-                        f" ({checked}): a structural tag supports only those that can be masked;"
-                        " use tools or json"
-                    )
-                begin = literal(structure.begin[len(trigger) :])
-                options.append(f"{begin} {name} {literal(structure.end)}")
-                rules.append(f"{name}: %json {value}")
-            # Lazy: the text ends at the first trigger.
-            rules.append(f"text_{number}[lazy]: TEXT? {literal(trigger)}")
-            if options:
-                tags.append(f"text_{number} ({' | '.join(options)})")
-        excluded = " & ".join(f"~/(?s:.*){regex_literal(one)}(?s:.*)/" for one in self._structures)
-        rules.append(f"TEXT: /(?s:.+)/ & {excluded}")
-        return "\n".join([f"start: ({' | '.join(tags)})* TEXT?", *rules])
+        rules = [f"start: {self._formats.start}", *self._formats.rules]
+        for name, (schema, path) in self._formats.schemas.items():
+            value = json.dumps(schema.mask_schema(tokenizer, vocab_size))
+            if schema.needs_validation:
+                checked = ", ".join(schema.report().checked[:3])
+                raise ConstraintError(
+                    f"the schema of {path} has rules that are validated ({checked}): a structural"
+                    " tag supports only those that can be masked; use tools or json"
+                )
+            rules.append(f"{name}: %json {value}")
+        return "\n".join(rules)
+
+
+def _triggered_tags(value: dict[str, Any]) -> dict[str, Any]:
+    """The format of a structural tag with structures and triggers."""
+    try:
+        tags = [
+            {
+                "type": "tag",
+                "begin": one["begin"],
+                "content": {"type": "json_schema", "json_schema": one["schema"]},
+                "end": one["end"],
+            }
+            for one in value["structures"]
+        ]
+        return {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
+    except (KeyError, TypeError):
+        raise ConstraintError(
+            "a structural tag needs structures, a list of objects with begin, schema and end, and"
+            " triggers, a list of texts"
+        ) from None

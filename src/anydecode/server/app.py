@@ -20,11 +20,12 @@ from anydecode.server.adapters import load_adapter, unload_adapter
 from anydecode.server.admission import AdmissionMiddleware
 from anydecode.server.anthropic.routes import add_anthropic_api
 from anydecode.server.batches.routes import add_files_api
-from anydecode.server.bodies import JsonRoute, described
+from anydecode.server.bodies import JsonRoute
 from anydecode.server.chat import chat
 from anydecode.server.completions import complete
 from anydecode.server.embeddings import embed
 from anydecode.server.errors import ApiError, api_error, stopped_message
+from anydecode.server.field_errors import invalid_body
 from anydecode.server.logs import log
 from anydecode.server.models import ReleaseMiddleware, ServedModels, as_served
 from anydecode.server.ollama.routes import add_ollama_api
@@ -119,6 +120,7 @@ def create_app(
     _add_metrics(app, models)
     _add_page(app)
     _add_errors(app)
+    _describe(app)
     background = (app.state.responses.background, app.state.batches)
     admission = AdmissionMiddleware(
         app, lambda: models.error, models.settings, models.metrics, telemetry, background
@@ -360,19 +362,21 @@ def _add_errors(app: FastAPI) -> None:
         return _error_response(http, api_failure)
 
     @app.exception_handler(RequestValidationError)
-    async def handle_invalid_body(http: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        field, message = described(first)
-        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_body"
-        api_failure = ApiError(400, message, code=code, param=field or None)
-        return _error_response(http, api_failure)
+    async def handle_invalid_parameter(http: Request, error: RequestValidationError) -> Response:
+        # Of a parameter in the address, behind its place ("query"); `JsonRoute` reads bodies.
+        errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]
+        return _error_response(http, invalid_body(errors))
 
     @app.exception_handler(HTTPException)
     async def handle_http_exception(http: Request, error: HTTPException) -> Response:
-        headers = dict(error.headers or {})
+        headers, message = dict(error.headers or {}), str(error.detail)
+        operation = f"{http.method} {http.scope['path']}"
+        if error.status_code == 404:
+            message = f"there is no endpoint {operation}; GET /openapi.json lists all"
         if error.status_code == 405:  # of all routes, while the exception has those of the first
             headers["Allow"] = ", ".join(_allowed_methods(app, http))
-        api_failure = ApiError(error.status_code, str(error.detail), headers=headers)
+            message = f"there is no endpoint {operation}; the path allows {headers['Allow']}"
+        api_failure = ApiError(error.status_code, message, headers=headers)
         return _error_response(http, api_failure)
 
     @app.exception_handler(Disconnected)
@@ -382,6 +386,21 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def handle_unexpected(http: Request, error: Exception) -> Response:
         return _error_response(http, api_error(error))
+
+
+def _describe(app: FastAPI) -> None:
+    """Take the status 422 out of the OpenAPI schema, where FastAPI adds it: such requests are
+    answered with 400."""
+    describe = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = describe()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _allowed_methods(app: FastAPI, http: Request) -> list[str]:

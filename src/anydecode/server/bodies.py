@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, get_type_hints
 
 import numpy as np
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from anydecode.server.errors import ApiError
-from anydecode.server.protocol import ALLOWED
+from anydecode.server.field_errors import invalid_body
 
 #: Largest numbers of values, of members of objects, and of lists and objects in a body. Parsing
 #: delays all other requests: each of these numbers takes some hundredths of a second.
@@ -33,7 +32,7 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler: parses the body and calls the endpoint. The handler raises
-        `RequestValidationError` and `ApiError`."""
+        `ApiError`, and `RequestValidationError` for parameters in the address."""
         endpoint: Callable[..., Any] = self.endpoint
         model = get_type_hints(endpoint).get("body")
         if model is None:
@@ -51,28 +50,11 @@ class JsonRoute(APIRoute):
             try:
                 body = model.model_validate_json(content)
             except ValidationError as error:
-                errors = [
-                    {**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)
-                ]
-                raise RequestValidationError(errors) from error
+                raise invalid_body(error.errors(include_url=False)) from error
             answer: Response = await endpoint(body, http)
             return answer
 
         return handle
-
-
-def described(error: Mapping[str, Any]) -> tuple[str, str]:
-    """The field of an error of pydantic, and a message with what was given and what is allowed."""
-    field = ".".join(str(part) for part in error["loc"] if part != "body")
-    given = error.get("input")
-    if error["type"] == "extra_forbidden":
-        return field, f"unknown field {field}"
-    if error["type"] == "value_error":
-        return field, f"{field or 'the body'}: {error['ctx']['error']}"
-    if field in ALLOWED and isinstance(given, int | float) and not isinstance(given, bool):
-        return field, f"{field} must be {ALLOWED[field]}, not {given}"
-    shown = f", not {given!r}" if isinstance(given, bool | int | float) else ""
-    return field, f"{field or 'the body'}: {error['msg']}{shown}"
 
 
 def check_size(content: bytes) -> None:

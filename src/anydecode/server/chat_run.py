@@ -163,6 +163,7 @@ async def start_chat(
             call_format=service.tool_format,
             schemas=parameters_of(tools),
             has_answer=not required and answer_schema is not None,
+            is_required=required,
         )
     else:
         make_constraint = constraint_factory(body.response_format, body.structured_outputs)

@@ -52,6 +52,7 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
             ],
             "model": service.settings.name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
+            **({} if body.user is None else {"anydecode": {"ignored": ["user"]}}),
         }
     )
 

@@ -15,6 +15,7 @@ from anydecode.errors import (
     OutOfMemoryError,
     one_line,
 )
+from anydecode.sampling.options import SamplingOptions
 
 _TYPES = {
     401: "authentication_error",
@@ -119,6 +120,22 @@ def _code(error: AnydecodeError) -> str | None:
     return next((code for kind, code in _CODES if isinstance(error, kind)), None)
 
 
+#: Fields that messages of the engine's errors begin with.
+_FIELDS = SamplingOptions.__annotations__.keys() | {
+    "decoder",
+    "first_finish",
+    "negative_prompt",
+    "resume",
+    "segment",
+}
+
+
+def _field(message: str) -> str | None:
+    """The field that the message of an error begins with, if it does."""
+    name = message.partition(" ")[0].rstrip(":")
+    return name if name in _FIELDS else None
+
+
 def api_error(error: BaseException) -> ApiError:
     """The error response for `error`. Only errors that the client can fix include their text."""
     if isinstance(error, ApiError):
@@ -128,7 +145,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, UnicodeEncodeError):
         return ApiError(400, "the text contains a lone surrogate, which is not a valid character")
     if isinstance(error, AnydecodeError):
-        return ApiError(400, str(error), code=_code(error))
+        return ApiError(400, str(error), code=_code(error), param=_field(str(error)))
     return ApiError(
         500, "internal server error; see the server's log for details", code="internal_error"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from anydecode import catalogue
@@ -82,7 +83,18 @@ def ignored_fields(body: Options, template: str | None) -> list[str]:
         effort = _field_value(body, name)
         if effort is not None and not effort_variables(effort, template):
             names.append(name)
+    if isinstance(body, ChatRequest):
+        names += sorted({f"messages.{name}" for name in _unread_fields(body, template)})
     return sorted(names)
+
+
+def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
+    """Fields of messages that the chat template does not mention. The id of a call belongs to its
+    result also where no template shows it."""
+    for message in body.messages:
+        for name, value in (message.model_extra or {}).items():
+            if value and name != "tool_call_id" and name not in (template or ""):
+                yield name
 
 
 def _field_value(body: Options, path: str) -> Any:
@@ -163,8 +175,9 @@ def check_prompt(tokens: list[int], settings: Settings) -> None:
 
 
 def check_choices(count: int, settings: Settings) -> None:
-    """Raise `InvalidRequestError` if one request has more choices than the server allows."""
+    """Raise `ApiError` if one request has more choices than the server allows."""
     if count > settings.max_choices:
-        raise InvalidRequestError(
+        message = (
             f"prompts times n (or best_of) is {count}; this server allows {settings.max_choices}"
         )
+        raise ApiError(400, message, code="invalid_value", param="n")

@@ -47,7 +47,10 @@ Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 #: A number of tokens; -1 for the model's context length.
 Truncation = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 Name = Annotated[str, Field(max_length=1000)]
-FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.-]+$")]
+#: Patterns, which `field_errors` describes in words.
+COMPLETION_WINDOW = r"^([1-9][0-9]{0,3}[smh]|[1-2]?[0-9]d|30d)$"
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]+$"
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=FUNCTION_NAME)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Tokens = Annotated[list[Count], Field(fail_fast=True)]

@@ -82,7 +82,7 @@ def _structured_constraint(structured: StructuredOutputs, kind: str) -> Any:
 def _structural_tag(tag: Any, structured: StructuredOutputs | None) -> Any:
     from anydecode.constraints.structural_tag import StructuralTag
 
-    return StructuralTag.of(tag, **json_options(structured))
+    return StructuralTag(tag, **json_options(structured))
 
 
 def _json_constraint(schema: Any, structured: StructuredOutputs | None) -> Any:

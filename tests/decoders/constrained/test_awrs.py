@@ -18,6 +18,7 @@ from anydecode.sampling.noise import Noise, stream_id
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("awrs")
 

@@ -14,6 +14,7 @@ from certificates import assert_certified, assert_rejected
 joint = JointDenoiser.joint
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("apd")
 

@@ -11,6 +11,7 @@ from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("cd4lm")
 

@@ -10,6 +10,7 @@ from anydecode.decoders.diffusion.creditdecoding import CreditDenoiser
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("creditdecoding")
 

@@ -12,6 +12,7 @@ from anydecode.decoders.diffusion.eb_sampler import EntropyBoundedUnmasking
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("eb-sampler")
 

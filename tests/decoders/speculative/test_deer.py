@@ -15,6 +15,7 @@ from certificates import assert_certified, assert_rejected
 marginals = DiffusionSession.marginals
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("deer")
 

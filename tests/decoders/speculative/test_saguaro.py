@@ -9,6 +9,7 @@ from anydecode.decoders.speculative.saguaro import fan_out
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("saguaro")
 

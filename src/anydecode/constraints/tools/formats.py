@@ -124,12 +124,12 @@ class JsonCalls(ToolFormat):
             yield from self._calls(stream, tag)
 
     def _calls(self, stream: TextStream, tag: str) -> Steps[None]:
-        """Parses the calls behind an opening text `tag`, which is content if there are none. A
-        call that is cut before its arguments is removed."""
+        """Parses the calls behind an opening text `tag`, which is content if there are none. Of a
+        call that is cut before its arguments, the name is kept if it is complete."""
         is_open = bool(tag)
         if self.is_list:
             if not (yield from stream.next_of("[")):
-                if not stream.is_final or stream.buffer.strip():
+                if not stream.has_ended:
                     yield "content", tag
                 return
             tag += "["
@@ -139,7 +139,7 @@ class JsonCalls(ToolFormat):
                 if is_complete is False and tag:
                     yield "content", tag
                 elif is_complete is None and is_open:
-                    stream.take(len(stream.buffer))
+                    yield from stream.cut_call()
                 return
             tag, is_open = "", True
             if self.closing and not self.is_list:
@@ -214,20 +214,21 @@ class NamedCalls(ToolFormat):
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         while (yield from stream.until(self.trigger)):
             if self.opening and not (yield from stream.next_of(self.before)):
-                yield "content", self.opening
+                if not stream.has_ended:
+                    yield "content", self.opening
                 continue
-            while (yield from self._call(stream)):
+            while (yield from self._call(stream, schemas.keys())):
                 if not self.opening:
                     break
                 if (yield from stream.next_of(self.before, self.closing)) != self.before:
                     break
 
-    def _call(self, stream: TextStream) -> Steps[bool]:
+    def _call(self, stream: TextStream, names: Set[str]) -> Steps[bool]:
         """Parses a call from its name on. Returns whether it is complete."""
-        name = yield from stream.read_until(self.between)
+        name = yield from stream.read_name(self.between, names, self._tool)
         if name is None:
             return False
-        yield "call", self._tool(name)
+        yield "call", name
         if not (yield from stream.json_value()):
             return False
         if self.after:

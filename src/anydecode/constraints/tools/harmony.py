@@ -8,7 +8,7 @@ from typing import Any
 
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.tools.formats import Call, CallRules, JsonRule, NamedCalls
-from anydecode.constraints.tools.stream import Steps, TextStream
+from anydecode.constraints.tools.stream import Steps, TextStream, cut_name
 
 _CHANNEL, _MESSAGE, _END, _START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
 _RECIPIENT = " to=functions."
@@ -37,13 +37,14 @@ class HarmonyCalls(NamedCalls):
                 if (yield from stream.read_until(_CHANNEL, removes=False)) is None:
                     return
             elif tag == _CHANNEL:
-                header = yield from stream.read_until(_MESSAGE)
-                if header is None:
-                    return
+                header, is_complete = yield from stream.read_part(_MESSAGE)
                 kind = "reasoning" if header.startswith("analysis") else "content"
-                _, recipient, name = header.partition(_RECIPIENT)
-                if recipient:
-                    yield "call", name.split()[0] if name.split() else ""
+                _, recipient, rest = header.partition(_RECIPIENT)
+                name, space, _ = rest.partition(" ")
+                if not is_complete and not space:
+                    name = cut_name(name, " ", schemas.keys()) or ""
+                if recipient and name:
+                    yield "call", name
                     if not (yield from stream.json_value()):
                         return
                     yield "end", ""

@@ -146,18 +146,18 @@ class PythonicCalls(LiteralCalls):
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         if (yield from stream.next_of("[")):
-            yield from self._calls(stream)
+            yield from self._calls(stream, schemas)
         while (yield from stream.until(self.opening)):
             yield from stream.next_of("[")
-            yield from self._calls(stream)
+            yield from self._calls(stream, schemas)
 
-    def _calls(self, stream: TextStream) -> Steps[None]:
+    def _calls(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         separator = ","
         while separator == ",":
-            name = yield from stream.read_until("(")
+            name = yield from stream.read_name("(", schemas.keys())
             if name is None:
                 return
-            yield "call", name.strip()
+            yield "call", name
             start = "{"
             while not (yield from stream.next_of(")")):
                 key = yield from stream.read_until("=")
@@ -195,12 +195,13 @@ class EscapedCalls(LiteralCalls):
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         while tag := (yield from stream.until(self.opening)):
             if not (yield from stream.next_of("call:")):
-                yield "content", tag
+                if not stream.has_ended:
+                    yield "content", tag
                 continue
-            name = yield from stream.read_until("{", removes=False)
+            name = yield from stream.read_name("{", schemas.keys(), removes=False)
             if name is None:
                 return
-            yield "call", name.strip()
+            yield "call", name
             if not (yield from self.syntax.parse(stream)):
                 return
             yield from stream.next_of(self.closing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from typing import Any, TypeVar
 
 Event = tuple[str, str]
@@ -16,7 +16,8 @@ _Result = TypeVar("_Result")
 Steps = Generator[Event | None, None, _Result]
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
-#: The start of a call as a JSON object, up to its arguments.
+#: The start of a call as a JSON object, up to the end of its name, and up to its arguments.
+_NAME_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _CALL_START = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])'
 )
@@ -75,18 +76,50 @@ class TextStream:
     def read_until(self, tag: str, *, removes: bool = True) -> Steps[str | None]:
         """Returns the text before `tag`, which is removed, as is the tag if it `removes` it. None
         if the text ended: the rest of it is removed."""
+        text, is_complete = yield from self.read_part(tag, removes=removes)
+        return text if is_complete else None
+
+    def read_part(self, tag: str, *, removes: bool = True) -> Steps[tuple[str, bool]]:
+        """Returns the text before `tag`, and whether the tag follows, as `read_until`."""
         while tag not in self.buffer:
             if self.is_final:
-                self.take(len(self.buffer))
-                return None
+                return self.take(len(self.buffer)), False
             yield None
         text = self.take(self.buffer.index(tag))
         self.take(len(tag) * removes)
-        return text
+        return text, True
+
+    def read_name(
+        self,
+        tag: str,
+        names: Set[str],
+        read: Callable[[str], str] = str.strip,
+        *,
+        removes: bool = True,
+    ) -> Steps[str | None]:
+        """Returns the name before `tag`, as `read_until`. If the text ended, it is returned only if
+        all of it must be there: if a part of the tag follows, or no other name starts with it.
+
+        Args:
+            tag: The text behind the name.
+            names: The known names.
+            read: Returns the name that a text contains.
+            removes: Whether `tag` is removed.
+        """
+        text, is_complete = yield from self.read_part(tag, removes=removes)
+        if is_complete:
+            return read(text)
+        return cut_name(text, tag, names, read)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of the text was parsed."""
+        return self.is_final and not self.buffer
 
     def next_of(self, *tags: str, removes: bool = True) -> Steps[str]:
         """Returns which of `tags` comes next, after white space, and removes both. Empty, and
-        nothing is removed, if none of them does. `removes`: whether anything is removed."""
+        nothing is removed, if none of them does, except a part of one in which the text ends.
+        `removes`: whether anything is removed."""
         while True:
             text = self.buffer.lstrip()
             for tag in tags:
@@ -94,7 +127,11 @@ class TextStream:
                     if removes:
                         self.take(len(self.buffer) - len(text) + len(tag))
                     return tag
-            if self.is_final or not any(tag.startswith(text) for tag in tags):
+            if not any(tag.startswith(text) for tag in tags):
+                return ""
+            if self.is_final:
+                if removes:
+                    self.take(len(self.buffer))
                 return ""
             yield None
 
@@ -165,6 +202,14 @@ class TextStream:
                 return None
             yield None
 
+    def cut_call(self) -> Steps[None]:
+        """Yields the name of a call that is a JSON object and ended before its arguments, if the
+        name is complete, and removes the text."""
+        match = _NAME_START.match(self.buffer)
+        if match:
+            yield "call", str(json.loads(match[1]))
+        self.take(len(self.buffer))
+
     def _end_of_object(self) -> Steps[bool]:
         scanner = JsonScanner(depth=1)
         while True:
@@ -213,6 +258,17 @@ def overlap(text: str, tag: str) -> int:
         if text.endswith(tag[:size]):
             return size
     return 0
+
+
+def cut_name(
+    text: str, tag: str, names: Set[str], read: Callable[[str], str] = str.strip
+) -> str | None:
+    """The name in a text that ended before or within `tag`; None if it may be incomplete. The
+    arguments are those of `TextStream.read_name`."""
+    num_cut = overlap(text, tag)
+    name = read(text[: len(text) - num_cut])
+    is_complete = num_cut or sum(one.startswith(name) for one in names) == 1
+    return name if name in names and is_complete else None
 
 
 def _read_call(text: str) -> tuple[str, str] | None:

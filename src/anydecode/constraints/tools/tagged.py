@@ -77,9 +77,10 @@ class TaggedCalls(ToolFormat):
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         while (yield from stream.until(self.opening)):
             if self.before_name and not (yield from stream.next_of(self.before_name.strip())):
-                yield "content", self.opening
+                if not stream.has_ended:
+                    yield "content", self.opening
                 continue
-            name = yield from stream.read_until(self.after_name)
+            name = yield from stream.read_name(self.after_name, schemas.keys())
             if name is None:
                 return
             yield "call", name

@@ -139,7 +139,13 @@ class ToolCalls(CompletedConstraint):
     def parse(self, stream: TextStream) -> Steps[None]:
         """Parses an answer."""
         schemas = {name: schema.schema for name, schema in self.schemas.items()}
-        return parse_answer(stream, self.call_format, schemas, self.answer is not None)
+        return parse_answer(
+            stream,
+            self.call_format,
+            schemas,
+            has_answer=self.answer is not None,
+            is_required=self.is_required,
+        )
 
     def _with(self, schemas: Mapping[str, JsonSchema], answer: JsonSchema | None) -> ToolCalls:
         return ToolCalls(
@@ -214,20 +220,34 @@ class ToolCalls(CompletedConstraint):
 
 
 def parse_answer(
-    stream: TextStream, call_format: ToolFormat, schemas: Mapping[str, Any], has_answer: bool
+    stream: TextStream,
+    call_format: ToolFormat,
+    schemas: Mapping[str, Any],
+    *,
+    has_answer: bool,
+    is_required: bool,
 ) -> Steps[None]:
-    """Parses an answer under `ToolCalls`.
+    """Parses an answer under `ToolCalls`. Behind a call, the start of another one that is cut is no
+    content.
 
     Args:
         stream: The text of the answer.
         call_format: How calls are written.
         schemas: The schemas of the tools' arguments, by name.
         has_answer: Whether an answer that does not start with a call contains none.
+        is_required: Whether the answer consists of calls: other text is a part of one that was cut.
     """
     if has_answer and not (yield from stream.next_of(call_format.trigger, removes=False)):
         yield from stream.rest()
-    else:
-        yield from call_format.parse(stream, schemas)
+        return
+    has_calls = False
+    for event in call_format.parse(stream, schemas):
+        if event is not None and event[0] == "content":
+            is_cut = stream.is_final and call_format.trigger.startswith(event[1].strip())
+            if is_required or (has_calls and is_cut):
+                continue
+        has_calls = has_calls or (event is not None and event[0] == "call")
+        yield event
 
 
 @byte_cached(_MAX_TEXTS_BYTES)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from anydecode.server.protocol import Body, MetadataKey, MetadataValue, Name
+from anydecode.server.protocol import COMPLETION_WINDOW, Body, MetadataKey, MetadataValue, Name
 
 
 class ExpiresAfter(Body):
@@ -23,6 +23,6 @@ class BatchRequest(Body):
     model_config = ConfigDict(extra="forbid")
     input_file_id: Name
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-    completion_window: Annotated[str, Field(pattern=r"^([1-9][0-9]{0,3}[smh]|[1-2]?[0-9]d|30d)$")]
+    completion_window: Annotated[str, Field(pattern=COMPLETION_WINDOW)]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from anydecode.server import translation
-from anydecode.server.bodies import described
 from anydecode.server.chat_run import render_tokens
 from anydecode.server.errors import ApiError
+from anydecode.server.field_errors import invalid_body
 from anydecode.server.options import check_extra_fields
 from anydecode.server.protocol import (
     INCLUDE_LOGPROBS,
@@ -89,8 +89,8 @@ def _tool(tool: dict[str, Any]) -> Tool:
     try:
         return Tool(function=Function.model_validate(fields))
     except ValidationError as error:
-        field, message = described(error.errors(include_url=False)[0])
-        raise ApiError(400, f"a tool's {message}", code="invalid_body", param="tools") from None
+        message = f"a tool's {invalid_body(error.errors(include_url=False)).message}"
+        raise ApiError(400, message, code="invalid_body", param="tools") from None
 
 
 def renamed(error: ApiError) -> ApiError:
