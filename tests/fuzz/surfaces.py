@@ -28,9 +28,10 @@ from anydecode.models.chat import render, time_limit
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.server.app import create_app
 from anydecode.server.settings import Settings
+from fuzz.folders import NAMES, write_folders
 from fuzz.mutations import Mutator, mutate_bytes, mutate_json, mutate_safetensors, named
-from gguf_models import make_tensors, write_folder, write_gguf
-from model_files import EXPERT_CONFIG, expert_tensors, run_if_valid, tokenizer_json
+from gguf_models import make_tensors, write_gguf
+from model_files import expert_tensors, run_if_valid, tokenizer_json
 
 
 class Surface(NamedTuple):
@@ -84,20 +85,15 @@ def _gguf() -> Iterator[Callable[[bytes], None]]:
         yield run
 
 
-def _model_folder(path: Path) -> Path:
-    write_folder(path, expert_tensors(), **EXPERT_CONFIG)
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": template, "eos_token": "c", "bos_token": {"content": "b"}})
-    )
-    return path
-
-
 def _folder_seeds() -> list[bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = _model_folder(Path(folder) / "m")
-        seeds = [file.name.encode() + b"\n" + file.read_bytes() for file in path.iterdir()]
+    """The files of all folders, each behind the folder's name and its own; those of the tokenizer
+    once."""
+    seeds = []
+    with tempfile.TemporaryDirectory() as root:
+        for name, folder in write_folders(Path(root)).items():
+            for file in sorted(folder.iterdir()):
+                if name == NAMES[0] or not file.name.startswith("tokenizer"):
+                    seeds.append(f"{name}/{file.name}\n".encode() + file.read_bytes())
     normalizer = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
     special = {"id": 26, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False,
                "normalized": False, "special": True}  # fmt: skip
@@ -109,27 +105,30 @@ def _folder_seeds() -> list[bytes]:
          "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "\\s+"}, "behavior": "Isolated",
                            "invert": False}},
     ):  # fmt: skip
-        seeds.append(b"tokenizer.json\n" + json.dumps({**tokenizer_json(), **change}).encode())
+        seeds.append(
+            b"experts/tokenizer.json\n" + json.dumps({**tokenizer_json(), **change}).encode()
+        )
     index = {"weight_map": dict.fromkeys(expert_tensors(), "model.safetensors")}
-    seeds.append(b"model.safetensors.index.json\n" + json.dumps(index).encode())
-    seeds.append(b'generation_config.json\n{"eos_token_id": [2, 3], "temperature": 0.6}')
-    seeds.append(b"chat_template.jinja\n{{ messages[0].content }}")
+    seeds.append(b"experts/model.safetensors.index.json\n" + json.dumps(index).encode())
+    seeds.append(b'experts/generation_config.json\n{"eos_token_id": [2, 3], "temperature": 0.6}')
+    seeds.append(b"experts/chat_template.jinja\n{{ messages[0].content }}")
     return seeds
 
 
 @contextmanager
 def _folder() -> Iterator[Callable[[bytes], None]]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = _model_folder(Path(folder) / "m")
+    with tempfile.TemporaryDirectory() as root:
+        folders = write_folders(Path(root))
 
         def run(case: bytes) -> None:
             name, _, content = case.partition(b"\n")
-            file = path / name.decode()
+            folder, _, file_name = name.decode().partition("/")
+            file = folders[folder] / file_name
             before = file.read_bytes() if file.exists() else None
             file.unlink(missing_ok=True)  # a mapped file must not change
             file.write_bytes(content)
             try:
-                run_if_valid(path)
+                run_if_valid(folders[folder])
             finally:
                 file.unlink()
                 if before is not None:

@@ -12,7 +12,9 @@ pytest.importorskip("resource")
 pytest.importorskip("httpx")
 
 from fuzz import run
+from fuzz.folders import write_folders
 from fuzz.surfaces import SURFACES
+from model_files import run_if_valid
 
 
 def test_errors_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +60,9 @@ def test_changes_are_those_of_the_seed(name: str) -> None:
         for random in (Random(3), Random(3))
     ]
     assert runs[0] == runs[1] and len(set(runs[0])) > 15
+
+
+def test_all_folders_hold_models_that_run(tmp_path: Path) -> None:
+    """Else all changes would be refused for the same reason."""
+    for folder in write_folders(tmp_path).values():
+        assert run_if_valid(folder)

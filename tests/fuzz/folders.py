@@ -1,0 +1,219 @@
+"""Small models of several families as folders: the bases of the folders that are fuzzed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_models import write_folder
+from model_files import EXPERT_CONFIG, expert_tensors, tokenizer_json
+
+_OUTER: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (40, 64),
+    "model.norm.weight": (64,),
+    "lm_head.weight": (40, 64),
+}
+_NORMS = {"input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,)}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+_LATENT: dict[str, tuple[int, ...]] = {
+    **_NORMS,
+    "self_attn.q_a_proj.weight": (24, 64),
+    "self_attn.q_a_layernorm.weight": (24,),
+    "self_attn.q_b_proj.weight": (72, 24),
+    "self_attn.kv_a_proj_with_mqa.weight": (40, 64),
+    "self_attn.kv_a_layernorm.weight": (32,),
+    "self_attn.kv_b_proj.weight": (88, 32),
+    "self_attn.o_proj.weight": (64, 48),
+}
+_HYBRID: dict[str, tuple[int, ...]] = {
+    **_NORMS,
+    "shared_mlp.input_linear.weight": (192, 64),
+    "shared_mlp.output_linear.weight": (64, 96),
+}
+_GATED: dict[str, tuple[int, ...]] = {
+    **_NORMS,
+    "mlp.gate.weight": (4, 64),
+    "mlp.experts.gate_up_proj": (4, 64, 64),
+    "mlp.experts.down_proj": (4, 64, 32),
+    "mlp.shared_expert.gate_proj.weight": (32, 64),
+    "mlp.shared_expert.up_proj.weight": (32, 64),
+    "mlp.shared_expert.down_proj.weight": (64, 32),
+    "mlp.shared_expert_gate.weight": (1, 64),
+}
+_ATTENTION: dict[str, tuple[int, ...]] = {
+    "self_attn.q_proj.weight": (64, 64),
+    "self_attn.k_proj.weight": (32, 64),
+    "self_attn.v_proj.weight": (32, 64),
+    "self_attn.o_proj.weight": (64, 64),
+}
+#: By name: the config, and the shapes of the tensors of the two layers.
+_FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...]]] = {
+    "latent": (
+        {
+            **_SIZES,
+            "model_type": "deepseek_v3",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "num_key_value_heads": 4,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        (
+            {
+                **_LATENT,
+                "mlp.gate_proj.weight": (96, 64),
+                "mlp.up_proj.weight": (96, 64),
+                "mlp.down_proj.weight": (64, 96),
+            },
+            {
+                **_LATENT,
+                "mlp.experts.gate_up_proj": (4, 64, 64),
+                "mlp.experts.down_proj": (4, 64, 32),
+                "mlp.gate.weight": (4, 64),
+                "mlp.gate.e_score_correction_bias": (4,),
+                "mlp.shared_experts.gate_proj.weight": (32, 64),
+                "mlp.shared_experts.up_proj.weight": (32, 64),
+                "mlp.shared_experts.down_proj.weight": (64, 32),
+            },
+        ),
+    ),
+    "hybrid": (
+        {
+            **_SIZES,
+            "model_type": "granitemoehybrid",
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "intermediate_size": 32,
+            "shared_intermediate_size": 96,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "position_embedding_type": "nope",
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+        (
+            {
+                **_HYBRID,
+                "mamba.dt_bias": (4,),
+                "mamba.A_log": (4,),
+                "mamba.D": (4,),
+                "mamba.conv1d.weight": (192, 1, 4),
+                "mamba.conv1d.bias": (192,),
+                "mamba.in_proj.weight": (324, 64),
+                "mamba.norm.weight": (128,),
+                "mamba.out_proj.weight": (64, 128),
+            },
+            {**_HYBRID, **_ATTENTION},
+        ),
+    ),
+    "gated": (
+        {
+            **_SIZES,
+            "model_type": "qwen3_next",
+            "architectures": ["Qwen3NextForCausalLM"],
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        (
+            {
+                **_GATED,
+                "linear_attn.dt_bias": (4,),
+                "linear_attn.A_log": (4,),
+                "linear_attn.conv1d.weight": (128, 1, 4),
+                "linear_attn.in_proj_qkvz.weight": (192, 64),
+                "linear_attn.in_proj_ba.weight": (8, 64),
+                "linear_attn.norm.weight": (16,),
+                "linear_attn.out_proj.weight": (64, 64),
+            },
+            {
+                **_GATED,
+                **_ATTENTION,
+                "self_attn.q_proj.weight": (128, 64),
+                "self_attn.q_norm.weight": (16,),
+                "self_attn.k_norm.weight": (16,),
+            },
+        ),
+    ),
+}
+#: The names of the folders.
+NAMES = ("experts", *_FAMILIES)
+
+
+def write_folders(root: Path) -> dict[str, Path]:
+    """Write a model of every family; the folders by name."""
+    folders = {"experts": write_folder(root / "experts", expert_tensors(), **EXPERT_CONFIG)}
+    generator = np.random.default_rng(0)
+    for name, (config, layers) in _FAMILIES.items():
+        shapes = dict(_OUTER)
+        for number, layer in enumerate(layers):
+            shapes |= {f"model.layers.{number}.{key}": shape for key, shape in layer.items()}
+        tensors = {
+            key: 0.3 * generator.standard_normal(shape, np.float32) for key, shape in shapes.items()
+        }
+        folders[name] = write_folder(root / name, tensors, **config)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = {"chat_template": template, "eos_token": "c", "bos_token": {"content": "b"}}
+    for folder in folders.values():
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folders
