@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
 
 from anydecode import Choice, Grammar, JsonSchema, Predicate, Regex
 from anydecode.certification.checks import Restarts, scripted_llm
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.models.scripted import EOS, ByteTokenizer
+from anydecode.models.tokenizers import HFTokenizer
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.constrained import Constrained
 from anydecode.sampling.sampler import constraint_of
@@ -309,3 +312,45 @@ def test_a_constraint_does_not_keep_a_tokenizer(constraint: Any) -> None:
 def test_lone_surrogates_are_refused(make: Any) -> None:
     with pytest.raises(ConstraintError, match="lone surrogate"):
         make("a\ud800").start(TOKENIZER, TOKENIZER.vocab_size)
+
+
+def merging_tokenizer() -> HFTokenizer:
+    """A tokenizer with tokens of several letters, so that a text has several tokenizations."""
+    text = ["get_weather get_time weather london paris celsius hello there world"] * 4
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(text, trainer)
+    return HFTokenizer(tokenizer, eos_ids=[tokenizer.token_to_id("<eos>")])
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Choice(["get_weather london", "get_weather paris", "hello there"]),
+        Regex("(hello|hell) (world|there)-[0-9]{2}-weather"),
+        Grammar('start: "get_weather" " "? ("london" | "paris celsius") NUMBER\nNUMBER: /[0-9]+;/'),
+        JsonSchema({"enum": [{"name": "get_weather"}, {"name": "get_time", "at": "london"}]}),
+    ],
+    ids=["choice", "regex", "grammar", "json"],
+)
+def test_a_token_is_allowed_if_the_mask_has_it(constraint: Any) -> None:
+    """Also where text must follow, of which the mask has one tokenization and the engine's matcher
+    accepts all; else a token that was sampled without the mask would depend on the decoder."""
+    tokenizer = merging_tokenizer()
+    size, chosen, num_forced = tokenizer.vocab_size, random.Random(3), 0
+    for _ in range(6):
+        state, without = constraint.start(tokenizer, size), constraint.start(tokenizer, size)
+        while not state.finished:
+            mask = state.mask()
+            # No mask has been computed in these forks.
+            assert [without.fork().allows(token) for token in range(size)] == mask.tolist()
+            num_forced += int(np.count_nonzero(mask) == 1)
+            token = chosen.choice(np.flatnonzero(mask).tolist())
+            for one in (state, without):
+                one.advance(token)
+    assert num_forced > 6

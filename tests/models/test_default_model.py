@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from anydecode import LLM
+from anydecode import LLM, Grammar
 from anydecode.decoders.decoder import Decoder
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -109,3 +110,28 @@ def test_answers_are_plausible(default_model_path: Path) -> None:
         answer = llm.chat([{"role": "user", "content": "Say hello."}], max_tokens=40)
         assert answer.finish_reason in ("stop", "length") and answer.text
         assert llm.score("The capital of France is", " Paris").total > -3
+
+
+def test_sampled_constrained_text_is_equal_for_every_drafter(default_model_path: Path) -> None:
+    """Of text that must follow, a constraint allows one tokenization, with or without drafts."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": "get_weather"}, "city": {"enum": ["London", "Paris"]}},
+        "required": ["name", "city"],
+        "additionalProperties": False,
+    }
+    grammar = Grammar(f'start: "<tool_call>" "\\n"? %json {json.dumps(schema)} "</tool_call>"')
+    with LLM(default_model_path, cache_positions=4096) as llm:
+        for seed in range(6, 12):
+            answers = [
+                llm.generate(
+                    "Weather in London as a tool call:\n",
+                    constraint=grammar,
+                    decoder=decoder,
+                    max_tokens=40,
+                    temperature=1.0,
+                    seed=seed,
+                ).tokens
+                for decoder in ("autoregressive", "prompt-lookup", "jump-forward", "auto")
+            ]
+            assert answers == [answers[0]] * 4

@@ -296,7 +296,12 @@ class GuidanceState(ConstraintState):
 
     def allows(self, token: int) -> bool:
         if self._mask is None and self._pending_mask is None and token not in self._binding.eos_set:
-            return not self._num_eos and self._matcher.validate_tokens([token]) == 1
+            if self._num_eos or self._matcher.validate_tokens([token]) != 1:
+                return False
+            # Of text that must follow, the mask allows only the tokens in which the tokenizer
+            # writes it, while the matcher accepts all.
+            if not self._matcher.compute_ff_bytes():
+                return True
         return bool(self.mask()[token])
 
     def allows_sequence(self, tokens: Sequence[int]) -> bool:
