@@ -117,9 +117,10 @@ class GrowingByteCache(ByteCache[Key, Value]):
 
     def _limit(self) -> None:
         if self._num_put % _SAMPLE_INTERVAL == 0:
-            if self._sample is not None:
+            newest = next(reversed(self._entries))
+            if self._sample is not None and self._sample != newest:
                 self._measure(self._sample)
-            self._sample = next(reversed(self._entries))
+            self._sample = newest
             if self.num_bytes > self.max_bytes and len(self._entries) > 1:
                 self._measure(next(iter(self._entries)))  # longest in use
         self._num_put += 1
@@ -138,7 +139,8 @@ class GrowingByteCache(ByteCache[Key, Value]):
         if reference() is None and before is not None and after is not None:
             weight = 1 - 1 / _NUM_SAMPLES
             self._freed_counted = weight * self._freed_counted + size
-            self._freed_measured = weight * self._freed_measured + max(0, before - after)
+            freed = min(max(0, before - after), self.max_bytes)  # other threads free memory too
+            self._freed_measured = weight * self._freed_measured + freed
 
 
 def cached_bytes() -> int:
