@@ -14,7 +14,13 @@ import pytest
 import anydecode
 from anydecode import LLM, JsonSchema
 from anydecode.constraints import guidance_engine, patterns
-from anydecode.constraints.byte_cache import ENTRY_BYTES, ByteCache, byte_cached
+from anydecode.constraints.byte_cache import (
+    ENTRY_BYTES,
+    ByteCache,
+    GrowingByteCache,
+    allocated_bytes,
+    byte_cached,
+)
 from anydecode.constraints.guidance_engine import tokenizer_binding
 from anydecode.constraints.json import forced_completion, json_schema, narrowing
 from anydecode.constraints.json import shortest_completion as shortest_completion_module
@@ -37,6 +43,9 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 TOKENIZER = ByteTokenizer()
 SIZE = TOKENIZER.vocab_size
+needs_allocator_report = pytest.mark.skipif(
+    allocated_bytes() is None, reason="the C library does not report what is allocated"
+)
 #: Folders that handle what users send.
 FOLDERS = ("api", "constraints", "decoders", "engine", "models", "sampling", "scoring", "server")
 
@@ -109,6 +118,76 @@ def test_compiled_grammars_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch)
         assert binding._templates.num_bytes <= 2 << 20
         assert json_schema._COMPILED.num_bytes <= 2 << 20
     assert 0 < len(binding._templates) < 20 and 0 < len(json_schema._COMPILED) < 20
+
+
+class Growing:
+    """A value whose memory grows when it is used, outside of Python's allocator."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray(10_000)]
+
+    def use(self) -> None:
+        self.parts += [bytearray(10_000) for _ in range(19)]
+
+
+@needs_allocator_report
+def test_values_that_grow_in_use_are_counted_as_grown() -> None:
+    cache: GrowingByteCache[int, Growing] = GrowingByteCache(4 << 20)
+    values = []
+    for number in range(100):
+        value = Growing()
+        if number % 10 == 0:
+            values.append(value)  # in use when it is dropped: nothing is freed then
+        cache.put(number, value, 10_000)
+        value.use()
+        del value
+    assert 15 < cache.growth < 25
+    assert len(cache) < 30 and cache.num_bytes <= 4 << 20
+    assert cache.num_bytes > len(cache) * 150_000
+    assert 99 in cache
+    cache.clear()
+    for _ in range(20):  # the one that is there is not dropped for a measurement
+        cache.put(0, Growing(), 10_000)
+        assert 0 in cache
+
+
+@needs_allocator_report
+def test_compiled_grammars_count_what_their_lexers_learn_in_use() -> None:
+    tokenizer = ByteTokenizer()
+    binding = tokenizer_binding(tokenizer, SIZE)
+    for number in range(40):
+        schema = {"type": "object", "properties": {f"p{number}": {"type": "string"}},
+                  "required": [f"p{number}"]}  # fmt: skip
+        state = JsonSchema(schema).start(tokenizer, SIZE)
+        for byte in f'{{"p{number}":"'.encode() + b"ab" * 60:
+            assert state.mask() is not None
+            state.advance(byte)
+    del state
+    counted, used = binding._templates.num_bytes, allocated_bytes()
+    binding.clear()
+    left = allocated_bytes()
+    assert used is not None and left is not None
+    # They are counted with less than half of this when they are new.
+    assert (used - left) / 2 < counted < (used - left) * 2
+
+
+def test_a_lexer_at_its_limit_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {**guidance_engine._LIMITS, "max_lexer_states": 2000}
+    monkeypatch.setattr(guidance_engine, "_LIMITS", limits)
+    tokenizer = ByteTokenizer()
+    schema = JsonSchema({"enum": [f"{number:b}".zfill(10) * 50 for number in range(20)]})
+    for _ in range(2):
+        failures = 0
+        for number in range(20):
+            try:
+                state = schema.start(tokenizer, SIZE)
+                for byte in json.dumps(f"{number:b}".zfill(10) * 50).encode():
+                    state.mask()
+                    state.advance(byte)
+            except ConstraintError as error:
+                assert "too many states" in str(error)
+                failures += 1
+        assert 0 < failures < 10
 
 
 def test_compiled_patterns_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +473,7 @@ def test_the_answer_after_the_reasoning_is_not_compiled_again(
     def compile_again(*arguments: Any) -> None:
         raise ConstraintError("compiled on the engine's thread")
 
-    monkeypatch.setattr(guidance_engine.TokenizerBinding, "matcher", compile_again)
+    monkeypatch.setattr(guidance_engine.TokenizerBinding, "template", compile_again)
     for token in b"hm</t>12":
         assert state.allows(token)
         state.advance(token)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.constraints.background import BackgroundTask, BackgroundThread
-from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
+from anydecode.constraints.byte_cache import GrowingByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
@@ -124,6 +124,16 @@ def check_numbers(grammar: str) -> None:
                 )
 
 
+class _Template:
+    """A compiled grammar. Copies of its matcher share one lexer, whose tables grow as they read new
+    texts; the state of each copy keeps the template, so that it is measured only when all of that
+    is freed."""
+
+    def __init__(self, grammar: str, matcher: Any) -> None:
+        self.grammar = grammar
+        self.matcher = matcher
+
+
 class TokenizerBinding:
     """One tokenizer in llguidance's representation, with a cache of grammars compiled for it."""
 
@@ -141,7 +151,7 @@ class TokenizerBinding:
             slices=guidance.LLTokenizer.json_slices(),
         )
         self.limits = guidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        self._templates: ByteCache[str, Any] = ByteCache(MAX_TEMPLATE_BYTES)
+        self._templates: GrowingByteCache[str, _Template] = GrowingByteCache(MAX_TEMPLATE_BYTES)
 
     def has_template(self, grammar: str) -> bool:
         """Whether `grammar` is compiled already."""
@@ -151,20 +161,26 @@ class TokenizerBinding:
         """Drops the compiled grammars."""
         self._templates.clear()
 
-    def matcher(self, grammar: str) -> Any:
-        """Returns a new matcher of `grammar`, which is compiled once. Raises `ConstraintError`."""
+    def drop(self, template: _Template) -> None:
+        """Drops a compiled grammar, so that it is compiled anew for the next state."""
+        if self._templates.get(template.grammar) is template:
+            self._templates.drop(template.grammar)
+
+    def template(self, grammar: str) -> _Template:
+        """Returns `grammar`, which is compiled once. Raises `ConstraintError`."""
         template = self._templates.get(grammar)
         if template is not None:
-            return template.deep_copy()
+            return template
         check_references(grammar)
         check_numbers(grammar)
         allocated = allocated_bytes()
-        template = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
-        if template.is_error():
-            raise ConstraintError(_compile_error(template.get_error()))
+        matcher = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
+        if matcher.is_error():
+            raise ConstraintError(_compile_error(matcher.get_error()))
+        template = _Template(grammar, matcher)
         size = len(grammar) * (4 if allocated is not None else _BYTES_PER_CHARACTER)
         self._templates.put(grammar, template, measured_bytes(allocated, size))
-        return template.deep_copy()
+        return template
 
 
 _bindings: weakref.WeakKeyDictionary[Any, dict[int, TokenizerBinding]] = weakref.WeakKeyDictionary()
@@ -205,9 +221,12 @@ _mask_thread = BackgroundThread("anydecode-mask")
 class GuidanceState(ConstraintState):
     """The state of an llguidance matcher, shared by forks until one of them changes."""
 
-    def __init__(self, binding: TokenizerBinding, matcher: Any, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, binding: TokenizerBinding, template: _Template, matcher: Any, tokenizer: Tokenizer
+    ) -> None:
         self._binding = binding
         self._tokenizer = tokenizer  # its binding ends with it
+        self._template = template
         self._matcher = matcher
         self._shared = False
         self._num_eos = 0  # end-of-text tokens, which the matcher does not receive
@@ -222,7 +241,8 @@ class GuidanceState(ConstraintState):
             ConstraintError: The grammar does not compile, or allows no first token.
         """
         binding = tokenizer_binding(tokenizer, vocab_size)
-        state = cls(binding, binding.matcher(grammar), tokenizer)
+        template = binding.template(grammar)
+        state = cls(binding, template, template.matcher.deep_copy(), tokenizer)
         state.origin = grammar
         if not state.mask().any():
             raise ConstraintError("the constraint cannot be met: it allows no first token")
@@ -247,6 +267,8 @@ class GuidanceState(ConstraintState):
         matcher = self._own_matcher()
         self._invalidate_mask()
         if not matcher.try_consume_tokens([token]):
+            if matcher.is_error():
+                self._binding.drop(self._template)
             raise ConstraintError(self._error() or f"token {token} is not allowed here")
 
     def rollback(self, count: int) -> None:
@@ -260,7 +282,7 @@ class GuidanceState(ConstraintState):
 
     def fork(self) -> GuidanceState:
         self._wait_for_mask()
-        branch = GuidanceState(self._binding, self._matcher, self._tokenizer)
+        branch = GuidanceState(self._binding, self._template, self._matcher, self._tokenizer)
         branch._num_eos, branch._mask, branch.origin = self._num_eos, self._mask, self.origin
         branch._shared = self._shared = True
         return branch
@@ -336,6 +358,8 @@ class GuidanceState(ConstraintState):
         bitmask = np.empty((size + 31) // 32, np.int32)
         self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
         if self._matcher.is_error():
+            # The lexer, which the template shares, may have reached the limit on its states.
+            self._binding.drop(self._template)
             raise ConstraintError(self._error())
         bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
         return bits[:size].view(np.bool_)

@@ -323,7 +323,7 @@ class JsonSchema(CompletedConstraint):
                     grammar = self._grammar(
                         self._with_guards(schema) if is_guarded else schema, candidate.coerce
                     )
-                    binding.matcher(grammar)
+                    binding.template(grammar)
                 except ConstraintError as error:
                     message = str(error)
                     if not message.startswith("Unsatisfiable"):
