@@ -93,8 +93,11 @@ class _Steps:
     ) -> None:
         heads, groups = shape.num_heads, shape.num_groups
         num_values, num_keys = heads * shape.head_dim, groups * shape.state_size
+        is_selective, self._is_delta = shape.rule == "selective", shape.rule == "delta"
+        if is_selective:
+            keys, queries, gates = torch.split(gates, [num_keys, num_keys, num_values], -1)
+            channels = torch.cat((channels, keys, queries), -1)
         values, keys, queries = torch.split(channels, [num_values, num_keys, num_keys], -1)
-        self._is_delta = shape.rule == "delta"
         self._value = values.view(-1, heads, shape.head_dim)
         key, query = (x.view(-1, groups, shape.state_size) for x in (keys, queries))
         if self._is_delta:
@@ -102,23 +105,29 @@ class _Steps:
         self._key, self._query = (
             x.repeat_interleave(heads // groups, 1).unsqueeze(-2) for x in (key, query)
         )
-        decay, bias, self._skip = weights["decay"], weights["step_bias"], weights["skip"]
+        decay, bias, skip = weights["decay"], weights["step_bias"], weights["skip"]
         assert decay is not None and bias is not None
-        step = elementary.softplus(gates[:, -heads:] + bias).clamp(*shape.step_limits)
-        self._decay = elementary.exp(step * decay)[..., None, None]
-        self._strength = elementary.sigmoid(gates[:, :heads]) if self._is_delta else step
+        # Of each head, or of each of its channels: [heads, 1] or [heads, head_dim].
+        step = elementary.softplus(gates[:, -bias.numel() :] + bias).clamp(*shape.step_limits)
+        self._step = step.view(len(step), heads, -1)
+        self._decay = decay.view(heads, -1, shape.state_size if is_selective else 1)
+        self._skip = None if skip is None else skip.view(heads, -1)
+        self._strength = self._step
+        if self._is_delta:
+            self._strength = elementary.sigmoid(gates[:, :heads]).unsqueeze(-1)
 
     def advance(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """The state after step `index`, from the one before it."""
-        state, value, key = state * self._decay[index], self._value[index], self._key[index]
+        decay = elementary.exp(self._step[index].unsqueeze(-1) * self._decay)
+        state, value, key = state * decay, self._value[index], self._key[index]
         if self._is_delta:
             value = value - elementary.tree_sum(state * key)
-        return state + (value * self._strength[index].unsqueeze(-1)).unsqueeze(-1) * key
+        return state + (value * self._strength[index]).unsqueeze(-1) * key
 
     def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
         y = elementary.tree_sum(state * self._query[index])
-        return y if self._skip is None else y + self._value[index] * self._skip.unsqueeze(-1)
+        return y if self._skip is None else y + self._value[index] * self._skip
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
