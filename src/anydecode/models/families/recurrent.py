@@ -185,10 +185,14 @@ def _read_selective(
     inputs, gate = _parts(reader, f"{name}.in_proj", sizes, hidden, has_bias)
     output = reader.linear(f"{name}.out_proj", (hidden, inner), has_bias)
     conv, bias = _conv(reader, f"{name}.conv1d", spec, bool_value(config, "mamba_conv_bias", True))
+    if reader.has(f"{name}.A"):  # GGUF
+        decay = reader.tensor(f"{name}.A", (inner, size))
+    else:
+        decay = -np.exp(reader.tensor(f"{name}.A_log", (inner, size)))
     vectors = RecurrenceWeights(
         conv,
         bias,
-        decay=-np.exp(reader.tensor(f"{name}.A_log", (inner, size))),
+        decay=decay,
         step_bias=reader.vector(f"{name}.dt_proj.bias", inner),
         skip=reader.vector(f"{name}.D", inner),
     )
