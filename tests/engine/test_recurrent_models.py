@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
+    "falcon mamba": ("FalconMamba", {"intermediate_size": 128, "state_size": 12}),
 }
 PROMPTS = [
     "the cat sat on the mat, the cat sat on the mat, the cat sat on",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.models.families.table import FAMILIES
 from gguf_models import write_folder
 from model_files import EXPERT_CONFIG, expert_tensors, tokenizer_json
 
@@ -53,6 +54,18 @@ _GATED: dict[str, tuple[int, ...]] = {
     "mlp.shared_expert.up_proj.weight": (32, 64),
     "mlp.shared_expert.down_proj.weight": (64, 32),
     "mlp.shared_expert_gate.weight": (1, 64),
+}
+_SELECTIVE: dict[str, tuple[int, ...]] = {
+    "norm.weight": (64,),
+    "mixer.A_log": (96, 12),
+    "mixer.D": (96,),
+    "mixer.conv1d.weight": (96, 1, 4),
+    "mixer.conv1d.bias": (96,),
+    "mixer.in_proj.weight": (192, 64),
+    "mixer.x_proj.weight": (29, 96),
+    "mixer.dt_proj.weight": (96, 5),
+    "mixer.dt_proj.bias": (96,),
+    "mixer.out_proj.weight": (64, 96),
 }
 _ATTENTION: dict[str, tuple[int, ...]] = {
     "self_attn.q_proj.weight": (64, 64),
@@ -194,6 +207,28 @@ _FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...
             },
         ),
     ),
+    "selective": (
+        {
+            "model_type": "falcon_mamba",
+            "architectures": ["FalconMambaForCausalLM"],
+            "vocab_size": 40,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "intermediate_size": 96,
+            "expand": 2,
+            "state_size": 12,
+            "conv_kernel": 4,
+            "time_step_rank": 5,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "hidden_act": "silu",
+            "layer_norm_epsilon": 1e-5,
+            "mixer_rms_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+        },
+        (_SELECTIVE, _SELECTIVE),
+    ),
 }
 #: The names of the folders.
 NAMES = ("experts", *_FAMILIES)
@@ -204,7 +239,10 @@ def write_folders(root: Path) -> dict[str, Path]:
     folders = {"experts": write_folder(root / "experts", expert_tensors(), **EXPERT_CONFIG)}
     generator = np.random.default_rng(0)
     for name, (config, layers) in _FAMILIES.items():
-        shapes = dict(_OUTER)
+        names, shapes = FAMILIES[config["model_type"]].names, dict(_OUTER)
+        for module in ("embed_tokens", "norm"):
+            shape = shapes.pop(f"model.{module}.weight")
+            shapes[f"model.{names.get(module, module)}.weight"] = shape
         for number, layer in enumerate(layers):
             shapes |= {f"model.layers.{number}.{key}": shape for key, shape in layer.items()}
         tensors = {

@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
+    "mamba": ("Mamba", {"intermediate_size": 75}),
+    "falcon mamba": ("FalconMamba", {"intermediate_size": 128, "state_size": 12}),
     "falcon h1": ("FalconH1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16}),
     "granite": (
         "GraniteMoeHybrid",
@@ -202,7 +204,7 @@ def test_rows_that_do_not_see_every_position_are_refused(model: Transformer) -> 
             logits(model, whole(rows, model), new_cache(model))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "falcon mamba", "qwen3.5"])
 def test_every_variant_of_the_native_kernels_has_the_same_bits(name: str) -> None:
     path = built_library()
     if path is None:

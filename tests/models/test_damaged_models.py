@@ -224,6 +224,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4MoeLite": {key: DEEPSEEK[key] for key in DEEPSEEK if key != "first_k_dense_replace"},
     "Qwen2Moe": {"num_experts": 4},
     "Olmoe": {"num_experts": 4},
+    "FalconMamba": {},
 }
 
 
@@ -365,6 +366,45 @@ def test_replaced_specs_are_checked() -> None:
     for change, message in changes:
         with pytest.raises(CheckpointError, match=message):
             replace(spec, **change)
+
+
+def test_replaced_recurrences_are_checked() -> None:
+    config = {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 1}
+    spec = spec_from_config({**config, "vocab_size": 40, "mixer_rms_eps": 1e-4})
+    layer = spec.layers[0]
+    recurrence = layer.recurrence
+    assert recurrence is not None and recurrence.gate_norm_eps == 1e-4
+    shape = recurrence.shape
+    changes: list[tuple[Any, str]] = [
+        (replace(recurrence, gate_norm_eps=-1.0), "gate_norm_eps is -1.0"),
+        (replace(recurrence, shape=replace(shape, rule="x")), "rule is 'x'"),
+        (replace(recurrence, shape=replace(shape, width=65)), "conv width is 65; allowed is 64"),
+        (
+            replace(recurrence, shape=replace(shape, rule="ssd", width=96)),
+            "gate_norm_eps is 0.0001; allowed is None with 'ssd'",
+        ),
+    ]
+    for changed, message in changes:
+        with pytest.raises(CheckpointError, match=message):
+            replace(spec, layers=(replace(layer, recurrence=changed),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"time_step_rank": 0}, "time_step_rank is 0"),
+        ({"time_step_rank": 5}, "dt_proj.weight has shape"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed is silu"),
+        ({"state_size": 8}, r"A_log has shape \(80, 16\), not \(80, 8\)"),
+        ({"intermediate_size": 96}, "in_proj.weight has shape"),
+        ({"conv_kernel": 3}, "conv1d.weight has shape"),
+        ({"mixer_rms_eps": 2}, "mixer_rms_eps is 2"),
+    ],
+)
+def test_invalid_settings_of_mamba_are_rejected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        built(checkpoint_of(hf_model("FalconMamba"), **change))
+    assert "\n" not in str(caught.value)
 
 
 def test_more_layers_than_in_the_config_are_rejected() -> None:

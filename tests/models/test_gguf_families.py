@@ -13,6 +13,7 @@ import pytest
 
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
+from anydecode.quantization.gguf import quantize_file
 from gguf_models import finish, interleave
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
@@ -52,6 +53,19 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.3,
     "residual_multiplier": 0.4,
     "logits_scaling": 2.5,
+}
+MAMBA: dict[str, Any] = {
+    "context_length": 1 << 20,
+    "feed_forward_length": 0,
+    "attention.head_count": 0,
+    "attention.head_count_kv": None,
+    "attention.key_length": None,
+    "attention.value_length": None,
+    "rope.freq_base": None,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 80,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 3,
 }
 LONG = [1.0, 1.1, 1.3, 1.5, 1.7, 2.0]
 CASES = {
@@ -111,6 +125,18 @@ CASES = {
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
         {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0]},
+    ),
+    "mamba": Case(
+        "Mamba",
+        "mamba",
+        {"time_step_rank": 5, "state_size": 12, "use_conv_bias": False},
+        {**MAMBA, "ssm.state_size": 12, "ssm.time_step_rank": 5},
+    ),
+    "falcon mamba": Case(
+        "FalconMamba",
+        "mamba",
+        {"tie_word_embeddings": False, "use_bias": True},
+        {**MAMBA, "ssm.dt_b_c_rms": True},
     ),
     "glm4": Case("Glm4", "glm4", {"head_dim": 16}, {"rope.dimension_count": 8}),
     "glm4 no bias": Case(
@@ -258,7 +284,8 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     eps = config.get("layer_norm_eps") or config.get("norm_epsilon")
-    rms_eps = config.get("rms_norm_eps") or config.get("norm_eps")
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    rms_eps = next((config[name] for name in names if name in config), None)
     metadata: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -313,6 +340,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         if case.is_permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
         tensor = tensor.squeeze(1) if tensor.ndim == 3 else tensor
+        tensor = -np.exp(tensor) if name.endswith("A_log") else tensor
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         writer.add_tensor(target, np.ascontiguousarray(tensor, np.float32))
@@ -340,6 +368,28 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
 
 
+def test_the_gates_of_mamba_are_not_quantised(tmp_path: Path) -> None:
+    sizes = {"ssm.inner_size": 128, "ssm.time_step_rank": 4}
+    case = Case(
+        "Mamba",
+        "mamba",
+        {"hidden_size": 64, "intermediate_size": 128},
+        {**MAMBA, **sizes},
+    )
+    model = original(case)
+    path = converted(model, case, tmp_path / "tiny.gguf")
+    quantize_file(path, tmp_path / "small.gguf", "q8_0")
+    checkpoint = load_checkpoint(tmp_path / "small.gguf")
+    network = built(checkpoint)
+    layer = network.network.weights.layers[0].recurrent
+    assert layer is not None
+    names = ("inputs", "gate", "output", "gates", "keys", "queries", "step_down")
+    formats = [getattr(layer, name).weight.format for name in names]
+    assert formats == ["Q8_0"] * 3 + ["F32"] * 4
+    found, expected = logits(network, chain(TOKENS)), hf_logits(model, TOKENS)
+    assert 0 < np.abs(found - expected).mean() < 0.05 * np.abs(expected).mean()
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -361,6 +411,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         ("gpt neox", {"rope.dimension_count": 12}),
         ("gpt neox", {"use_parallel_residual": False}),
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
+        ("falcon mamba", {"ssm.dt_b_c_rms": None}),
     ],
 )
 def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
@@ -384,6 +435,11 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("lfm2", {"attention.head_count_kv": [0, 2, 2]}, "layers.2.self_attn.out_proj"),
         ("lfm2", {"shortconv.l_cache": 0}, "shortconv.l_cache is 0"),
         ("lfm2", {"shortconv.l_cache": 4}, "conv.conv.weight.* has shape"),
+        ("mamba", {"ssm.dt_b_c_rms": 1}, "ssm.dt_b_c_rms is 1; allowed is true or false"),
+        ("mamba", {"ssm.time_step_rank": 4}, "mixer.x_proj.weight.* has shape"),
+        ("mamba", {"ssm.state_size": 0}, "ssm.state_size is 0"),
+        ("mamba", {"ssm.conv_kernel": 3}, "mixer.conv1d.weight.* has shape"),
+        ("mamba", {"ssm.inner_size": None}, "ssm.inner_size is missing"),
         ("olmo3", {"attention.sliding_window": "x"}, "attention.sliding_window"),
         ("exaone4", {"attention.sliding_window_pattern": [True]}, "1 entries for 3 layers"),
         ("exaone4", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern"),

@@ -128,6 +128,13 @@ def test_adapters_of_latent_attention(tmp_path: Path, backend: str) -> None:
         ours.add_adapter(tmp_path)
 
 
+@pytest.mark.parametrize("module", ["x_proj", "dt_proj"])
+def test_adapters_cannot_target_the_gates_of_mamba(module: str, tmp_path: Path) -> None:
+    save_peft_model("Mamba", {"r": 4, "target_modules": [module]}, tmp_path)
+    with pytest.raises(CheckpointError, match=f"mixer.{module} that an adapter can target"):
+        own_model(hf_model("Mamba")).add_adapter(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("patterns", "scale"),
     [

@@ -385,6 +385,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", GATED_DELTA),
     "qwen3.5 period": ("Qwen3_5", {**GATED_DELTA, "full_attention_interval": 2}),
     "qwen3.5 moe": ("Qwen3_5Moe", {**GATED_DELTA, **QWEN_EXPERTS}),
+    "mamba": ("Mamba", {"time_step_rank": 4}),
+    "mamba odd": (
+        "Mamba",
+        {
+            "intermediate_size": 75,
+            "state_size": 13,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon mamba": ("FalconMamba", {"mixer_rms_eps": 1e-3, "intermediate_size": 128}),
     "mamba2": ("Mamba2", MAMBA_2),
     "mamba2 odd": (
         "Mamba2",
@@ -633,7 +646,8 @@ def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int
     import torch
 
     tokens, rows = list(prompt), []
-    name = "cache_params" if type(model).__name__.startswith("Mamba") else "past_key_values"
+    is_mamba = type(model).__name__.startswith(("Mamba", "FalconMamba"))
+    name = "cache_params" if is_mamba else "past_key_values"
     past: dict[str, Any] = {}
     step = torch.tensor([prompt])
     for _ in range(count):
@@ -916,7 +930,7 @@ def test_a_tensor_of_wrong_shape_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model type 'mamba'"),
+        ({"model_type": "rwkv"}, "model type 'rwkv'"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope scaling 'spiral'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
@@ -995,6 +1009,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
     "step limit": ("mamba2", {"time_step_limit": [0.0, 0.5]}),
+    "norms of gates": (
+        "falcon mamba",
+        {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+    ),
+    "epsilon of gates": ("falcon mamba", {"mixer_rms_eps": 1.0}),
     "growth": ("ministral3", {"rope_parameters": {**MINISTRAL_3, "llama_4_scaling_beta": 0.0}}),
     "routed scale": ("glm4 moe", {"routed_scaling_factor": 1.0}),
     "groups": ("glm4 moe", {"topk_group": 4}),

@@ -110,6 +110,10 @@ class Attention:
         return self.head_dim if self.latent_dim is None else self.latent_dim
 
 
+#: The rules of a `Recurrence`.
+RULES = ("conv", "ssd", "delta", "selective")
+
+
 @dataclass(frozen=True)
 class Recurrence:
     """The shape of one layer's causal convolution and recurrence.
@@ -128,6 +132,9 @@ class Recurrence:
       S = S + sigmoid(strength) * (value - S @ key) @ key. The gates are the strengths of all heads,
       then those of the steps. Keys and queries are divided by their norms, and queries by
       sqrt(state_size).
+    - "selective" (Mamba; Gu and Dao, arXiv:2312.00752): S = exp(step * decay) * S + step * value @
+      key, with a step per channel of each head and a decay per number of the state. The channels
+      are the values alone. The gates are the keys, the queries and those of the steps.
     """
 
     rule: str
@@ -143,6 +150,8 @@ class Recurrence:
     @property
     def num_gates(self) -> int:
         """Gates per row."""
+        if self.rule == "selective":
+            return 2 * self.num_groups * self.state_size + self.num_heads * self.head_dim
         return {"ssd": self.num_heads, "delta": 2 * self.num_heads}.get(self.rule, 0)
 
     @property
@@ -160,8 +169,11 @@ class Recurrence:
 
 @dataclass(eq=False)
 class RecurrenceWeights:
-    """The vectors of a recurrence, float32. All but the first two are `[num_heads]`, see
-    `Recurrence`."""
+    """The vectors of a recurrence, float32, see `Recurrence`.
+
+    All but the first two are `[num_heads]`. With the rule "selective" they are `[num_heads *
+    head_dim]`, and `decay` is `[num_heads * head_dim, state_size]`.
+    """
 
     conv: np.ndarray  # [width, window], the oldest position first
     conv_bias: np.ndarray | None = None  # [width]
@@ -412,12 +424,25 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def convolution(self, x: Any, layer: int, shape: Recurrence, weights: RecurrenceWeights) -> Any:
+        """Store x in each row's slot of `layer`, then compute the convolution and its activation.
+
+        Each row must see all earlier positions and itself.
+        """
+
+    @abstractmethod
     def recurrence(
-        self, x: Any, gates: Any, layer: int, shape: Recurrence, weights: RecurrenceWeights
+        self,
+        x: Any,
+        gates: Sequence[Any],
+        layer: int,
+        shape: Recurrence,
+        weights: RecurrenceWeights,
     ) -> Any:
         """Store x and gates in each row's slot of `layer`, then compute the recurrence.
 
-        `gates` is None where `shape` has none. Each row must see all earlier positions and itself.
+        `x` is None if `convolution` has stored it. `gates` has the parts of a row's gates in their
+        order. Each row must see all earlier positions and itself.
         """
 
     @abstractmethod

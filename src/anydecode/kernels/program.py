@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from anydecode.kernels.interface import (
+    RULES,
     Activation,
     Attention,
     Backend,
@@ -30,7 +31,6 @@ from anydecode.kernels.placement import assign_offsets, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 5, "relu2": 6}
-_RULES = {"conv": 0, "ssd": 1, "delta": 2}
 _CLAMPED_SWIGLU = 3
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
@@ -166,28 +166,42 @@ class NativeBackend(Backend):
         self.steps.append(Step(Code.MERGE, (out,), out, {**fields, **limits}))
         return out
 
+    def convolution(
+        self, x: Value, layer: int, shape: Recurrence, weights: RecurrenceWeights
+    ) -> Value:
+        fields = {"layer": layer, "recurrence": self._keep_recurrence(shape, weights)}
+        self._store_inputs((x,), 0, fields)
+        out = self._record(Code.CONVOLVE, (x,), shape.width, **fields)
+        self.steps[-1].cache = "read"
+        return out
+
     def recurrence(
         self,
-        x: Value,
-        gates: Value | None,
+        x: Value | None,
+        gates: Sequence[Value],
         layer: int,
         shape: Recurrence,
         weights: RecurrenceWeights,
     ) -> Value:
         fields = {"layer": layer, "recurrence": self._keep_recurrence(shape, weights)}
-        inputs = (x,) if gates is None else (x, gates)
-        store = {"width": x.width, "count": shape.num_gates, **fields}
-        self.steps.append(Step(Code.STORE_INPUTS, inputs, None, store, cache="write"))
-        code = Code.CONVOLVE if shape.rule == "conv" else Code.SCAN
-        out = self._record(code, (x,), shape.width_out, **fields)
+        inputs = tuple(gates) if x is None else (x, *gates)
+        self._store_inputs(inputs, shape.width if x is None else 0, fields)
+        out = self._record(Code.SCAN, inputs, shape.width_out, **fields)
         self.steps[-1].cache = "read"
         self.recurrences.append(shape)
         return out
 
+    def _store_inputs(self, inputs: Sequence[Value], first: int, fields: Mapping[str, Any]) -> None:
+        """Record that inputs of a recurrence are stored, from number `first` of a slot on."""
+        for part in inputs:
+            store = {"width": part.width, "count": first, **fields}
+            self.steps.append(Step(Code.STORE_INPUTS, (part,), None, store, cache="write"))
+            first += part.width
+
     def _keep_recurrence(self, shape: Recurrence, weights: RecurrenceWeights) -> int:
         """The address of the C struct for a recurrence and its vectors."""
         struct = RecurrenceStruct(
-            rule=_RULES[shape.rule],
+            rule=RULES.index(shape.rule),
             width=shape.width,
             window=shape.window,
             activation=_ACTIVATIONS[shape.activation or "identity"],

@@ -199,29 +199,42 @@ class ReferenceBackend(Backend):
             out[index] = _attend(q[index], keys, values, format, table, shape, sink_scores)
         return out
 
-    def recurrence(
-        self,
-        x: torch.Tensor,
-        gates: torch.Tensor | None,
-        layer: int,
-        shape: Recurrence,
-        weights: RecurrenceWeights,
+    def convolution(
+        self, x: torch.Tensor, layer: int, shape: Recurrence, weights: RecurrenceWeights
     ) -> torch.Tensor:
-        bound = self._rows()
-        stored = as_tensor(bound.cache.inputs[layer], self.device)
-        slots = torch.from_numpy(bound.rows.slots[bound.index].astype(np.int64)).to(self.device)
-        stored[slots] = x if gates is None else torch.cat((x, gates), -1)
-        if shape.rule != "conv":
-            assert bound.scan is not None
-            states = as_tensor(bound.cache.states.arrays[layer], self.device)
-            vectors = {name: self._optional(value) for name, value in vars(weights).items()}
-            return run_scan(bound.scan, stored, states, len(x), shape, vectors)
+        bound, stored = self._rows(), self._store_inputs((x,), 0, layer)
         if shape.window not in bound.windows:
             table = torch.from_numpy(windows(bound.rows, bound.index, shape.window))
             bound.windows[shape.window] = table.to(self.device)
         bias = self._optional(weights.conv_bias)
         table = bound.windows[shape.window]
         return convolve(stored, table, shape, self._vector(weights.conv), bias)
+
+    def recurrence(
+        self,
+        x: torch.Tensor | None,
+        gates: Sequence[torch.Tensor],
+        layer: int,
+        shape: Recurrence,
+        weights: RecurrenceWeights,
+    ) -> torch.Tensor:
+        bound = self._rows()
+        assert bound.scan is not None
+        inputs, first = (gates, shape.width) if x is None else ((x, *gates), 0)
+        stored = self._store_inputs(inputs, first, layer)
+        states = as_tensor(bound.cache.states.arrays[layer], self.device)
+        vectors = {name: self._optional(value) for name, value in vars(weights).items()}
+        return run_scan(bound.scan, stored, states, len(bound.index), shape, vectors)
+
+    def _store_inputs(self, inputs: Sequence[torch.Tensor], first: int, layer: int) -> torch.Tensor:
+        """Store inputs of a recurrence, from number `first` of a slot on; returns those of all
+        slots."""
+        bound = self._rows()
+        stored = as_tensor(bound.cache.inputs[layer], self.device)
+        slots = torch.from_numpy(bound.rows.slots[bound.index].astype(np.int64)).to(self.device)
+        values = torch.cat(tuple(inputs), -1)
+        stored[slots, first : first + values.shape[-1]] = values
+        return stored
 
     def _optional(self, vector: np.ndarray | None) -> torch.Tensor | None:
         return None if vector is None else self._vector(vector)

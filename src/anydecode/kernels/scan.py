@@ -11,6 +11,8 @@ from anydecode.kernels.torch_arrays import as_tensor
 
 #: Added to the sum of squares that keys and queries of the delta rule are divided by the root of.
 _NORM_EPS = 1e-6
+#: The inputs of this many steps are computed together.
+_STEPS = 32
 
 
 def convolve(
@@ -67,22 +69,24 @@ def run_scan(
         table = slots[scan.lead + 1 - shape.window :].unfold(0, shape.window, 1)
         conv, conv_bias = weights["conv"], weights["conv_bias"]
         assert conv is not None
-        channels = convolve(stored, table, shape, conv, conv_bias)
-        steps = _Steps(shape, channels, stored[own, shape.width :], weights)
         zeros = torch.zeros(shape.state_shape, device=stored.device)
         state = zeros if begin < 0 else states[begin].clone()
         rows, saves = scan.rows[part][scan.lead :].tolist(), scan.saves[part][scan.lead :].tolist()
-        for index, (row, save) in enumerate(zip(rows, saves, strict=True)):
-            state = steps.advance(state, index)
-            if row >= 0:
-                out[row] = steps.output(state, index)
-            if save >= 0:
-                states[save] = state
+        for first in range(0, len(own), _STEPS):
+            group = slice(first, first + _STEPS)
+            channels = convolve(stored, table[group], shape, conv, conv_bias)
+            steps = _Steps(shape, channels, stored[own[group], shape.width :], weights)
+            for index, (row, save) in enumerate(zip(rows[group], saves[group], strict=True)):
+                state = steps.advance(state, index)
+                if row >= 0:
+                    out[row] = steps.output(state, index)
+                if save >= 0:
+                    states[save] = state
     return out.flatten(-2)
 
 
 class _Steps:
-    """The inputs of a run's steps, one entry of each tensor per step."""
+    """The inputs of some steps of a run, one entry of each tensor per step."""
 
     def __init__(
         self,
@@ -93,8 +97,11 @@ class _Steps:
     ) -> None:
         heads, groups = shape.num_heads, shape.num_groups
         num_values, num_keys = heads * shape.head_dim, groups * shape.state_size
-        values, keys, queries = torch.split(channels, [num_values, num_keys, num_keys], -1)
         self._is_delta = shape.rule == "delta"
+        if shape.rule == "selective":
+            keys, queries, gates = torch.split(gates, [num_keys, num_keys, num_values], -1)
+            channels = torch.cat((channels, keys, queries), -1)
+        values, keys, queries = torch.split(channels, [num_values, num_keys, num_keys], -1)
         self._value = values.view(-1, heads, shape.head_dim)
         key, query = (x.view(-1, groups, shape.state_size) for x in (keys, queries))
         if self._is_delta:
@@ -102,23 +109,29 @@ class _Steps:
         self._key, self._query = (
             x.repeat_interleave(heads // groups, 1).unsqueeze(-2) for x in (key, query)
         )
-        decay, bias, self._skip = weights["decay"], weights["step_bias"], weights["skip"]
+        decay, bias, skip = weights["decay"], weights["step_bias"], weights["skip"]
         assert decay is not None and bias is not None
-        step = elementary.softplus(gates[:, -heads:] + bias).clamp(*shape.step_limits)
-        self._decay = elementary.exp(step * decay)[..., None, None]
-        self._strength = elementary.sigmoid(gates[:, :heads]) if self._is_delta else step
+        # Of each head, or of each of its channels: [heads, 1] or [heads, head_dim].
+        step = elementary.softplus(gates[:, -bias.numel() :] + bias).clamp(*shape.step_limits)
+        step = step.view(len(step), heads, -1)
+        decay = decay.view(heads, step.shape[-1], -1)
+        self._decay = elementary.exp(step.unsqueeze(-1) * decay)
+        self._skip = None if skip is None else skip.view(heads, -1)
+        self._strength = step
+        if self._is_delta:
+            self._strength = elementary.sigmoid(gates[:, :heads]).unsqueeze(-1)
 
     def advance(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """The state after step `index`, from the one before it."""
         state, value, key = state * self._decay[index], self._value[index], self._key[index]
         if self._is_delta:
             value = value - elementary.tree_sum(state * key)
-        return state + (value * self._strength[index].unsqueeze(-1)).unsqueeze(-1) * key
+        return state + (value * self._strength[index]).unsqueeze(-1) * key
 
     def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
         y = elementary.tree_sum(state * self._query[index])
-        return y if self._skip is None else y + self._value[index] * self._skip.unsqueeze(-1)
+        return y if self._skip is None else y + self._value[index] * self._skip
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

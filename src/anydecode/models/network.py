@@ -19,6 +19,7 @@ from anydecode.kernels.interface import (
     Attention,
     Backend,
     ExpertWeights,
+    Recurrence,
     RecurrenceWeights,
     Rope,
     Weight,
@@ -70,7 +71,9 @@ class Experts:
 class RecurrentWeights:
     """The weights of a recurrent sublayer.
 
-    output(gate(x) * recurrence(input_gate(x) * inputs(x), gates(x))), see `RecurrentSpec`.
+    output(gate(x) * recurrence(input_gate(x) * inputs(x), gates(x))), see `RecurrentSpec`. With
+    the rule "selective" the gates are keys(c), queries(c) and gates(step_down(c)), where c is the
+    output of the convolution.
     """
 
     inputs: Linear
@@ -80,12 +83,14 @@ class RecurrentWeights:
     gates: Linear | None = None
     input_gate: Linear | None = None
     norm: np.ndarray | None = None
+    keys: Linear | None = None
+    queries: Linear | None = None
+    step_down: Linear | None = None
 
     @property
     def linears(self) -> list[Linear]:
         """All products of the sublayer."""
-        every = (self.inputs, self.gate, self.output, self.gates, self.input_gate)
-        return [linear for linear in every if linear is not None]
+        return [value for value in vars(self).values() if isinstance(value, Linear)]
 
 
 @dataclass(eq=False)
@@ -375,8 +380,7 @@ class Network:
         inputs = _linear(backend, x, weights.inputs)
         if weights.input_gate is not None:
             inputs = backend.gated(_linear(backend, x, weights.input_gate), inputs, "identity")
-        gates = None if weights.gates is None else _linear(backend, x, weights.gates)
-        y = backend.recurrence(inputs, gates, index, spec.shape, weights.vectors)
+        y = _recurrence(backend, x, inputs, spec, weights, index)
         if spec.norm == "before":
             y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
         y = backend.gated(_linear(backend, x, weights.gate), y, spec.gate)
@@ -451,6 +455,36 @@ def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
 def _linear(backend: Backend, x: Any, linear: Linear) -> Any:
     y = backend.linear(x, linear.weight, linear.bias)
     return y if linear.scale == 1.0 else backend.scale(y, linear.scale)
+
+
+def _recurrence(
+    backend: Backend,
+    x: Any,
+    inputs: Any,
+    spec: RecurrentSpec,
+    weights: RecurrentWeights,
+    index: int,
+) -> Any:
+    """The output of the convolution and the recurrence of layer `index`."""
+    shape, vectors = spec.shape, weights.vectors
+    if shape.rule == "conv":
+        return backend.convolution(inputs, index, shape, vectors)
+    assert weights.gates is not None, "checked by `_check_recurrent`"
+    if shape.rule != "selective":
+        gates = _linear(backend, x, weights.gates)
+        return backend.recurrence(inputs, (gates,), index, shape, vectors)
+    assert weights.keys is not None and weights.queries is not None
+    assert weights.step_down is not None
+    channels = backend.convolution(inputs, index, shape, vectors)
+    parts = [
+        _linear(backend, channels, linear)
+        for linear in (weights.keys, weights.queries, weights.step_down)
+    ]
+    if spec.gate_norm_eps is not None:
+        parts = [backend.rms_norm(part, None, spec.gate_norm_eps) for part in parts]
+    keys, queries, down = parts
+    steps = _linear(backend, down, weights.gates)
+    return backend.recurrence(None, (keys, queries, steps), index, shape, vectors)
 
 
 def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
@@ -571,20 +605,43 @@ def _check_recurrent(
     _check_linear(f"{prefix}inputs", weights.inputs, (shape.width, hidden))
     _check_linear(f"{prefix}gate", weights.gate, (shape.width_out, hidden))
     _check_linear(f"{prefix}output", weights.output, (hidden, shape.width_out))
-    if weights.gates is not None:
+    if shape.rule == "selective":
+        _check_selective_gates(prefix, shape, weights)
+    elif (weights.gates is None) != (shape.rule == "conv"):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has gates")
+    elif weights.gates is not None:
         _check_linear(f"{prefix}gates", weights.gates, (shape.num_gates, hidden))
     if weights.input_gate is not None:
         _check_linear(f"{prefix}input_gate", weights.input_gate, (shape.width, hidden))
     _check_vector(f"{prefix}conv", vectors.conv.ravel(), shape.width * shape.window)
     _check_bias(f"{prefix}conv_bias", vectors.conv_bias, shape.width)
     if shape.rule != "conv":
-        _check_vector(f"{prefix}decay", vectors.decay, shape.num_heads)
-        _check_vector(f"{prefix}step_bias", vectors.step_bias, shape.num_heads)
-        _check_bias(f"{prefix}skip", vectors.skip, shape.num_heads)
+        count, size = shape.num_heads, 1
+        if shape.rule == "selective":
+            count, size = shape.width_out, shape.state_size
+        decay = None if vectors.decay is None else vectors.decay.ravel()
+        _check_vector(f"{prefix}decay", decay, count * size)
+        _check_vector(f"{prefix}step_bias", vectors.step_bias, count)
+        _check_bias(f"{prefix}skip", vectors.skip, count)
     if spec.norm is not None:
         size = 0 if weights.norm is None else weights.norm.size
         if size * spec.norm_groups != shape.width_out:
             _check_vector(f"{prefix}norm", weights.norm, shape.width_out)
+
+
+def _check_selective_gates(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:
+    num_keys = shape.num_groups * shape.state_size
+    rank = 0 if weights.gates is None else weights.gates.weight.in_features
+    for name, size in (
+        ("keys", (num_keys, shape.width)),
+        ("queries", (num_keys, shape.width)),
+        ("step_down", (rank, shape.width)),
+        ("gates", (shape.width_out, rank)),
+    ):
+        linear = getattr(weights, name)
+        if linear is None:
+            raise CheckpointError(f"{prefix}{name} is missing")
+        _check_linear(prefix + name, linear, size)
 
 
 def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import (
+    RULES,
     Activation,
     Attention,
     ClampedSwiglu,
@@ -37,12 +38,16 @@ class RecurrentSpec:
         gate: The activation of the gate that multiplies their output.
         norm: Whether that output is normed "before" the gate, "after" it, or not (None).
         norm_groups: The number of equal parts of the output that are normed separately.
+        gate_norm_eps: With the rule "selective": the epsilon of the RMS norms, which have no
+            weights, of the keys, of the queries, and of the input of the product that gives the
+            steps (Falcon-Mamba); None for no norms.
     """
 
     shape: Recurrence
     gate: str = "silu"
     norm: str | None = None
     norm_groups: int = 1
+    gate_norm_eps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -306,8 +311,14 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
 
 def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
     shape = spec.shape
+    if shape.rule not in RULES:
+        raise refusal(f"{prefix}rule", shape.rule, f"one of {RULES}")
     integer(f"{prefix}conv width", shape.width)
     integer(f"{prefix}conv size", shape.window, 1, MAX_WINDOW)
+    if spec.gate_norm_eps is not None:
+        if shape.rule != "selective":
+            raise refusal(f"{prefix}gate_norm_eps", spec.gate_norm_eps, f"None with {shape.rule!r}")
+        number(f"{prefix}gate_norm_eps", spec.gate_norm_eps, 0.0, 1.0)
     if shape.rule == "conv":
         return
     heads = integer(f"{prefix}num_heads", shape.num_heads, 1, MAX_COUNT)
@@ -317,8 +328,9 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
     dim = integer(f"{prefix}head_dim", shape.head_dim, 1, MAX_COUNT)
     size = integer(f"{prefix}state_size", shape.state_size, 1, MAX_COUNT)
     integer(f"{prefix}num_heads * head_dim * state_size", heads * dim * size)
-    if shape.width != heads * dim + 2 * groups * size:
-        raise refusal(f"{prefix}conv width", shape.width, f"{heads * dim + 2 * groups * size}")
+    width = heads * dim + (0 if shape.rule == "selective" else 2 * groups * size)
+    if shape.width != width:
+        raise refusal(f"{prefix}conv width", shape.width, f"{width}")
     if heads * dim % spec.norm_groups:
         raise refusal(f"{prefix}norm_groups", spec.norm_groups, f"a divisor of {heads * dim}")
 

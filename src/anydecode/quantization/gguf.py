@@ -1,8 +1,9 @@
 """Writes a GGUF file again with its matrices in another format.
 
 The metadata and the names of tensors stay, so that every program that reads the source reads the
-result. Vectors, routers, convolutions and tables of positions stay as they are stored. Where the
-format has fewer than six bits per weight, the embedding and the head are written in Q6_K.
+result. Vectors, routers, convolutions, tables of positions and the matrices of gates of recurrent
+layers stay as they are stored. Where the format has fewer than six bits per weight, the embedding
+and the head are written in Q6_K.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ FORMATS = {
 }  # fmt: skip
 _OUTER = ("token_embd.weight", "output.weight")
 #: Parts of the names of matrices that stay: they are small, or not read as matrices.
-_KEPT = ("norm", "ffn_gate_inp", "position_embd", "token_types", "conv", "ssm_", "time_mix")
+_KEPT = (
+    "norm", "ffn_gate_inp", "position_embd", "token_types", "conv", "ssm_a", "ssm_b", "ssm_dt",
+    "ssm_x", "time_mix",
+)  # fmt: skip
 #: Formats with blocks of 256 -> what llama.cpp writes where a row is no multiple of that.
 _SMALL_BLOCKS = {
     "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "IQ4_XS": "IQ4_NL", "TQ2_0": "Q4_0",

@@ -129,7 +129,7 @@ static void run_row(const Step *s, int r) {
            out + from);
       break;
     case OP_STORE: store_row(s->pass, op, r, a + from, b ? b + from : NULL); break;
-    case OP_STORE_INPUTS: store_inputs(s->pass, op, r, a + from, b + (int64_t)r * op->count); break;
+    case OP_STORE_INPUTS: store_inputs(s->pass, op, r, a + from); break;
     case OP_CONVOLVE: convolve_row(s->pass, op, r, out + to); break;
     case OP_GATED: gated(a + from, b + from, op->width, op, out + from); break;
     case OP_ADD: add_rows(a + from, b + from, wide, out + from); break;

@@ -29,7 +29,7 @@ enum Code {
   OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN
 };
 
-enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA };
+enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE }; /* interface.py: RULES */
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
 
 /* The buffer of a value: an offset into the workspace, in floats per row, or one of these. */
@@ -274,7 +274,7 @@ INLINE int64_t attention_state_floats(int padded, int heads) {
 
 /* Floats of scratch memory that one thread needs for a recurrence. */
 INLINE int64_t recurrence_floats(int head_dim, int state_size) {
-  return (int64_t)head_dim * state_size + (head_dim + 7) / 8 * 8 + (state_size + 7) / 8 * 16;
+  return (int64_t)head_dim * state_size + (head_dim + 7) / 8 * 16 + (state_size + 7) / 8 * 16;
 }
 
 INLINE int64_t attention_scratch_floats(int head_dim, int group) {

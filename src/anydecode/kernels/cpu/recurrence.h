@@ -5,14 +5,12 @@
 #include "plan.h"
 #include "pointwise.h"
 
-/* Store a row's channels and gates in its slot. */
-static void store_inputs(const Pass *pass, const Op *op, int row, const float *x,
-                         const float *gates) {
+/* Store some of a row's inputs in its slot, from number op->count on. */
+static void store_inputs(const Pass *pass, const Op *op, int row, const float *x) {
   const Recurrence *shape = op->recurrence;
   float *to = pass->recurrent_inputs[op->layer] +
               (int64_t)pass->slots[row] * (shape->width + shape->num_gates);
-  memcpy(to, x, (size_t)shape->width * 4);
-  if (shape->num_gates) memcpy(to + shape->width, gates, (size_t)shape->num_gates * 4);
+  memcpy(to + op->count, x, (size_t)op->width * 4);
 }
 
 /* Channels [first, first + count) of the convolution at the last of the `window` slots. */
@@ -98,16 +96,62 @@ INLINE void advance(const Recurrence *shape, const HeadStep *step, float skip, f
   }
 }
 
+/* Advance the state of one head as `advance` does, with the rule RULE_SELECTIVE. `gates` has the
+ * row's gates, `times` is scratch memory for one number per channel. */
+INLINE void advance_selective(const Recurrence *shape, int head, const float *value,
+                              const float *gates, float *times, float *state, float *out) {
+  int dim = shape->head_dim, size = shape->state_size, first = head * dim;
+  int group = head / (shape->heads / shape->groups), keys = shape->groups * size;
+  const float *key = gates + group * size, *query = key + keys, *gate = gates + 2 * keys + first;
+  const float *decay = shape->decay + (int64_t)first * size;
+  for (int p = 0; p < dim; p += 8) {
+    f8 bias = f8_load_part(shape->step_bias + first + p, dim - p);
+    f8 time = f8_softplus(f8_add(f8_load_part(gate + p, dim - p), bias));
+    time = f8_min(f8_max(time, f8_set(shape->min_step)), f8_set(shape->max_step));
+    f8_store_part(times + p, time, dim - p);
+  }
+  for (int p = 0; p < dim; p++, state += size, decay += size) {
+    f8 time = f8_set(times[p]), change = f8_set(value[p] * times[p]), sum = f8_set(0.0f);
+    for (int i = 0; i < size; i += 8) {
+      f8 factor = f8_exp(f8_mul(time, f8_load_part(decay + i, size - i)));
+      f8 s = f8_mul(f8_load_part(state + i, size - i), factor);
+      s = f8_fma(change, f8_load_part(key + i, size - i), s);
+      f8_store_part(state + i, s, size - i);
+      sum = f8_fma(s, f8_load_part(query + i, size - i), sum);
+    }
+    if (out) out[p] = f8_sum(sum) + (shape->skip ? shape->skip[first + p] * value[p] : 0.0f);
+  }
+}
+
+/* Set the inputs of one step of one head, with a rule other than RULE_SELECTIVE. `slots` are those
+ * of the window, `gates` those of the row. */
+static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slots,
+                    const float *gates, HeadStep *step) {
+  const Recurrence *shape = op->recurrence;
+  int size = shape->state_size, is_delta = shape->rule == RULE_DELTA;
+  int group = head / (shape->heads / shape->groups), keys = shape->heads * shape->head_dim;
+  convolve(pass, op, slots, keys + group * size, size, step->key);
+  convolve(pass, op, slots, keys + (shape->groups + group) * size, size, step->query);
+  f8 gate = f8_set(gates[shape->num_gates - shape->heads + head] + shape->step_bias[head]);
+  f8 time = f8_min(f8_max(f8_softplus(gate), f8_set(shape->min_step)), f8_set(shape->max_step));
+  step->decay = first_lane(f8_exp(f8_mul(time, f8_set(shape->decay[head]))));
+  step->strength = first_lane(is_delta ? f8_sigmoid(f8_set(gates[head])) : time);
+  if (is_delta) {
+    normalise(step->key, size, 1.0f);
+    normalise(step->query, size, 1.0f / sqrtf((float)size));
+  }
+}
+
 /* Run all steps of one head. `scratch` has recurrence_floats(...) floats. */
 static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, float *out) {
   const Recurrence *shape = op->recurrence;
   int dim = shape->head_dim, size = shape->state_size, lead = pass->scan_lead;
   int64_t floats = (int64_t)dim * size, total = floats * shape->heads;
-  int group = head / (shape->heads / shape->groups), keys = shape->heads * dim;
-  int padded = (size + 7) / 8 * 8, is_delta = shape->rule == RULE_DELTA;
+  int padded = (dim + 7) / 8 * 8;
   float *state = scratch, *kept = pass->states[op->layer] + head * floats;
-  HeadStep step = {scratch + floats, scratch + floats + (dim + 7) / 8 * 8, NULL, 0.0f, 0.0f};
-  step.query = step.key + padded;
+  float *times = scratch + floats + padded;
+  HeadStep step = {scratch + floats, times + padded, NULL, 0.0f, 0.0f};
+  step.query = step.key + (size + 7) / 8 * 8;
   for (int run = 0; run < pass->num_runs; run++) {
     if (pass->scan_start[run] < 0) memset(state, 0, (size_t)floats * 4);
     else memcpy(state, kept + pass->scan_start[run] * total, (size_t)floats * 4);
@@ -117,20 +161,14 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
       const float *gates =
           pass->recurrent_inputs[op->layer] + pass->scan_slots[i] * stride + shape->width;
       convolve(pass, op, slots, head * dim, dim, step.value);
-      convolve(pass, op, slots, keys + group * size, size, step.key);
-      convolve(pass, op, slots, keys + (shape->groups + group) * size, size, step.query);
-      f8 gate = f8_set(gates[shape->num_gates - shape->heads + head] + shape->step_bias[head]);
-      f8 time = f8_min(f8_max(f8_softplus(gate), f8_set(shape->min_step)),
-                       f8_set(shape->max_step));
-      step.decay = first_lane(f8_exp(f8_mul(time, f8_set(shape->decay[head]))));
-      step.strength = first_lane(is_delta ? f8_sigmoid(f8_set(gates[head])) : time);
-      if (is_delta) {
-        normalise(step.key, size, 1.0f);
-        normalise(step.query, size, 1.0f / sqrtf((float)size));
-      }
       int32_t row = pass->scan_rows[i], save = pass->scan_saves[i];
       float *to = row < 0 ? NULL : out + (int64_t)row * shape->heads * dim + head * dim;
-      advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);
+      if (shape->rule == RULE_SELECTIVE) {
+        advance_selective(shape, head, step.value, gates, times, state, to);
+      } else {
+        prepare(pass, op, head, slots, gates, &step);
+        advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);
+      }
       if (save >= 0) memcpy(kept + save * total, state, (size_t)floats * 4);
     }
   }

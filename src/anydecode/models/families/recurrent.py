@@ -154,6 +154,85 @@ _MAMBA = ("mamba", "mixer")
 MAMBA_2 = RecurrentLayout(_mamba_spec, _read_mamba)
 
 
+def _selective_spec(config: Config) -> RecurrentSpec:
+    if value_or(config, "hidden_act", "silu") not in ("silu", "swish"):
+        raise refusal("hidden_act", config["hidden_act"], "silu")
+    inner = int_value(config, "mamba_expand", 2) * int_value(config, "hidden_size")
+    inner = int_value(config, "intermediate_size", inner)
+    size = int_value(config, "mamba_d_state", 16, high=MAX_COUNT)
+    # The channels are independent: heads are the parts that threads divide them into.
+    dim = math.gcd(inner, 64)
+    shape = Recurrence(
+        "selective",
+        width=inner,
+        window=int_value(config, "mamba_d_conv", 4, high=MAX_COUNT),
+        activation="silu",
+        num_heads=inner // dim,
+        head_dim=dim,
+        num_groups=1,
+        state_size=size,
+    )
+    return RecurrentSpec(shape)
+
+
+def _read_selective(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    shape, name = spec.shape, f"{layer}.mixer"
+    inner, size = shape.width, shape.state_size
+    has_bias = bool_value(config, "mamba_proj_bias")
+    sizes = {"inputs": inner, "gate": inner}
+    inputs, gate = _parts(reader, f"{name}.in_proj", sizes, hidden, has_bias)
+    output = reader.linear(f"{name}.out_proj", (hidden, inner), has_bias)
+    conv, bias = _conv(reader, f"{name}.conv1d", spec, bool_value(config, "mamba_conv_bias", True))
+    if reader.has(f"{name}.A"):  # GGUF
+        decay = reader.tensor(f"{name}.A", (inner, size))
+    else:
+        decay = -np.exp(reader.tensor(f"{name}.A_log", (inner, size)))
+    vectors = RecurrenceWeights(
+        conv,
+        bias,
+        decay=decay,
+        step_bias=reader.vector(f"{name}.dt_proj.bias", inner),
+        skip=reader.vector(f"{name}.D", inner),
+    )
+    rank = -(-hidden // 16)
+    if config.get("time_step_rank") != "auto":
+        rank = int_value(config, "time_step_rank", rank)
+
+    # These matrices are small, and many ranks do not divide into blocks: they keep their format.
+    # Adapters cannot target either; of `dt_proj`, transformers reads the weight alone.
+    def small(matrix: str, shape: tuple[int, int], part: str, rows: slice) -> Linear:
+        full = f"{name}.{matrix}"
+        weight = reader.matrix(full, shape, rows=rows, alias=f"{full}.{part}", keep_format=True)
+        return Linear(weight)
+
+    gates = (rank + 2 * size, inner)
+    return RecurrentWeights(
+        inputs,
+        gate,
+        output,
+        vectors,
+        gates=small("dt_proj", (inner, rank), "steps", slice(None)),
+        step_down=small("x_proj", gates, "step_down", slice(0, rank)),
+        keys=small("x_proj", gates, "keys", slice(rank, rank + size)),
+        queries=small("x_proj", gates, "queries", slice(rank + size, rank + 2 * size)),
+    )
+
+
+#: Mamba, whose gates depend on the output of the convolution.
+MAMBA = RecurrentLayout(_selective_spec, _read_selective)
+
+
+def _falcon_mamba_spec(config: Config) -> RecurrentSpec:
+    eps = number("mixer_rms_eps", value_or(config, "mixer_rms_eps", 1e-6), 0.0, 1.0)
+    return replace(_selective_spec(config), gate_norm_eps=eps)
+
+
+#: Falcon-Mamba: Mamba with norms of the gates.
+FALCON_MAMBA = RecurrentLayout(_falcon_mamba_spec, _read_selective)
+
+
 def _falcon_h1_spec(config: Config) -> RecurrentSpec:
     spec = _mamba_spec(config)
     if not bool_value(config, "mamba_rms_norm"):

@@ -34,7 +34,14 @@ from anydecode.models.families.patterns import (
     sliding_from_layer,
     sliding_without_rope,
 )
-from anydecode.models.families.recurrent import FALCON_H1, GATED_DELTA, MAMBA_2, SHORT_CONV
+from anydecode.models.families.recurrent import (
+    FALCON_H1,
+    FALCON_MAMBA,
+    GATED_DELTA,
+    MAMBA,
+    MAMBA_2,
+    SHORT_CONV,
+)
 
 _GEMMA = {
     "tie_word_embeddings": True,
@@ -43,6 +50,25 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "rms_norm_eps": 1e-6,
     "sliding_window": 4096,
+}
+
+_MAMBA: dict[str, Any] = {
+    "mlp": "none",
+    "keys": {
+        "state_size": ("mamba_d_state",),
+        "conv_kernel": ("mamba_d_conv",),
+        "expand": ("mamba_expand",),
+        "use_bias": ("mamba_proj_bias",),
+        "use_conv_bias": ("mamba_conv_bias",),
+        "layer_norm_epsilon": ("rms_norm_eps",),
+    },
+    "names": {"embed_tokens": "embeddings", "norm": "norm_f", "input_layernorm": "norm"},
+    "defaults": {
+        "max_position_embeddings": 1 << 20,
+        "num_attention_heads": 1,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
 }
 
 _LFM2: dict[str, Any] = {
@@ -474,6 +500,10 @@ FAMILIES |= {
         attention_every_nth,
         moe=_QWEN_EXPERTS,
         **_GATED_DELTA,
+    ),
+    "mamba": Family(("MambaForCausalLM",), all_recurrent, recurrent=MAMBA, **_MAMBA),
+    "falcon_mamba": Family(
+        ("FalconMambaForCausalLM",), all_recurrent, recurrent=FALCON_MAMBA, **_MAMBA
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),

@@ -74,6 +74,13 @@ _OVERRIDES = {
         "shortconv.conv": "conv.conv",
         "shortconv.out_proj": "conv.out_proj",
     },
+    "mamba": {
+        "ssm_in": "mixer.in_proj",
+        "ssm_conv1d": "mixer.conv1d",
+        "ssm_x": "mixer.x_proj",
+        "ssm_dt": "mixer.dt_proj",
+        "ssm_out": "mixer.out_proj",
+    },
     "qwen2moe": {
         "ffn_gate_inp": "mlp.gate",
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -127,6 +134,8 @@ _HEADS = {
 _VECTORS = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ssm_a": "mixer.A",
+    "ssm_d": "mixer.D",
 }
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 _SCALES = ("scale", "input_scale")
@@ -182,7 +191,9 @@ def _convert(
     module, _, leaf = info.name.rpartition(".")
     if leaf in _SCALES and f"{module}.weight" in file.tensors:
         return []
-    if leaf not in ("weight", "bias"):
+    if leaf in _VECTORS and architecture == "mamba":
+        module, leaf = info.name, ""
+    if leaf not in ("weight", "bias", ""):
         raise _unknown_tensor(file, info, architecture)
     if not module.startswith("blk."):
         if module not in _OUTER:
@@ -205,7 +216,7 @@ def _convert(
             heads = config["num_attention_heads"]
             return _heads(file, info, _HEADS[architecture][part], prefix, heads)
         is_layer = layer.isdigit() and int(layer) < num_layers
-        vector = _VECTORS.get(f"{part}.{leaf}")
+        vector = _VECTORS.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:
             return [(prefix + vector, info.shape, partial(_read, file, info, prefix + vector))]
         names = {**_LAYER, **_OVERRIDES.get(architecture, {})}
@@ -214,7 +225,7 @@ def _convert(
         target = FAMILIES[config["model_type"]].names.get(names[part], names[part])
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
-    if part == "shortconv.conv" and leaf == "weight":
+    if part in ("shortconv.conv", "ssm_conv1d") and leaf == "weight":
         shape = (info.shape[0], 1, *info.shape[1:])
         return [(name, shape, partial(_as_shape, reader, shape))]
     if part == "ffn_gate_inp_shexp":
@@ -361,8 +372,8 @@ def _expected_shapes(
 ) -> Iterator[tuple[str, _Shape, bool]]:
     """Yield names, shapes, and whether the tensor is required (most biases are not)."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    yield "model.embed_tokens.weight", (vocab, hidden), True
     family = FAMILIES[config["model_type"]]
+    yield f"model.{family.names.get('embed_tokens', 'embed_tokens')}.weight", (vocab, hidden), True
     yield f"model.{family.names.get('norm', 'norm')}.weight", (hidden,), True
     yield "lm_head.weight", (vocab, hidden), False
     if family.has_norm_bias:
@@ -386,6 +397,22 @@ def _expected_shapes(
             yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
             matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
             vectors = {name: size for name, size in vectors.items() if "self_attn" not in name}
+        if architecture == "mamba":
+            inner, size, rank = (
+                config[key] for key in ("intermediate_size", "state_size", "time_step_rank")
+            )
+            matrices = {
+                "mixer.in_proj": (2 * inner, hidden),
+                "mixer.x_proj": (rank + 2 * size, inner),
+                "mixer.dt_proj": (inner, rank),
+                "mixer.out_proj": (hidden, inner),
+            }
+            vectors = {"input_layernorm": hidden}
+            yield f"{start}mixer.conv1d.weight", (inner, 1, config["conv_kernel"]), True
+            yield f"{start}mixer.conv1d.bias", (inner,), config["use_conv_bias"]
+            yield f"{start}mixer.dt_proj.bias", (inner,), True
+            yield f"{start}mixer.A", (inner, size), True
+            yield f"{start}mixer.D", (inner,), True
         for module, shape in {**matrices, **_mlp_shapes(architecture, config, layer)}.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", shape, True
@@ -461,6 +488,8 @@ def _mlp_shapes(architecture: str, config: dict[str, Any], layer: int) -> dict[s
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     if architecture in ("phi3", "glm4"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
+    if FAMILIES[config["model_type"]].mlp == "none":
+        return {}
     if FAMILIES[config["model_type"]].mlp == "plain":
         return {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     moe = FAMILIES[config["model_type"]].moe

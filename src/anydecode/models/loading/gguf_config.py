@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "mamba": ("mamba", "MambaForCausalLM"),
 }
 
 #: The values of `expert_gating_func`; 0 is none.
@@ -135,6 +136,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "glm4moe": _glm4_moe,
         "lfm2": _lfm2,
         "deepseek2": _deepseek,
+        "mamba": _mamba,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -144,7 +146,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def _common(keys: Keys) -> dict[str, Any]:
     file = keys.file
     model_type, architecture = ARCHITECTURES[keys.architecture]
-    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    low = 0 if keys.architecture == "mamba" else 1  # it has no attention and no MLP
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count", low=low)
+    heads = max(1, heads)
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
     is_latent = FAMILIES[model_type].has_latent_attention
     if not is_latent and keys.count("attention.value_length", head_dim) != head_dim:
@@ -157,7 +161,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.count("feed_forward_length", 1),
+        "intermediate_size": keys.count("feed_forward_length", 1, low=low),
         "num_hidden_layers": keys.count("block_count", high=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", heads, skip_zeros=True),
@@ -462,6 +466,24 @@ def _lfm2(keys: Keys, config: dict[str, Any]) -> None:
     config["layer_types"] = ["full_attention" if entry else "conv" for entry in heads[:count]]
     config["conv_L_cache"] = keys.count("shortconv.l_cache")
     config["block_auto_adjust_ff_dim"] = False
+
+
+def _mamba(keys: Keys, config: dict[str, Any]) -> None:
+    has_norms = keys.get("ssm.dt_b_c_rms", False)
+    if not isinstance(has_norms, bool):
+        name = f"{keys.file.path}: metadata mamba.ssm.dt_b_c_rms"
+        raise refusal(name, has_norms, "true or false")
+    if has_norms:
+        config["model_type"], config["architectures"] = "falcon_mamba", ["FalconMambaForCausalLM"]
+    config["intermediate_size"] = keys.count("ssm.inner_size")
+    for key, name in (
+        ("ssm.state_size", "state_size"),
+        ("ssm.conv_kernel", "conv_kernel"),
+        ("ssm.time_step_rank", "time_step_rank"),
+    ):
+        config[name] = keys.count(key)
+    config["use_conv_bias"] = "blk.0.ssm_conv1d.bias" in keys.file.tensors
+    config["use_bias"] = "blk.0.ssm_in.bias" in keys.file.tensors
 
 
 def _granite(keys: Keys, config: dict[str, Any]) -> None:
