@@ -182,7 +182,7 @@ def test_formats(node: Any, allowed: list[str], others: list[str]) -> None:
         ),
         ({"type": "star", "content": TEXT}, "format.content is free text"),
         ({"type": "sequence", "elements": [TEXT, JSON]}, "format.elements.0 is free text: it must"),
-        (tag("a", TEXT, 5), "format.end must be a list of strings"),
+        (tag("a", TEXT, 5), "format.end must be a string or a list of strings"),
         ({**tag("a", TEXT, ""), "begin": {"type": "token", "token": 5}}, "format.begin must be"),
         ({**TRIGGERED, "tags": [const("a")]}, "format.tags.0 must be a tag"),
         ({**TRIGGERED, "triggers": ["["]}, "no trigger starts the tag '<f=a>'"),

@@ -101,5 +101,5 @@ def test_prompts_are_texts_or_lists_of_tokens() -> None:
     assert prompt_list(["a", "b"]) == ["a", "b"]
     assert prompt_list([1, 2]) == [[1, 2]]
     assert prompt_list([[1], [2, 3]]) == [[1], [2, 3]]
-    with pytest.raises(ApiError, match="the prompt is empty"):
+    with pytest.raises(ApiError, match="^prompt is empty"):
         prompt_list([])

@@ -469,7 +469,8 @@ def test_predictions_and_negative_prompts_may_be_long(client: Client, llm: LLM) 
 
 
 def test_fields_of_messages_that_the_template_does_not_read_are_listed() -> None:
-    template = "{% for one in messages %}{{ one.content }}{{ one.reasoning_content }}{% endfor %}"
+    loop = "{% for one in messages %}{{ one.content }}{{ one.reasoning_content }}{% endfor %}"
+    template = f"an assistant named Ada: {loop}"
     message = {"role": "user", "content": "a", "tool_call_id": "c", "refusal": None}
     model = ScriptedModel(seed=1)
     with LLM(model, tokenizer=TemplateTokenizer(template)) as llm, served(llm) as client:

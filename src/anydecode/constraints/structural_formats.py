@@ -168,7 +168,9 @@ class FormatGrammar:
         if _fields(node, path).get("type") != "tag" or node.keys() - {"type", *_READERS["tag"][1]}:
             raise ConstraintError(f"{path} must be a tag: type, begin, content and end")
         begin = _text(node, "begin", path)
-        ends = (node["end"],) if isinstance(node.get("end"), str) else _texts(node, "end", path)
+        ends = (node["end"],) if isinstance(node.get("end"), str) else node.get("end")
+        if not isinstance(ends, list | tuple) or not all(isinstance(one, str) for one in ends):
+            raise ConstraintError(f"{path}.end must be a string or a list of strings")
         if "" in ends:  # the end may be left out
             closing = _closing(tuple(filter(None, ends)))
             content = self._read(node.get("content"), f"{path}.content")

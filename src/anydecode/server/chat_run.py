@@ -36,6 +36,8 @@ from anydecode.server.tools import (
     allows_parallel,
     answer_schema_of,
     constraint_factory,
+    constraint_field,
+    errors_name,
     json_options,
     parameters_of,
     select_tools,
@@ -168,7 +170,8 @@ async def start_chat(
     else:
         make_constraint = constraint_factory(body.response_format, body.structured_outputs)
     if make_constraint is not None:
-        constraint = await service.preparation.constraint(state, make_constraint)
+        with errors_name("tools" if tools else constraint_field(body.structured_outputs)):
+            constraint = await service.preparation.constraint(state, make_constraint)
         options["constraint"] = service.after_reasoning(constraint, prompt_end)
     tokens = await service.preparation.encode(state, text, special=False)
     run = await service.run([tokens], options, state, streamed=streamed)
@@ -212,15 +215,22 @@ class ChatRun:
                     active.discard(index)
                     if job.error is not None:
                         request.generation()  # raises the error
-                events = list(self._parsers[index].push(request.take_text(number), final=ended))
+                text, is_cut = request.take_text(number), ended and self._is_cut(index)
+                events = list(self._parsers[index].push(text, final=ended, is_cut=is_cut))
                 self._note_calls(index, events)
                 yield index, events, ended
 
     def events(self, index: int, generation: Generation) -> list[Event]:
         """All events of a finished choice that was not streamed."""
-        events = list(self._parsers[index].push(generation.text, final=True))
+        parser, is_cut = self._parsers[index], self._is_cut(index)
+        events = list(parser.push(generation.text, final=True, is_cut=is_cut))
         self._note_calls(index, events)
         return events
+
+    def _is_cut(self, index: int) -> bool:
+        """Whether a token limit ended a choice."""
+        request, number = self.run.choices[index]
+        return request.jobs[number].sequence.finish_reason == "length"
 
     def answer(self, index: int, generation: Generation) -> Answer:
         """The complete answer of a finished choice that was not streamed."""
@@ -260,7 +270,11 @@ class ChatRun:
         assert parser is not None
         request, number = self.run.choices[index]
         job = request.jobs[number]
-        parser.push(logprobs.generated(job.sequence, parser.num_tokens), final=job.done)
+        parser.push(
+            logprobs.generated(job.sequence, parser.num_tokens),
+            final=job.done,
+            is_cut=job.done and self._is_cut(index),
+        )
         return parser.take()
 
     def _note_calls(self, index: int, events: list[Event]) -> None:
@@ -285,24 +299,25 @@ class TokenParser:
         self._num_others = 0
         self._kind = "content"
 
-    def push(self, entries: list[TokenLogprobs], *, final: bool) -> None:
-        """Parse the next tokens. `final`: whether they are the last ones."""
+    def push(self, entries: list[TokenLogprobs], *, final: bool, is_cut: bool = False) -> None:
+        """Parse the next tokens. `final`: whether they are the last ones, and `is_cut`, whether of
+        an answer that was cut."""
         self.num_tokens += len(entries)
         for entry in entries:
             text = self._detokenizer.push(entry.token)
             self._pending.append((entry, text))
-            self._parse(text, final=False)
+            self._parse(text)
         if final:
-            self._parse(self._detokenizer.flush(), final=True)
+            self._parse(self._detokenizer.flush(), final=True, is_cut=is_cut)
 
     def take(self) -> list[tuple[int, TokenLogprobs]]:
         """The tokens of the content since the last call, as in `ChatRun.content_logprobs`."""
         taken, self._content = self._content, []
         return taken
 
-    def _parse(self, text: str, *, final: bool) -> None:
+    def _parse(self, text: str, *, final: bool = False, is_cut: bool = False) -> None:
         kind = None
-        for kind, value in self._parser.push(text, final=final):
+        for kind, value in self._parser.push(text, final=final, is_cut=is_cut):
             self._num_others += kind == "call" or (kind == "reasoning" != self._kind)
             self._kind = kind
             if kind == "content":

@@ -32,7 +32,7 @@ MAX_AT_ONCE = 64
 
 async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> Response:
     """Compute one embedding per input."""
-    prompts = prompt_list(body.input)
+    prompts = prompt_list(body.input, "input")
     check_texts(len(prompts), service.settings, "input")
     vectors, count = await embed_prompts(
         service,

@@ -30,7 +30,6 @@ _RULES = {
     "greater_than_equal": "be {ge} or more",
     "less_than": "be less than {lt}",
     "less_than_equal": "be {le} or less",
-    "literal_error": "be {expected}",
     "string_too_long": "be a string of at most {max_length} characters",
     "string_too_short": "be a string of at least {min_length} characters",
     "too_long": "have at most {max_length} items",
@@ -42,7 +41,9 @@ _PATTERNS = {
     COMPLETION_WINDOW: "a number with the unit s, m, h or d, of at most 30d",
 }
 #: Parts of a location that name a type of pydantic, not a field.
-_TYPE_NAME = re.compile(r"(?:constrained-)?(?:str|int|float|bool|list|dict)(?:\[.*\])?|[A-Z]\w*")
+_TYPE_NAME = re.compile(
+    r"(?:constrained-)?(?:str|int|float|bool|list|dict|literal)(?:\[.*\])?|[A-Z]\w*"
+)
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -53,18 +54,25 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     place = max(map(_path, of_field), key=_order)
     here = [error for error in of_field if _path(error) == place]
     # A value of an allowed type that breaks a rule is described by the rule.
-    error = next((one for one in here if one["type"] not in _KINDS), here[0])
+    error = next((one for one in here if not _kind(one)), here[0])
     name = ".".join(place)
     if error["loc"][-1:] == ("[key]",):
         parent = ".".join(place[:-1])
         message = _described(f"the name {place[-1]!r} in {parent}", error)
-    elif error["type"] in _KINDS and name not in ALLOWED:
-        kinds = dict.fromkeys(_KINDS[one["type"]] for one in here)
+    elif all(_kind(one) for one in here) and (name not in ALLOWED or error["type"] == "bool_type"):
+        kinds = dict.fromkeys(filter(None, map(_kind, here)))
         message = f"{name or 'the body'} must be {' or '.join(kinds)}{_given(error)}"
     else:
         message = _described(name, error)
     code = "unknown_parameter" if error["type"] == "extra_forbidden" else "invalid_body"
     return ApiError(400, message, code=code, param=name or None)
+
+
+def _kind(error: Mapping[str, Any]) -> str | None:
+    """What a value of another type must be; None if an error is of another kind."""
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return _KINDS.get(error["type"])
 
 
 def _described(name: str, error: Mapping[str, Any]) -> str:

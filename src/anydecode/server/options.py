@@ -13,8 +13,11 @@ from anydecode.errors import InvalidRequestError
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.server.errors import ApiError
 from anydecode.server.prompts import effort_variables, text_of
-from anydecode.server.protocol import Body, ChatRequest, Options, SamplingFields
+from anydecode.server.protocol import OTHER_NAMES, Body, ChatRequest, Options, SamplingFields
 from anydecode.server.settings import Settings
+
+#: How a chat template reads a field of a message.
+_READS = (".{}", "'{}'", '"{}"')
 
 
 def engine_options(
@@ -61,6 +64,10 @@ def check_extra_fields(body: Options) -> None:
         part = getattr(body, name)
         if isinstance(part, Body):
             unknown += [f"{name}.{field}" for field in sorted(part.model_extra or ())]
+    for name, others in OTHER_NAMES.items():
+        if both := [other for other in others if other in unknown]:
+            message = f"{both[0]} and {name} are the same field; send one of them"
+            raise ApiError(400, message, code="invalid_value", param=both[0])
     if unknown:
         names = ", ".join(unknown)
         raise ApiError(400, f"unknown field {names}", code="unknown_parameter", param=unknown[0])
@@ -93,7 +100,8 @@ def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
     result also where no template shows it."""
     for message in body.messages:
         for name, value in (message.model_extra or {}).items():
-            if value and name != "tool_call_id" and name not in (template or ""):
+            is_read = any(form.format(name) in (template or "") for form in _READS)
+            if value and name != "tool_call_id" and not is_read:
                 yield name
 
 

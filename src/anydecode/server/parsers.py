@@ -101,10 +101,11 @@ class Parser:
         self._follows_call = False
         self._white_space = ""  # after a call; dropped unless other text follows
 
-    def push(self, text: str, final: bool = False) -> Iterator[Event]:
-        """Yield the events that `text` completes. `final` flushes the buffered text."""
+    def push(self, text: str, final: bool = False, is_cut: bool = False) -> Iterator[Event]:
+        """Yield the events that `text` completes. `final` flushes the buffered text; of an answer
+        that a token limit cut (`is_cut`), without a part of a tag at its end."""
         if self._reasoning is None:
-            yield from self._push_answer(text, final)
+            yield from self._push_answer(text, final, is_cut)
             return
         for inside, part, closed in self._reasoning.push(text, final):
             if inside:
@@ -112,11 +113,11 @@ class Parser:
                     yield "reasoning", part
                 self._trim = self._trim or closed
             else:
-                yield from self._push_answer(part, False)
+                yield from self._push_answer(part, False, False)
         if final:
-            yield from self._push_answer("", True)
+            yield from self._push_answer("", True, is_cut)
 
-    def _push_answer(self, text: str, final: bool) -> Iterator[Event]:
+    def _push_answer(self, text: str, final: bool, is_cut: bool) -> Iterator[Event]:
         if self._trim and text:
             text = text.lstrip("\n")
             self._trim = not text
@@ -124,7 +125,7 @@ class Parser:
             if text:
                 yield "content", text
             return
-        for kind, value in self._stream.run(self._steps, text, final):
+        for kind, value in self._stream.run(self._steps, text, final, is_cut):
             if kind != "content":
                 self._white_space, self._follows_call = "", True
             elif self._follows_call:

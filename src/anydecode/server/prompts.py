@@ -83,12 +83,9 @@ def text_of(content: str | list[dict[str, Any]] | None, param: str = "messages")
     texts = []
     for part in content:
         if part.get("type") not in ("text", "input_text", "output_text"):
-            kind = part.get("type")
-            raise ApiError(
-                400,
-                f"a content part has type {kind!r}; this model accepts text only",
-                param=param,
-            )
+            kind = f"has type {part['type']!r}" if "type" in part else "has no type"
+            message = f"a content part {kind}; this model accepts text only"
+            raise ApiError(400, message, param=param)
         if not isinstance(part.get("text"), str):
             raise ApiError(400, "a text part needs the field text, a string", param=param)
         texts.append(part["text"])
@@ -163,12 +160,14 @@ def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]
     return {}
 
 
-def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """The prompts as a list, from one prompt or several."""
+def prompt_list(
+    prompt: str | list[str] | list[int] | list[list[int]], param: str = "prompt"
+) -> list[str | list[int]]:
+    """The prompts as a list, from one prompt or several. `param` is the field that has them."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise ApiError(400, "the prompt is empty", param="prompt")
+        raise ApiError(400, f"{param} is empty", param=param)
     if isinstance(prompt[0], int):
         return [list(prompt)]
     return list(prompt)

@@ -89,7 +89,7 @@ _LISTS: dict[str, Any] = {
 
 
 #: Other names that a sampling option has in requests.
-_OTHER_NAMES = {"thinking_token_budget": ("max_thinking_tokens",)}
+OTHER_NAMES = {"thinking_token_budget": ("max_thinking_tokens",)}
 
 
 def _sampling_fields() -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _sampling_fields() -> dict[str, Any]:
                 "lt" if high == BELOW_ONE else "le": 1 if high == BELOW_ONE else high,
             }
             kind = Annotated[int if name in INTEGERS else float, Field(**bounds)]
-        aliases = AliasChoices(name, *_OTHER_NAMES.get(name, ()))
+        aliases = AliasChoices(name, *OTHER_NAMES.get(name, ()))
         found[name] = (kind | None, Field(None, validation_alias=aliases))
     return found
 
@@ -268,6 +268,7 @@ class Tool(Body):
 class PredictedOutput(Body):
     """The expected answer: a text, or a list of parts with a `text` each."""
 
+    model_config = ConfigDict(extra="forbid")
     type: Literal["content"]
     content: str | Objects
 

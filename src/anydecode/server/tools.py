@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from anydecode.constraints.tools.formats import ToolFormat
-from anydecode.server.errors import ApiError
+from anydecode.errors import ConstraintError
+from anydecode.server.errors import ApiError, api_error
 from anydecode.server.protocol import StructuredOutputs, Tool
 
 #: The fields that describe a schema in a response format.
@@ -40,6 +42,23 @@ def constraint_factory(
     if schema is not None:
         return partial(_json_constraint, schema, structured)
     return None
+
+
+@contextmanager
+def errors_name(field: str) -> Iterator[None]:
+    """Give errors of a constraint the field that describes it."""
+    try:
+        yield
+    except (ApiError, ConstraintError) as error:
+        failure = api_error(error)
+        failure.param = failure.param or field
+        raise failure from error
+
+
+def constraint_field(structured: StructuredOutputs | None) -> str:
+    """The field of a request without tools that describes the constraint of its answer."""
+    kinds = [] if structured is None else _kinds(structured)
+    return f"structured_outputs.{kinds[0]}" if kinds else "response_format"
 
 
 def answer_schema_of(
@@ -161,7 +180,8 @@ def select_tools(
         return [], False
     if choice == "required":
         if not offered:
-            raise ApiError(400, "tool_choice requires a call, but no tools are given")
+            message = "tool_choice requires a call, but no tools are given"
+            raise ApiError(400, message, param="tool_choice")
         return offered, True
     if isinstance(choice, str):
         raise ApiError(

@@ -16,6 +16,8 @@ _Result = TypeVar("_Result")
 Steps = Generator[Event | None, None, _Result]
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
+#: At the end of a text that was cut, so many characters of a tag or more are no text.
+_MIN_CUT_TAG = 2
 #: The start of a call as a JSON object, up to the end of its name, and up to its arguments.
 _NAME_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _CALL_START = re.compile(
@@ -24,17 +26,23 @@ _CALL_START = re.compile(
 
 
 class TextStream:
-    """Text that arrives in parts. `num_taken` counts the characters that were parsed."""
+    """Text that arrives in parts. `num_taken` counts the characters that were parsed, and `is_cut`
+    is whether the text ended before its own end."""
 
     def __init__(self) -> None:
         self.buffer = ""
-        self.is_final = False
+        self.is_final = self.is_cut = False
         self.num_taken = 0
 
-    def run(self, steps: Steps[Any], text: str, final: bool = False) -> Iterator[Event]:
-        """Appends `text` and yields the events of `steps` that it completes."""
+    def run(
+        self, steps: Steps[Any], text: str, final: bool = False, is_cut: bool = False
+    ) -> Iterator[Event]:
+        """Appends `text` and yields the events of `steps` that it completes. `final`: whether the
+        text ends with it, and `is_cut`, whether within a token limit."""
         self.buffer += text
-        self.is_final = final
+        if is_cut:  # also within a character
+            self.buffer = self.buffer.rstrip("\ufffd")
+        self.is_final, self.is_cut = final, is_cut
         for event in steps:
             if event is None:
                 return
@@ -57,10 +65,15 @@ class TextStream:
                     yield kind, self.take(position)
                 self.take(len(tag))
                 return tag
-            num_kept = 0 if self.is_final else max(overlap(self.buffer, tag) for tag in tags)
+            num_kept = max(overlap(self.buffer, tag) for tag in tags)
+            if self.is_final and not (self.is_cut and num_kept >= _MIN_CUT_TAG):
+                num_kept = 0
+            if self.is_final and self.buffer[len(self.buffer) - num_kept :].isalpha():
+                num_kept = 0  # the start of a word
             if len(self.buffer) > num_kept:
                 yield kind, self.take(len(self.buffer) - num_kept)
             if self.is_final:
+                self.take(num_kept)
                 return ""
             yield None
 

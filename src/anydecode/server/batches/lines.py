@@ -74,10 +74,12 @@ class LineCheck:
             )
             raise ApiError(400, message, code="duplicate_custom_id", param="custom_id")
         if (method := request.get("method")) != "POST":
-            message = f'method is {method!r}; it must be "POST"'
+            given = "is missing" if method is None else f"is {method!r}"
+            message = f'method {given}; it must be "POST"'
             raise ApiError(400, message, code="invalid_method", param="method")
         if (url := request.get("url")) != self._endpoint:
-            message = f"url is {url!r}; it must be the endpoint of the batch, {self._endpoint}"
+            given = "is missing" if url is None else f"is {url!r}"
+            message = f"url {given}; it must be the endpoint of the batch, {self._endpoint}"
             raise ApiError(400, message, code="invalid_url", param="url")
         if unknown := sorted(request.keys() - set(_FIELDS)):
             message = f"unknown field {', '.join(unknown)}; a line has {', '.join(_FIELDS)}"
