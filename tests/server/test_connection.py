@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.server import admission  # noqa: E402
+from anydecode.server.admission import Pace  # noqa: E402
 from server_client import Client, served  # noqa: E402
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
@@ -136,3 +139,26 @@ def test_unknown_paths_are_one_label(llm: Any) -> None:
         if line.startswith("anydecode_requests_total{")
     }
     assert labels <= {"other", "refused", "/page/{name}", "/metrics"} and "other" in labels
+
+
+def test_large_bodies_are_received_at_a_limited_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of several bodies together, and small ones at once."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(admission.asyncio, "sleep", sleep)
+    pace = Pace(1000.0)
+
+    async def receive() -> None:
+        for _ in range(4):
+            await pace.wait(500)
+
+    async def both() -> None:
+        await asyncio.gather(receive(), receive())
+
+    asyncio.run(both())
+    assert len(waits) == 8 and 3.9 < waits[-1] <= 4.0
+    asyncio.run(Pace(1e9).wait(1000))
+    assert len(waits) == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from secrets import token_hex
 from time import perf_counter, time_ns
 from typing import Any
@@ -30,6 +30,10 @@ _PATHS = frozenset((*METRICS_PATHS, *OPERATIONS))
 UPLOAD_PATH = "/v1/files"
 #: Maximum number of files that are received at once.
 MAX_UPLOADS = 8
+#: All bodies together are received at this rate, after the first part of each.
+BODY_BYTES_PER_SECOND = 64 << 20
+#: A shorter wait, in seconds, is left out: it would be longer than asked for.
+_SHORTEST_WAIT = 0.002
 
 Message = dict[str, Any]
 
@@ -72,6 +76,7 @@ class AdmissionMiddleware:
         self.active = 0
         self._receiving: dict[asyncio.Future[None], None] = {}  # the oldest is the first
         self._uploading: dict[asyncio.Future[None], None] = {}  # the same, of uploaded files
+        self._pace = Pace(BODY_BYTES_PER_SECOND)
         self.draining = False
         self._namespaces = settings.namespaces
         self._log_key = logs.log_key()
@@ -148,10 +153,12 @@ class AdmissionMiddleware:
         if request.scope["path"] == UPLOAD_PATH:
             receiving, max_bodies = self._uploading, min(max_bodies, MAX_UPLOADS)
 
-        def on_part() -> None:
-            receiving[task] = None
-            if len(receiving) > max_bodies:
-                next(iter(receiving)).cancel()
+        async def on_part(size: int) -> None:
+            if task not in receiving:
+                receiving[task] = None
+                if len(receiving) > max_bodies:
+                    next(iter(receiving)).cancel()
+            await self._pace.wait(size)
 
         task = asyncio.ensure_future(request.receive_body(limit, on_part))
         try:
@@ -240,6 +247,22 @@ class AdmissionMiddleware:
             )
 
 
+class Pace:
+    """Limits the rate of bytes that several clients send: the event loop copies them, and has to
+    send tokens in time too."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        self._end = 0.0  # of the time that the bytes so far take
+
+    async def wait(self, size: int) -> None:
+        """Wait until `size` bytes may be followed by more."""
+        now = perf_counter()
+        self._end = max(self._end, now) + size / self._rate
+        if self._end > now + _SHORTEST_WAIT:
+            await asyncio.sleep(self._end - now)
+
+
 def _too_large_body(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes"
     return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
@@ -280,30 +303,29 @@ class RequestScope:
         message: Message = await self._receive()
         return message
 
-    async def receive_body(self, limit: int, on_part: Callable[[], object]) -> None:
+    async def receive_body(self, limit: int, on_part: Callable[[int], Awaitable[None]]) -> None:
         """Receive the whole body, for `receive` to return.
 
         Args:
             limit: Its largest size, in bytes.
-            on_part: Called when the first part has been received, unless it is the whole body.
+            on_part: Called with the size of each part but the last, in bytes.
 
         Raises:
             ApiError: The body is larger than `limit` bytes.
             Disconnected: The client disconnects.
         """
-        body, has_part = bytearray(), False
+        body = bytearray()
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
-            body += message.get("body", b"")
+            part = message.get("body", b"")
+            body += part
             if len(body) > limit:
                 raise _too_large_body(limit)
             if not message.get("more_body", False):
                 break
-            if not has_part:
-                on_part()
-                has_part = True
+            await on_part(len(part))
         self._body = bytes(body)
 
     async def send(self, message: Message) -> None:
