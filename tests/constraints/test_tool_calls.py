@@ -231,6 +231,27 @@ def test_text_is_cut_by_the_token_limit_and_calls_are_completed(llm: LLM) -> Non
         assert calls or not out.constraint["steered"]
 
 
+def test_the_token_limit_chooses_no_tool(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool is that of the answer without the limit, also where only another one's call fits."""
+    tools = {
+        "f": object_schema(x=DIGIT),
+        "g": object_schema(words={"enum": ["a long text that is needed"]}),
+    }
+    constraint = tool_calls(tools, is_required=True, is_parallel=False)
+
+    def names(limit: int) -> list[list[str]]:
+        options: dict[str, Any] = {"constraint": constraint, "temperature": 1.0}
+        answers = [llm.generate("to", max_tokens=limit, seed=seed, **options) for seed in range(8)]
+        return [[name for name, _ in parsed(one.text, constraint)[1]] for one in answers]
+
+    chosen = names(400)
+    assert {name for calls in chosen for name in calls} == {"f", "g"}
+    for limit in (50, 70, 90):
+        assert names(limit) == chosen
+    monkeypatch.setattr(ToolCalls, "_may_force", lambda self, text: True)
+    assert names(70) != chosen
+
+
 def test_no_call_starts_that_would_not_fit(llm: LLM) -> None:
     constraint = tool_calls({"f": SCHEMAS["uniqueItems"]}, "functiongemma", is_required=True)
     valid = jsonschema_rs.validator_for(SCHEMAS["uniqueItems"])

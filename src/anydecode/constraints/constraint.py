@@ -17,7 +17,7 @@ from anydecode.models.tokenizer import Tokenizer
 class CompletionHints(Protocol):
     """Values and names that a search for a short completion may try. `shortest` caches the length
     of the shortest text by tokenizer; `longest_text` is the length of the schema's longest string,
-    in characters."""
+    in characters. `may_force` is whether a text that cannot end yet may be completed by force."""
 
     @property
     def shortest(self) -> MutableMapping[Tokenizer, array[int]]: ...
@@ -32,6 +32,8 @@ class CompletionHints(Protocol):
     def longest_text(self) -> int: ...
 
     def ordered(self, allowed: Set[str]) -> list[str]: ...
+
+    def may_force(self, text: str) -> bool: ...
 
 
 @dataclass(frozen=True)

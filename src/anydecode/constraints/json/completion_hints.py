@@ -124,6 +124,10 @@ class SchemaHints:
     def _required(self) -> frozenset[str]:
         return frozenset[str]().union(*(entry.required for entry in self._objects))
 
+    def may_force(self, text: str) -> bool:
+        """Whether `text` may be completed by force: always."""
+        return True
+
     def ordered(self, allowed: Set[str]) -> list[str]:
         """The names `allowed`, sorted so that those that complete an object soonest come first.
         Properties are generated in order, so the last required name comes first; names that are

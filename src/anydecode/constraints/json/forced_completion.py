@@ -79,7 +79,7 @@ class ForcedCompletion(ConstraintState):
         self._max_tokens = max_tokens
         self._hints = hints
         self._slack = min(_MAX_SLACK, max_tokens // _FIRST_SEARCH_SHARE)
-        self._num_tokens = 0
+        self._tokens: list[int] = []
         self._num_tries = 0
         self._searches: tuple[_Search, ...] = (_Search(0, (), max_tokens // _FIRST_SEARCH_SHARE),)
 
@@ -140,7 +140,7 @@ class ForcedCompletion(ConstraintState):
     def advance(self, token: int) -> None:
         completion = self._remaining()
         self.inner.advance(token)
-        self._num_tokens += 1
+        self._tokens.append(token)
         if token in self._tokenizer.eos_ids:
             return
         if (
@@ -152,7 +152,7 @@ class ForcedCompletion(ConstraintState):
 
     def rollback(self, count: int) -> None:
         self.inner.rollback(count)
-        self._num_tokens -= count
+        del self._tokens[len(self._tokens) - count :]
         self._searches = tuple(
             search for search in self._searches if search.num_tokens <= self._num_tokens
         )
@@ -180,9 +180,13 @@ class ForcedCompletion(ConstraintState):
         other = ForcedCompletion(
             inner, self._tokenizer, self._vocab_size, self._max_tokens, self._hints
         )
-        other._num_tokens, other._searches = self._num_tokens, self._searches
+        other._tokens, other._searches = self._tokens.copy(), self._searches
         other._num_tries = self._num_tries
         return other
+
+    @property
+    def _num_tokens(self) -> int:
+        return len(self._tokens)
 
     def _remaining(self) -> tuple[int, ...]:
         """The tokens left of the forced completion; empty while the text is free."""
@@ -210,6 +214,11 @@ class ForcedCompletion(ConstraintState):
             return
         num_left = self._max_tokens - self._num_tokens
         work = self._searches[-1].work if self._searches else 0
+        if not self.inner.can_stop and not self._hints.may_force(self._text()):
+            num_free = max(1, (num_left // 2 - self._slack) // 2)
+            search = _Search(self._num_tokens, (), self._num_tokens + num_free, work)
+            self._searches = (*self._searches, search)
+            return
         shortest_found = known
         if known is None or not self._is_completion(known):
             shortest_found, spent = search_completion(
@@ -237,6 +246,11 @@ class ForcedCompletion(ConstraintState):
             *self._searches,
             _Search(self._num_tokens, completion, self._num_tokens + num_free, work),
         )
+
+    def _text(self) -> str:
+        """The text so far."""
+        parts = (self._tokenizer.token_bytes(token) for token in self._tokens)
+        return b"".join(parts).decode("utf-8", "replace")
 
     def _is_completion(self, tokens: list[int]) -> bool:
         """Whether the text may go on with `tokens`, which end it. The shortest text of a constraint

@@ -6,7 +6,7 @@ from __future__ import annotations
 import codecs
 import json
 from array import array
-from collections.abc import Mapping, MutableMapping, Set
+from collections.abc import Callable, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -92,7 +92,7 @@ class ToolCalls(CompletedConstraint):
     def completion_hints(self) -> CompletionHints:
         """The names and values of all schemas. Available after `start`."""
         hints = [schema.completion_hints for schema in self._named_schemas().values()]
-        return _Hints(hints, _shortest_texts(self._base_text or self._text))
+        return _Hints(hints, _shortest_texts(self._base_text or self._text), self._may_force)
 
     def report(self) -> ConstraintReport:
         reports = {name: schema.report() for name, schema in self._named_schemas().items()}
@@ -135,6 +135,16 @@ class ToolCalls(CompletedConstraint):
         other = self._with(self.schemas, self.answer)
         other._prefix, other._base_text = prefix, self._base_text
         return other
+
+    def _may_force(self, text: str) -> bool:
+        """Whether a completion of `text` chooses no tool: where several may be called, only the
+        model does."""
+        if len(self.schemas) == 1 and self.answer is None:
+            return True
+        stream = TextStream()
+        kinds = [kind for kind, _ in stream.run(self.parse(stream), text)]
+        is_answer = self.answer is not None and "content" in kinds
+        return is_answer or kinds.count("call") > kinds.count("end")
 
     def parse(self, stream: TextStream) -> Steps[None]:
         """Parses an answer."""
@@ -259,9 +269,15 @@ def _shortest_texts(grammar: str) -> MutableMapping[Tokenizer, array[int]]:
 class _Hints:
     """The completion hints of several schemas."""
 
-    def __init__(self, hints: list[Any], shortest: MutableMapping[Tokenizer, array[int]]) -> None:
+    def __init__(
+        self,
+        hints: list[Any],
+        shortest: MutableMapping[Tokenizer, array[int]],
+        may_force: Callable[[str], bool],
+    ) -> None:
         self._hints = hints
         self.shortest = shortest
+        self.may_force = may_force
         self.values = sorted({value for one in hints for value in one.values}, key=len)
         self.longest_text = max((one.longest_text for one in hints), default=0)
         self.names = {name: text for one in hints for name, text in one.names.items()}
