@@ -49,6 +49,12 @@ MESSAGES = [{"role": "user", "content": "a"}]
             "a content part has no type",
             "messages",
         ),
+        (
+            CHAT,
+            {"tools": [{"function": {"name": "f"}}, {"function": {"name": "f"}}]},
+            "tools has 2 functions called 'f'",
+            "tools",
+        ),
         (CHAT, {"tool_choice": "required"}, "tool_choice requires a call", "tool_choice"),
         (
             CHAT,

@@ -478,6 +478,10 @@ def test_fields_of_messages_that_the_template_does_not_read_are_listed() -> None
             ({}, None),
             ({"reasoning_content": "b"}, None),
             ({"name": "me", "cache_control": {"type": "ephemeral"}}, ["cache_control", "name"]),
+            (
+                {"content": [{"type": "text", "text": "a", "cache_control": {}, "x": 1}]},
+                ["content.cache_control", "content.x"],
+            ),
         ):
             answer = client.ask(CHAT, messages=[{**message, **extra}, message], max_tokens=2)
             names = None if listed is None else [f"messages.{name}" for name in listed]

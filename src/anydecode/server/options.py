@@ -96,9 +96,12 @@ def ignored_fields(body: Options, template: str | None) -> list[str]:
 
 
 def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
-    """Fields of messages that the chat template does not mention. The id of a call belongs to its
-    result also where no template shows it."""
+    """Fields of messages that the chat template does not mention, and those of their parts besides
+    texts. The id of a call belongs to its result also where no template shows it."""
     for message in body.messages:
+        if isinstance(message.content, list):
+            parts = (part.keys() - {"type", "text"} for part in message.content)
+            yield from (f"content.{name}" for names in parts for name in names)
         for name, value in (message.model_extra or {}).items():
             is_read = any(form.format(name) in (template or "") for form in _READS)
             if value and name != "tool_call_id" and not is_read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -174,6 +175,9 @@ def select_tools(
 ) -> tuple[list[Tool], bool]:
     """The tools that may be called, and whether a call is required."""
     offered = tools or []
+    for name, count in Counter(tool.function.name for tool in offered).items():
+        if count > 1:
+            raise ApiError(400, f"tools has {count} functions called {name!r}", param="tools")
     if choice is None or choice == "auto":
         return offered, False
     if choice == "none":
