@@ -141,7 +141,7 @@ def test_methods_that_remove_positions(decoder: str) -> None:
 
 def test_attention_weights_of_single_rows() -> None:
     """The weights by which methods choose positions are those of `transformers`."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     theirs = hf_model("DeepseekV3", vocab_size=ByteTokenizer().vocab_size, **SETTINGS)
     tokens = np.random.default_rng(0).integers(3, 250, 12)

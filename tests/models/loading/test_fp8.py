@@ -48,7 +48,7 @@ def test_blocks_at_the_edges() -> None:
 
 def test_a_folder_of_deepseek(tmp_path: Path) -> None:
     """The matrix of keys and values is split by head after it was read."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     model = hf_model(
         "DeepseekV3",
