@@ -14,6 +14,7 @@ from anydecode.sampling.candidates import Candidates
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("dry")
 

@@ -10,6 +10,7 @@ from anydecode.sampling.momentum import Momentum
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("momentum")
 

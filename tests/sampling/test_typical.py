@@ -12,6 +12,7 @@ from anydecode.sampling.truncation import TopP
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("typical")
 

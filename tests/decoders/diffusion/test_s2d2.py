@@ -15,6 +15,7 @@ from certificates import assert_certified, assert_rejected
 rejection_steps = s2d2.rejection_steps
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("s2d2")
 

@@ -11,6 +11,7 @@ from anydecode.decoders.speculative.diffuspec import AdaptiveLength, Trigrams
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("diffuspec")
 

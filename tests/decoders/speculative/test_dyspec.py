@@ -9,6 +9,7 @@ import pytest
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("dyspec")
 

@@ -8,6 +8,7 @@ from anydecode.decoders.speculative.static_trees import TreeShape
 from certificates import assert_certified, assert_rejected, replace_method
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("fixed-tree")
 

@@ -9,6 +9,7 @@ from anydecode.decoders.speculative import lenient_sampling
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("lenient-sampling")
 

@@ -12,6 +12,7 @@ from anydecode.decoders.speculative import lookahead
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("lookahead")
 

@@ -8,6 +8,7 @@ from anydecode.decoders.speculative.parallel_draft import ParallelDraft
 from certificates import assert_certified, assert_rejected, replace_method
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("parallel-draft")
 
