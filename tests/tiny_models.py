@@ -31,6 +31,22 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+#: The sizes of latent attention (DeepSeek).
+LATENT_SIZES = {
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+#: Prompts with repeated text, for drafts, and with common beginnings, for caches.
+PROMPTS = [
+    "the cat sat on the mat, the cat sat on the mat, the cat sat on",
+    "the cat sat on the mat, the dog",
+    "abcabcabcabc",
+    "one two three one two three one two",
+]
+
 
 def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     """A random float32 model of `transformers`; `family` is the prefix of its classes.

@@ -16,18 +16,15 @@ from anydecode.kernels.cache import CACHE_FORMATS, bytes_per_position
 from anydecode.kernels.library import load_library
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
-from tiny_models import chain, hf_model, logits, own_model
+from tiny_models import LATENT_SIZES, PROMPTS, chain, hf_model, logits, own_model
 
 BACKEND = "torch" if load_library() is None else "native"
 SETTINGS: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
+    **LATENT_SIZES,
     "kv_lora_rank": 24,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -35,12 +32,6 @@ SETTINGS: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
-PROMPTS = [
-    "the cat sat on the mat, the cat sat on the mat, the cat sat on",
-    "the cat sat on the mat, the dog",
-    "abcabcabcabc",
-    "one two three one two three one two",
-]
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 
 

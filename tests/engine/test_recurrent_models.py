@@ -13,7 +13,7 @@ from anydecode.kernels.library import load_library
 from anydecode.kernels.recurrent import StatePool
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
-from tiny_models import hf_model, own_model
+from tiny_models import PROMPTS, hf_model, own_model
 
 BACKEND = "torch" if load_library() is None else "native"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,12 +31,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
     "falcon mamba": ("FalconMamba", {"intermediate_size": 128, "state_size": 12}),
 }
-PROMPTS = [
-    "the cat sat on the mat, the cat sat on the mat, the cat sat on",
-    "the cat sat on the mat, the dog",
-    "abcabcabcabc",
-    "one two three one two three one two",
-]
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 _BUILT: dict[tuple[str, int], Any] = {}
 

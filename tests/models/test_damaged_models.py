@@ -23,7 +23,7 @@ from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.spec import LatentSpec
 from gguf_models import make_tensors, write_gguf
-from tiny_models import BASE, built, checkpoint_of, hf_model, own_model
+from tiny_models import BASE, LATENT_SIZES, built, checkpoint_of, hf_model, own_model
 
 INVALID_VALUES: list[Any] = [
     -1,
@@ -185,11 +185,7 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
 
 
 DEEPSEEK: dict[str, Any] = {
-    "kv_lora_rank": 20,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    **LATENT_SIZES,
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

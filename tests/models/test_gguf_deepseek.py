@@ -17,15 +17,11 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile
 from gguf_models import finish, start_writer
-from tiny_models import built, chain, hf_logits, hf_model, logits, own_model
+from tiny_models import LATENT_SIZES, built, chain, hf_logits, hf_model, logits, own_model
 
 TOKENS = [(7 * i + 3) % 131 for i in range(40)]
 SETTINGS: dict[str, Any] = {
-    "kv_lora_rank": 20,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    **LATENT_SIZES,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,

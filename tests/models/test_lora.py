@@ -20,7 +20,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.library import load_library
 from anydecode.models.lora import read_factors
 from anydecode.models.opening import choose_executor
-from tiny_models import chain, hf_logits, hf_model, logits, make_rows, own_model
+from tiny_models import LATENT_SIZES, chain, hf_logits, hf_model, logits, make_rows, own_model
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
 
@@ -105,11 +105,7 @@ def test_adapters_of_latent_attention(tmp_path: Path, backend: str) -> None:
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")
     settings = {
-        "kv_lora_rank": 20,
-        "q_lora_rank": 24,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
+        **LATENT_SIZES,
         "num_key_value_heads": 4,
         "first_k_dense_replace": 3,
     }

@@ -16,7 +16,17 @@ from anydecode.kernels.formats import quantize
 from anydecode.kernels.library import load_library
 from anydecode.models.families import spec_from_config
 from anydecode.models.opening import choose_executor
-from tiny_models import built, chain, checkpoint_of, greedy, hf_logits, hf_model, logits, own_model
+from tiny_models import (
+    LATENT_SIZES,
+    built,
+    chain,
+    checkpoint_of,
+    greedy,
+    hf_logits,
+    hf_model,
+    logits,
+    own_model,
+)
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
 NUM_TOKENS = 64
@@ -123,11 +133,7 @@ GPT_OSS_ROPE = {
 }
 
 DEEPSEEK: dict[str, Any] = {
-    "kv_lora_rank": 20,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    **LATENT_SIZES,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,

@@ -15,7 +15,7 @@ from anydecode.kernels.library import load_library
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.transformer import Transformer
-from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
+from tiny_models import LATENT_SIZES, chain, hf_model, logits, make_rows, own_model, whole
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42, 7, 7, 90]
 
@@ -97,11 +97,7 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
         "DeepseekV3",
         "float32",
         {
-            "kv_lora_rank": 20,
-            "q_lora_rank": 24,
-            "qk_nope_head_dim": 10,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
+            **LATENT_SIZES,
             "moe_intermediate_size": 24,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,

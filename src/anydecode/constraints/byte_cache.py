@@ -108,7 +108,7 @@ class GrowingByteCache(ByteCache[Key, Value]):
 
     @property
     def growth(self) -> float:
-        """The size of a value in use over its size when it was new, at least 1."""
+        """The ratio of the sizes of values after use to their sizes when new; 1 or more."""
         return max(1.0, self._freed_measured / self._freed_counted) if self._freed_counted else 1.0
 
     @property

@@ -11,7 +11,7 @@ from anydecode.constraints.languages import Grammar, Regex
 from anydecode.constraints.tools.formats import literal, regex_literal
 from anydecode.errors import ConstraintError, one_line
 
-#: Most parts of the path of a format, characters of text with a limit, and repetitions.
+#: Maximum numbers of parts of the path of a format, of characters of limited text, and of repeats.
 _MAX_DEPTH, _MAX_CHARS, _MAX_REPEATS = 32, 10_000, 1000
 _SLASH_OR_LINE = re.compile(r"\\[\s\S]|/|\n|\r")
 
@@ -121,24 +121,26 @@ class FormatGrammar:
                 expressions.append(self._read(part, place, ends))
             elif not _ends_with_text(part):
                 expressions.append(self._read(part, place))
-            elif (kind := _fields(following[0], places[index]).get("type")) == "const_string":
-                value = _text(following[0], "value", places[index])
-                expressions.append(self._read(part, place, (value,)))
-                index += 1
-                if index == len(parts):
-                    expressions.append(_closing(ends))
-            elif kind == "tag":
-                begin, rest = self._tag_parts(following[0], places[index])
-                expressions += [self._read(part, place, (begin,)), rest]
-                index += 1
-                if index == len(parts):
-                    expressions.append(_closing(ends))
             else:
-                raise ConstraintError(
-                    f"{place} is free text: it must be the last element, or before a const_string"
-                    " or a tag"
-                )
+                end, rest = self._end_of_text(following[0], places[index], place)
+                expressions += [self._read(part, place, (end,)), rest]
+                index += 1
+                if index == len(parts):
+                    expressions.append(_closing(ends))
         return " ".join(expressions)
+
+    def _end_of_text(self, node: Any, path: str, text_path: str) -> tuple[str, str]:
+        """The text with which the format behind free text begins, and the expression of its rest.
+        `text_path`: the path of the free text."""
+        kind = _fields(node, path).get("type")
+        if kind == "const_string":
+            return _text(node, "value", path), ""
+        if kind == "tag":
+            return self._tag_parts(node, path)
+        raise ConstraintError(
+            f"{text_path} is free text: it must be the last element, or before a const_string or a"
+            " tag"
+        )
 
     def _or(self, node: Mapping[str, Any], path: str, ends: tuple[str, ...]) -> str:
         parts = enumerate(_list(node, "elements", path))

@@ -32,7 +32,7 @@ UPLOAD_PATH = "/v1/files"
 MAX_UPLOADS = 8
 #: All bodies together are received at this rate, after the first part of each.
 BODY_BYTES_PER_SECOND = 64 << 20
-#: A shorter wait, in seconds, is left out: it would be longer than asked for.
+#: Shorter waits, in seconds, are skipped: timers are not that precise.
 _SHORTEST_WAIT = 0.002
 
 Message = dict[str, Any]

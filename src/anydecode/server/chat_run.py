@@ -37,11 +37,11 @@ from anydecode.server.tools import (
     answer_schema_of,
     constraint_factory,
     constraint_field,
-    errors_name,
     json_options,
     parameters_of,
     select_tools,
     tool_constraint,
+    with_field,
 )
 
 
@@ -170,7 +170,7 @@ async def start_chat(
     else:
         make_constraint = constraint_factory(body.response_format, body.structured_outputs)
     if make_constraint is not None:
-        with errors_name("tools" if tools else constraint_field(body.structured_outputs)):
+        with with_field("tools" if tools else constraint_field(body.structured_outputs)):
             constraint = await service.preparation.constraint(state, make_constraint)
         options["constraint"] = service.after_reasoning(constraint, prompt_end)
     tokens = await service.preparation.encode(state, text, special=False)

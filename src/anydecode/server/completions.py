@@ -20,7 +20,7 @@ from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest
 from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, canvas, extension, usage
-from anydecode.server.tools import constraint_factory, constraint_field, errors_name
+from anydecode.server.tools import constraint_factory, constraint_field, with_field
 
 #: OpenAI's default for `max_tokens`.
 DEFAULT_TOKENS = 16
@@ -44,7 +44,7 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
         options["logprobs"] = body.logprobs or 0
     make_constraint = constraint_factory(body.response_format, body.structured_outputs)
     if make_constraint is not None:
-        with errors_name(constraint_field(body.structured_outputs)):
+        with with_field(constraint_field(body.structured_outputs)):
             options["constraint"] = await service.preparation.constraint(state, make_constraint)
     prompts = prompt_list(body.prompt)
     if body.suffix:

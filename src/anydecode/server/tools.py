@@ -46,7 +46,7 @@ def constraint_factory(
 
 
 @contextmanager
-def errors_name(field: str) -> Iterator[None]:
+def with_field(field: str) -> Iterator[None]:
     """Give errors of a constraint the field that describes it."""
     try:
         yield

@@ -78,8 +78,8 @@ def _heads(
 
 
 def _transposed(weight: Weight) -> np.ndarray:
-    """The transpose of a matrix; in float16, which loses at most 1 part in 2048, if it is
-    packed."""
+    """The transpose of a matrix; of a packed one in float16, with a relative error of at most
+    1/2048."""
     if is_packed(weight.format):
         return np.ascontiguousarray(dequantize(weight).T.astype(DTYPES["F16"]))
     return np.ascontiguousarray(weight.data.T)

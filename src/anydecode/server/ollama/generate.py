@@ -22,7 +22,7 @@ from anydecode.server.options import engine_options
 from anydecode.server.parsers import Parser
 from anydecode.server.protocol import ChatRequest
 from anydecode.server.service import Service
-from anydecode.server.tools import constraint_factory, constraint_field, errors_name
+from anydecode.server.tools import constraint_factory, constraint_field, with_field
 from anydecode.server.translation import arguments_object, extension_of
 
 #: A part of an answer, as the fields of a response or of a line of a stream.
@@ -78,7 +78,7 @@ async def _start_raw(
     options["logprobs"] = num_logprobs
     make_constraint = constraint_factory(request.response_format, request.structured_outputs)
     if make_constraint is not None:
-        with errors_name(constraint_field(request.structured_outputs)):
+        with with_field(constraint_field(request.structured_outputs)):
             options["constraint"] = await service.preparation.constraint(state, make_constraint)
     prompts: list[Any] = [request.messages[0].content]
     if suffix:
