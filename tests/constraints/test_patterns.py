@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def run_in_subprocess(program: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
-        env={"PYTHONPATH": ":".join(sys.path)},
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -282,6 +283,7 @@ def test_no_name_is_searched_if_there_are_too_many_patterns():
 def test_chains_of_references_that_overflow_the_stack_are_rejected():
     program = """
 import json
+import os
 from anydecode import Grammar, JsonSchema
 from anydecode.errors import ConstraintError
 from anydecode.models.scripted import ByteTokenizer

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
+from anydecode.constraints.forced_loops import may_force_endlessly
 from anydecode.constraints.guidance_engine import (
     GuidanceState,
     library,
@@ -30,6 +31,8 @@ _MAX_REFERENCES = 2000
 _RULE_NAME = re.compile(
     r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?:[^/\\\n]|\\.?)*/?|\b([a-z_][a-z0-9_]*)'
 )
+#: With this option masks allow every tokenization of forced text, and no forced text is drafted.
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _RULE_PATTERN = re.compile(r"^[ \t]*[!?]?[A-Za-z_]", re.MULTILINE)
 
@@ -115,7 +118,10 @@ class Grammar(_Language):
             raise ConstraintError(f"syntax must be lark or gbnf, not {self.syntax!r}")
 
     def guidance(self) -> str:
-        grammar: str = library().LLMatcher.grammar_from_lark(self.lark())
+        text = self.lark()
+        if may_force_endlessly(text):
+            text = _NO_FORCING + text
+        grammar: str = library().LLMatcher.grammar_from_lark(text)
         return grammar
 
     def lark(self) -> str:
