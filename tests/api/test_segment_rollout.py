@@ -38,7 +38,6 @@ def test_certificate_rejects_another_seed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "key",
     [
-        "rejection-sampling",
         "typical-acceptance",
         "quickprefill",
         "speculative-sampling:acceptance=rejection",

@@ -32,7 +32,7 @@ SEAM_METHODS = (
     "beam",
     "llada",
     "layer-draft",
-    "parallel-draft",
+    "pearl",
     "classifier-free-guidance",
     "multi-step",
 )

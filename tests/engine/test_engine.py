@@ -225,7 +225,7 @@ def test_preemption_does_not_change_the_output(decoder: str) -> None:
 
 @pytest.mark.parametrize(
     ("decoder", "positions"),
-    [("exspec", 60), ("omnidraft", 60), ("fixed-tree", 60), ("opt-tree", 90)],
+    [("eqspec-exspec", 60), ("omnidraft", 60), ("fixed-tree", 60), ("opt-tree", 90)],
 )
 def test_jobs_do_not_preempt_each_other_for_ever(decoder: str, positions: int) -> None:
     """Each fits alone, but no two of them do. Without an order among them, each job that needs room

@@ -33,7 +33,7 @@ PROMPT = [1, 0, 3, 1]
 TOLERANCE = 2e-6
 
 #: Decoders that must generate the tokens of plain decoding under every rule.
-EXACT = ("multi-step", "prompt-lookup", "token-recycling", "lookahead", "parallel-draft",
+EXACT = ("multi-step", "prompt-lookup", "token-recycling", "lookahead", "pearl",
          "layer-draft")  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def sampler_claim(
             yield rows_check(sampler, exact, temperature, f"rows equal the oracle's, {where}")
         context = OracleContext(target_model(), PROMPT)
         expected = enumerated(partial(implementation, context, **setting), LENGTH)
-        decoders = ("autoregressive", "rejection-sampling")
+        decoders = ("autoregressive", "speculative-sampling:acceptance=rejection")
         for decoder in decoders if setting is settings[0] else decoders[:1]:
             with small_llm() as llm:
                 answer = llm.generate(

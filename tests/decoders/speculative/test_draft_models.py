@@ -17,7 +17,6 @@ from tiny_models import hf_model, own_model
 
 KEYS = (
     "speculative-sampling",
-    "parallel-draft",
     "specdec++",
     "smartspec",
     "bandit",
@@ -28,15 +27,15 @@ KEYS = (
     "longspec",
     "s2d",
     "online-sd",
-    "eqspec",
-    "exspec",
+    "eqspec-exspec",
 )
 TARGET, DRAFT = wordy(), blurred(wordy())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    "key", [*KEYS, "longspec:window=5,sinks=1", "rapid:chunk=3,count=1,query=2"]
+    "key",
+    [*KEYS, "longspec:window=5,sinks=1", "pearl:pre_verify=false", "rapid:chunk=3,count=1,query=2"],
 )
 def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) -> None:
     prompts = ["abcabcabd", "the cab had a bad cab", "h"]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 
+from anydecode.certification.chi_square import PROMPT, small_llm
 from anydecode.certification.rounds import VirtualClock, blurred, rounds, scripted, wordy
+from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.decoders.speculative import draft_model
 from certificates import assert_certified, assert_rejected
 
 TARGET, DRAFT = wordy(), blurred(wordy())
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("speculative-sampling")
 
@@ -19,6 +25,29 @@ def test_certificate_rejects_greedy_drafts(monkeypatch: pytest.MonkeyPatch) -> N
     fit = draft_model.fit_vocab
     monkeypatch.setattr(draft_model, "fit_vocab", lambda sequence, row: 100 * fit(sequence, row))
     assert_rejected("speculative-sampling")
+
+
+def test_certificate_rejects_a_rejected_token_sampled_from_p(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = RejectionSampling.steps
+
+    def no_residual(
+        self: RejectionSampling, p: np.ndarray, q: np.ndarray, kind: str, tokens: list[int]
+    ) -> Iterator[tuple[float, np.ndarray]]:
+        return ((probability, p) for probability, _ in steps(self, p, q, kind, tokens))
+
+    monkeypatch.setattr(RejectionSampling, "steps", no_residual)
+    assert_rejected("speculative-sampling")
+
+
+def test_greedy_tokens_of_the_rejection_rule_equal_those_of_plain_decoding() -> None:
+    with small_llm() as llm:
+        plain = llm.generate(PROMPT, max_tokens=40, decoder="autoregressive")
+        key = "speculative-sampling:acceptance=rejection"
+        drafted = llm.generate(PROMPT, max_tokens=40, decoder=key)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.passes < plain.stats.passes
 
 
 def test_sequential_drafting_has_no_overlap() -> None:

@@ -13,7 +13,7 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     chain_oracle,
     overlap,
 )
-from anydecode.certification.rounds import rounds, scripted
+from anydecode.certification.rounds import blurred, rounds, scripted
 
 
 @oracle_test("pearl")
@@ -35,3 +35,31 @@ def pearl() -> Iterator[Check]:
         yield Check(f"T={temperature} equals the two-mode oracle", wrong == 0)
     yield Check("both modes occur", modes == {True, False})
     yield from overlap("pearl:size=4")
+    yield from _post_verify()
+
+
+def _post_verify() -> Iterator[Check]:
+    """If all drafts were accepted, the next round's draft is the one made in advance; otherwise new
+    drafts are made first. Draft and target passes overlap, which saves time over drafting first."""
+    near = blurred(TARGET, error=0.4)
+    for temperature in (0.0, 0.8):
+        wrong, ahead = 0, 0
+        with scripted(TARGET, near) as llm:
+            for prompt in PROMPTS:
+                pending: list[int] = []
+                for one in rounds(
+                    llm, "pearl:size=4,pre_verify=false", prompt, temperature=temperature
+                ):
+                    ahead += bool(pending)
+                    fresh = chain_oracle(one.text, 4, temperature, near)
+                    wrong += one.tokens != (pending or fresh)
+                    further = chain_oracle([*one.text, *one.tokens], 5, temperature, near)
+                    whole = one.generated == [*one.tokens, further[0]]
+                    pending = further[1:] if whole else []
+        yield Check(f"post-verify alone: drafts at T={temperature} equal the oracle", wrong == 0)
+        yield Check(
+            f"post-verify alone: some drafts were made in advance at T={temperature}",
+            ahead > 0,
+            f"{ahead}",
+        )
+    yield from overlap("pearl:size=4,pre_verify=false")

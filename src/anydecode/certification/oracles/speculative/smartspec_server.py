@@ -32,7 +32,7 @@ def smartspec_server() -> Iterator[Check]:
             for key in ("prompt-lookup", "suffix", "token-recycling")
         }
         yield Check("one load is shared by all drafters", len(loads) == 1)
-        rejecting = llm.decoder("rejection-sampling")
+        rejecting = llm.decoder("speculative-sampling:acceptance=rejection")
         yield Check(
             "a text that depends on drafts is unchanged", not isinstance(rejecting, LoadLimited)
         )

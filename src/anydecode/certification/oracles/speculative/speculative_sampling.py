@@ -1,11 +1,30 @@
 """Oracle test of speculative-sampling (Leviathan et al., arXiv:2211.17192): the drafted chains, and
-the tokens that verification generates, recomputed from the text."""
+the tokens that verification generates, recomputed from the text. The paper's rejection rule: all
+outcomes enumerated, a chain by hand, and trees of all kinds through the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 
+import numpy as np
+
+from anydecode import catalogue
 from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.chi_square import (
+    SAMPLING_OPTIONS,
+    distribution_fits,
+    expected,
+    fit,
+    sampled,
+    small_llm,
+)
+from anydecode.certification.oracles.speculative.acceptance_outcomes import (
+    TableTrees,
+    cases,
+    outcome,
+)
 from anydecode.certification.oracles.speculative.draft_chains import (
     DRAFT,
     PROMPTS,
@@ -13,6 +32,8 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     chain_oracle,
 )
 from anydecode.certification.rounds import plain_token, rounds, scripted
+from anydecode.decoders.framework.rejection import RejectionSampling, rejection_steps
+from anydecode.decoders.framework.speculation import Speculative
 
 
 @oracle_test("speculative-sampling")
@@ -34,6 +55,40 @@ def speculative_sampling() -> Iterator[Check]:
         yield Check(
             "rounds with no and with all drafts accepted occur", {0, 4} <= kinds, f"{kinds}"
         )
+    yield from _rejection()
+
+
+def _rejection() -> Iterator[Check]:
+    """The rule acceptance='rejection'."""
+    for kind, width in product(("wor", "iid", "point"), (1, 2, 3)):
+        off = max(float(abs(outcome(p, q, kind, width) - p).sum()) for p, q in cases())
+        yield Check(f"{width} siblings, {kind}: the outcomes sum to p", off < 1e-12, f"{off:.1e}")
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.6, 0.2])
+    (acceptance, rest), *_ = rejection_steps(p, q, "wor", [1])
+    yield Check(
+        "accepts with p / q, then samples from p - q", _near(acceptance, 0.5) and rest[0] == 1
+    )
+    (one, _), (two, rest) = rejection_steps(p, q, "wor", [1, 0])
+    yield Check("the second sibling is compared with q exclude_token the first", _near(two, 1.0))
+    (one, _), (two, rest) = rejection_steps(p, q, "point", [0, 1])
+    by_hand = _near(one, 0.5) and _near(two, 0.6) and rest[2] == 1
+    yield Check("siblings drawn as point masses are accepted with the residual of p", by_hand)
+    for kind in ("wor", "iid", "point"):
+        with small_llm() as llm:
+            decoder = Speculative(TableTrees(kind), acceptance=RejectionSampling())
+            result = fit(
+                sampled(llm, decoder, SAMPLING_OPTIONS["a grammar"]),
+                expected(SAMPLING_OPTIONS["a grammar"]),
+            )
+        yield Check(f"trees of siblings, {kind}, a grammar", result.passed, str(result))
+
+    build = partial(catalogue.build, "speculative-sampling", acceptance="rejection")
+    for name, result in distribution_fits(build).items():
+        yield Check(f"rejection: follows the target, {name}", result.passed, str(result))
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) < 1e-12
 
 
 def _walk(text: list[int], drafts: list[int], temperature: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""Batched speculation (eqspec): its certificate, and mistakes that the certificate rejects."""
+"""EqSpec and ExSpec: their certificate, and mistakes that it rejects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from certificates import assert_certified, assert_rejected
 
 
 def test_certificate() -> None:
-    assert_certified("eqspec")
+    assert_certified("eqspec-exspec")
 
 
 def test_certificate_rejects_rounds_that_leave_the_last_accepted_draft(
@@ -26,4 +26,4 @@ def test_certificate_rejects_rounds_that_leave_the_last_accepted_draft(
         return AcceptanceResult(result.path[:-1], result.tokens[:-1])
 
     monkeypatch.setattr(TokenExact, "walk", shorter)
-    assert_rejected("eqspec")
+    assert_rejected("eqspec-exspec")
