@@ -26,22 +26,26 @@ Outcome = tuple[int, int]
 
 
 def fan_out(size: int, budget: int, acceptance: float, exponent: float) -> list[int]:
-    """The number of bonus tokens to prepare for after k = 0..`size` accepted drafts, at least one
-    each.
+    """The number of bonus tokens to prepare for after k = 0..`size` accepted drafts.
 
     F_k is proportional to a^(k / (1 + r)). The last, where no draft is excluded, is proportional to
-    a^(size / (1 + r)) (1 - a)^(-1 / (1 + r)).
+    a^(size / (1 + r)) (1 - a)^(-1 / (1 + r)). The result is nearest to these shares of `budget`
+    (by the sum of squares) among the numbers that sum to it, of which none is 0.
 
     Args:
         size: Number of drafts.
-        budget: Total number of bonus tokens.
+        budget: Total number of bonus tokens, above `size`.
         acceptance: The acceptance rate a.
         exponent: r; misses fall with the fan-out like F^-r.
     """
     power = 1 / (1 + exponent)
     shares = [acceptance ** (k * power) for k in range(size + 1)]
     shares[-1] *= (1 - acceptance) ** -power
-    return [max(1, round(budget * share / sum(shares))) for share in shares]
+    wanted = [budget * share / sum(shares) for share in shares]
+    counts = [1] * (size + 1)
+    for _ in range(budget - len(counts)):
+        counts[max(range(size + 1), key=lambda k: wanted[k] - counts[k])] += 1
+    return counts
 
 
 @dataclass(eq=False)

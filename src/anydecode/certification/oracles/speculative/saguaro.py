@@ -4,6 +4,7 @@ the prepared outcomes, and the drafts after a cache hit and after a miss."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_chains import PROMPTS, overlap
@@ -20,12 +21,15 @@ def saguaro() -> Iterator[Check]:
     yield Check(
         "equal acceptance gives equal fan-out", fan_out(3, 8, 0.999999, 0.5)[:3] == [1, 1, 1]
     )
-    shares = [0.8 ** (k / 1.5) for k in range(4)]
-    shares[3] *= 0.2 ** (-1 / 1.5)
-    by_hand = [round(20 * share / sum(shares)) for share in shares]
-    yield Check(
-        "fan-out of 20 over three drafts", fan_out(3, 20, 0.8, 0.5) == by_hand, f"{by_hand}"
-    )
+    for budget, acceptance in ((20, 0.8), (16, 0.3), (5, 0.95), (4, 0.5)):
+        shares = [acceptance ** (k / 1.5) for k in range(4)]
+        shares[3] *= (1 - acceptance) ** (-1 / 1.5)
+        nearest = _nearest([budget * share / sum(shares) for share in shares], budget)
+        yield Check(
+            f"fan-out of {budget} over three drafts, acceptance {acceptance}",
+            fan_out(3, budget, acceptance, 0.5) == nearest,
+            f"{nearest}",
+        )
     for temperature in (0.0, 0.8):
         wrong = hits = misses = 0
         with scripted(wordy(spread=1.8), SHARP) as llm:
@@ -46,6 +50,16 @@ def saguaro() -> Iterator[Check]:
             f"{hits} hits, {misses} misses",
         )
     yield from overlap("saguaro:size=4,fan=3")
+
+
+def _nearest(wanted: list[float], budget: int) -> list[int]:
+    """The numbers from 1 on with the sum `budget` that are nearest to those wanted, by search."""
+    counts = product(range(1, budget), repeat=len(wanted))
+    best = min(
+        (one for one in counts if sum(one) == budget),
+        key=lambda one: sum((a - b) ** 2 for a, b in zip(one, wanted, strict=True)),
+    )
+    return list(best)
 
 
 def _outcomes(text: list[int], drafts: list[int], temperature: float) -> set[tuple[int, int]]:
