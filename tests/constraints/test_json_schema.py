@@ -29,6 +29,7 @@ from anydecode.constraints.json.shortest_completion import shortest_completion
 from anydecode.constraints.json.termination import cannot_terminate
 from anydecode.errors import ConstraintError
 from anydecode.models.scripted import ByteTokenizer
+from anydecode.sampling.sampler import Sampler
 
 TOKENIZER = ByteTokenizer()
 
@@ -341,7 +342,7 @@ def test_forced_completion_states_fork_and_roll_back():
     text, tokens, masks = b"[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13", [], []
     while not state.finished:
         masks.append(state.mask())
-        token = (state.forced_tokens() or [text[len(tokens)]])[0]
+        token = int(masks[-1].argmax()) if state.is_completing else text[len(tokens)]
         assert state.allows(token) and bool(masks[-1][token])
         state.advance(token)
         tokens.append(token)
@@ -353,6 +354,71 @@ def test_forced_completion_states_fork_and_roll_back():
         assert np.array_equal(branch.mask(), mask)
         branch.advance(token)
     assert branch.is_forced and np.array_equal(state.mask(), masks[0])
+
+
+#: Schemas whose answers of the scripted model end by themselves after some dozen tokens.
+ENDING = {
+    "list": {"type": "array", "items": {"type": "integer", "maximum": 99999}, "maxItems": 9},
+    "strings": {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": 9} for name in ("a", "b")},
+        "required": ["a", "b"],
+    },
+    "choices": {"type": "array", "items": {"enum": ["x", "yy", "zzz", [1, 2]]}, "maxItems": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_an_answer_that_fits_is_never_shortened(name, monkeypatch):
+    def generate(limit, seed, **options):
+        options = {"temperature": 1.0, "max_tokens": limit, "seed": seed} | options
+        constraint = JsonSchema(ENDING[name], whitespace="")
+        return llm.generate("x", constraint=constraint, **options)
+
+    with scripted_llm() as llm:
+        for seed in range(6):
+            options = {"temperature": 0.0} if seed == 5 else {"top_p": 0.95} if seed == 4 else {}
+            free = generate(300, seed, **options)
+            count = len(free.tokens)
+            assert free.finish_reason == "stop" and count > 3
+            for limit in (count, count + 1, count + 9):
+                for decoder in ("autoregressive", "prompt-lookup"):
+                    fitting = generate(limit, seed, decoder=decoder, **options)
+                    assert fitting.tokens == free.tokens, (seed, limit - count, decoder)
+            for limit in (count - 1, count * 3 // 4):
+                shorter = generate(limit, seed, **options)
+                assert shorter.tokens != free.tokens and len(shorter.tokens) <= limit
+                if shorter.finish_reason == "stop":
+                    jsonschema.validate(json.loads(shorter.text), ENDING[name])
+
+        # A sampler that takes the mask of the completion for that of the text shortens answers.
+        monkeypatch.setattr(Sampler, "_sample_fitting", lambda *arguments: None)
+        texts = [generate(300, seed) for seed in range(4)]
+        assert any(
+            generate(len(text.tokens), seed).tokens != text.tokens
+            for seed, text in enumerate(texts)
+        )
+
+
+def test_a_token_that_does_not_fit_is_not_sampled(monkeypatch):
+    def valid(limit):
+        answers = answers_of_careless_model(UNBOUNDED["recursive"], limit)
+        return [answer.finish_reason == "stop" for answer in answers]
+
+    assert all(valid(48))
+    monkeypatch.setattr(ForcedCompletion, "fits", lambda *arguments: True)
+    assert not all(valid(48))
+
+
+def test_the_probability_of_a_token_beside_the_completion_is_that_of_the_free_text():
+    options = {"temperature": 1.0, "seed": 1, "logprobs": 1, "processed_logprobs": True}
+    with scripted_llm() as llm:
+        constraint = JsonSchema(ENDING["strings"], whitespace="")
+        free = llm.generate("x", constraint=constraint, max_tokens=300, **options)
+        count = len(free.tokens)
+        fitting = llm.generate("x", constraint=constraint, max_tokens=count + 2, **options)
+    assert fitting.tokens == free.tokens
+    assert all(np.isfinite(one.logprob) for one in fitting.logprobs)
 
 
 def test_guards_apply_by_default_and_can_be_disabled():

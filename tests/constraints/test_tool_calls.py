@@ -21,6 +21,7 @@ from anydecode.constraints.tools.stream import TextStream  # noqa: E402
 from anydecode.constraints.tools.tool_calls import ToolCalls, parse_answer  # noqa: E402
 from anydecode.errors import ConstraintError  # noqa: E402
 from anydecode.models.scripted import ByteTokenizer  # noqa: E402
+from anydecode.sampling.sampler import Sampler  # noqa: E402
 
 TOKENIZER = ByteTokenizer()
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
@@ -250,6 +251,30 @@ def test_the_token_limit_chooses_no_tool(llm: LLM, monkeypatch: pytest.MonkeyPat
         assert names(limit) == chosen
     monkeypatch.setattr(ToolCalls, "_may_force", lambda self, text: True)
     assert names(70) != chosen
+
+
+@pytest.mark.parametrize("call_format, max_calls", [("hermes", 1), ("functiongemma", 4)])
+def test_calls_that_fit_are_never_shortened(
+    llm: LLM, call_format: str, max_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"f": object_schema(x=DIGIT), "g": object_schema(word={"enum": ["a", "bb", "ccc"]})}
+    for schema in tools.values():
+        schema["additionalProperties"] = False
+    constraint = tool_calls(tools, call_format, is_required=True)
+
+    def generate(limit: int, seed: int) -> Any:
+        options: dict[str, Any] = {"constraint": constraint, "temperature": 1.0, "seed": seed}
+        another = dict.fromkeys(TOKENIZER.eos_ids, -0.5)  # call, now and then
+        return llm.generate("to", max_tokens=limit, logit_bias=another, **options)
+
+    free = {seed: generate(600, seed) for seed in range(10)}
+    free = {seed: one for seed, one in free.items() if len(one.tokens) < 300}
+    assert max(len(parsed(one.text, constraint)[1]) for one in free.values()) == max_calls
+    for seed, one in free.items():
+        for more in (0, 1, 12):
+            assert generate(len(one.tokens) + more, seed).text == one.text
+    monkeypatch.setattr(Sampler, "_sample_fitting", lambda *arguments: None)
+    assert any(generate(len(one.tokens), seed).text != one.text for seed, one in free.items())
 
 
 def test_no_call_starts_that_would_not_fit(llm: LLM) -> None:

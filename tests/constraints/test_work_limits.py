@@ -406,12 +406,15 @@ def test_all_tries_of_an_answer_have_bounded_work(
 
 def test_a_short_limit_takes_the_shortest_text_that_is_known() -> None:
     constraint = JsonSchema({"type": "object", "minProperties": 20})
-    first: Any = constraint.start_with_limit(TOKENIZER, SIZE, 200)
-    assert first.forced_tokens()
+    constraint.start_with_limit(TOKENIZER, SIZE, 200)
+    shortest = constraint.completion_hints.shortest[TOKENIZER].tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forced_completion, "search_completion", None)
-        second: Any = constraint.start_with_limit(TOKENIZER, SIZE, 200)
-    assert second.forced_tokens() == first.forced_tokens()
+        first: Any = constraint.start_with_limit(TOKENIZER, SIZE, len(shortest) + 9)
+        state = first.fork()
+        for token in shortest:
+            assert state.is_completing and state.mask().argmax() == token
+            state.advance(token)
     # One that cannot fit is not searched again, at any token.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forced_completion, "search_completion", None)
@@ -419,9 +422,8 @@ def test_a_short_limit_takes_the_shortest_text_that_is_known() -> None:
         for token in b'{"a":1,"b":2,':
             short.advance(token)
     # The shortest text of a constraint is not one of a state that forbids it.
-    shortest = constraint.completion_hints.shortest[TOKENIZER].tolist()
-    assert first._is_completion(shortest)
-    assert not first.with_banned([ord("{")])._is_completion(shortest)
+    assert forced_completion.is_end(first.inner, shortest)
+    assert not forced_completion.is_end(first.with_banned([ord("{")]).inner, shortest)
 
 
 def test_what_applies_to_a_value_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,7 +394,7 @@ class Request:
     def _compute_logprobs(self, logits: np.ndarray, token: int, sampler: Sampler) -> TokenLogprobs:
         count = self.params.logprobs or 0
         if self.params.processed_logprobs:
-            return distribution_logprobs(sampler.distribution(logits), token, count)
+            return distribution_logprobs(sampler.distribution_of(logits, token), token, count)
         return token_logprobs(logits, token, count)
 
     def _token_text(self, token: int) -> str:

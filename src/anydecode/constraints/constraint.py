@@ -129,8 +129,19 @@ class ConstraintState(ABC):
 
     @property
     def unforced(self) -> ConstraintState | None:
-        """The state without a forced completion, used if none of its tokens can be sampled."""
+        """The state without a forced completion."""
         return None
+
+    @property
+    def is_completing(self) -> bool:
+        """Whether the mask allows a forced completion only. A sampler may take another token that
+        `unforced` allows and that `fits`."""
+        return False
+
+    def fits(self, token: int, num_tried: int = 0) -> bool:
+        """Whether a completion within the limit is found behind `token`, which `unforced` allows.
+        The search is the shorter, the more tokens were tried before at this position."""
+        return True
 
     @property
     def is_forced(self) -> bool:
@@ -166,6 +177,17 @@ class TokenBan(ConstraintState):
     @property
     def num_reasoning_tokens(self) -> int:
         return self.inner.num_reasoning_tokens
+
+    @property
+    def unforced(self) -> ConstraintState | None:
+        return self.inner.unforced if self.num_after else None
+
+    @property
+    def is_completing(self) -> bool:
+        return self.num_after > 0 and self.inner.is_completing
+
+    def fits(self, token: int, num_tried: int = 0) -> bool:
+        return self.inner.fits(token, num_tried)
 
     @property
     def is_forced(self) -> bool:

@@ -327,6 +327,15 @@ class AfterReasoningState(ConstraintState):
         return None if inner is None else inner.unforced
 
     @property
+    def is_completing(self) -> bool:
+        inner = self._answer_state()
+        return inner is not None and self._outside_mask() is None and inner.is_completing
+
+    def fits(self, token: int, num_tried: int = 0) -> bool:
+        inner = self._answer_state()
+        return inner is None or inner.fits(token, num_tried)
+
+    @property
     def is_forced(self) -> bool:
         inner = self._answer_state()
         return inner is not None and inner.is_forced

@@ -59,6 +59,14 @@ class Candidates:
         kept.masked = False
         return kept
 
+    def without(self, token: int) -> Candidates:
+        """The candidates without `token`, which is one of them."""
+        if self.tokens is None:
+            scores = self.scores.copy()
+            scores[token] = -np.inf
+            return Candidates(None, scores, owned=True, masked=True)
+        return self.keep(np.flatnonzero(self.tokens != token))
+
     def positions(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find token ids (no duplicates) among the candidates.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -57,8 +57,23 @@ class Constrained(LogitsProcessor):
         kept = self._kept(candidates, self.state.mask())
         unforced = getattr(self.state, "unforced", None)
         if unforced is not None and len(kept) == 1 and kept.scores[0] == -np.inf:
-            return self._kept(candidates, unforced.mask())  # the shortest completion is banned
+            return self.unforced(candidates)  # the shortest completion is banned
         return kept
+
+    @property
+    def is_completing(self) -> bool:
+        """Whether the mask allows a forced completion only."""
+        return bool(getattr(self.state, "is_completing", False))
+
+    def unforced(self, candidates: Candidates) -> Candidates:
+        """The candidates that the state without the forced completion allows."""
+        state: Any = self.state
+        return self._kept(candidates, state.unforced.mask())
+
+    def fits(self, token: int, num_tried: int) -> bool:
+        """Whether a completion fits behind `token`, one of the `unforced` candidates."""
+        state: Any = self.state
+        return bool(state.fits(token, num_tried))
 
     def _kept(self, candidates: Candidates, mask: np.ndarray | None) -> Candidates:
         """The candidates that `mask` allows."""

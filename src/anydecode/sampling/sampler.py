@@ -20,6 +20,9 @@ from anydecode.sampling.constrained import Constrained
 from anydecode.sampling.noise import Noise
 from anydecode.sampling.processor import LogitsCombiner, LogitsProcessor
 
+#: Maximum number of tokens tried at a position before the tokens of a forced completion are taken.
+_MAX_TRIED = 8
+
 
 class Sampler:
     """Samples tokens from logits with a temperature and ordered logits processors.
@@ -151,18 +154,28 @@ class Sampler:
             processor.advance(token)
 
     def distribution(self, logits: np.ndarray) -> Distribution:
-        """The distribution of the next token; at temperature 0 a single token."""
-        candidates = self._prepare(logits)
+        """The distribution of the next token; at temperature 0 a single token. With a forced
+        completion, its next token only."""
+        return self._distribution(self._prepare(logits))
+
+    def _distribution(self, candidates: Candidates) -> Distribution:
         if self.is_greedy:
             token = np.array([candidates.argmax()], np.int32)
             return Distribution(token, np.zeros(1, np.float32))
         return self._scaled(candidates)
 
+    def distribution_of(self, logits: np.ndarray, token: int) -> Distribution:
+        """The distribution that `token` was sampled from: with a forced completion, the one without
+        it if `token` is none of its tokens."""
+        constraint = self._constraint
+        if constraint is None or not constraint.is_completing or constraint.allows(token):
+            return self.distribution(logits)
+        return self._distribution(constraint.unforced(self._without_constraint(logits)))
+
     def _scaled(self, candidates: Candidates) -> Distribution:
         """The distribution over the candidates that the pre-temperature processors have left."""
-        candidates = candidates.allowed()
-        candidates.scores = candidates.scores / self._divisor
-        candidates.owned = True
+        allowed = candidates.allowed()
+        candidates = Candidates(allowed.tokens, allowed.scores / self._divisor, owned=True)
         for processor in self.post_temperature:
             candidates = processor.apply(candidates)
         return Distribution(candidates.tokens, candidates.scores)
@@ -180,6 +193,10 @@ class Sampler:
         Raises:
             ConstraintError: If no token is allowed.
         """
+        if self._constraint is not None and self._constraint.is_completing:
+            token = self._sample_fitting(logits, noise, position, attempt)
+            if token is not None:
+                return token
         if self.is_greedy:
             if not self.pre_temperature and self.combiner is None:
                 return int(logits.argmax())
@@ -201,6 +218,32 @@ class Sampler:
                 if self._constraint.allows(token):
                     return token
             candidates = self._constrained(candidates)
+        return self._sample_among(candidates, noise, position, attempt)
+
+    def _sample_fitting(
+        self, logits: np.ndarray, noise: Noise, position: int, attempt: int
+    ) -> int | None:
+        """The token sampled as without the forced completion, from those behind which a completion
+        fits. None if the first few are none."""
+        assert self._constraint is not None
+        candidates = self._constraint.unforced(self._without_constraint(logits))
+        for num_tried in range(_MAX_TRIED):
+            if not np.any(candidates.scores > -np.inf):
+                return None
+            token = self._sample_among(candidates, noise, position, attempt)
+            if self._constraint.fits(token, num_tried):
+                return token
+            candidates = candidates.without(token)
+        return None
+
+    def _sample_among(
+        self, candidates: Candidates, noise: Noise, position: int, attempt: int
+    ) -> int:
+        """Sample among the candidates that the pre-temperature processors have left."""
+        if self.is_greedy:
+            return candidates.argmax()
+        if self.post_temperature or self.combiner:
+            return self._scaled(candidates).sample(noise, position, attempt)
         if candidates.tokens is None:  # penalties, or a constraint that allows most tokens
             candidates.argmax()  # raises if no token is allowed
             return self._sample_scaled(candidates.scores, noise, position, attempt)

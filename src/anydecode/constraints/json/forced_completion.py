@@ -1,9 +1,11 @@
 """Forced completion: an answer is completed before the token limit cuts it off.
 
-The text is free until the shortest completion only just fits within the limit; from there on, only
-the tokens of that completion are allowed. Free-form objects, unbounded arrays, recursion and
-unbounded numbers finish this way. The completion is enforced by masks, so every decoder generates
-the same tokens and streaming does not change.
+The text is free until the shortest completion only just fits within the limit. From there on, the
+sampler checks each token that it samples (`fits`) and takes another one if no completion fits
+behind it, so a text that ends within the limit is never shortened. The mask allows the tokens of
+the completion only, for decoders that need the whole distribution. Free-form objects, unbounded
+arrays, recursion and unbounded numbers finish this way. Every token-exact decoder generates the
+same tokens, and streaming does not change.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ _FIRST_SEARCH_SHARE = 8
 #: Maximum slack, in tokens: a token of the answer may lengthen the shortest completion by so many
 #: without exceeding the limit. The slack is also bounded by the share of the limit above.
 _MAX_SLACK = 16
+#: A search behind a token that is tried has half the work after so many tokens of the completion:
+#: the work of all of them is bounded by some times that of one search, and there is less to find.
+_TAKEN_PER_HALF = 8
 
 
 class _Search(NamedTuple):
@@ -109,12 +114,33 @@ class ForcedCompletion(ConstraintState):
     def is_forced(self) -> bool:
         """Whether the text so far contains tokens of a forced completion."""
         return any(
-            search.completion and search.num_tokens < self._num_tokens for search in self._searches
+            search.completion[:1] == tuple(self._tokens[search.num_tokens : search.num_tokens + 1])
+            for search in self._searches
+            if search.completion
         )
+
+    @property
+    def is_completing(self) -> bool:
+        return bool(self._remaining())
 
     @property
     def unforced(self) -> ConstraintState:
         return self.inner
+
+    def fits(self, token: int, num_tried: int = 0) -> bool:
+        completion = list(self._remaining())
+        if not completion or token == completion[0] or token in self._tokenizer.eos_ids:
+            return True
+        state = self.inner.fork()
+        state.advance(token)
+        num_left = self._max_tokens - self._num_tokens - 1
+        if _is_free_text(state) or (len(completion) <= num_left and is_end(state, completion)):
+            return True
+        search = self._searches[-1]
+        num_taken = self._num_tokens - search.num_tokens  # of the completion
+        work = max_work(self._num_tries, search.work) >> num_tried + num_taken // _TAKEN_PER_HALF
+        found, _ = search_completion(state, self._tokenizer, self._hints, work)
+        return found is not None and len(found) <= num_left
 
     def limit_searches(self, num_tries: int) -> None:
         self._num_tries = num_tries
@@ -143,11 +169,13 @@ class ForcedCompletion(ConstraintState):
         self._tokens.append(token)
         if token in self._tokenizer.eos_ids:
             return
-        if (
-            token != completion[0]
-            if completion
-            else self._num_tokens >= self._searches[-1].next_search or self._ends_late()
-        ):
+        if completion:
+            if token != completion[0]:
+                free = _Search(self._num_tokens, (), self._num_tokens, self._searches[-1].work)
+                self._searches = (*self._searches, free)
+                is_short = len(completion) <= self._max_tokens - self._num_tokens
+                self._search(list(completion) if is_short else None)
+        elif self._num_tokens >= self._searches[-1].next_search or self._ends_late():
             self._search()
 
     def rollback(self, count: int) -> None:
@@ -161,8 +189,7 @@ class ForcedCompletion(ConstraintState):
         return self._with(self.inner.fork())
 
     def forced_tokens(self) -> list[int]:
-        completion = self._remaining()
-        return list(completion[:-1] or completion) if completion else self.inner.forced_tokens()
+        return self.inner.forced_tokens()
 
     @property
     def can_stop(self) -> bool:
@@ -220,7 +247,7 @@ class ForcedCompletion(ConstraintState):
             self._searches = (*self._searches, search)
             return
         shortest_found = known
-        if known is None or not self._is_completion(known):
+        if known is None or not is_end(self.inner, known):
             shortest_found, spent = search_completion(
                 self.inner, self._tokenizer, self._hints, max_work(self._num_tries, work)
             )
@@ -252,16 +279,17 @@ class ForcedCompletion(ConstraintState):
         parts = (self._tokenizer.token_bytes(token) for token in self._tokens)
         return b"".join(parts).decode("utf-8", "replace")
 
-    def _is_completion(self, tokens: list[int]) -> bool:
-        """Whether the text may go on with `tokens`, which end it. The shortest text of a constraint
-        need not be one of its narrowed forms."""
-        *text, end = tokens
-        if not self.inner.allows_sequence(text):
-            return False
-        state = self.inner.fork()
-        for token in text:
-            state.advance(token)
-        return state.can_stop and state.allows(end)
+
+def is_end(state: ConstraintState, tokens: list[int]) -> bool:
+    """Whether the text may go on with `tokens`, which end it. The shortest text of a constraint
+    need not be one of its narrowed forms."""
+    *text, end = tokens
+    if not state.allows_sequence(text):
+        return False
+    branch = state.fork()
+    for token in text:
+        branch.advance(token)
+    return branch.can_stop and branch.allows(end)
 
 
 def _is_free_text(state: ConstraintState) -> bool:
