@@ -153,6 +153,9 @@ def test_fields_without_effect_are_listed(client: Client) -> None:
     assert "ignored" not in post(client, CHAT)["anydecode"]
     assert post(client, CHAT, think=False)["anydecode"]["ignored"] == ["think"]
     assert post(client, CHAT, think="low")["anydecode"]["ignored"] == ["think"]
+    tool = {"type": "function", "items": {}, "function": {"name": "f", "wings": 2}}
+    found = post(client, CHAT, tools=[tool], options={"num_predict": 4})
+    assert found["anydecode"]["ignored"] == ["tools.function.wings", "tools.items"]
 
 
 def test_formats_are_enforced(client: Client) -> None:

@@ -366,7 +366,7 @@ def test_invalid_requests_are_refused_in_one_line(name: str, client: Client) -> 
             '"text": {"format": {"type": "json_schema", "schema": {}, "name": NUMBER}}',
             "text.format",
         ),
-        ('"tools": [{"type": "function", "name": "f", "a": NUMBER}]', "tools"),
+        ('"tools": [{"type": "function", "name": "f", "strict": NUMBER}]', "tools"),
     ],
 )
 def test_what_a_response_repeats_is_json(

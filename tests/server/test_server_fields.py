@@ -144,6 +144,88 @@ def test_fields_that_change_the_answer_are_refused(
     assert error["message"].startswith(f"{field} is not supported here: ")
 
 
+@pytest.mark.parametrize(
+    "path, fields, param",
+    [
+        (CHAT, {"reasoning_effort": "very"}, "reasoning_effort"),
+        (CHAT, {"verbosity": "loud"}, "verbosity"),
+        (CHAT, {"service_tier": "gold"}, "service_tier"),
+        (COMPLETIONS, {"service_tier": "gold"}, "service_tier"),
+        (RESPONSES, {"service_tier": "gold"}, "service_tier"),
+        (RESPONSES, {"reasoning": {"effort": "very"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        (RESPONSES, {"text": {"verbosity": "loud"}}, "text.verbosity"),
+    ],
+)
+def test_unknown_values_of_fields_without_effect_are_refused(
+    client: Client, path: str, fields: dict[str, Any], param: str
+) -> None:
+    error = client.refused(path, **fields)
+    assert (error["code"], error["param"]) == ("invalid_body", param)
+    assert error["message"].startswith(f"{param} must be '")
+
+
+@pytest.mark.parametrize(
+    "tool, param",
+    [
+        ({"cache_control": {"type": "ephemeral"}}, "tools.1.cache_control"),
+        ({"function": {"name": "g", "parametres": {}}}, "tools.1.function.parametres"),
+    ],
+)
+def test_unknown_fields_of_tools_are_refused(tool: dict[str, Any], param: str) -> None:
+    tools = [{"type": "function", "function": {"name": name, "strict": True}} for name in "fg"]
+    model = ScriptedModel(vocab_size=ByteTokenizer.vocab_size, seed=1)
+    template = (
+        "{% for tool in tools %}{{ tool.function.name }}{{ tool.function.return }}{% endfor %}"
+    )
+    with LLM(model, tokenizer=TemplateTokenizer(template)) as llm:
+        with served(llm, tool_parser="hermes") as client:
+            error = client.refused(CHAT, tools=[tools[0], {**tools[1], **tool}])
+            assert (error["code"], error["param"]) == ("unknown_parameter", param)
+            assert error["message"] == f"unknown field {param}"
+            # Null is no value, and a field that the template reads has an effect.
+            known = {"name": "g", "return": {"type": "string"}, "parametres": None}
+            client.ask(CHAT, tools=[tools[0], {"function": known, "cache_control": None}])
+
+
+def test_unknown_fields_of_the_tools_of_a_response() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+    with scripted_llm() as llm, served(llm) as client:
+        error = client.refused(RESPONSES, tools=[tool, {**tool, "name": "g", "parametres": {}}])
+        assert (error["code"], error["param"]) == ("unknown_parameter", "tools.1.parametres")
+        answer = client.ask(RESPONSES, tools=[{**tool, "defer_loading": True}])
+        assert answer["anydecode"]["ignored"] == ["tools.defer_loading"]
+        assert "ignored" not in client.ask(RESPONSES, tools=[tool])["anydecode"]
+
+
+def test_fields_of_input_items_without_effect_are_listed(client: Client) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a", "detail": "low"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "phase": "commentary",
+         "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": "n"},
+        {"type": "function_call_output", "call_id": "1", "output": "c", "name": None},
+    ]  # fmt: skip
+    answer = client.ask(RESPONSES, input=items)
+    assert answer["anydecode"]["ignored"] == [
+        "input.content.detail", "input.encrypted_content", "input.namespace", "input.phase"
+    ]  # fmt: skip
+    again = client.ask(RESPONSES, input=[items[0] | {"content": "a"}, *answer["output"]])
+    assert "ignored" not in again["anydecode"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_messages_have_a_content(client: Client, role: str, content: dict[str, Any]) -> None:
+    messages = [{"role": "assistant"}, {"role": role, **content}]
+    error = client.refused(CHAT, messages=messages)
+    assert (error["code"], error["param"]) == ("invalid_body", "messages.1.content")
+    assert error["message"].startswith("messages.1.content is required")
+    client.ask(CHAT, messages=[{"role": "assistant"}, {"role": role, "content": ""}])
+
+
 def test_the_documentation_lists_all_fields() -> None:
     table = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     for request in (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest):

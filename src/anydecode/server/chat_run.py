@@ -17,7 +17,7 @@ from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.logprobs import TokenLogprobs
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
-from anydecode.server.options import engine_options
+from anydecode.server.options import check_tools, engine_options
 from anydecode.server.parsers import Parser
 from anydecode.server.prompts import (
     check_continued,
@@ -84,6 +84,7 @@ async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> 
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + mark}
     tools, _ = select_tools(body.tools, body.tool_choice)
     template = template_of(service.tokenizer, bool(tools))
+    check_tools(body.tools or [], template)
     messages = with_calls(messages, template, service.tool_format)
     variables = effort_variables(body.reasoning_effort, template)
     variables.update(body.chat_template_kwargs or {})

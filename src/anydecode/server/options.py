@@ -13,10 +13,17 @@ from anydecode.errors import InvalidRequestError
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.server.errors import ApiError
 from anydecode.server.prompts import effort_variables, text_of
-from anydecode.server.protocol import OTHER_NAMES, Body, ChatRequest, Options, SamplingFields
+from anydecode.server.protocol import (
+    OTHER_NAMES,
+    Body,
+    ChatRequest,
+    Options,
+    SamplingFields,
+    Tool,
+)
 from anydecode.server.settings import Settings
 
-#: How a chat template reads a field of a message.
+#: How a chat template reads a field of a message or a tool.
 _READS = (".{}", "'{}'", '"{}"')
 
 
@@ -103,9 +110,30 @@ def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
             parts = (part.keys() - {"type", "text"} for part in message.content)
             yield from (f"content.{name}" for names in parts for name in names)
         for name, value in (message.model_extra or {}).items():
-            is_read = any(form.format(name) in (template or "") for form in _READS)
-            if value and name != "tool_call_id" and not is_read:
+            if value and name != "tool_call_id" and not _is_read(name, template):
                 yield name
+
+
+def check_tools(tools: list[Tool], template: str | None) -> None:
+    """Raise `ApiError` for a field of a tool that is neither OpenAI's nor one that the chat
+    template reads by its name."""
+    for number, tool in enumerate(tools):
+        function = {
+            name: value
+            for name, value in (tool.function.model_extra or {}).items()
+            if name != "strict" and not _is_read(name, template)
+        }
+        for path, fields in (("", tool.model_extra or {}), ("function.", function)):
+            for name, value in fields.items():
+                if value is not None:
+                    field = f"tools.{number}.{path}{name}"
+                    message = f"unknown field {field}"
+                    raise ApiError(400, message, code="unknown_parameter", param=field)
+
+
+def _is_read(name: str, template: str | None) -> bool:
+    """Whether a chat template mentions a field."""
+    return any(form.format(name) in (template or "") for form in _READS)
 
 
 def _field_value(body: Options, path: str) -> Any:

@@ -20,7 +20,8 @@ _REFUSED = {"audio": "messages are text", "function_call": "send tool_calls"}
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages in the form that chat templates expect: content as one text, arguments as objects.
-    Raises `ApiError` for messages with audio or a `function_call`."""
+    Raises `ApiError` for messages with audio or a `function_call`, and for those without content
+    that are not the assistant's."""
     result = []
     for number, message in enumerate(messages):
         plain = message.model_dump(exclude_none=True)
@@ -28,6 +29,10 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
             field = f"messages.{number}.{name}"
             reason = f"{field} is not supported here: {_REFUSED[name]}"
             raise ApiError(400, reason, code="unsupported_parameter", param=field)
+        if message.content is None and message.role != "assistant":
+            field = f"messages.{number}.content"
+            reason = f"{field} is required: a message of the role {message.role} has a text"
+            raise ApiError(400, reason, code="invalid_body", param=field)
         plain["role"] = "system" if message.role == "developer" else message.role
         plain["content"] = text_of(message.content)
         if message.tool_calls is not None:

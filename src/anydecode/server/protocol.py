@@ -68,6 +68,11 @@ Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 TokenKey = Annotated[int, Field(strict=False, ge=0, le=MAX_COUNT)]
 Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(_limited)]
 Words = Annotated[list[str | Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
+#: Values of OpenAI's fields.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+Summary = Literal["auto", "concise", "detailed"]
+Verbosity = Literal["low", "medium", "high"]
 
 #: The values of sampling options that are numbers, in words.
 ALLOWED = {
@@ -294,7 +299,9 @@ class ChatRequest(Options):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Name | None = None
+    reasoning_effort: Effort | None = None
+    service_tier: ServiceTier | None = None
+    verbosity: Verbosity | None = None
     prediction: PredictedOutput | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
@@ -312,6 +319,7 @@ class CompletionRequest(Options):
     echo: bool | None = None
     prompt_logprobs: Alternatives | None = None
     response_format: dict[str, Any] | None = None
+    service_tier: ServiceTier | None = None
 
 
 class TokenizeRequest(Body):
@@ -412,9 +420,9 @@ class Reasoning(Body):
     """Reasoning options. Only `effort` has an effect. Other fields are refused, one by one."""
 
     model_config = ConfigDict(extra="allow")
-    effort: Name | None = None
-    summary: Name | None = None
-    generate_summary: Name | None = None
+    effort: Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
     context: Name | None = None
     mode: Name | None = None
 
@@ -424,7 +432,7 @@ class TextOptions(Body):
 
     model_config = ConfigDict(extra="allow")
     format: dict[str, Any] | None = None
-    verbosity: Name | None = None
+    verbosity: Verbosity | None = None
 
 
 #: What a response can include besides its text. Only log-probabilities have an effect: the others
@@ -480,6 +488,7 @@ class ResponsesRequest(Options):
     tools: Objects | None = None
     tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    service_tier: ServiceTier | None = None
     include: Annotated[list[Includable], Field(fail_fast=True, max_length=100)] | None = None
     top_logprobs: Alternatives | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -74,7 +74,7 @@ class OutputFormat(Closed):
 class OutputConfig(Closed):
     """The reasoning effort, and the format of the answer."""
 
-    effort: Name | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
@@ -105,6 +105,7 @@ class CountTokensRequest(Options):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     stop_sequences: Strings | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 class MessagesRequest(CountTokensRequest):

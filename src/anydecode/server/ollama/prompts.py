@@ -17,7 +17,7 @@ from anydecode.server.ollama.protocol import (
 )
 from anydecode.server.options import adapter_of
 from anydecode.server.prompts import effort_variables
-from anydecode.server.protocol import ChatRequest, Message
+from anydecode.server.protocol import ChatRequest, Function, Message, Tool
 from anydecode.server.service import Service
 from anydecode.server.translation import chat_request, thinking_variables
 
@@ -51,13 +51,17 @@ def chat_form(body: OllamaChatRequest, service: Service) -> tuple[ChatRequest, l
     """The chat request of `body`, and the names of the fields without effect."""
     messages = [_message(message) for message in body.messages or ()]
     is_continued = bool(messages) and messages[-1].role == "assistant"
-    return _form(
+    form, ignored = _form(
         body,
         service,
         messages=messages,
-        tools=body.tools,
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
         continue_final_message=is_continued,
     )
+    for tool in body.tools or ():
+        ignored += (f"tools.{name}" for name in tool.model_extra or ())
+        ignored += (f"tools.function.{name}" for name in tool.function.model_extra or ())
+    return form, ignored
 
 
 def generate_form(body: GenerateRequest, service: Service) -> tuple[ChatRequest, list[str]]:
@@ -108,6 +112,16 @@ def _form(body: GeneratingBody, service: Service, **fields: Any) -> tuple[ChatRe
     return chat_request(options, **fields), ignored
 
 
+def _tool(tool: Tool) -> Tool:
+    """`tool` without other fields."""
+    function = tool.function
+    return Tool(
+        function=Function(
+            name=function.name, description=function.description, parameters=function.parameters
+        )
+    )
+
+
 def _message(message: OllamaMessage) -> Message:
     if message.images:
         raise ApiError(400, "messages: images are given; this model accepts text only")
@@ -122,7 +136,7 @@ def _message(message: OllamaMessage) -> Message:
             for call in message.tool_calls
         ]
     set_extra = {name: value for name, value in extra.items() if value is not None}
-    return Message(role=message.role, content=message.content, **set_extra)
+    return Message(role=message.role, content=message.content or "", **set_extra)
 
 
 def is_zero(keep_alive: float | str | None) -> bool:

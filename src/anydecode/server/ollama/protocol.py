@@ -42,7 +42,7 @@ class GeneratingBody(OllamaBody):
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     keep_alive: float | Name | None = None
-    think: bool | Name | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
 

@@ -17,6 +17,14 @@ _PREFIXES = {
     "function_call": "fc",
     "function_call_output": "fco",
 }
+#: The fields that are read: of all items, and by their type.
+_HEAD = frozenset({"id", "type", "status"})
+_READ = {
+    "message": {"role", "content"},
+    "reasoning": {"summary", "content"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+}
 _MAX_ID = 256
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -35,6 +43,20 @@ def complete_items(given: str | list[Item]) -> list[Item]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_complete(item) for item in given]
+
+
+def unread_fields(given: str | list[Item] | None) -> set[str]:
+    """Names of the fields of input items, and of the parts of their contents, that have a value and
+    no effect."""
+    names: set[str] = set()
+    for item in given if isinstance(given, list) else ():
+        kind = item.get("type") or "message"
+        names |= {name for name in item.keys() - _READ.get(kind, ()) - _HEAD if item[name]}
+        for field in ("content", "output", "summary"):
+            for part in item[field] if isinstance(item.get(field), list) else ():
+                unread = part.keys() - {"type", "text", "refusal"} if isinstance(part, dict) else ()
+                names |= {f"{field}.{name}" for name in unread if part[name]}
+    return names
 
 
 def is_reference(item: Item) -> bool:

@@ -24,6 +24,9 @@ from anydecode.server.responses.items import messages_of
 from anydecode.server.responses.store import Item
 from anydecode.server.service import Service
 
+#: Fields of a tool without effect, and all of them.
+_UNREAD_OF_TOOL = frozenset({"allowed_callers", "defer_loading", "output_schema"})
+_FIELDS_OF_TOOL = _UNREAD_OF_TOOL | {"type", "name", "description", "parameters", "strict"}
 #: Names of the fields of a conversation's request that are others in `/v1/responses`.
 _NAMES = {"messages": "input", "response_format": "text.format"}
 
@@ -47,7 +50,7 @@ def chat_request(body: ResponsesRequest, items: list[Item]) -> ChatRequest:
         max_tokens=limit,
         messages=messages_of(items, body.instructions),
         response_format=None if body.text is None else body.text.format,
-        tools=[_tool(tool) for tool in body.tools or ()],
+        tools=[_tool(tool, number) for number, tool in enumerate(body.tools or ())],
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -76,7 +79,12 @@ def _check_single(body: ResponsesRequest) -> None:
         )
 
 
-def _tool(tool: dict[str, Any]) -> Tool:
+def unread_tool_fields(tools: list[dict[str, Any]] | None) -> set[str]:
+    """Names of the fields of tools that have a value and no effect."""
+    return {f"tools.{name}" for tool in tools or () for name in _UNREAD_OF_TOOL if tool.get(name)}
+
+
+def _tool(tool: dict[str, Any], number: int) -> Tool:
     kind = tool.get("type")
     if kind != "function":
         raise ApiError(
@@ -85,6 +93,9 @@ def _tool(tool: dict[str, Any]) -> Tool:
             code="unsupported_parameter",
             param="tools",
         )
+    for name in tool.keys() - _FIELDS_OF_TOOL:
+        field = f"tools.{number}.{name}"
+        raise ApiError(400, f"unknown field {field}", code="unknown_parameter", param=field)
     fields = {name: tool.get(name) for name in ("name", "description", "parameters")}
     try:
         return Tool(function=Function.model_validate(fields))

@@ -16,8 +16,9 @@ from anydecode.server.events import compact
 from anydecode.server.logprobs import chat_entries
 from anydecode.server.logs import log
 from anydecode.server.protocol import ResponsesRequest
+from anydecode.server.responses.items import unread_fields
 from anydecode.server.responses.output import Output, StreamEvent
-from anydecode.server.responses.request import num_logprobs
+from anydecode.server.responses.request import num_logprobs, unread_tool_fields
 from anydecode.server.responses.store import Item, ResponseStore
 from anydecode.server.service import Service, extension
 
@@ -186,7 +187,11 @@ class ResponseRun:
 
     def _extension(self, generation: Generation) -> dict[str, Any]:
         fields = extension([generation], self.service.tokenizer, self.body)
-        ignored = fields.pop("ignored", [])
+        ignored = [
+            *fields.pop("ignored", []),
+            *(f"input.{name}" for name in unread_fields(self.body.input)),
+            *unread_tool_fields(self.body.tools),
+        ]
         if self.body.top_logprobs and num_logprobs(self.body) is None:
             ignored.append("top_logprobs")
         if self.body.store and self.storage.store is None:
