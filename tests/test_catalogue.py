@@ -52,7 +52,10 @@ def test_every_number_beyond_its_bounds_is_refused(key: str) -> None:
         ("easyspec:sise=4", "has no parameter 'sise'; known: size, group"),
         ("learn2pd:filter=x", "filter names a file"),
         ("prefix-spill:where=x", "where names a file"),
-        ("rsd:branching=9-9-9-9", "branching is not for requests"),
+        (
+            "rsd:branching=9-9-9-9",
+            "has the parameter branching: only the server's own options may use that, not requests",
+        ),
         ("monitors", "reads files"),
         ("fastkv:decoder=beam:width=17", "'beam': width is 17"),
         ("fastkv:decoder=fastkv:decoder=learn2pd:filter=x", "filter names a file"),

@@ -452,7 +452,7 @@ def check_remote(choice: str) -> None:
             continue
         bounds = _bounds(entry, name)
         if bounds is None:
-            raise InvalidRequestError(f"{key!r}: {name} is not for requests: {_OPERATOR_ONLY}")
+            raise InvalidRequestError(f"{key!r} has the parameter {name}: {_OPERATOR_ONLY}")
         if not bounds.allows(value):
             raise InvalidRequestError(
                 f"{key!r}: {name} is {value!r}; requests to a server may set {bounds}"

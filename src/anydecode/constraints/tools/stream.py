@@ -16,7 +16,8 @@ _Result = TypeVar("_Result")
 Steps = Generator[Event | None, None, _Result]
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
-#: At the end of a text that was cut, so many characters of a tag or more are no text.
+#: At the end of a text that was cut, so many characters of a tag or more are no text. Behind a call
+#: there is no text, so that one is enough, in any text.
 _MIN_CUT_TAG = 2
 #: The start of a call as a JSON object, up to the end of its name, and up to its arguments.
 _NAME_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
@@ -27,11 +28,11 @@ _CALL_START = re.compile(
 
 class TextStream:
     """Text that arrives in parts. `num_taken` counts the characters that were parsed, and `is_cut`
-    is whether the text ended before its own end."""
+    is whether the text ended before its own end. `follows_call`: whether it has a call."""
 
     def __init__(self) -> None:
         self.buffer = ""
-        self.is_final = self.is_cut = False
+        self.is_final = self.is_cut = self.follows_call = False
         self.num_taken = 0
 
     def run(
@@ -46,6 +47,7 @@ class TextStream:
         for event in steps:
             if event is None:
                 return
+            self.follows_call = self.follows_call or event[0] == "call"
             yield event
 
     def take(self, count: int) -> str:
@@ -66,10 +68,10 @@ class TextStream:
                 self.take(len(tag))
                 return tag
             num_kept = max(overlap(self.buffer, tag) for tag in tags)
-            if self.is_final and not (self.is_cut and num_kept >= _MIN_CUT_TAG):
-                num_kept = 0
-            if self.is_final and self.buffer[len(self.buffer) - num_kept :].isalpha():
-                num_kept = 0  # the start of a word
+            if self.is_final and not (kind == "content" and self.follows_call):
+                is_word = self.buffer[len(self.buffer) - num_kept :].isalpha()
+                if is_word or not self.is_cut or num_kept < _MIN_CUT_TAG:
+                    num_kept = 0
             if len(self.buffer) > num_kept:
                 yield kind, self.take(len(self.buffer) - num_kept)
             if self.is_final:

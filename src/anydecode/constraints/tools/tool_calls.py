@@ -237,8 +237,7 @@ def parse_answer(
     has_answer: bool,
     is_required: bool,
 ) -> Steps[None]:
-    """Parses an answer under `ToolCalls`. Behind a call, the start of another one that is cut is no
-    content.
+    """Parses an answer under `ToolCalls`.
 
     Args:
         stream: The text of the answer.
@@ -250,14 +249,9 @@ def parse_answer(
     if has_answer and not (yield from stream.next_of(call_format.trigger, removes=False)):
         yield from stream.rest()
         return
-    has_calls = False
     for event in call_format.parse(stream, schemas):
-        if event is not None and event[0] == "content":
-            is_cut = stream.is_final and call_format.trigger.startswith(event[1].strip())
-            if is_required or (has_calls and is_cut):
-                continue
-        has_calls = has_calls or (event is not None and event[0] == "call")
-        yield event
+        if event is None or event[0] != "content" or not is_required:
+            yield event
 
 
 @byte_cached(_MAX_TEXTS_BYTES)
