@@ -71,7 +71,7 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
             elif "_proj" in name or ".gate." in name:
                 torch.nn.init.normal_(parameter, std=0.25)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 

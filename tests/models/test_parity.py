@@ -132,6 +132,43 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+GEMMA_4: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 9.0,
+}
+#: As in the largest dense model: nothing per layer and nothing shared.
+GEMMA_4_KEYS_AS_VALUES: dict[str, Any] = {
+    **GEMMA_4,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "attention_bias": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.375, "rope_theta": 1e5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}  # fmt: skip
+GEMMA_4_EXPERTS: dict[str, Any] = {
+    **GEMMA_4_KEYS_AS_VALUES,
+    "attention_bias": False,
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+
 DEEPSEEK: dict[str, Any] = {
     **LATENT_SIZES,
     "num_key_value_heads": 4,
@@ -235,6 +272,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 6.0,
         },
     ),
+    "gemma4": ("Gemma4", GEMMA_4),
+    "gemma4 keys as values": ("Gemma4", GEMMA_4_KEYS_AS_VALUES),
+    "gemma4 experts": ("Gemma4", GEMMA_4_EXPERTS),
     "gemma3": (
         "Gemma3",
         {

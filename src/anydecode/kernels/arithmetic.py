@@ -94,7 +94,8 @@ class RowArithmetic:
         """See `Backend.rope`."""
         assert self._positions is not None
         angles = self._positions.astype(np.float32)[:, None] * rope.frequencies
-        growth = rope.growth * np.log1p(self._positions // rope.growth_period)
+        steps = (self._positions + rope.growth_start) // rope.growth_period
+        growth = rope.growth * np.log1p(steps)
         factors = (rope.factor * (1.0 + growth)).astype(np.float32)[:, None]
         cos, sin = (
             function(angles.astype(np.float64)).astype(np.float32) * factors

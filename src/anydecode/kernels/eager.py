@@ -93,9 +93,9 @@ class TorchExecutor(ABC):
         dtype = as_tensor(np.empty(0, cache_dtype(format))).dtype
 
         def empty(shape: Attention | None, is_value: bool) -> torch.Tensor:
-            assert shape is not None, "only layers with a recurrence lack attention"
-            has_none = is_value and shape.latent_dim is not None
-            width = 0 if has_none else stored_width(format, shape.head_dim)
+            if shape is None or (is_value and shape.latent_dim is not None):
+                return torch.zeros((num_slots, 1, 0), dtype=dtype, device=self.device)
+            width = stored_width(format, shape.head_dim)
             size = (num_slots, shape.num_kv_heads, width)
             return torch.zeros(size, dtype=dtype, device=self.device)
 

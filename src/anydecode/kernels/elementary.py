@@ -142,7 +142,8 @@ def rope_factor(rope: Rope, position: int) -> float:
     """The factor of the cosines and sines at `position`."""
     if not rope.growth:
         return rope.factor
-    return rope.factor * (1.0 + rope.growth * math.log(1.0 + position // rope.growth_period))
+    steps = (position + rope.growth_start) // rope.growth_period
+    return rope.factor * (1.0 + rope.growth * math.log(1.0 + steps))
 
 
 class RotaryTable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -80,13 +80,15 @@ class Rope:
 
     Dimension i is rotated with i + half, the Hugging Face order; loaders permute weights stored in
     the interleaved order. angle = position * frequencies[i]; cos and sin are multiplied by
-    `factor` and, if `growth` is not 0, by 1 + growth * log(1 + position // growth_period).
+    `factor` and, if `growth` is not 0, by 1 + growth * log(1 + (position + growth_start) //
+    growth_period).
     """
 
     frequencies: np.ndarray  # float32 [rotary_dim / 2]
     factor: float = 1.0
     growth: float = 0.0
     growth_period: int = 1
+    growth_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Attention:
     scale: float
     window: int | None = None  # a row at position p attends to positions > p - window
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    chunk: int | None = None  # a row at position p attends to positions >= p // chunk * chunk
     is_two_sided: bool = False  # the window also ends at positions < p + window
     # The value of a position is the first so many numbers of its only key, and no values are stored
     # (DeepSeek-V2, arXiv:2405.04434); None: values of head_dim numbers are stored.
@@ -213,6 +216,8 @@ class Routing:
             sums of their `scores_per_group` largest scores (DeepSeek-V3, arXiv:2412.19437).
         scale: A factor of the weights, after normalisation.
         scores_per_group: 2, or 1 for the largest score alone (DeepSeek-V2).
+        scales_inputs: Whether the weights multiply the inputs of experts, not their outputs
+            (Llama 4).
     """
 
     experts_per_token: int
@@ -222,6 +227,7 @@ class Routing:
     groups_per_token: int = 1
     scale: float = 1.0
     scores_per_group: int = 2
+    scales_inputs: bool = False
 
 
 @dataclass(eq=False)
@@ -229,7 +235,8 @@ class ExpertWeights:
     """The three matrices of each expert's gated MLP, and their biases.
 
     Biases are float32 `[out_features]`, one per expert; None for no biases. `selection_bias` is
-    float32 `[experts]`, see `Routing`.
+    float32 `[experts]`, see `Routing`. `factors` is float32 `[experts]`: a factor of each expert's
+    weight, after normalisation (Gemma 4).
     """
 
     gate: list[Weight]
@@ -239,6 +246,7 @@ class ExpertWeights:
     up_bias: list[np.ndarray] | None = None
     down_bias: list[np.ndarray] | None = None
     selection_bias: np.ndarray | None = None
+    factors: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -252,8 +260,9 @@ class KeyValues:
 
     Per layer, keys and values are `[num_slots, num_kv_heads, head_dim]`, or `[num_slots,
     num_kv_heads, bytes]` in a packed format (see `kernels/cache.py`). In main memory each head's
-    slots are contiguous. Layers without attention have arrays without entries, and so have the
-    values of layers whose keys hold them (`Attention.latent_dim`).
+    slots are contiguous. Layers without attention have arrays without entries, as do layers that
+    attend to an earlier layer's, and the values of layers whose keys hold them
+    (`Attention.latent_dim`).
 
     Attributes:
         inputs: Per recurrent layer the inputs of its recurrence, float32 `[num_slots, width +
@@ -407,6 +416,18 @@ class Backend(ABC):
         """Apply the rotary embedding of the row's position to each of `num_heads` heads."""
 
     @abstractmethod
+    def store(self, k: Any, v: Any, layer: int, shape: Attention) -> None:
+        """Store k and v in each row's slot of `layer`. v is None if `shape.latent_dim` is set."""
+
+    @abstractmethod
+    def attend(self, q: Any, layer: int, shape: Attention, sinks: np.ndarray | None = None) -> Any:
+        """Attention over `Rows`, to the keys and values that are stored in `layer`.
+
+        That may be an earlier layer, whose keys and values several layers share. The result has
+        `shape.value_dim` numbers per head. `sinks` is float32 `[num_heads]`: the score of a key of
+        each head that every row attends to and whose value is zero (gpt-oss).
+        """
+
     def attention(
         self,
         q: Any,
@@ -416,12 +437,9 @@ class Backend(ABC):
         shape: Attention,
         sinks: np.ndarray | None = None,
     ) -> Any:
-        """Store k and v in each row's slot of `layer`, then compute attention over `Rows`.
-
-        `v` is None where `shape.latent_dim` is set: then the result has that many numbers per head.
-        `sinks` is float32 `[num_heads]`: the score of a key of each head that every row attends to
-        and whose value is zero (gpt-oss).
-        """
+        """`store` and then `attend`, in the same layer."""
+        self.store(k, v, layer, shape)
+        return self.attend(q, layer, shape, sinks)
 
     @abstractmethod
     def convolution(self, x: Any, layer: int, shape: Recurrence, weights: RecurrenceWeights) -> Any:
@@ -491,6 +509,25 @@ class Backend(ABC):
         """x plus the row of `table` of each row's position.
 
         Positions after the table's end, which drafts may have, take its last row.
+        """
+
+    @abstractmethod
+    def columns(self, x: Any, first: int, size: int) -> Any:
+        """The numbers of x from `first` on, `size` of each row."""
+
+    @abstractmethod
+    def token_rows(self, table: Weight, factor: float, *, has_inputs: bool = False) -> Any:
+        """`factor` times the row of `table` of each row's token, whatever layers run.
+
+        Rows without a token take `Rows.inputs` instead if `has_inputs`, else row 0 of the table, as
+        do tokens after its end.
+        """
+
+    @abstractmethod
+    def shared(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """The value that `compute` returns, computed once for all layers of a call.
+
+        It must not depend on hidden states. `key` identifies it.
         """
 
     @abstractmethod

@@ -47,9 +47,12 @@ class Routing(ctypes.Structure):
 
     _fields_ = [
         *((name, pointer) for name in ("gate_bias", "up_bias", "down_bias", "selection_bias")),
+        ("factors", pointer),
         *((name, c_int32) for name in ("normalise", "is_sigmoid", "num_groups", "groups_per_row")),
         ("scale", c_float),
         ("scores_per_group", c_int32),
+        ("scales_inputs", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -74,6 +77,7 @@ class Op(ctypes.Structure):
         *((name, c_int64) for name in ("a", "b", "c", "out")),
         *((name, c_int32) for name in ("width", "width_out", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("groups", "window", "count", "value_dim", "is_latent")),
+        *((name, c_int32) for name in ("chunk", "reserved")),
         ("x", c_float),
         ("y", c_float),
         ("matrix", pointer),

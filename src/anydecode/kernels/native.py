@@ -209,7 +209,7 @@ class NativeExecutor:
             self._begin_states(rows, cache)
         self._bind(rows, cache, None)
         self._pass.embed = 1
-        self._set_inputs(rows, count)
+        self._set_inputs(rows.inputs, count)
         captures, hidden = self._bind_captures(output_spec, start, stop)
         specs = self._bind_samples(output_spec.samples)
         num_steps = output_spec.num_steps if rows.tables[-1].ndim == 1 else 1
@@ -302,6 +302,8 @@ class NativeExecutor:
             raise RuntimeError("`layers` was called before `begin`")
         self._bind(self._rows, self._cache_in_use, active)
         self._pass.embed, self._pass.num_captures = 0, 0
+        inputs = self._rows.inputs
+        self._set_inputs(None if inputs is None else inputs[active], len(active))
         self._buffers.stream[: len(active)] = x
         self._call(first, last, None)
         return self._buffers.stream[: len(active)].copy()
@@ -424,11 +426,11 @@ class NativeExecutor:
             bound.append(pointers)
         return bound
 
-    def _set_inputs(self, rows: Rows, count: int) -> None:
-        if rows.inputs is None:
+    def _set_inputs(self, inputs: np.ndarray | None, count: int) -> None:
+        if inputs is None:
             self._pass.inputs = None
             return
-        self._inputs = np.ascontiguousarray(rows.inputs, np.float32)
+        self._inputs = np.ascontiguousarray(inputs, np.float32)
         if self._inputs.shape != (count, self._hidden_size):
             raise InvalidRequestError(_ERRORS[1])
         self._pass.inputs = address_of(self._inputs)

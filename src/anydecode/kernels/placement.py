@@ -63,8 +63,14 @@ def assign_offsets(steps: list[Step], result: Value, target: int, reserved: int)
 
     The first `reserved` floats per row are in use already. Values that have an offset keep it.
     """
+    _assign_result(steps, result, target, _last_uses(steps))
+    return place(steps, reserved)
+
+
+def place(steps: Sequence[Step], reserved: int) -> int:
+    """Assign a buffer to every value that has none; return the floats per row in use, of which the
+    first `reserved` are in use already."""
     last = _last_uses(steps)
-    _assign_result(steps, result, target, last)
     workspace = _Workspace()
     for index, step in enumerate(steps):
         for value in (step.output, step.scratch):
@@ -92,7 +98,6 @@ def _assign_result(steps: list[Step], result: Value, target: int, last: dict[Val
             return
     fields = {"width": result.width, "width_out": result.width}
     steps.append(Step(Code.COPY, (result,), Value(result.width, target), fields))
-    last[result] = len(steps) - 1
 
 
 @dataclass

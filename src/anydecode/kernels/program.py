@@ -27,7 +27,7 @@ from anydecode.kernels.library import Recurrence as RecurrenceStruct
 from anydecode.kernels.library import Routing as RoutingStruct
 from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
-from anydecode.kernels.placement import assign_offsets, to_ops
+from anydecode.kernels.placement import assign_offsets, place, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 5, "relu2": 6}
@@ -52,10 +52,13 @@ class NativeBackend(Backend):
         self.keepalive: list[Any] = []  # objects that the ops point to
         self.shapes: list[Attention] = []
         self.recurrences: list[Recurrence] = []
+        self.shared_steps: list[Step] = []  # those that compute the shared values
+        self.shared_values: dict[Any, Value] = {}
         self._quantised: dict[Value, Value] = {}
 
     def begin(self) -> None:
-        """Start a new list of steps. Only the rotary tables are shared between lists."""
+        """Start a new list of steps. Only the rotary tables and the values of `shared` are shared
+        between lists."""
         self.steps = []
         self._quantised = {}
 
@@ -134,27 +137,23 @@ class NativeBackend(Backend):
         fields = {"heads": num_heads, "head_dim": x.width // num_heads, "count": half}
         return self._record(Code.ROPE, (x, table), x.width, **fields)
 
-    def attention(
-        self,
-        q: Value,
-        k: Value,
-        v: Value | None,
-        layer: int,
-        shape: Attention,
-        sinks: np.ndarray | None = None,
-    ) -> Value:
-        fields = {"layer": layer, "head_dim": shape.head_dim, "is_latent": int(v is None)}
+    def store(self, k: Value, v: Value | None, layer: int, shape: Attention) -> None:
         inputs = (k,) if v is None else (k, v)
-        store = {**fields, "kv_heads": shape.num_kv_heads, "width": k.width}
-        self.steps.append(Step(Code.STORE, inputs, None, store, cache="write"))
-        if v is None:  # parts of the query heads are processed separately
+        fields = {**_cache_fields(layer, shape), "kv_heads": shape.num_kv_heads, "width": k.width}
+        self.steps.append(Step(Code.STORE, inputs, None, fields, cache="write"))
+
+    def attend(
+        self, q: Value, layer: int, shape: Attention, sinks: np.ndarray | None = None
+    ) -> Value:
+        fields = _cache_fields(layer, shape)
+        if shape.latent_dim is not None:  # parts of the query heads are processed separately
             parts = range(min(shape.num_heads, _LATENT_GROUP), 0, -1)
             group = next(size for size in parts if shape.num_heads % size == 0)
             shape = replace(shape, num_kv_heads=shape.num_heads // group)
         self.shapes.append(shape)
         fields |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
         fields["value_dim"] = shape.value_dim
-        limits: dict[str, Any] = {"window": shape.window or 0}
+        limits: dict[str, Any] = {"window": shape.window or 0, "chunk": shape.chunk or 0}
         limits["count"] = int(shape.window is not None and shape.is_two_sided)
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
         if sinks is not None:
@@ -284,18 +283,46 @@ class NativeBackend(Backend):
             groups_per_row=routing.groups_per_token,
             scale=routing.scale,
             scores_per_group=routing.scores_per_group,
+            scales_inputs=int(routing.scales_inputs),
         )
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases = getattr(weights, name)
             if biases is not None:
                 setattr(struct, name, self._keep_vector(np.concatenate(biases)))
-        if weights.selection_bias is not None:
-            struct.selection_bias = self._keep_vector(weights.selection_bias)
+        for name in ("selection_bias", "factors"):
+            vector = getattr(weights, name)
+            if vector is not None:
+                setattr(struct, name, self._keep_vector(vector))
         self.keepalive.append(struct)
         return ctypes.addressof(struct)
 
     def sigmoid_scale(self, x: Value, gate: Value) -> Value:
         return self._record(Code.SIGMOID_SCALE, (x, gate), x.width)
+
+    def columns(self, x: Value, first: int, size: int) -> Value:
+        return self._record(Code.SPLIT, (x,), size, groups=1, count=first)
+
+    def token_rows(self, table: Weight, factor: float, *, has_inputs: bool = False) -> Value:
+        out = Value(table.in_features)
+        matrix = ctypes.addressof(self._packer.pack(table))
+        fields = {"width": out.width, "matrix": matrix, "x": factor, "count": int(has_inputs)}
+        self.steps.append(Step(Code.TOKEN_ROW, (), out, fields))
+        return out
+
+    def shared(self, key: Any, compute: Callable[[], Value]) -> Value:
+        if key not in self.shared_values:
+            steps, quantised = self.steps, self._quantised
+            self.begin()
+            self.shared_values[key] = compute()
+            self.shared_steps += self.steps
+            self.steps, self._quantised = steps, quantised
+        return self.shared_values[key]
+
+
+def _cache_fields(layer: int, shape: Attention) -> dict[str, Any]:
+    """The fields of an op that stores or reads a layer's keys and values."""
+    is_latent = int(shape.latent_dim is not None)
+    return {"layer": layer, "head_dim": shape.head_dim, "is_latent": is_latent}
 
 
 def _activation_fields(activation: Activation) -> dict[str, Any]:
@@ -356,8 +383,8 @@ def record(
     rows = Value(width)
     backend.steps.append(Step(Code.GATHER, (Value(width, STREAM),), rows, {"width": width}))
     logits = head(backend, rows)
-    prologue, reserved = _prologue(backend, matrix, embedding_scale, width)
-    steps, body, starts = list(prologue), reserved, []
+    prologue, reserved, body = _prologue(backend, matrix, embedding_scale, width)
+    steps, starts = list(prologue), []
     for index, (layer_steps, result) in enumerate(layers):
         starts.append(len(steps))
         body = max(body, assign_offsets(layer_steps, result, STREAM, reserved))
@@ -379,8 +406,9 @@ def _capture(layer: int, width: int) -> Step:
 
 def _prologue(
     backend: NativeBackend, matrix: Matrix, scale: float, width: int
-) -> tuple[list[Step], int]:
-    """The steps of the embedding and rotary tables, and the floats per row they reserve."""
+) -> tuple[list[Step], int, int]:
+    """The steps of the embedding, the rotary tables and the shared values, the floats per row that
+    these reserve, and those that the steps use."""
     fields = {"width": width, "matrix": ctypes.addressof(matrix), "x": scale}
     steps, reserved = [Step(Code.EMBED, (), Value(width, STREAM), fields)], 0
     for rope, table in backend.tables.items():
@@ -389,5 +417,10 @@ def _prologue(
         fields = {"count": table.width // 2, "x": rope.factor}
         fields |= {"y": rope.growth, "window": rope.growth_period}
         fields["weight"] = backend._keep_vector(rope.frequencies)
+        fields["groups"] = rope.growth_start
         steps.append(Step(Code.ROPE_TABLE, (), table, fields))
-    return steps, reserved
+    for value in backend.shared_values.values():
+        value.offset = reserved
+        reserved += -(-value.width // 16) * 16
+    used = place(backend.shared_steps, reserved)
+    return steps + backend.shared_steps, reserved, used

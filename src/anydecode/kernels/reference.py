@@ -7,15 +7,16 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from anydecode.kernels import elementary
 from anydecode.kernels.cache import CACHE_FORMATS, decode, encode
-from anydecode.kernels.formats import DTYPES, dequantize
+from anydecode.kernels.formats import DTYPES, dequantize, dequantize_rows
 from anydecode.kernels.interface import (
     KEY_BLOCK,
     Activation,
@@ -56,6 +57,7 @@ class _BoundRows:
     max_position: int
     scan: Scan | None  # of the recurrences
     windows: dict[int, torch.Tensor] = field(default_factory=dict)  # by size, see `windows`
+    shared: dict[Any, torch.Tensor] = field(default_factory=dict)
 
 
 class ReferenceBackend(Backend):
@@ -165,20 +167,9 @@ class ReferenceBackend(Backend):
         rotated = (first * cos - second * sin, second * cos + first * sin, rest)
         return torch.cat(rotated, -1).flatten(-2)
 
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: int,
-        shape: Attention,
-        sinks: np.ndarray | None = None,
-    ) -> torch.Tensor:
+    def store(self, k: torch.Tensor, v: torch.Tensor | None, layer: int, shape: Attention) -> None:
         bound = self._rows()
-        keys, values = (
-            as_tensor(bound.cache.keys[layer], self.device),
-            as_tensor(bound.cache.values[layer], self.device),
-        )
+        keys, values = self._stored(layer)
         slots = bound.rows.slots[bound.index]
         stored = np.flatnonzero(slots >= 0)
         target = torch.from_numpy(slots[stored].astype(np.int64)).to(self.device)
@@ -188,12 +179,27 @@ class ReferenceBackend(Backend):
         keys[target] = _encode(format, k[stored_rows].view(heads))
         if v is not None:
             values[target] = _encode(format, v[stored_rows].view(heads))
+
+    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of all slots in a layer."""
+        cache = self._rows().cache
+        keys, values = cache.keys[layer], cache.values[layer]
+        return as_tensor(keys, self.device), as_tensor(values, self.device)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        bound = self._rows()
+        keys, values = self._stored(layer)
+        format = bound.cache.format
         out = q.new_empty(len(q), shape.num_heads * shape.value_dim)
         sink_scores = None if sinks is None else self._vector(sinks)
         for group in _row_groups(bound, shape):
-            visible = visible_slots(
-                bound.rows, bound.index[group], layer, shape.window, shape.is_two_sided
-            )
+            visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
             out[index] = _attend(q[index], keys, values, format, table, shape, sink_scores)
@@ -263,6 +269,8 @@ class ReferenceBackend(Backend):
     ) -> torch.Tensor:
         bias = weights.selection_bias
         shares = expert_shares(router, routing, None if bias is None else self._vector(bias))
+        if weights.factors is not None:
+            shares = shares * self._vector(weights.factors)
         adapters = self._adapters()
         out = torch.zeros_like(x)
         for expert in range(len(weights.gate)):
@@ -275,13 +283,14 @@ class ReferenceBackend(Backend):
                 None if biases is None else biases[expert]
                 for biases in (weights.gate_bias, weights.up_bias, weights.down_bias)
             )
-            inner = self.gated(
-                self._linear(rows, weights.gate[expert], gate_bias, expert_adapters),
-                self._linear(rows, weights.up[expert], up_bias, expert_adapters),
-                activation,
-            )
+            share = shares[index, expert].unsqueeze(-1)
+            gate = self._linear(rows, weights.gate[expert], gate_bias, expert_adapters)
+            up = self._linear(rows, weights.up[expert], up_bias, expert_adapters)
+            if routing.scales_inputs:
+                gate, up = gate * share, up * share
+            inner = self.gated(gate, up, activation)
             y = self._linear(inner, weights.down[expert], down_bias, expert_adapters)
-            out[index] = out[index] + y * shares[index, expert].unsqueeze(-1)
+            out[index] = out[index] + (y if routing.scales_inputs else y * share)
         return out
 
     def layer_norm(
@@ -304,6 +313,24 @@ class ReferenceBackend(Backend):
     def _row_positions(self) -> torch.Tensor:
         """The positions of the bound rows, int64 `[m]`."""
         return self._rows().positions
+
+    def columns(self, x: torch.Tensor, first: int, size: int) -> torch.Tensor:
+        return x[:, first : first + size].contiguous()
+
+    def token_rows(self, table: Weight, factor: float, *, has_inputs: bool = False) -> torch.Tensor:
+        bound = self._rows()
+        tokens = bound.rows.tokens[bound.index].astype(np.int64)
+        is_valid = (tokens >= 0) & (tokens < table.out_features)
+        rows = dequantize_rows(table, np.where(is_valid, tokens, 0)) * np.float32(factor)
+        if has_inputs and bound.rows.inputs is not None:
+            rows[tokens < 0] = as_numpy(bound.rows.inputs[bound.index])[tokens < 0]
+        return as_tensor(rows, self.device)
+
+    def shared(self, key: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        values = self._rows().shared
+        if key not in values:
+            values[key] = compute()
+        return values[key]
 
     def sigmoid_scale(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return x * elementary.sigmoid(gate)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anydecode.kernels.interface import KEY_BLOCK, Rows
+from anydecode.kernels.interface import KEY_BLOCK, Attention, Rows
 
 
 @dataclass(eq=False)
@@ -25,10 +25,8 @@ def lengths(rows: Rows, index: np.ndarray) -> np.ndarray:
     return total
 
 
-def visible_slots(
-    rows: Rows, index: np.ndarray, layer: int, window: int | None, is_two_sided: bool = False
-) -> VisibleSlots:
-    """The slots that the rows `index` attend to in `layer`, with an optional sliding `window`."""
+def visible_slots(rows: Rows, index: np.ndarray, layer: int, shape: Attention) -> VisibleSlots:
+    """The slots that the rows `index` attend to in `layer`, within its window or chunk."""
     longest = int(lengths(rows, index).max(initial=0))
     width = -(-longest // KEY_BLOCK) * KEY_BLOCK
     slots = np.full((len(index), width), -1, np.int64)
@@ -40,8 +38,10 @@ def visible_slots(
         if count:
             start = int(rows.tail_start[row])
             slots[i, prefix : prefix + count] = rows.tails[start : start + count]
-    if window is not None:
-        positions = rows.positions[index].astype(np.int64)[:, None]
+    positions = rows.positions[index].astype(np.int64)[:, None]
+    if shape.window is not None:
         distance = positions - np.arange(width)[None, :]
-        slots[(np.abs(distance) if is_two_sided else distance) >= window] = -1
+        slots[(np.abs(distance) if shape.is_two_sided else distance) >= shape.window] = -1
+    if shape.chunk is not None:
+        slots[np.arange(width)[None, :] < positions // shape.chunk * shape.chunk] = -1
     return VisibleSlots(slots, width)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,10 @@ from anydecode.kernels.interface import (
     Rope,
     Weight,
 )
+from anydecode.models.limits import MAX_FACTOR, number
+from anydecode.models.linear import Linear
+from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
-
-
-@dataclass(eq=False)
-class Linear:
-    """A matrix and its bias (float32 `[out_features]`), if any; `scale` multiplies the result."""
-
-    weight: Weight
-    bias: np.ndarray | None = None
-    scale: float = 1.0
 
 
 @dataclass(eq=False)
@@ -54,17 +49,30 @@ class PlainMlp:
 
 
 @dataclass(eq=False)
+class ExpertNorms:
+    """The norms of routed experts that run beside an MLP (Gemma 4), float32 `[hidden_size]`: of the
+    inputs of router and experts, and of the outputs of the experts and of the MLP."""
+
+    router: np.ndarray
+    input: np.ndarray
+    output: np.ndarray
+    shared: np.ndarray
+
+
+@dataclass(eq=False)
 class Experts:
     """A router `[experts, hidden_size]` and its experts.
 
     `shared` is an MLP that every token runs through. Its output is added, multiplied by the sigmoid
-    of the product with `shared_gate` `[1, hidden_size]` if there is one.
+    of the product with `shared_gate` `[1, hidden_size]` if there is one. With `norms`, router and
+    experts read the hidden states without the norm of the layer's MLP, which `shared` is.
     """
 
     router: Linear
     routed: ExpertWeights
     shared: GatedMlp | None = None
     shared_gate: Weight | None = None
+    norms: ExpertNorms | None = None
 
 
 @dataclass(eq=False)
@@ -144,11 +152,15 @@ class LayerWeights:
     attention_gate: Linear | None = None
     recurrent: RecurrentWeights | None = None
     latent: LatentWeights | None = None
+    per_layer: PerLayerBlock | None = None
+    scale: float | None = None  # of the layer's output
 
     @property
     def matrices(self) -> list[Weight]:
         """Every matrix of a product."""
         linears = [self.query, self.key, self.value, self.output, self.attention_gate]
+        if self.per_layer is not None:
+            linears += [self.per_layer.gate, self.per_layer.projection]
         linears += [] if self.recurrent is None else self.recurrent.linears
         weights = [linear.weight for linear in linears if linear is not None]
         weights += [] if self.latent is None else self.latent.matrices
@@ -169,6 +181,13 @@ class ModelWeights:
     embedding_norm: np.ndarray | None = None
     embedding_norm_bias: np.ndarray | None = None
     segments: np.ndarray | None = None  # float32 [num_segments, hidden_size]
+    per_layer: PerLayerEmbeddings | None = None
+
+    @property
+    def tables(self) -> list[Weight]:
+        """Every matrix of which rows are read, but for the embedding."""
+        tables = [] if self.position_table is None else [self.position_table]
+        return tables + ([] if self.per_layer is None else [self.per_layer.table])
 
 
 @dataclass(eq=False)
@@ -207,20 +226,23 @@ class Network:
             _check_matrix("the position table", weights.position_table, table_shape)
         if spec.has_position_table != (weights.position_table is not None):
             raise CheckpointError("only one of the spec and the weights has a position table")
+        _check_per_layer(spec, weights.per_layer)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size)
+            _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
 
     def matrices(self) -> Iterator[Weight]:
         """Yield the embedding and every matrix of a product; tied ones may be yielded twice."""
         yield self.weights.embedding
         yield self.weights.head
+        if self.weights.per_layer is not None:
+            yield self.weights.per_layer.projection.weight
         for layer in self.weights.layers:
             yield from layer.matrices
 
     def release_matrices(self) -> None:
         """Free the matrices' data, after an executor has packed its own copy."""
-        table = self.weights.position_table
-        for weight in (*self.matrices(), *([] if table is None else [table])):
+        for weight in (*self.matrices(), *self.weights.tables):
             weight.free()
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
@@ -249,13 +271,24 @@ class Network:
         if is_normed and mixed is not None:
             norm, bias = weights.attention_post_norm, weights.attention_post_norm_bias
             state = self._norm(backend, state, norm, bias)
-        if weights.mlp is None:
-            return state
-        y = self._mlp_block(backend, x if spec.is_parallel else state, index)
-        y = backend.add(state, y)
-        if is_normed:
-            y = self._norm(backend, y, weights.mlp_post_norm, weights.mlp_post_norm_bias)
-        return y
+        if weights.mlp is not None:
+            y = self._mlp_block(backend, x if spec.is_parallel else state, index)
+            state = backend.add(state, y)
+            if is_normed:
+                norm, bias = weights.mlp_post_norm, weights.mlp_post_norm_bias
+                state = self._norm(backend, state, norm, bias)
+        if weights.per_layer is not None:
+            inputs, eps = self._per_layer_inputs(backend, index), self.spec.norm_eps
+            y = weights.per_layer.apply(backend, state, inputs, spec.activation, eps)
+            state = backend.add(state, y)
+        return state if weights.scale is None else backend.scale(state, weights.scale)
+
+    def _per_layer_inputs(self, backend: Backend, index: int) -> Any:
+        """The embeddings of each row's token for layer `index`."""
+        weights, spec, size = self.weights, self.spec, self.spec.per_layer_size
+        assert weights.per_layer is not None, "checked by `_check_per_layer`"
+        compute = partial(weights.per_layer.inputs, backend, weights.embedding, spec)
+        return backend.columns(backend.shared(weights.per_layer, compute), index * size, size)
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
         """A replacement for `layer` that runs layers in parallel groups of `size`, except the first
@@ -294,14 +327,14 @@ class Network:
         assert spec.attention is not None and weights.query is not None
         heads, rope = spec.attention.num_heads, spec.query_rope or spec.rope
         if spec.latent is None:
-            q = _linear(backend, x, weights.query)
+            q = weights.query.apply(backend, x)
             return self._positioned(backend, q, spec, heads, weights.query_norm, rope)
         latent = weights.latent
         assert latent is not None and rope is not None, "checked by `_check_latent`"
         if latent.query_down is not None:
-            x = _linear(backend, x, latent.query_down)
+            x = latent.query_down.apply(backend, x)
             x = backend.rms_norm(x, latent.query_norm, spec.latent.norm_eps)
-        q = _linear(backend, x, weights.query)
+        q = weights.query.apply(backend, x)
         q, rotary = backend.split(q, spec.latent.key_dim, heads)
         q, rotary = backend.grouped_linear(q, latent.keys), backend.rope(rotary, heads, rope)
         return backend.join(q, rotary, heads)
@@ -327,10 +360,25 @@ class Network:
         if spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
         assert weights.mlp is not None, "checked by `_add_blocks`"
-        y = _mlp(backend, y, spec, weights.mlp)
+        if isinstance(weights.mlp, Experts) and weights.mlp.norms is not None:
+            y = self._experts_beside_mlp(backend, x, y, spec, weights.mlp, weights.mlp.norms)
+        else:
+            y = _mlp(backend, y, spec, weights.mlp)
         if spec.norms in ("post", "both"):
             y = self._norm(backend, y, weights.mlp_post_norm)
         return self._scaled(backend, y)
+
+    def _experts_beside_mlp(
+        self, backend: Backend, x: Any, y: Any, spec: LayerSpec, mlp: Experts, norms: ExpertNorms
+    ) -> Any:
+        """The sum of the MLP's output for y and of the experts' output for x, each normed."""
+        assert spec.routing is not None and mlp.shared is not None, "checked by `_check_mlp`"
+        eps = self.spec.norm_eps
+        router = mlp.router.apply(backend, backend.rms_norm(x, norms.router, eps))
+        inputs = backend.rms_norm(x, norms.input, eps)
+        routed = backend.experts(inputs, router, mlp.routed, spec.routing, spec.activation)
+        shared = backend.rms_norm(_mlp(backend, y, spec, mlp.shared), norms.shared, eps)
+        return backend.add(shared, backend.rms_norm(routed, norms.output, eps))
 
     def _norm(
         self, backend: Backend, x: Any, weight: np.ndarray | None, bias: np.ndarray | None = None
@@ -377,33 +425,45 @@ class Network:
     def _recurrent(
         self, backend: Backend, x: Any, spec: RecurrentSpec, weights: RecurrentWeights, index: int
     ) -> Any:
-        inputs = _linear(backend, x, weights.inputs)
+        inputs = weights.inputs.apply(backend, x)
         if weights.input_gate is not None:
-            inputs = backend.gated(_linear(backend, x, weights.input_gate), inputs, "identity")
+            inputs = backend.gated(weights.input_gate.apply(backend, x), inputs, "identity")
         y = _recurrence(backend, x, inputs, spec, weights, index)
         if spec.norm == "before":
             y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
-        y = backend.gated(_linear(backend, x, weights.gate), y, spec.gate)
+        y = backend.gated(weights.gate.apply(backend, x), y, spec.gate)
         if spec.norm == "after":
             y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
-        return _linear(backend, y, weights.output)
+        return weights.output.apply(backend, y)
 
     def _attention(
         self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
     ) -> Any:
         shape = spec.attention
-        assert shape is not None and weights.key is not None and weights.output is not None
+        assert shape is not None and weights.output is not None
         if spec.latent is not None:
             return self._latent_attention(backend, x, spec, weights, index)
-        assert weights.value is not None
         q = self._queries(backend, x, spec, weights)
-        k = _linear(backend, x, weights.key)
-        v = _linear(backend, x, weights.value)
-        k = self._positioned(backend, k, spec, shape.num_kv_heads, weights.key_norm, spec.rope)
-        y = backend.attention(q, k, v, index, shape, weights.sinks)
+        if spec.cache_layer is not None:
+            y = backend.attend(q, spec.cache_layer, shape, weights.sinks)
+        else:
+            k, v = self._keys_values(backend, x, spec, weights, shape)
+            y = backend.attention(q, k, v, index, shape, weights.sinks)
         if weights.attention_gate is not None:
-            y = backend.gated(_linear(backend, x, weights.attention_gate), y, "sigmoid")
-        return _linear(backend, y, weights.output)
+            y = backend.gated(weights.attention_gate.apply(backend, x), y, "sigmoid")
+        return weights.output.apply(backend, y)
+
+    def _keys_values(
+        self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, shape: Attention
+    ) -> tuple[Any, Any]:
+        """The keys and values of a layer for the normed inputs x."""
+        assert weights.key is not None, "checked by `_check_attention`"
+        k, heads = weights.key.apply(backend, x), shape.num_kv_heads
+        v = k if weights.value is None else weights.value.apply(backend, x)
+        k = self._positioned(backend, k, spec, heads, weights.key_norm, spec.rope)
+        if spec.has_value_norm:
+            v = backend.rms_norm(v, None, self.spec.norm_eps, heads)
+        return k, v
 
     def _latent_attention(
         self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
@@ -413,11 +473,11 @@ class Network:
         assert spec.latent is not None and spec.rope is not None
         assert weights.key is not None and weights.output is not None
         q = self._queries(backend, x, spec, weights)
-        k, rotary = backend.split(_linear(backend, x, weights.key), shape.latent_dim)
+        k, rotary = backend.split(weights.key.apply(backend, x), shape.latent_dim)
         k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
         k = backend.join(k, backend.rope(rotary, 1, spec.rope))
         y = backend.attention(q, k, None, index, shape, weights.sinks)
-        return _linear(backend, backend.grouped_linear(y, latent.values), weights.output)
+        return weights.output.apply(backend, backend.grouped_linear(y, latent.values))
 
     def _positioned(
         self,
@@ -432,7 +492,7 @@ class Network:
         if rope is not None and spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         if spec.qk_norm is not None:
-            groups = heads if spec.qk_norm == "head" else 1
+            groups = 1 if spec.qk_norm == "full" else heads
             x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
@@ -452,11 +512,6 @@ def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
         yield mlp.shared_gate
 
 
-def _linear(backend: Backend, x: Any, linear: Linear) -> Any:
-    y = backend.linear(x, linear.weight, linear.bias)
-    return y if linear.scale == 1.0 else backend.scale(y, linear.scale)
-
-
 def _recurrence(
     backend: Backend,
     x: Any,
@@ -471,30 +526,30 @@ def _recurrence(
         return backend.convolution(inputs, index, shape, vectors)
     assert weights.gates is not None, "checked by `_check_recurrent`"
     if shape.rule != "selective":
-        gates = _linear(backend, x, weights.gates)
+        gates = weights.gates.apply(backend, x)
         return backend.recurrence(inputs, (gates,), index, shape, vectors)
     assert weights.keys is not None and weights.queries is not None
     assert weights.step_down is not None
     channels = backend.convolution(inputs, index, shape, vectors)
     parts = [
-        _linear(backend, channels, linear)
+        linear.apply(backend, channels)
         for linear in (weights.keys, weights.queries, weights.step_down)
     ]
     if spec.gate_norm_eps is not None:
         parts = [backend.rms_norm(part, None, spec.gate_norm_eps) for part in parts]
     keys, queries, down = parts
-    steps = _linear(backend, down, weights.gates)
+    steps = weights.gates.apply(backend, down)
     return backend.recurrence(None, (keys, queries, steps), index, shape, vectors)
 
 
 def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if isinstance(mlp, PlainMlp):
         assert isinstance(spec.activation, str), "checked by `ModelSpec`"
-        inner = backend.activate(_linear(backend, x, mlp.up), spec.activation)
-        return _linear(backend, inner, mlp.down)
+        inner = backend.activate(mlp.up.apply(backend, x), spec.activation)
+        return mlp.down.apply(backend, inner)
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
-        router = _linear(backend, x, mlp.router)
+        router = mlp.router.apply(backend, x)
         y = backend.experts(x, router, mlp.routed, spec.routing, spec.activation)
         if mlp.shared is None:
             return y
@@ -502,8 +557,8 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
         if mlp.shared_gate is not None:
             shared = backend.sigmoid_scale(shared, backend.linear(x, mlp.shared_gate))
         return backend.add(y, shared)
-    gate, up = _linear(backend, x, mlp.gate), _linear(backend, x, mlp.up)
-    return _linear(backend, backend.gated(gate, up, spec.activation), mlp.down)
+    gate, up = mlp.gate.apply(backend, x), mlp.up.apply(backend, x)
+    return mlp.down.apply(backend, backend.gated(gate, up, spec.activation))
 
 
 def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int) -> None:
@@ -538,6 +593,32 @@ def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int)
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an MLP")
     if layer.mlp is not None:
         _check_mlp(prefix, spec, layer.mlp, hidden)
+    if (layer.scale is not None) != spec.has_scale:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has a scale")
+    if layer.scale is not None:
+        number(f"{prefix}scale", layer.scale, -MAX_FACTOR)
+
+
+def _check_per_layer(spec: ModelSpec, weights: PerLayerEmbeddings | None) -> None:
+    size, width = spec.per_layer_size, spec.per_layer_size * spec.num_layers
+    if (weights is not None) != (size > 0):
+        raise CheckpointError("only one of the spec and the weights has embeddings per layer")
+    if weights is not None:
+        rows = weights.table.out_features
+        _check_matrix("the embeddings per layer", weights.table, (rows, width))
+        shape = (width, spec.hidden_size)
+        _check_linear("the projection of embeddings per layer", weights.projection, shape)
+        _check_vector("the norm of embeddings per layer", weights.norm, size)
+
+
+def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock | None) -> None:
+    size, hidden = spec.per_layer_size, spec.hidden_size
+    if (weights is not None) != (size > 0):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has embeddings")
+    if weights is not None:
+        _check_linear(f"{prefix}the embeddings' gate", weights.gate, (size, hidden))
+        _check_linear(f"{prefix}the embeddings' projection", weights.projection, (hidden, size))
+        _check_vector(f"{prefix}the embeddings' norm", weights.norm, hidden)
 
 
 def _check_attention(
@@ -556,14 +637,20 @@ def _check_attention(
         sizes["output"] = hidden, shape.num_heads * spec.latent.value_dim
         del sizes["value"]
         _check_latent(prefix, spec.latent, shape, layer.latent, hidden)
+    has_own_keys = spec.cache_layer is None
+    if not has_own_keys:
+        del sizes["key"]
+    if not (has_own_keys and spec.has_value):
+        sizes.pop("value", None)
     for name, size in sizes.items():
         linear = getattr(layer, name)
         if linear is None:
             raise CheckpointError(f"{prefix}{name} is missing")
         _check_linear(prefix + name, linear, size)
+    has_norm = spec.qk_norm in ("head", "full")
     vectors = {
-        "query_norm": (q_size if is_full_norm else dim) if spec.qk_norm else None,
-        "key_norm": (kv_size if is_full_norm else dim) if spec.qk_norm else None,
+        "query_norm": (q_size if is_full_norm else dim) if has_norm else None,
+        "key_norm": (kv_size if is_full_norm else dim) if has_norm and has_own_keys else None,
         "sinks": shape.num_heads if spec.has_sinks else None,
     }
     for name, length in vectors.items():
@@ -669,6 +756,13 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
             _check_linear(f"{prefix}an expert's {kind}", Linear(weight, bias), shape)
     if routed.selection_bias is not None:
         _check_vector(f"{prefix}the selection bias", routed.selection_bias, count)
+    if routed.factors is not None:
+        _check_vector(f"{prefix}the experts' factors", routed.factors, count)
+    if mlp.norms is not None:
+        for name, norm in vars(mlp.norms).items():
+            _check_vector(f"{prefix}the experts' {name} norm", norm, hidden)
+        if mlp.shared is None:
+            raise CheckpointError(f"{prefix}the experts have norms, but there is no MLP")
     if mlp.shared is not None:
         _check_dense(f"{prefix}shared expert's ", mlp.shared, hidden)
     if mlp.shared_gate is not None:

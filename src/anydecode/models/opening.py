@@ -126,6 +126,14 @@ def _triton_executor(
             missing = "windows on both sides (ModernBERT)"
         elif any(shape.latent_dim is not None for shape in shapes):
             missing = "latent attention (DeepSeek)"
+        elif any(shape.chunk is not None for shape in shapes):
+            missing = "chunked attention (Llama 4)"
+        elif any(layer.cache_layer is not None for layer in network.spec.layers):
+            missing = "layers that share keys and values (Gemma 4)"
+        elif network.spec.per_layer_size:
+            missing = "embeddings of tokens in every layer (Gemma 4)"
+        elif any(layer.has_value_norm for layer in network.spec.layers):
+            missing = "norms of values (Gemma 4)"
         if missing:
             if not requested:
                 return torch_executor(device)(network)

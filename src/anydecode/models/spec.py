@@ -84,14 +84,15 @@ class LayerSpec:
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3), "sum" (BERT: on the sum of a sublayer's input
             and output).
-        qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3) or "full" (OLMo 2).
+        qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3), "full" (OLMo 2) or
+            "plain" (each head, without weights; Llama 4).
         activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu2" or, of a gated
             MLP, a `ClampedSwiglu`.
         num_experts: The number of experts; 0 for a dense MLP.
         routing: How a token's experts are chosen; None for a dense MLP.
         has_sinks: Whether each head has an attention sink (gpt-oss).
         query_rope: The rotary position embedding of queries, if it is another than that of keys
-            (Ministral 3).
+            (Ministral 3), which may have none (Llama 4).
         norm_after_rope: Whether queries and keys are normed after the rotary position embedding
             (Hunyuan), not before it.
         interleaved_rope: Whether checkpoints store query and key rows for rotary pairs (2i, 2i + 1)
@@ -105,6 +106,12 @@ class LayerSpec:
         has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
             first layer of ModernBERT.
         latent: The projections of multi-head latent attention; None for other attention.
+        cache_layer: The earlier layer to whose keys and values the attention attends (Gemma 4); the
+            layer has none of its own then, and stores nothing. None: its own.
+        has_value: Whether there is a value matrix; without one, values are the keys before their
+            norm and rotary position embedding (Gemma 4).
+        has_value_norm: Whether each head's values are normed, without weights.
+        has_scale: Whether the output of the layer is multiplied by a number of its weights.
     """
 
     attention: Attention | None
@@ -124,6 +131,10 @@ class LayerSpec:
     has_attention_gate: bool = False
     has_attention_norm: bool = True
     latent: LatentSpec | None = None
+    cache_layer: int | None = None
+    has_value: bool = True
+    has_value_norm: bool = False
+    has_scale: bool = False
 
     @property
     def query_dim(self) -> int:
@@ -182,6 +193,9 @@ class ModelSpec:
     has_embedding_norm: bool = False  # whether the sum of the embeddings is normed (BERT)
     has_final_norm: bool = True
     num_segments: int = 0  # rows of the table of token types, which is added to the embeddings
+    # Numbers of a token's embedding for each layer beside that of the first (Gemma 4); 0: none.
+    per_layer_size: int = 0
+    per_layer_scale: float = 1.0  # factor of these embeddings
 
     def __post_init__(self) -> None:
         """Raise CheckpointError, naming field and value, for values that are invalid or too large
@@ -197,6 +211,9 @@ class ModelSpec:
             number("logit_softcap", self.logit_softcap)
         integer("logit_shift", self.logit_shift, 0, 1)
         integer("num_segments", self.num_segments, 0, MAX_COUNT)
+        size = integer("per_layer_size", self.per_layer_size, 0, MAX_COUNT)
+        integer("per_layer_size * layers", size * len(self.layers), 0)
+        number("per_layer_scale", self.per_layer_scale)
         if self.norm not in ("rms", "layer"):
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
@@ -204,12 +221,20 @@ class ModelSpec:
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)
+            _check_cache_layer(f"layer {index}: ", self.layers, index)
+            if size and not isinstance(layer.activation, str):
+                raise CheckpointError(f"layer {index}: per_layer_size is set with a clamped SwiGLU")
         num_experts = sum(layer.num_experts for layer in self.layers)
         integer("the number of experts of all layers", num_experts, 0, MAX_EXPERTS)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def cache_shapes(self) -> list[Attention | None]:
+        """The attention of each layer that has keys and values of its own."""
+        return [None if x.cache_layer is not None else x.attention for x in self.layers]
 
     @property
     def recurrences(self) -> dict[int, Recurrence]:
@@ -231,11 +256,9 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             if layer.attention is not None and layer.attention.latent_dim is not None:
                 head_dim -= layer.attention.latent_dim
             _check_rope(prefix, rope, head_dim)
-    if layer.query_rope is not None and layer.rope is None:
-        raise CheckpointError(f"{prefix}query_rope is set without rope")
     choices = {
         "norms": ("pre", "post", "both", "sum"),
-        "qk_norm": (None, "head", "full"),
+        "qk_norm": (None, "head", "full", "plain"),
         "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
         "mlp": ("gated", "plain", "none"),
     }
@@ -248,6 +271,23 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
     _check_routing(prefix, layer)
+
+
+def _check_cache_layer(prefix: str, layers: tuple[LayerSpec, ...], index: int) -> None:
+    layer = layers[index]
+    if layer.cache_layer is None:
+        return
+    integer(f"{prefix}cache_layer", layer.cache_layer, 0, index - 1)
+    own, source = layer.attention, layers[layer.cache_layer]
+    is_source = source.attention is not None and source.cache_layer is None
+    if own is None or not is_source or layer.latent is not None or source.latent is not None:
+        allowed = "an earlier layer with keys and values of its own, for a layer with attention"
+        raise refusal(f"{prefix}cache_layer", layer.cache_layer, allowed)
+    assert source.attention is not None
+    for name in ("num_kv_heads", "head_dim"):
+        if getattr(own, name) != getattr(source.attention, name):
+            allowed = f"{getattr(source.attention, name)}, as in layer {layer.cache_layer}"
+            raise refusal(f"{prefix}{name}", getattr(own, name), allowed)
 
 
 def _check_routing(prefix: str, layer: LayerSpec) -> None:
@@ -281,6 +321,10 @@ def _check_attention(prefix: str, shape: Attention) -> None:
     number(f"{prefix}scale", shape.scale)
     if shape.window is not None:
         integer(f"{prefix}window", shape.window)
+    if shape.chunk is not None:
+        integer(f"{prefix}chunk", shape.chunk)
+        if shape.window is not None:
+            raise refusal(f"{prefix}window", shape.window, "None with chunks")
     if shape.softcap is not None:
         number(f"{prefix}softcap", shape.softcap)
 
@@ -304,7 +348,7 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     if latent.query_rank is not None:
         integer(f"{prefix}query_rank", latent.query_rank)
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
-    for name in ("qk_norm", "has_attention_gate", "norm_after_rope"):
+    for name in ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm"):
         if getattr(layer, name):
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")
 
@@ -347,5 +391,6 @@ def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:
     number(f"{prefix}rope factor", rope.factor)
     number(f"{prefix}rope growth", rope.growth, 0.0)
     integer(f"{prefix}rope growth_period", rope.growth_period)
+    integer(f"{prefix}rope growth_start", rope.growth_start, 0)
     if rope.growth and size != head_dim:
         raise refusal(f"{prefix}rotary size", size, f"{head_dim} where the factor grows")

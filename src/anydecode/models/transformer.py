@@ -98,7 +98,7 @@ class Transformer:
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
         The default is the executor's preferred format."""
-        shapes = [layer.attention for layer in self.spec.layers]
+        shapes = self.spec.cache_shapes
         # The keys and values of an encoder are those of one pass, whose size is bounded.
         format = format or ("float32" if self.spec.is_encoder else self.executor.cache_format)
         return self.executor.new_cache(format, num_slots, shapes, self.spec.recurrences)
@@ -224,6 +224,11 @@ class Transformer:
             or any(map(gt, start, stop))
         ):
             raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
+        if self.spec.per_layer_size and any(start):
+            raise UnsupportedCombinationError(
+                f"{self.name} has embeddings of tokens in every layer; its passes start at layer 0,"
+                " so methods that exit early and complete the layers later do not work with it"
+            )
         for depth, index in output_spec.hidden.items():
             if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():
                 raise InvalidRequestError(

@@ -44,12 +44,14 @@ class AttentionProbe:
             key_positions: The positions of the keys.
             visible: For each row, how many positions it sees (default: those up to its own).
         """
-        shape = self._network.spec.layers[layer].attention
+        spec = self._network.spec.layers[layer]
+        shape, cache_layer = spec.attention, spec.cache_layer
         assert shape is not None, "checked by the requirements of decoders"
         backend: Any = RowArithmetic(row_positions)
         queries = self._network.queries(backend, state, layer)
         queries = queries.reshape(len(row_positions), shape.num_heads, shape.head_dim)
-        keys = select(cache.keys[layer], slots).astype(np.float32)
+        stored = cache.keys[layer if cache_layer is None else cache_layer]
+        keys = select(stored, slots).astype(np.float32)
         keys = keys.repeat(shape.num_heads // shape.num_kv_heads, 1)
         scores = queries.swapaxes(0, 1) @ keys.transpose(1, 2, 0) * np.float32(shape.scale)
         if shape.softcap is not None:

@@ -364,7 +364,7 @@ static void fold_block(const Heads *h, const Scratch *scratch, int first, int la
 /* The mask of the block's positions that row r attends to. */
 INLINE uint32_t visible(const Pass *pass, const Op *op, int r, int start) {
   int32_t end = row_end(pass, op, r) - start;
-  int32_t begin = op->window ? pass->positions[r] - op->window + 1 - start : 0;
+  int32_t begin = row_begin(pass, op, r) - start;
   if (end <= 0 || begin >= KEY_BLOCK) return 0;
   uint32_t bits = end >= KEY_BLOCK ? 0xffffffffu : (1u << end) - 1;
   return begin > 0 ? bits & ~((1u << begin) - 1) : bits;

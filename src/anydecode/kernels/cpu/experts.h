@@ -96,6 +96,7 @@ static void route(const Op *op, const float *router, const ExpertScratch *scratc
   }
   for (int i = 0; i < chosen && routing->normalise; i++) weight[i] /= chosen_sum + 1e-20f;
   for (int i = 0; i < chosen && routing->scale != 1.0f; i++) weight[i] *= routing->scale;
+  for (int i = 0; i < chosen && routing->factors; i++) weight[i] *= routing->factors[expert[i]];
 }
 
 static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
@@ -148,7 +149,7 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
   for (int i = row * op->groups; i < (row + 1) * op->groups; i++) {
     float *y = scratch->y + (int64_t)scratch->slot[i] * op->width_out;
     add_lora(pass, op, scratch, i, 2, scratch->gate + (int64_t)scratch->slot[i] * inner, y);
-    f8 weight = f8_set(scratch->weight[i]);
+    f8 weight = f8_set(op->routing->scales_inputs ? 1.0f : scratch->weight[i]);
     for (int d = 0; d < op->width_out; d += 8) {
       int left = op->width_out - d;
       f8 sum = f8_fma(weight, f8_load_part(y + d, left), f8_load_part(out + d, left));
@@ -193,6 +194,10 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
         float *hidden = scratch.gate + s * inner, *up = scratch.up + s * inner;
         add_lora(pass, op, &scratch, i, 0, from, hidden);
         add_lora(pass, op, &scratch, i, 1, from, up);
+        if (op->routing->scales_inputs) { /* of linear functions: the same as of their input */
+          scale_row(hidden, inner, scratch.weight[i], hidden);
+          scale_row(up, inner, scratch.weight[i], up);
+        }
         gated(hidden, up, inner, op, hidden);
         if (op->head_dim)
           quantise_row(hidden, inner, scratch.quantised + s * (inner / QUANT_BLOCK));

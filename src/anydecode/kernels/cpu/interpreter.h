@@ -39,6 +39,19 @@ static void run_embed(const Step *s) {
   }
 }
 
+/* `x` times the row of the matrix of row r's token. Rows without a token take the pass's input if
+ * `count` is set, else the matrix's row 0, as do tokens after its end. */
+static void run_token_row(const Step *s, int r, float *out) {
+  const Op *op = s->op;
+  int32_t token = s->pass->tokens[r];
+  if (token < 0 && op->count && s->pass->inputs) {
+    memcpy(out, s->pass->inputs + (int64_t)r * op->width, (size_t)op->width * 4);
+    return;
+  }
+  unpack_row(op->matrix, token < 0 || token >= op->matrix->out_features ? 0 : token, out);
+  if (op->x != 1.0f) scale_row(out, op->width, op->x, out);
+}
+
 static void run_capture(const Step *s) {
   int width = s->pass->hidden_size;
   for (int t = 0; t < s->pass->num_captures; t++) {
@@ -122,7 +135,7 @@ static void run_row(const Step *s, int r) {
     case OP_MERGE: merge_row(s->plan, op, r, out + from); break;
     case OP_ROPE_TABLE:
       rope_table(s->pass->positions[r], op->weight, op->count, op->x, op->y, op->window,
-                 out + r * 2 * op->count);
+                 op->groups, out + r * 2 * op->count);
       break;
     case OP_ROPE:
       rope(a + from, op->heads, op->head_dim, b + (int64_t)r * 2 * op->count, op->count,
@@ -148,6 +161,7 @@ static void run_row(const Step *s, int r) {
     }
     case OP_SIGMOID_SCALE: sigmoid_scale_row(a + from, op->width, b[r], out + from); break;
     case OP_COPY: memmove(out + to, a + from, (size_t)wide * 4); break;
+    case OP_TOKEN_ROW: run_token_row(s, r, out + from); break;
     case OP_SPLIT: split_row(op, a + from, out + to); break;
     case OP_JOIN: join_row(op, a + from, b + to - from, out + to); break;
     default: break;

@@ -26,7 +26,7 @@ enum Code {
   OP_EMBED, OP_CAPTURE, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
   OP_STORE, OP_ATTEND, OP_MERGE, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS,
   OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE, OP_STORE_INPUTS, OP_CONVOLVE,
-  OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN
+  OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN, OP_TOKEN_ROW
 };
 
 enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE }; /* interface.py: RULES */
@@ -56,9 +56,12 @@ typedef struct {
 typedef struct {
   const float *bias[3];        /* of gate, up and down: [experts, out_features]; NULL: none */
   const float *selection_bias; /* [experts], added to the scores for the choice; NULL: none */
+  const float *factors;        /* [experts], of their weights; NULL: none */
   int32_t normalise, is_sigmoid, num_groups, groups_per_row;
   float scale;
   int32_t scores_per_group; /* whose sum is a group's score: 1 or 2 */
+  int32_t scales_inputs;    /* whether weights multiply the experts' inputs, not their outputs */
+  int32_t reserved;
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */
@@ -78,6 +81,7 @@ typedef struct {
   /* is_latent: values are the first value_dim numbers of the only key head, and kv_heads are groups
    * of query heads. */
   int32_t value_dim, is_latent;
+  int32_t chunk, reserved; /* chunk: of chunked attention, in positions; 0: none */
   float x, y;
   const Matrix *matrix;
   const float *weight;

@@ -106,7 +106,8 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
   }
   if (!grow(&states, (size_t)floats * 4)) return 0;
   plan->states = states.data;
-  plan_ops(plan, 0, pass->num_prologue, pass->num_rows, 0);
+  /* Layers alone read what follows the first op, the embedding. */
+  plan_ops(plan, 0, pass->first < pass->last ? pass->num_prologue : 1, pass->num_rows, 0);
   plan_ops(plan, pass->first, pass->last, pass->num_rows, 0);
   if (pass->num_logits) {
     int64_t base = pass->head_offset * pass->num_rows;

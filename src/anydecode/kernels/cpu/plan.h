@@ -46,12 +46,19 @@ INLINE int32_t row_end(const Pass *pass, const Op *op, int r) {
   return op->count && limit < end ? (int32_t)limit : end;
 }
 
+/* The first position that row r attends to, or a lower number. */
+INLINE int32_t row_begin(const Pass *pass, const Op *op, int r) {
+  int32_t position = pass->positions[r];
+  if (op->chunk) return position - position % op->chunk;
+  return op->window ? position - op->window + 1 : 0;
+}
+
 /* The range [first, last) of segments that the rows of a tile attend to. */
 INLINE void tile_segments(const Plan *plan, const Op *op, int tile, int *first, int *last) {
   int32_t end = 0, begin = INT32_MAX;
   for (int r = plan->tile_start[tile]; r < plan->tile_start[tile + 1]; r++) {
     int32_t to = row_end(plan->pass, op, r);
-    int32_t from = op->window ? plan->pass->positions[r] - op->window + 1 : 0;
+    int32_t from = row_begin(plan->pass, op, r);
     end = to > end ? to : end;
     begin = from < begin ? from : begin;
   }

@@ -59,8 +59,9 @@ static void layer_norm(const float *x, int width, const float *weight, float eps
 /* The cosines and then the sines of position * frequency, times `factor`, which grows with the
  * logarithm of the position if `growth` is not 0. */
 static void rope_table(int32_t position, const float *frequencies, int half, float factor,
-                       float growth, int32_t period, float *out) {
-  if (growth != 0.0f) factor *= 1.0f + growth * logf(1.0f + (float)(position / period));
+                       float growth, int32_t period, int32_t start, float *out) {
+  if (growth != 0.0f)
+    factor *= 1.0f + growth * logf(1.0f + (float)((position + start) / period));
   for (int i = 0; i < half; i++) {
     float angle = (float)position * frequencies[i];
     out[i] = cosf(angle) * factor;

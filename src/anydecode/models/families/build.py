@@ -11,23 +11,24 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Attention
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
-from anydecode.models.families.experts import read_experts
+from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.latent import read_latent
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import Config, bool_value, int_value
+from anydecode.models.families.values import Config, bool_value, int_value, layer_config
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
-from anydecode.models.limits import MAX_LAYERS
+from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS
+from anydecode.models.linear import Linear
 from anydecode.models.network import (
     Experts,
     GatedMlp,
     LayerWeights,
-    Linear,
     ModelWeights,
     Network,
     PlainMlp,
 )
+from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.transformer import Executor, Transformer
 
@@ -108,7 +109,20 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
     if spec.num_segments:
         shape = (spec.num_segments, spec.hidden_size)
         weights.segments = reader.tensor("embed_segments.weight", shape)
+    if spec.per_layer_size:
+        weights.per_layer = _read_per_layer(reader, spec, config)
     return weights
+
+
+def _read_per_layer(reader: TensorReader, spec: ModelSpec, config: Config) -> PerLayerEmbeddings:
+    size, hidden = spec.per_layer_size, spec.hidden_size
+    rows = int_value(config, "vocab_size_per_layer_input", spec.vocab_size, high=MAX_TOKENS)
+    width = spec.num_layers * size
+    table = reader.matrix("embed_tokens_per_layer", (rows, width), is_outer=True)
+    projection = reader.linear("per_layer_model_projection", (width, hidden), False)
+    projection.scale = hidden**-0.5
+    norm = reader.vector("per_layer_projection_norm.weight", size)
+    return PerLayerEmbeddings(table, projection, norm)
 
 
 class _LayerReader:
@@ -116,10 +130,10 @@ class _LayerReader:
 
     def __init__(self, reader: TensorReader, spec: ModelSpec, config: Config, index: int) -> None:
         self._reader = reader
-        self._config = config
+        self._config = layer_config(config, index)
         self._family = FAMILIES[config["model_type"]]
         self._spec: LayerSpec = spec.layers[index]
-        self._hidden = spec.hidden_size
+        self._hidden, self._per_layer_size = spec.hidden_size, spec.per_layer_size
         self._index = index
         self._name = f"layers.{index}"
 
@@ -134,6 +148,10 @@ class _LayerReader:
             )
         if has_mlp:
             layer.mlp = self._mlp()
+        if self._per_layer_size:
+            layer.per_layer = self._per_layer()
+        if self._spec.has_scale:
+            layer.scale = float(self._reader.vector(f"{self._name}.layer_scalar", 1)[0])
         if self._family.multipliers:
             self._multiply(layer)
         post, both = self._spec.norms in ("post", "sum"), self._spec.norms == "both"
@@ -161,16 +179,19 @@ class _LayerReader:
             read_latent(self._reader, self._config, self._spec, self._name, layer, self._hidden)
         elif self._spec.has_attention_gate:
             self._read_gated_attention(layer, shape)
+        elif self._spec.cache_layer is not None or not self._spec.has_value:
+            self._read_partial_attention(layer, shape)
         else:
             layer.query, layer.key, layer.value, layer.output = self._attention(shape)
         if self._spec.has_sinks:
             name = f"{self._name}.self_attn.sinks"
             layer.sinks = self._reader.vector(name, shape.num_heads)
-        if self._spec.qk_norm is not None:
+        if self._spec.qk_norm not in (None, "plain"):
             per_head = self._spec.qk_norm == "head"
             heads, kv_heads = (1, 1) if per_head else (shape.num_heads, shape.num_kv_heads)
             layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
-            layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
+            if self._spec.cache_layer is None:
+                layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
 
     def _multiply(self, layer: LayerWeights) -> None:
         """Apply Falcon-H1's factors of the attention's and the MLP's products."""
@@ -202,6 +223,26 @@ class _LayerReader:
         )
         name = self._full("self_attn.o_proj")
         layer.output = self._reader.linear(name, (self._hidden, size), bias)
+
+    def _read_partial_attention(self, layer: LayerWeights, shape: Attention) -> None:
+        """Read attention without a matrix of values, or of keys and values."""
+        bias = bool_value(self._config, "attention_bias")
+        size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        layer.query, layer.output = (
+            self._reader.linear(self._full(f"self_attn.{part}"), full, bias)
+            for part, full in (("q_proj", (size, self._hidden)), ("o_proj", (self._hidden, size)))
+        )
+        if self._spec.cache_layer is None:
+            name = self._full("self_attn.k_proj")
+            layer.key = self._reader.linear(name, (kv_size, self._hidden), bias)
+
+    def _per_layer(self) -> PerLayerBlock:
+        size, hidden = self._per_layer_size, self._hidden
+        return PerLayerBlock(
+            self._reader.linear(f"{self._name}.per_layer_input_gate", (size, hidden), False),
+            self._reader.linear(f"{self._name}.per_layer_projection", (hidden, size), False),
+            self._norm("post_per_layer_input_norm"),
+        )
 
     def _full(self, module: str) -> str:
         """The name of a module of the layer in the family's checkpoints."""
@@ -235,7 +276,17 @@ class _LayerReader:
     def _mlp(self) -> GatedMlp | PlainMlp | Experts:
         if is_expert_layer(self._config, self._index):
             family, shape = self._family, (self._spec.num_experts, self._hidden)
-            return read_experts(self._reader, self._config, family, self._name, shape)
+            experts = read_experts(self._reader, self._config, family, self._name, shape)
+            if family.moe is None or not family.moe.has_norms:
+                return experts
+            mlp = self._dense_mlp()
+            assert isinstance(mlp, GatedMlp), "the MLPs of this family"
+            experts.shared = mlp
+            experts.norms = read_expert_norms(self._reader, self._name, self._hidden)
+            return experts
+        return self._dense_mlp()
+
+    def _dense_mlp(self) -> GatedMlp | PlainMlp:
         inner = int_value(self._config, "intermediate_size")
         bias = bool_value(self._config, "mlp_bias")
         if self._spec.mlp == "plain":

@@ -13,7 +13,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import FULL, MLP, SLIDING
+from anydecode.models.families.patterns import FULL, MLP, SLIDING, cache_layers
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
 from anydecode.models.families.table import FAMILIES, GROUP
@@ -22,6 +22,7 @@ from anydecode.models.families.values import (
     bool_value,
     head_dim,
     int_value,
+    layer_config,
     list_value,
     mapping_value,
     num_layers,
@@ -54,6 +55,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
@@ -146,7 +148,7 @@ def spec_from_config(
     """
     config = text_config(config)
     family = FAMILIES[config["model_type"]]
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
     if family.causal and config.get("is_causal") is False:
         raise refusal("is_causal", False, "true: bidirectional attention is not supported")
@@ -166,7 +168,8 @@ def spec_from_config(
     limit = max_positions or _default_max_positions(config)
     scales = family.scales(config) if family.scales is not None else Scales()
     if family.has_scaled_embedding:
-        scales = Scales(_embedding_scale(config, dtype))
+        scales = Scales(_rounded_root(config, int_value(config, "hidden_size"), dtype))
+    per_layer_size = int_value(config, "hidden_size_per_layer_input", 0, low=0, high=MAX_COUNT)
     return ModelSpec(
         architecture=_architecture(config) or config["model_type"],
         vocab_size=int_value(config, "vocab_size", high=MAX_TOKENS),
@@ -189,6 +192,8 @@ def spec_from_config(
         num_segments=int_value(config, "type_vocab_size", 0, low=0, high=MAX_COUNT)
         if family.has_segments
         else 0,
+        per_layer_size=per_layer_size,
+        per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
     )
 
 
@@ -315,20 +320,26 @@ def _layers(
         )
     activation = _activation(config, family)
     trained = int_value(config, "max_position_embeddings")
-    if family.has_latent_attention:
-        dim = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
-    else:
-        dim = head_dim(config)
-    ropes = {
-        layer_type: make_rope(_rope_parameters(config, layer_type), dim, trained, max_positions)
-        for layer_type in sorted(set(layer_types) - {*RECURRENT_TYPES, MLP})
-    }
+    ropes: dict[tuple[str, int], Rope] = {}
+
+    def rope_of(kind: str, dim: int) -> Rope:
+        """The rotary embedding of a type of layers; layers with an equal one share the object."""
+        if (kind, dim) not in ropes:
+            parameters = _rope_parameters(config, kind)
+            ropes[kind, dim] = make_rope(parameters, dim, trained, max_positions)
+        return ropes[kind, dim]
+
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
-    query_ropes = {kind: _query_rope(config, kind, rope) for kind, rope in ropes.items()}
+    query_ropes: dict[Rope, Rope | None] = {}
+    sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
     for layer in range(count):
-        kind, is_moe = layer_types[layer], is_expert_layer(config, layer)
+        own, kind, is_moe = (
+            layer_config(config, layer),
+            layer_types[layer],
+            is_expert_layer(config, layer),
+        )
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
         is_mlp = family.has_single_sublayers and kind == MLP
         mlp = "none" if family.has_single_sublayers and not is_mlp else family.mlp
@@ -347,20 +358,25 @@ def _layers(
             )
             continue
         if family.has_latent_attention:
+            dim = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
             attention = _latent_attention(config)
         else:
-            attention = _attention(config, family, layer_types[layer], dim, attention_scale)
+            dim = head_dim(own)
+            attention = _attention(own, family, kind, dim, attention_scale)
+        rope = rope_of(kind, dim)
+        if rope not in query_ropes:
+            query_ropes[rope] = _query_rope(config, kind, rope)
         layers.append(
             LayerSpec(
                 attention=attention,
-                rope=ropes[layer_types[layer]] if has_rope[layer] else None,
+                rope=rope if has_rope[layer] else None,
                 norms=family.norms,
                 qk_norm=family.qk_norm if bool_value(config, "use_qk_norm", True) else None,
                 activation=activation,
                 num_experts=num_experts(config) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
                 has_sinks=family.has_sinks,
-                query_rope=query_ropes[layer_types[layer]] if has_rope[layer] else None,
+                query_rope=query_ropes[rope] if has_rope[layer] else None,
                 norm_after_rope=family.norm_after_rope,
                 interleaved_rope=bool_value(config, "rope_interleave", family.interleaved_rope),
                 mlp=mlp,
@@ -369,6 +385,10 @@ def _layers(
                 has_attention_gate=family.has_attention_gate,
                 has_attention_norm=family.has_first_norm or layer > 0,
                 latent=_latent(config) if family.has_latent_attention else None,
+                cache_layer=sources[layer],
+                has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),
+                has_value_norm=family.has_value_norm,
+                has_scale=family.has_layer_scale,
             )
         )
     return layers
@@ -446,14 +466,14 @@ def _default_max_positions(config: Config) -> int:
     return longest
 
 
-def _embedding_scale(config: Config, dtype: str | None) -> float:
-    """sqrt(hidden_size), rounded to the requested float format, or else to the checkpoint's."""
+def _rounded_root(config: Config, size: int, dtype: str | None) -> float:
+    """sqrt(size), rounded to the requested float format, or else to the checkpoint's."""
     float_name = (
         dtype if dtype in _FLOATS else str(config.get("dtype") or config.get("torch_dtype"))
     )
     precision = _FLOATS.get(float_name.removeprefix("torch."), DTYPES["F32"])
     # Rounded as in training, where the factor has the dtype of the weights.
-    root = np.float32(math.sqrt(int_value(config, "hidden_size")))
+    root = np.float32(math.sqrt(size))
     return float(root.astype(precision))
 
 

@@ -13,7 +13,8 @@ from anydecode.models.families.config import shared_size
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.values import Config, bool_value, int_value
 from anydecode.models.families.weights import TensorReader
-from anydecode.models.network import Experts, GatedMlp, Linear
+from anydecode.models.linear import Linear
+from anydecode.models.network import ExpertNorms, Experts, GatedMlp
 
 _ROUTERS = (
     "mlp.gate",
@@ -22,6 +23,7 @@ _ROUTERS = (
     "block_sparse_moe.router",
     "block_sparse_moe.router.layer",
     "feed_forward.gate",
+    "router.proj",
 )
 #: The names of an expert's matrices: those of most families, and Mixtral's.
 _NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
@@ -45,13 +47,15 @@ def read_experts(
     weight = reader.matrix(router, shape, keep_format=True)
     has_bias = family.moe.has_biases
     bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
-    block = router.removesuffix(".layer").rpartition(".")[0]
+    block = router.removesuffix(".layer").removesuffix(".proj").rpartition(".")[0]
     inner = int_value(config, family.moe.inner_size)
     routed = _ExpertReader(reader, family.moe, block, shape[0], shape[1], inner).read()
     if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
         name = f"{block}.expert_bias"
         name = name if reader.has(name) else f"{router}.e_score_correction_bias"
         routed.selection_bias = reader.vector(name, shape[0])
+    if family.moe.has_norms:
+        routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])
     experts = Experts(Linear(weight, bias), routed)
     size, hidden = shared_size(config, family.moe), shape[1]
     if size:
@@ -61,6 +65,17 @@ def read_experts(
             gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
             experts.shared_gate = gate
     return experts
+
+
+def read_expert_norms(reader: TensorReader, layer: str, hidden: int) -> ExpertNorms:
+    """The norms of routed experts that run beside an MLP (Gemma 4)."""
+    scale = reader.vector(f"{layer}.router.scale", hidden)
+    return ExpertNorms(
+        scale * np.float32(hidden**-0.5),
+        reader.vector(f"{layer}.pre_feedforward_layernorm_2.weight", hidden),
+        reader.vector(f"{layer}.post_feedforward_layernorm_2.weight", hidden),
+        reader.vector(f"{layer}.post_feedforward_layernorm_1.weight", hidden),
+    )
 
 
 def _read_shared(reader: TensorReader, layer: str, name: str, shape: tuple[int, int]) -> GatedMlp:

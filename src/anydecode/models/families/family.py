@@ -26,6 +26,7 @@ class MixtureOfExperts:
         shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
             an expert.
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
+        has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
             largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
             "greedy" (no groups). The first is the default.
@@ -40,6 +41,7 @@ class MixtureOfExperts:
     shared_module: str | None = None
     shared_size: str | None = None
     has_shared_gate: bool = False
+    has_norms: bool = False
     methods: tuple[str, ...] = ("noaux_tc",)
 
 
@@ -103,6 +105,8 @@ class Family:
         has_segments: Whether token types have embeddings.
         has_first_norm: Whether the input of the first layer's attention is normed.
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
+        has_value_norm: See `LayerSpec.has_value_norm`.
+        has_layer_scale: See `LayerSpec.has_scale`.
     """
 
     architectures: tuple[str, ...]
@@ -145,3 +149,5 @@ class Family:
     has_first_norm: bool = True
     has_segments: bool = False
     has_latent_attention: bool = False
+    has_value_norm: bool = False
+    has_layer_scale: bool = False

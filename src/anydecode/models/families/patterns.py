@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from anydecode.errors import CheckpointError
 from anydecode.models.families.family import Scales
 from anydecode.models.families.values import (
     Config,
     bool_value,
     int_value,
     list_value,
+    mapping_value,
     num_layers,
     value_or,
 )
@@ -166,6 +168,54 @@ def attention_every_nth(config: Config) -> list[str]:
     """Qwen3-Next: full attention in every n-th layer, a recurrence in the others."""
     period, count = int_value(config, "full_attention_interval", 4), num_layers(config)
     return ["linear_attention" if (layer + 1) % period else FULL for layer in range(count)]
+
+
+def cache_layers(config: Config, layer_types: list[str]) -> list[int | None]:
+    """Gemma 3n and 4: for each layer, the earlier one whose keys and values it shares, or None.
+
+    The last `num_kv_shared_layers` layers share those of the last layer of their type before them.
+    """
+    count = len(layer_types)
+    num_shared = int_value(config, "num_kv_shared_layers", 0, low=0, high=count - 1)
+    own = layer_types[: count - num_shared]
+    missing = set(layer_types) - set(own)
+    if missing:
+        raise CheckpointError(
+            f"num_kv_shared_layers is {num_shared}: there is no earlier layer of type"
+            f" {', '.join(sorted(missing))}"
+        )
+    last = {kind: layer for layer, kind in enumerate(own)}
+    return [None] * len(own) + [last[kind] for kind in layer_types[len(own) :]]
+
+
+def gemma4_layers(config: Config) -> dict[str, Any]:
+    """Gemma 4: the types of its layers, the sizes in which layers differ, and its experts."""
+    types = list_value(config, "layer_types", str) or full_every_nth(config)
+    types = [*types[: num_layers(config) - 1], FULL]
+    overrides = mapping_value(config, "per_layer_config")
+    if not overrides:
+        sizes = {"head_dim": int_value(config, "global_head_dim", 512)}
+        kv_heads = config.get("num_global_key_value_heads")
+        if bool_value(config, "attention_k_eq_v") and kv_heads is not None:
+            sizes["num_key_value_heads"] = kv_heads
+        overrides = {str(i): sizes for i, kind in enumerate(types) if kind == FULL}
+    if bool_value(config, "use_double_wide_mlp"):
+        wide = {"intermediate_size": 2 * int_value(config, "intermediate_size")}
+        for index, source in enumerate(cache_layers(config, types)):
+            if source is not None:
+                overrides[str(index)] = {**wide, **mapping_value(overrides, str(index))}
+    has_experts = bool_value(config, "enable_moe_block")
+    rope = {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+    return {
+        "layer_types": types,
+        "per_layer_config": overrides,
+        "num_experts": int_value(config, "num_experts") if has_experts else 0,
+        "num_experts_per_tok": config.get("top_k_experts"),
+        "rope_parameters": mapping_value(config, "rope_parameters") or rope,
+    }
 
 
 def listed_attention(config: Config) -> list[str]:

@@ -13,7 +13,8 @@ from anydecode.kernels.interface import Recurrence, RecurrenceWeights, Weight
 from anydecode.models.families.values import Config, bool_value, int_value, value_or
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.limits import MAX_COUNT, number, refusal
-from anydecode.models.network import Linear, RecurrentWeights
+from anydecode.models.linear import Linear
+from anydecode.models.network import RecurrentWeights
 from anydecode.models.spec import RecurrentSpec
 
 #: The layer types of configs that stand for a recurrent sublayer.

@@ -50,6 +50,8 @@ def make_rope(
     dim = (
         head_dim if fraction is None else int(head_dim * number("partial_rotary_factor", fraction))
     )
+    if scaling == "proportional":
+        dim = head_dim
     # The formulas of these scalings divide by the size less 2.
     min_dim = 4 if scaling in ("dynamic", "ntk_alpha") else 2
     if dim % 2 or not min_dim <= dim <= head_dim:
@@ -69,6 +71,7 @@ def make_rope(
 _BOUNDS = {
     "rope_theta": (1.001, 1e18),
     "factor": (1e-6, 1e6),
+    "partial_rotary_factor": (0.0, 1.0),
     "attention_factor": (1e-6, 1e6),
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
@@ -108,6 +111,16 @@ def _default(p: Mapping[str, Any], dim: int, trained_positions: int, max_positio
 
 def _linear(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     return Rope(1.0 / _powers(p["rope_theta"], dim) / p["factor"])
+
+
+def _proportional(
+    p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int
+) -> Rope:
+    """The first part of the pairs of all numbers of a head rotate, the others do not (Gemma 4)."""
+    count = int(p.get("partial_rotary_factor", 1.0) * dim // 2)
+    frequencies = 1.0 / _powers(p["rope_theta"], dim) / p.get("factor", 1.0)
+    frequencies[count:] = 0.0
+    return Rope(frequencies.astype(np.float32))
 
 
 def _dynamic(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
@@ -203,6 +216,7 @@ def _llama3(p: Mapping[str, Any], dim: int, trained_positions: int, max_position
 _SCALINGS = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "ntk_alpha": _ntk_alpha,
     "yarn": _yarn,

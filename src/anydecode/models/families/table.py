@@ -20,6 +20,7 @@ from anydecode.models.families.patterns import (
     falcon_h1_scales,
     full_every_nth,
     full_every_third,
+    gemma4_layers,
     granite_scales,
     granite_sizes,
     hybrid_pattern,
@@ -266,6 +267,27 @@ FAMILIES: dict[str, Family] = {
         norm_offset=1.0,
         has_scaled_embedding=True,
         defaults={**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+}
+
+FAMILIES |= {
+    "gemma4_text": Family(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        full_every_nth,
+        norms="both",
+        qk_norm="head",
+        has_value_norm=True,
+        has_layer_scale=True,
+        has_scaled_embedding=True,
+        derived=gemma4_layers,
+        moe=MixtureOfExperts(has_norms=True),
+        defaults={
+            **_GEMMA,
+            "query_pre_attn_scalar": 1,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "hidden_size_per_layer_input": 256,
+        },
     ),
 }
 

@@ -61,6 +61,12 @@ def list_value(config: Config, key: str, kind: type) -> list[Any] | None:
     return value
 
 
+def layer_config(config: Config, layer: int) -> Config:
+    """The config of one layer: `per_layer_config` has the keys that differ, by layer."""
+    overrides = mapping_value(config, "per_layer_config")
+    return {**config, **mapping_value(overrides, str(layer))} if overrides else config
+
+
 def num_layers(config: Config) -> int:
     """The number of layers."""
     return int_value(config, "num_hidden_layers", high=MAX_LAYERS)

@@ -12,7 +12,7 @@ from anydecode.kernels.formats import DTYPES as FLOATS
 from anydecode.kernels.formats import dequantize, plain_weight, quantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.network import Linear
+from anydecode.models.linear import Linear
 
 #: dtype -> (format of the layers' matrices, format of the embedding and the head). Four-bit
 #: embeddings and heads lose more accuracy.
