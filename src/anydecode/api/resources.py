@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.cost import CostModel
+from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.sequence import TARGET
 
 
@@ -94,6 +96,12 @@ class Resources:
             if self.engine.runners[runner].model.spec.causal != needs.draft_causal:
                 kind = "causal" if needs.draft_causal else "diffusion (bidirectional)"
                 raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} {runner} model")
+            if self.engine.runners[runner].model.spec.states is not None and not needs.reads_states:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} needs a {runner} model that drafts by itself; this one reads"
+                    " the target's states, as 'eagle' and other decoders that draft after each pass"
+                    " support"
+                )
         for runner in needs.attention_only:
             if self.engine.runners[runner].model.spec.recurrences:
                 raise UnsupportedCombinationError(
@@ -117,6 +125,17 @@ class Resources:
         if embed is None:
             raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
         return Geometry.of(embed(np.arange(self.model.spec.vocab_size)))
+
+    def draft_states(self, needs: Requirements) -> DraftStates | None:
+        """New states of one sequence for the draft model of a decoder, if that reads its target's
+        states."""
+        for runner in needs.runners:
+            drafter: Any = self.engine.runners[runner].model
+            if drafter.spec.states is not None:
+                target: Any = self.model
+                depth = target.spec.num_layers
+                return DraftStates(drafter.spec.states, runner, drafter, depth, target.normed)
+        return None
 
     def open_kv_cache(
         self, runner_name: str, tokens: list[int], namespace: Hashable

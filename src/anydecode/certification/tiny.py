@@ -10,6 +10,7 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.draft_heads import load_draft_head
 from anydecode.models.families import load_network
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
@@ -35,7 +36,7 @@ def readable_executor(
 
 
 def tiny_model(
-    *, backend: str | None = None, threads: int | None = 1, **options: int
+    *, backend: str | None = None, threads: int | None = 1, **options: Any
 ) -> Transformer:
     """`tiny_network` as a model. Its weights can be read whatever the backend."""
     return Transformer(
@@ -51,9 +52,11 @@ def tiny_network(
     kv_heads: int = 2,
     positions: int = 2048,
     seed: int = 0,
+    residual: float = 1.0,
 ) -> Network:
     """A random Llama over bytes. Its query weights are large, so that attention concentrates on few
-    positions."""
+    positions. `residual` is a factor of what layers add to hidden states: with a small one, the
+    next token depends mostly on the last."""
     random = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, spread: float = 1.0) -> np.ndarray:
@@ -70,10 +73,10 @@ def tiny_network(
             "self_attn.q_proj": matrix(hidden, hidden, 3.0),
             "self_attn.k_proj": matrix(kv_heads * head, hidden),
             "self_attn.v_proj": matrix(kv_heads * head, hidden),
-            "self_attn.o_proj": matrix(hidden, hidden),
+            "self_attn.o_proj": matrix(hidden, hidden, residual),
             "mlp.gate_proj": matrix(2 * hidden, hidden),
             "mlp.up_proj": matrix(2 * hidden, hidden),
-            "mlp.down_proj": matrix(hidden, 2 * hidden),
+            "mlp.down_proj": matrix(hidden, 2 * hidden, residual),
             "input_layernorm": np.ones(hidden, np.float32),
             "post_attention_layernorm": np.ones(hidden, np.float32),
         }
@@ -94,6 +97,142 @@ def tiny_network(
         "tie_word_embeddings": False,
     }
     return load_network(Checkpoint("tiny", Path("tiny"), config, tensors))
+
+
+#: Tokens of the head of `eagle3_checkpoint`.
+DRAFT_TOKENS = [token for token in range(BYTE_VOCABULARY) if token % 5]
+
+
+def eagle_checkpoint(target: Network, *, seed: int = 0, layers: int = 1) -> Checkpoint:
+    """A random drafter in the layout of EAGLE and EAGLE-2, which often agrees with a target of
+    small `residual`: it passes its token's embedding on."""
+    hidden = target.spec.hidden_size
+    matrix = _matrices(seed)
+    tensors = {
+        "fc.weight": np.hstack([np.eye(hidden, dtype=np.float32), 0.2 * matrix(hidden, hidden)]),
+        "fc.bias": 0.1 * matrix(1, hidden)[0],
+    }
+    for layer in range(layers):
+        tensors |= _layer_tensors(f"layers.{layer}", hidden, hidden, matrix)
+        if layer:
+            tensors[f"layers.{layer}.input_layernorm.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
+    config = {**_drafter_config(target), "num_hidden_layers": layers}
+    return Checkpoint("eagle", Path("eagle"), config, tensors)
+
+
+def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkpoint:
+    """A random drafter in the layout of EAGLE-3, with a head for `DRAFT_TOKENS` and a projection of
+    the inputs of three layers. `flags` are keys of its config, with their tensors.
+
+    Its queries equal its keys, so that a row attends mostly to itself, and its values are the
+    token's embedding: it often agrees with a target of small `residual`.
+    """
+    hidden, head = target.spec.hidden_size, DRAFT_TOKENS
+    matrix = _matrices(seed)
+    scale = 0.3 * matrix(1, hidden)[0]
+    tensors = {
+        "fc.weight": np.hstack(
+            [
+                0.2 * matrix(hidden, hidden),
+                0.2 * matrix(hidden, hidden),
+                0.5 * np.eye(hidden, dtype=np.float32),
+            ]
+        ),
+        **_layer_tensors("midlayer", 2 * hidden, hidden, matrix),
+        "midlayer.input_layernorm.weight": 1 + scale,
+        "midlayer.hidden_norm.weight": 1 - scale,
+        "norm.weight": 1 + scale[::-1],
+        "lm_head.weight": target.weights.head.data[head].copy(),
+        "d2t": np.array(head, np.int64) - np.arange(len(head)),
+        "t2d": np.isin(np.arange(target.spec.vocab_size), head),
+    }
+    query = 2 * matrix(hidden, 2 * hidden)
+    tensors |= {
+        "midlayer.self_attn.q_proj.weight": query,
+        "midlayer.self_attn.k_proj.weight": query,
+    }
+    one = np.eye(hidden, dtype=np.float32)
+    value = np.hstack([one, np.zeros_like(one)]) + 0.1 * matrix(hidden, 2 * hidden)
+    tensors |= {
+        "midlayer.self_attn.v_proj.weight": value,
+        "midlayer.self_attn.o_proj.weight": 2 * one,
+    }
+    if flags.get("norm_before_fc"):
+        tensors["input_norm.weight"] = 1 + 0.1 * matrix(1, 3 * hidden)[0]
+    if flags.get("fc_norm"):
+        for tap in range(3):
+            tensors[f"fc_norm.{tap}.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
+    config = {
+        **_drafter_config(target),
+        "draft_vocab_size": len(head),
+        "num_key_value_heads": 4,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, target.spec.num_layers - 1]},
+        **flags,
+    }
+    return Checkpoint("eagle3", Path("eagle3"), config, tensors)
+
+
+def _matrices(seed: int) -> Callable[[int, int], np.ndarray]:
+    random = np.random.default_rng(seed + 1000)
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return random.standard_normal((rows, columns), np.float32) * columns**-0.5
+
+    return matrix
+
+
+def _layer_tensors(
+    name: str, width: int, hidden: int, matrix: Callable[[int, int], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """A layer with four heads of queries and two of keys; its attention reads `width` numbers."""
+    shapes = {
+        "self_attn.q_proj": 3 * matrix(hidden, width),
+        "self_attn.k_proj": matrix(hidden // 2, width),
+        "self_attn.v_proj": matrix(hidden // 2, width),
+        "self_attn.o_proj": 0.5 * matrix(hidden, hidden),
+        "mlp.gate_proj": matrix(2 * hidden, hidden),
+        "mlp.up_proj": matrix(2 * hidden, hidden),
+        "mlp.down_proj": 0.5 * matrix(hidden, 2 * hidden),
+        "post_attention_layernorm": 1 + 0.1 * matrix(1, hidden)[0],
+    }
+    return {f"{name}.{part}.weight": tensor for part, tensor in shapes.items()}
+
+
+def _drafter_config(target: Network) -> dict[str, Any]:
+    hidden = target.spec.hidden_size
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": target.spec.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": target.spec.max_positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+    }
+
+
+def with_drafter(
+    drafter: Callable[[Network], Checkpoint],
+    *,
+    backend: str | None = None,
+    layers: int = 4,
+    residual: float = 0.15,
+    **options: Any,
+) -> LLM:
+    """An engine over a tiny model with a drafter that reads its states; `options` are those of
+    `LLM`."""
+    target = tiny_model(layers=layers, residual=residual, backend=backend)
+    packer = getattr(target.executor, "packer", None)
+    checkpoint = drafter(target.network)
+    network = load_draft_head(checkpoint, target.network)
+    executor = choose_executor(backend, 1, packer=packer)
+    draft = Transformer(network, name=checkpoint.name, executor=executor)
+    return LLM(target, tokenizer=ByteTokenizer(), draft=draft, **options)
 
 
 def tiny_llm(**options: Any) -> LLM:

@@ -20,6 +20,9 @@ class Requirements:
         causal: Whether the method needs a causal model (True), a bidirectional one (False), or any
             (None).
         draft_causal: Whether the draft model must be causal (True) or a diffusion model (False).
+        reads_states: Whether the draft model may be one that reads the target's states (EAGLE): the
+            method drafts after the target's passes, one token of a path per pass, and asks
+            `Sequence.can_draft` first.
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -35,6 +38,7 @@ class Requirements:
     runners: tuple[str, ...] = ()
     causal: bool | None = True
     draft_causal: bool = True
+    reads_states: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

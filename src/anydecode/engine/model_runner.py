@@ -36,6 +36,8 @@ class Plan:
         output_rows: `output_rows[i]`: the rows of span i to return, as indices into the span.
         first_output: `first_output[i]`: where these rows begin in the logits of the pass.
         captured: `captured[layer][i]`: the rows of span i in the hidden states of `layer`.
+        states: `states[i]`: the first row of span i whose states are captured for a drafter, and
+            the rows of its states in the hidden states of each layer.
         seconds: Duration of the pass, set after it.
         multi_step: The span with which the backend may run further steps, or None.
         num_passes: Number of steps that the backend has run, one row each after the first.
@@ -47,6 +49,7 @@ class Plan:
     output_rows: list[list[int]]
     first_output: list[int]
     captured: dict[int, dict[int, slice]]
+    states: dict[int, tuple[int, list[slice]]] = field(default_factory=dict)
     seconds: float = 0.0
     multi_step: MultiStepSpan | None = None
     num_passes: int = 1
@@ -233,6 +236,7 @@ class ModelRunner:
                 )
                 for layer in span.capture_layers
             }
+            self._observe_states(plan, i, output)
             span.complete(exit_hidden, count)
             if request not in self.waiting:  # dropped during the pass
                 continue
@@ -255,6 +259,22 @@ class ModelRunner:
                         if span in outputs and len(span.output_rows):
                             self._store_partial(span, outputs[span].logits, outputs[span].hidden)
         return completed
+
+    def _observe_states(self, plan: Plan, i: int, output: Output) -> None:
+        """Pass the captured states of a span's rows to the sequence's drafter, before the span is
+        completed."""
+        request, span, _ = plan.scheduled[i]
+        states, rows = request.sequence.draft_states, plan.output_rows[i]
+        if states is None:
+            return
+        if i in plan.states:
+            first, slices = plan.states[i]
+            taps = zip(span.state_layers, slices, strict=True)
+            parts = [to_host(output.hidden[layer][part]) for layer, part in taps]
+            states.observe_target(span, first, parts)
+        elif self.name == states.runner and rows:
+            depth = self.model.spec.num_layers
+            states.observe_draft(span, rows, to_host(output.hidden[depth][plan.captured[depth][i]]))
 
     @staticmethod
     def _select_rows(rows: Array, span: Span, output_rows: list[int], layer: int) -> Array:
@@ -308,7 +328,7 @@ class ModelRunner:
             joined = {layer: _concat(rows) for layer, rows in hidden.items()}
             if len(logits) == 1:
                 return SpanOutput(logits[0], joined, sampled)
-            empty = np.empty((0, self.model.spec.vocab_size), np.float32)
+            empty = np.empty((0, self.model.spec.num_logits), np.float32)
             return SpanOutput(_concat(logits) if logits else empty, joined, sampled)
 
         own = gather(request.groups[0])
@@ -327,7 +347,9 @@ class _Builder:
         self._vocab_size = vocab_size
         capacity = sum(count for _, _, count in scheduled)
         fields = np.empty((9, capacity), np.int32)
-        has_embeddings = any(span.inputs is not None for _, span, _ in scheduled)
+        has_embeddings = any(
+            span.inputs is not None or span.states is not None for _, span, _ in scheduled
+        )
         has_adapters = any(request.sequence.adapter >= 0 for request, _, _ in scheduled)
         has_parallel = any(span.parallel for _, span, _ in scheduled)
         self._rows = Rows(
@@ -354,6 +376,7 @@ class _Builder:
         self._samples: list[SampleSpec] = []
         self._hidden_rows: dict[int, list[int]] = {}
         self._captured: dict[int, dict[int, slice]] = {}
+        self._states: dict[int, tuple[int, list[slice]]] = {}
 
     def add(self, item: ScheduledSpan) -> None:
         """Append the next rows of a span whose slots are reserved. If it raises, nothing has been
@@ -387,6 +410,11 @@ class _Builder:
                 self._capture(index, layer, pass_rows)
         if span.is_partial:
             self._capture(index, span.stop, list(range(offset, offset + count)))
+        if span.state_layers and len(span) - span.num_states < first + count:
+            begin = max(first, len(span) - span.num_states)
+            rows = list(range(offset + begin - first, offset + count))
+            slices = [self._take(layer, rows) for layer in span.state_layers]
+            self._states[index] = begin, slices
         self._scheduled.append(item)
         self._output_rows.append(output_rows)
         self._num_rows += count
@@ -409,12 +437,17 @@ class _Builder:
             self._output_rows,
             self._first_output,
             self._captured,
+            self._states,
         )
 
     def _capture(self, item: int, layer: int, pass_rows: list[int]) -> None:
+        self._captured.setdefault(layer, {})[item] = self._take(layer, pass_rows)
+
+    def _take(self, layer: int, pass_rows: list[int]) -> slice:
+        """Capture the hidden states of rows; returns where they are in those of the layer."""
         rows = self._hidden_rows.setdefault(layer, [])
-        self._captured.setdefault(layer, {})[item] = slice(len(rows), len(rows) + len(pass_rows))
         rows += pass_rows
+        return slice(len(rows) - len(pass_rows), len(rows))
 
 
 _ROW_FIELDS = (

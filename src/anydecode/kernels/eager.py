@@ -44,6 +44,7 @@ class TorchExecutor(ABC):
     device: torch.device
     cache_formats = tuple(CACHE_FORMATS)
     cache_format = "float32"
+    reads_states = False  # whether the hidden states of all rows start as `Rows.inputs`
 
     @abstractmethod
     def begin(self, rows: Rows, cache: KeyValues) -> None:
@@ -134,7 +135,7 @@ class TorchExecutor(ABC):
             return self.embed(rows.tokens)
         inputs = as_tensor(rows.inputs, self.device).to(torch.float32)
         token_rows = np.flatnonzero(rows.tokens >= 0)
-        if not len(token_rows):
+        if self.reads_states or not len(token_rows):
             return inputs
         return inputs.index_copy(0, self._index(token_rows), self.embed(rows.tokens[token_rows]))
 
@@ -149,6 +150,7 @@ class EagerExecutor(TorchExecutor):
         head: Callable[[Backend, Any], Any],
         *,
         embedding_scale: float = 1.0,
+        reads_states: bool = False,
         adapters: Sequence[Adapter] = (),
         backend: ReferenceBackend | None = None,
     ) -> None:
@@ -158,6 +160,7 @@ class EagerExecutor(TorchExecutor):
         self._layer = self._plain_layer = layer
         self._head = head
         self._adapters = adapters
+        self.reads_states = reads_states
         self._pass: tuple[Rows, KeyValues] | None = None
         self._states: PassStates | None = None  # of the pass
 

@@ -112,7 +112,7 @@ class Pass(ctypes.Structure):
         ("ops", pointer),
         *((name, c_int32) for name in ("num_prologue", "first", "last", "head", "num_ops")),
         *((name, c_int32) for name in ("num_rows", "num_logits", "num_captures", "num_layers")),
-        *((name, c_int32) for name in ("vocab_size", "hidden_size", "embed", "cache_format")),
+        *((name, c_int32) for name in ("head_size", "hidden_size", "embed", "cache_format")),
         *((name, c_int32) for name in ("num_slots", "num_tables", "num_adapters")),
         *(
             (name, c_int32)

@@ -94,9 +94,9 @@ class _Buffers:
         self.floats = count
         self.workspace = np.empty(count + 16, np.float32)
 
-    def grow_logits(self, count: int, vocab_size: int) -> None:
+    def grow_logits(self, count: int, head_size: int) -> None:
         self.logits = count
-        self.out = np.empty((count, vocab_size), np.float32)
+        self.out = np.empty((count, head_size), np.float32)
         self.views: dict[int, np.ndarray] = {}  # number of rows -> view of the first rows
 
 
@@ -108,11 +108,13 @@ class NativeExecutor:
 
     Args:
         embedding: The token embedding `[vocab_size, hidden_size]`.
-        vocab_size: Number of logits per row.
+        num_logits: Number of logits per row.
         num_layers: Number of layers.
         layer: `layer(backend, x, index)`, one layer written against `Backend`.
         head: `head(backend, x)`, the final norm and the output projection.
         embedding_scale: Factor of the embeddings.
+        reads_states: Whether the hidden states of all rows start as `Rows.inputs`.
+        packer: The packer of another network with which this one shares weights.
         adapters: The loaded LoRA adapters; may grow later.
         threads: Number of threads; None: one per physical core.
         library: The compiled kernels; None: those of this machine.
@@ -127,12 +129,14 @@ class NativeExecutor:
     def __init__(
         self,
         embedding: Weight,
-        vocab_size: int,
+        num_logits: int,
         num_layers: int,
         layer: Callable[[Backend, Any, int], Any],
         head: Callable[[Backend, Any], Any],
         *,
         embedding_scale: float = 1.0,
+        reads_states: bool = False,
+        packer: Packer | None = None,
         adapters: Sequence[Adapter] = (),
         threads: int | None = None,
         library: Library | None = None,
@@ -143,12 +147,13 @@ class NativeExecutor:
             raise UnsupportedCombinationError("the native kernels are not available here")
         self._library = loaded
         self.threads = thread_count(threads)
-        self.packer = Packer(loaded, self.threads, free_weights)
+        self.packer = packer or Packer(loaded, self.threads, free_weights)
         self._network = (embedding, embedding_scale, num_layers, layer, head)
         self._adapters, self._loaded = adapters, list[Adapter]()
-        self._hidden_size, self._vocab_size = embedding.in_features, vocab_size
+        self._hidden_size, self._num_logits = embedding.in_features, num_logits
+        self._reads_states = reads_states
         self._num_layers = num_layers
-        self.program = record(self.packer, *self._network, ())
+        self.program = record(self.packer, *self._network, (), reads_states)
         self._adapted: Program | None = None  # the program with the adapters
         self._regrouped: dict[Callable[[Backend, Any, int], Any], Program] = {}
         self._plain = self.program
@@ -158,7 +163,7 @@ class NativeExecutor:
         self._rows: Rows | None = None
         self._states: PassStates | None = None  # of the recurrences, in the current pass
         self._pass = Pass(
-            num_layers=num_layers, vocab_size=vocab_size, hidden_size=self._hidden_size
+            num_layers=num_layers, head_size=num_logits, hidden_size=self._hidden_size
         )
         self._pass_address = ctypes.addressof(self._pass)
         self._samples: Any = ()
@@ -252,6 +257,8 @@ class NativeExecutor:
         return Output(self.head(x[output_spec.logits]), hidden)
 
     def _initial_states(self, rows: Rows) -> np.ndarray:
+        if self._reads_states and rows.inputs is not None:
+            return np.array(rows.inputs, np.float32)
         x = np.zeros((len(rows), self._hidden_size), np.float32)
         with_token = np.flatnonzero(rows.tokens >= 0)
         if rows.inputs is not None:
@@ -309,7 +316,7 @@ class NativeExecutor:
         return self._buffers.stream[: len(active)].copy()
 
     def head(self, x: np.ndarray) -> np.ndarray:
-        """Logits float32 `[m, vocab_size]` of hidden states, through the final norm.
+        """Logits float32 `[m, head_size]` of hidden states, through the final norm.
 
         The logits of the last pass are not overwritten.
         """
@@ -318,7 +325,7 @@ class NativeExecutor:
         self._pass.embed, self._pass.num_captures, self._pass.num_rows = 0, 0, count
         self._pass.adapters = None
         self._buffers.stream[:count] = x
-        logits = np.empty((count, self._vocab_size), np.float32)
+        logits = np.empty((count, self._num_logits), np.float32)
         self._pass.logits = address_of(logits)
         try:
             self._call(0, 0, np.arange(count, dtype=np.int32))
@@ -338,7 +345,7 @@ class NativeExecutor:
             p.stream = address_of(b.stream)
             p.logit_rows = address_of(b.ints[len(_INT_FIELDS) + 1])
         if logits > b.logits:
-            b.grow_logits(logits, self._vocab_size)
+            b.grow_logits(logits, self._num_logits)
             p.logits = address_of(b.out)
         floats = rows * self._current.body_floats + logits * self._current.head_floats
         if floats > b.floats:
@@ -498,7 +505,7 @@ class NativeExecutor:
 
     def _logits(self, count: int) -> np.ndarray:
         if not count:
-            return np.empty((0, self._vocab_size), np.float32)
+            return np.empty((0, self._num_logits), np.float32)
         views = self._buffers.views
         if count not in views:
             views[count] = self._buffers.out[:count]
@@ -512,7 +519,9 @@ class NativeExecutor:
         """
         if layer is not None and layer not in self._regrouped:
             embedding, scale, count, _, head = self._network
-            self._regrouped[layer] = record(self.packer, embedding, scale, count, layer, head, ())
+            self._regrouped[layer] = record(
+                self.packer, embedding, scale, count, layer, head, (), self._reads_states
+            )
         self._plain = self.program if layer is None else self._regrouped[layer]
 
     # --- adapters
@@ -531,7 +540,7 @@ class NativeExecutor:
         """Record the program again, with every matrix that any adapter targets."""
         self._loaded = list(self._adapters)
         names = {name for adapter in self._loaded for name in adapter}
-        self._adapted = record(self.packer, *self._network, names)
+        self._adapted = record(self.packer, *self._network, names, self._reads_states)
         targets = self._adapted.targets
         self._loras = (Lora * (len(targets) * len(self._loaded) or 1))()
         self._lora_data: list[np.ndarray] = []

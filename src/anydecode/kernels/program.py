@@ -364,11 +364,13 @@ def record(
     layer: Callable[[Backend, Any, int], Any],
     head: Callable[[Backend, Any], Any],
     adapted: Collection[str],
+    reads_states: bool = False,
 ) -> Program:
     """The program of a network whose `layer` and `head` are written against `Backend`.
 
     Args:
         adapted: Names of the matrices that adapters change.
+        reads_states: Whether the hidden states of all rows start as `Rows.inputs`.
     """
     backend = NativeBackend(packer)
     backend.adapted = adapted
@@ -383,7 +385,7 @@ def record(
     rows = Value(width)
     backend.steps.append(Step(Code.GATHER, (Value(width, STREAM),), rows, {"width": width}))
     logits = head(backend, rows)
-    prologue, reserved, body = _prologue(backend, matrix, embedding_scale, width)
+    prologue, reserved, body = _prologue(backend, matrix, embedding_scale, width, reads_states)
     steps, starts = list(prologue), []
     for index, (layer_steps, result) in enumerate(layers):
         starts.append(len(steps))
@@ -405,11 +407,12 @@ def _capture(layer: int, width: int) -> Step:
 
 
 def _prologue(
-    backend: NativeBackend, matrix: Matrix, scale: float, width: int
+    backend: NativeBackend, matrix: Matrix, scale: float, width: int, reads_states: bool
 ) -> tuple[list[Step], int, int]:
     """The steps of the embedding, the rotary tables and the shared values, the floats per row that
     these reserve, and those that the steps use."""
     fields = {"width": width, "matrix": ctypes.addressof(matrix), "x": scale}
+    fields["count"] = int(reads_states)
     steps, reserved = [Step(Code.EMBED, (), Value(width, STREAM), fields)], 0
     for rope, table in backend.tables.items():
         table.offset = reserved

@@ -91,14 +91,18 @@ class PrefixCache:
         self.num_hits += BLOCK * len(matched)
         return np.concatenate(matched) if matched else np.empty(0, np.int32)
 
-    def insert(self, kv_cache: SequenceCache, namespace: Hashable = None) -> None:
-        """Add the complete blocks of a sequence to the tree."""
+    def insert(
+        self, kv_cache: SequenceCache, namespace: Hashable = None, stop: int | None = None
+    ) -> None:
+        """Add the complete blocks of a sequence to the tree, or of its first `stop` positions."""
         if not kv_cache.reusable:
             return
         tokens = kv_cache.tokens
         node = self._root(namespace)
         now = next(self._clock)
-        for start in range(0, min(len(tokens), kv_cache.complete) - BLOCK + 1, BLOCK):
+        end = min(len(tokens), kv_cache.complete)
+        end = end if stop is None else min(end, stop)
+        for start in range(0, end - BLOCK + 1, BLOCK):
             key = tuple(tokens[start : start + BLOCK])
             if min(key) < 0:
                 return

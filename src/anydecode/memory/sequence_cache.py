@@ -99,6 +99,18 @@ class SequenceCache:
         self.length += count
         return slots
 
+    def skip(self, tokens: Seq[int]) -> None:
+        """Append positions that no row attends to, as if they were evicted. The first position of
+        a sequence is left out by some models always, so that its hole does not keep the prefix
+        cache from sharing the others."""
+        self.discard()
+        count = len(tokens)
+        self.reusable = self.reusable and (not count or (self.length, count) == (0, 1))
+        self._grow(self.length + count)
+        self._table[self.length : self.length + count] = -1
+        self.length += count
+        self.tokens += tokens
+
     def allocate_scratch(self, count: int) -> Slots:
         """Allocate slots for `count` rows of one pass that do not become positions. `free_scratch`
         frees them.

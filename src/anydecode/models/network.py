@@ -29,6 +29,7 @@ from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
+from anydecode.models.states import StateWeights
 
 
 @dataclass(eq=False)
@@ -182,6 +183,8 @@ class ModelWeights:
     embedding_norm_bias: np.ndarray | None = None
     segments: np.ndarray | None = None  # float32 [num_segments, hidden_size]
     per_layer: PerLayerEmbeddings | None = None
+    states: StateWeights | None = None  # of a drafter that reads its target's states
+    head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
 
     @property
     def tables(self) -> list[Weight]:
@@ -201,6 +204,7 @@ class Network:
     spec: ModelSpec
     weights: ModelWeights
     adapters: list[Adapter] = field(default_factory=list)
+    packed: tuple[Weight, ...] = ()  # weights of another network, which an executor has packed
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the shape of a matrix, bias or norm does not match the spec."""
@@ -210,8 +214,13 @@ class Network:
                 f"the weights have {len(weights.layers)} layers, the spec has {spec.num_layers}"
             )
         outer = (spec.vocab_size, spec.hidden_size)
-        _check_matrix("the embedding", weights.embedding, outer)
-        _check_linear("the head", Linear(weights.head, weights.head_bias), outer)
+        if weights.embedding not in self.packed:
+            _check_matrix("the embedding", weights.embedding, outer)
+        size = (spec.num_logits, spec.hidden_size)
+        if weights.head not in self.packed:
+            _check_linear("the head", Linear(weights.head, weights.head_bias), size)
+        _check_head_tokens(spec, weights.head_tokens)
+        _check_states(spec, weights.states)
         if spec.has_final_norm:
             _check_vector("the final norm", weights.final_norm, spec.hidden_size)
         if spec.has_embedding_norm:
@@ -228,7 +237,10 @@ class Network:
             raise CheckpointError("only one of the spec and the weights has a position table")
         _check_per_layer(spec, weights.per_layer)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-            _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size)
+            width = spec.hidden_size
+            if index == 0 and spec.states is not None and spec.states.joins == "attention":
+                width *= 2
+            _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
 
     def matrices(self) -> Iterator[Weight]:
@@ -237,6 +249,8 @@ class Network:
         yield self.weights.head
         if self.weights.per_layer is not None:
             yield self.weights.per_layer.projection.weight
+        if self.weights.states is not None:
+            yield from self.weights.states.matrices
         for layer in self.weights.layers:
             yield from layer.matrices
 
@@ -252,10 +266,12 @@ class Network:
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings, and
-        are normed if embeddings are."""
+        are normed if embeddings are. Those of a drafter may include its tokens' embeddings."""
         weights = self.weights
         if index:
             return x
+        if weights.states is not None:
+            return weights.states.inputs(backend, x, weights.embedding, self.spec)
         if weights.position_table is not None:
             x = backend.add_positions(x, weights.position_table)
         if self.spec.has_embedding_norm:
@@ -345,8 +361,10 @@ class Network:
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         if spec.attention is None and spec.recurrence is None:
             return None
-        y = x
-        if spec.has_attention_norm and spec.norms in ("pre", "both"):
+        y, states = x, self.weights.states
+        if index == 0 and states is not None and states.projection is None:
+            y = states.attention_inputs(backend, x, self.weights.embedding, self.spec)
+        elif spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
         y = self._mixer(backend, y, spec, weights, index)
         if spec.norms in ("post", "both"):
@@ -561,10 +579,57 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     return mlp.down.apply(backend, backend.gated(gate, up, spec.activation))
 
 
-def _check_layer(prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int) -> None:
+def _check_head_tokens(spec: ModelSpec, tokens: np.ndarray | None) -> None:
+    if (tokens is not None) != (spec.head_size > 0):
+        raise CheckpointError(
+            "only one of the spec and the weights has the tokens of a smaller head"
+        )
+    if tokens is None:
+        return
+    is_valid = tokens.shape == (spec.head_size,) and tokens.dtype == np.int64
+    if not is_valid or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
+        raise CheckpointError(
+            f"the head's tokens are not {spec.head_size} ids below {spec.vocab_size}"
+        )
+    if len(np.unique(tokens)) < len(tokens):
+        raise CheckpointError("the head's tokens have an id twice")
+
+
+def _check_states(spec: ModelSpec, weights: StateWeights | None) -> None:
+    states, hidden = spec.states, spec.hidden_size
+    if (weights is None) != (states is None):
+        raise CheckpointError("only one of the spec and the weights has states")
+    if weights is None or states is None:
+        return
+    width = states.num_taps * states.target_size
+    for name, linear, shape in (
+        ("projection", weights.projection, (hidden, 2 * hidden)),
+        ("projection of the target's states", weights.target, (hidden, width)),
+    ):
+        is_expected = states.joins == "projection" if name == "projection" else states.is_projected
+        if (linear is not None) != is_expected:
+            raise CheckpointError(f"only one of the spec and the weights has the {name}")
+        if linear is not None:
+            _check_linear(f"the {name}", linear, shape)
+    for name, norm in (("embedding", weights.embedding_norm), ("state", weights.state_norm)):
+        if (norm is not None) != states.has_norms:
+            raise CheckpointError(f"only one of the spec and the weights has the {name}'s norm")
+        if norm is not None:
+            _check_vector(f"the {name}'s norm", norm, hidden)
+    if len(weights.target_norms) != states.num_target_norms:
+        raise CheckpointError("the spec and the weights differ in norms of the target's states")
+    size = width if len(weights.target_norms) == 1 else states.target_size
+    for norm in weights.target_norms:
+        _check_vector("a norm of the target's states", norm, size)
+
+
+def _check_layer(
+    prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int, width: int
+) -> None:
+    """`width`: numbers of the inputs of queries, keys and values."""
     has_mixer = spec.attention is not None or spec.recurrence is not None
     if spec.attention is not None:
-        _check_attention(prefix, spec, spec.attention, layer, hidden)
+        _check_attention(prefix, spec, spec.attention, layer, hidden, width)
     if (spec.recurrence is None) != (layer.recurrent is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
     if spec.recurrence is not None and layer.recurrent is not None:
@@ -622,14 +687,14 @@ def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock 
 
 
 def _check_attention(
-    prefix: str, spec: LayerSpec, shape: Attention, layer: LayerWeights, hidden: int
+    prefix: str, spec: LayerSpec, shape: Attention, layer: LayerWeights, hidden: int, width: int
 ) -> None:
     dim, is_full_norm = shape.head_dim, spec.qk_norm == "full"
     q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
     sizes = {
-        "query": (q_size, hidden),
-        "key": (kv_size, hidden),
-        "value": (kv_size, hidden),
+        "query": (q_size, width),
+        "key": (kv_size, width),
+        "value": (kv_size, width),
         "output": (hidden, q_size),
     }
     if spec.latent is not None:
@@ -659,7 +724,7 @@ def _check_attention(
     if (layer.attention_gate is not None) != spec.has_attention_gate:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
     if layer.attention_gate is not None:
-        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (q_size, hidden))
+        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (q_size, width))
 
 
 def _check_latent(

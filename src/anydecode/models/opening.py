@@ -16,6 +16,7 @@ from anydecode.errors import (
 )
 from anydecode.kernels.host import has_torch
 from anydecode.kernels.native import NativeExecutor, thread_count
+from anydecode.kernels.packing import Packer
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.classification import read_classifier
 from anydecode.models.interface import Model
@@ -43,7 +44,10 @@ class WeightFormat(ABC):
 
 
 def choose_executor(
-    backend: str | None = None, threads: int | None = None, device: str | None = None
+    backend: str | None = None,
+    threads: int | None = None,
+    device: str | None = None,
+    packer: Packer | None = None,
 ) -> Callable[[Network], Executor]:
     """The executor that runs a network, as a factory.
 
@@ -53,6 +57,7 @@ def choose_executor(
             and the Triton kernels on CUDA, each if available, and else torch.
         threads: The number of threads of the native kernels.
         device: "cpu" or "cuda"; None means "cpu".
+        packer: The native kernels' packer of another network with which this one shares weights.
 
     Raises:
         InvalidRequestError: An unknown backend or device, or a wrong number of threads.
@@ -89,11 +94,13 @@ def choose_executor(
     def execute(network: Network) -> Executor:
         return NativeExecutor(
             network.weights.embedding,
-            network.spec.vocab_size,
+            network.spec.num_logits,
             network.spec.num_layers,
             network.layer,
             network.head,
             embedding_scale=network.spec.embedding_scale,
+            reads_states=network.spec.states is not None,
+            packer=packer,
             adapters=network.adapters,
             threads=threads,
             free_weights=True,
@@ -134,6 +141,8 @@ def _triton_executor(
             missing = "embeddings of tokens in every layer (Gemma 4)"
         elif any(layer.has_value_norm for layer in network.spec.layers):
             missing = "norms of values (Gemma 4)"
+        elif network.spec.states is not None:
+            missing = "drafters that read states (EAGLE)"
         if missing:
             if not requested:
                 return torch_executor(device)(network)
@@ -231,6 +240,7 @@ def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[
             network.layer,
             network.head,
             embedding_scale=network.spec.embedding_scale,
+            reads_states=network.spec.states is not None,
             adapters=network.adapters,
             backend=reference,
         )

@@ -1,16 +1,21 @@
-"""Draft models derived from the target: a copy in another weight format, or with fewer layers."""
+"""Draft models of a target: a copy in another weight format or with fewer layers, a drafter that
+reads its states, or another model."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.draft_heads import is_draft_head, load_draft_head
 from anydecode.models.families import load_network
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
-from anydecode.models.opening import choose_executor, open_model
+from anydecode.models.opening import choose_executor, open_checkpoint, open_model
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Transformer
 
@@ -28,24 +33,31 @@ def open_draft(
     """Open a draft model.
 
     Args:
-        draft: Anything `open_model` takes, or a copy of the target: "self:" followed by a dtype
-            ("self:int4"), layers=n (n of its layers, evenly spaced, including the first and the
-            last), or both, separated by a comma. "self" alone is the target itself.
+        draft: Anything `open_model` takes, the folder of a drafter that reads the target's states
+            (EAGLE), or a copy of the target: "self:" followed by a dtype ("self:int4"), layers=n (n
+            of its layers, evenly spaced, including the first and the last), or both, separated by a
+            comma. "self" alone is the target itself.
         target: The target model.
         dtype: The weight format of the draft.
         threads: The number of threads of the native kernels.
         backend: The backend of the draft, see `choose_executor`.
 
     Returns:
-        The draft model, and its tokenizer; None for a copy of the target.
+        The draft model, and its tokenizer; None for one that uses the target's.
 
     Raises:
         InvalidRequestError: What follows "self:" is neither layers=n nor a dtype, or n is out of
             range.
-        UnsupportedCombinationError: The target has no checkpoint to copy.
+        CheckpointError: The files are corrupt, unsupported, or do not fit the target.
+        UnsupportedCombinationError: The target has no checkpoint to copy, or no states to read.
     """
-    if not isinstance(draft, str) or draft.partition(":")[0] != "self":
+    if not isinstance(draft, str | os.PathLike):
         return open_model(draft, dtype=dtype, threads=threads, backend=backend)
+    if not isinstance(draft, str) or draft.partition(":")[0] != "self":
+        checkpoint = load_checkpoint(draft if isinstance(draft, str) else Path(draft))
+        if is_draft_head(checkpoint):
+            return _open_head(checkpoint, target, dtype, threads, backend), None
+        return open_checkpoint(checkpoint, dtype=dtype, threads=threads, backend=backend)
     draft_dtype, layers = dtype, 0
     for part in filter(None, draft.partition(":")[2].split(",")):
         name, _, value = part.strip().partition("=")
@@ -70,6 +82,27 @@ def open_draft(
     network = select_layers(load_network(load_checkpoint(path), draft_dtype), layers)
     name = f"{target.name} ({layers} layers)"
     return Transformer(network, name=name, executor=choose_executor(backend, threads)), None
+
+
+def _open_head(
+    checkpoint: Checkpoint,
+    target: Model,
+    dtype: str | None,
+    threads: int | None,
+    backend: str | None,
+) -> Transformer:
+    """The drafter of `checkpoint`, which reads the states of `target` and may use its embedding and
+    head."""
+    if not isinstance(target, Transformer):
+        raise UnsupportedCombinationError(
+            f"{checkpoint.name} reads the states of its target, which {target.name} does not return"
+        )
+    network = load_draft_head(checkpoint, target.network, dtype)
+    packer = getattr(target.executor, "packer", None)
+    executor = choose_executor(backend, threads, packer=packer)
+    model = Transformer(network, name=checkpoint.name, executor=executor)
+    model.path, model.dtype = checkpoint.path, dtype
+    return model
 
 
 def select_layers(network: Network, layers: int) -> Network:

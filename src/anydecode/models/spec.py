@@ -169,6 +169,43 @@ class LayerSpec:
         return order
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """The states that a drafter reads beside its tokens.
+
+    A row at position p reads the target's state at position p - 1, or where the target has not
+    computed it, the drafter's own: its hidden state of that row.
+
+    Attributes:
+        taps: The target's states, by number of layers (0: its embeddings), side by side. Empty: its
+            last hidden state after the final norm.
+        target_size: The target's hidden size.
+        is_projected: Whether the target's states are multiplied by a matrix.
+        num_target_norms: The norms of the target's states: none, 1 of all of them side by side, or
+            one per tap.
+        joins: Where embedding and state meet: in a "projection" before the first layer (EAGLE,
+            multi-token prediction), or in the first layer's "attention" (EAGLE-3), whose matrices
+            read both side by side while its output is added to the state.
+        has_norms: Whether embedding and state are normed there.
+        has_normed_residual: Whether the first layer's output is added to the normed state.
+        feeds_normed: Whether the drafter's own states are those after its final norm.
+    """
+
+    taps: tuple[int, ...]
+    target_size: int
+    is_projected: bool = False
+    num_target_norms: int = 0
+    joins: str = "projection"
+    has_norms: bool = False
+    has_normed_residual: bool = False
+    feeds_normed: bool = False
+
+    @property
+    def num_taps(self) -> int:
+        """The number of the target's states per position."""
+        return max(1, len(self.taps))
+
+
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
     """The architecture of a model. Norm weights that a family stores as an offset from 1 are
@@ -196,6 +233,8 @@ class ModelSpec:
     # Numbers of a token's embedding for each layer beside that of the first (Gemma 4); 0: none.
     per_layer_size: int = 0
     per_layer_scale: float = 1.0  # factor of these embeddings
+    states: StateSpec | None = None  # of a drafter that reads its target's states
+    head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
 
     def __post_init__(self) -> None:
         """Raise CheckpointError, naming field and value, for values that are invalid or too large
@@ -214,6 +253,9 @@ class ModelSpec:
         size = integer("per_layer_size", self.per_layer_size, 0, MAX_COUNT)
         integer("per_layer_size * layers", size * len(self.layers), 0)
         number("per_layer_scale", self.per_layer_scale)
+        integer("head_size", self.head_size, 0, self.vocab_size)
+        if self.states is not None:
+            _check_states(self.states, self.hidden_size)
         if self.norm not in ("rms", "layer"):
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
@@ -232,6 +274,11 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def num_logits(self) -> int:
+        """The number of logits per row."""
+        return self.head_size or self.vocab_size
+
+    @property
     def cache_shapes(self) -> list[Attention | None]:
         """The attention of each layer that has keys and values of its own."""
         return [None if x.cache_layer is not None else x.attention for x in self.layers]
@@ -241,6 +288,24 @@ class ModelSpec:
         """The recurrence of each layer that has one."""
         specs = {index: layer.recurrence for index, layer in enumerate(self.layers)}
         return {index: spec.shape for index, spec in specs.items() if spec is not None}
+
+
+def _check_states(states: StateSpec, hidden_size: int) -> None:
+    integer("target_size", states.target_size)
+    for tap in states.taps:
+        integer("a tapped layer", tap, 0, MAX_LAYERS)
+    if states.joins not in ("projection", "attention"):
+        raise refusal("joins", states.joins, "one of ('projection', 'attention')")
+    if not states.is_projected and states.num_taps * states.target_size != hidden_size:
+        allowed = f"{hidden_size} numbers per position where they are not projected"
+        raise refusal("the target's states", states.num_taps * states.target_size, allowed)
+    if states.num_target_norms not in (0, 1, states.num_taps):
+        allowed = f"0, 1 or {states.num_taps}"
+        raise refusal(
+            "the number of norms of the target's states", states.num_target_norms, allowed
+        )
+    if states.has_normed_residual and not (states.has_norms and states.joins == "attention"):
+        raise CheckpointError("a normed residual needs norms, and states that the attention reads")
 
 
 def _check_layer(prefix: str, layer: LayerSpec) -> None:

@@ -69,7 +69,8 @@ class Transformer:
 
     Rows with token -1 take their input from `rows.inputs`: an embedding if they start at layer 0
     (the model's embedding scale is not applied to it; learned position embeddings are added), a
-    hidden state if they start at a later layer.
+    hidden state if they start at a later layer. All rows of a drafter that reads states
+    (`ModelSpec.states`) have a token and, in `rows.inputs`, a state.
 
     Args:
         network: The architecture and the weights.
@@ -138,6 +139,25 @@ class Transformer:
         normed: np.ndarray = self.network.final_norm(backend, hidden)
         return normed
 
+    @property
+    def head_tokens(self) -> np.ndarray | None:
+        """The token of each logit, int64 `[num_logits]`; None: logit i is that of token i."""
+        return self.network.weights.head_tokens
+
+    def project_states(self, taps: list[np.ndarray]) -> np.ndarray:
+        """The states that a drafter reads, float32 `[rows, hidden_size]`, from those of its target,
+        float32 `[rows, target_size]` per tap."""
+        weights = self.network.weights.states
+        assert weights is not None, "a drafter that reads states"
+        return weights.project(taps, self.spec)
+
+    def own_states(self, hidden: np.ndarray) -> np.ndarray:
+        """The states of a drafter's own that stand in for those of its target, from its last hidden
+        states, both float32 `[rows, hidden_size]`."""
+        states = self.spec.states
+        assert states is not None, "a drafter that reads states"
+        return self.normed(hidden) if states.feeds_normed else hidden.copy()
+
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
         applied."""
@@ -171,7 +191,7 @@ class Transformer:
                 "running layers in parallel (easyspec) works on CPUs and without adapters"
             )
         assert rows.parallel is not None
-        logits = np.empty((len(output_spec.logits), self.spec.vocab_size), np.float32)
+        logits = np.empty((len(output_spec.logits), self.spec.num_logits), np.float32)
         hidden = {
             depth: np.empty((len(index), self.spec.hidden_size), np.float32)
             for depth, index in output_spec.hidden.items()
@@ -211,6 +231,8 @@ class Transformer:
         tokens, start, stop = rows.tokens.tolist(), rows.start.tolist(), rows.stop.tolist()
         if min(tokens, default=0) < 0 and (rows.inputs is None or len(rows.inputs) != len(tokens)):
             raise InvalidRequestError("rows with token -1 need one row of inputs each")
+        if self.spec.states is not None and (rows.inputs is None or min(tokens, default=0) < 0):
+            raise InvalidRequestError(f"{self.name} reads a state beside each token")
         if max(tokens, default=0) >= self.spec.vocab_size:
             raise InvalidRequestError(
                 f"token {max(tokens)} is outside the vocabulary of {self.spec.vocab_size}"

@@ -296,7 +296,7 @@ class Scores:
             or not is_captured
         ):
             logits: np.ndarray = self.logits[row]
-            return logits
+            return self._spread(logits)
         if self._captured_logits is None:
             head = self._model.head
             self._captured_logits = {
@@ -306,6 +306,15 @@ class Scores:
         return sampler.combine(
             self.logits[row], [to_host(rows)[row] for rows in self._companions], layer_logits
         )
+
+    def _spread(self, logits: np.ndarray) -> np.ndarray:
+        """The logits of all tokens, from those of a head that has fewer."""
+        tokens = getattr(self._model, "head_tokens", None)
+        if tokens is None:
+            return logits
+        spread = np.full(self._model.spec.vocab_size, -np.inf, np.float32)
+        spread[tokens] = logits
+        return spread
 
     @property
     def _model(self) -> Any:

@@ -16,6 +16,10 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 __all__ = ["TARGET", "Sequence"]
 
+#: Maximum number of rows of one span whose states are kept for a drafter, which leaves earlier
+#: positions of a longer prompt out. Bounds the memory of a prompt's states.
+MAX_STATES = 2048
+
 
 class Sequence(SequenceData):
     """One generation in progress, as its decoder sees it.
@@ -60,7 +64,11 @@ class Sequence(SequenceData):
             tokens = self.unscored(runner)
         if not len(tokens):
             raise InvalidRequestError("there is nothing to score: the prompt is empty")
-        kv_cache = self.kv_cache(runner)
+        kv_cache, states = self.kv_cache(runner), None
+        if self._reads_states(runner):
+            tokens, states = self._with_states(kv_cache, tokens)
+        if self.draft_states is not None:
+            extra_tokens = 0  # the states of further steps are not returned
         first = kv_cache.length
         depth = kv_cache.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
@@ -69,7 +77,7 @@ class Sequence(SequenceData):
         shape = (kv_cache, tokens, start, stop, output_rows, capture_layers)
         end_tokens = self.end_tokens if extra_tokens > 0 else None
         span = (
-            ChainSpan(*shape, inputs=embeddings)
+            ChainSpan(*shape, inputs=embeddings, states=states)
             if end_tokens is None
             else MultiStepSpan(
                 *shape, inputs=embeddings, extra_tokens=extra_tokens, end_tokens=end_tokens
@@ -107,6 +115,10 @@ class Sequence(SequenceData):
         unscored = self.unscored(runner)
         if not len(tree):
             return self.score(unscored, runner=runner, hidden=hidden)
+        if self._reads_states(runner):
+            raise UnsupportedCombinationError(
+                "a drafter that reads its target's states scores one level of a tree per pass"
+            )
         kv_cache = self.kv_cache(runner)
         depth = kv_cache.pool.model.spec.num_layers
         capture_layers = self._capture_layers(hidden, runner)
@@ -135,6 +147,7 @@ class Sequence(SequenceData):
                     parents=tree.parents,
                 )
             )
+        self._tap(runner, request.groups[0][-1])
         return request
 
     def extend(
@@ -161,6 +174,9 @@ class Sequence(SequenceData):
         span = TreeSpan(
             kv_cache, tokens, 0, depth, rows, capture_layers, parents=list(parents), first=first
         )
+        if self.draft_states is not None and self._reads_states(runner):
+            span.states = self.draft_states.for_nodes(kv_cache, parents)
+        self._tap(runner, span)
         positions = kv_cache.length - 1 + np.asarray(depths[first:], np.int64)
         row_parents = [parent - first if parent >= first else ROOT for parent in parents]
         return ScoreRequest(self, runner, [[span]], positions, row_parents, list(tokens))
@@ -235,6 +251,8 @@ class Sequence(SequenceData):
         """
         kv_caches = self._open_kv_caches(runner)
         if kv_caches[0].pending is not None:
+            if self.draft_states is not None and runner == TARGET:
+                self.draft_states.accept(path, kv_caches[0].length)
             for kv_cache in kv_caches:
                 kv_cache.retain(path)
         elif kv_caches[0].length > self.length + len(path):  # a chain
@@ -266,6 +284,8 @@ class Sequence(SequenceData):
     ) -> tuple[int, ...]:
         """`hidden`, plus the layers that the sampler reads of rows that run through all layers."""
         sampler, depth = self.sampler, self.num_layers
+        if self._reads_states(runner):
+            return tuple(sorted({*hidden, self.kv_cache(runner).pool.model.spec.num_layers}))
         if runner != TARGET or (stop is not None and stop < depth):
             return hidden
         if not sampler.capture_layers and not sampler.observes_hidden:
@@ -287,6 +307,7 @@ class Sequence(SequenceData):
     ) -> ScoreRequest:
         """A request for `span`, preceded by the completion of early-exit positions and accompanied
         by companion prompts. `chain_tokens` is the part of its tokens that companions repeat."""
+        self._tap(runner, span)
         spans: list[Span] = []
         if span.kv_cache.partials and not span.is_partial:
             spans += self._completion_spans(span.kv_cache, ())
@@ -295,6 +316,25 @@ class Sequence(SequenceData):
             groups += [[companion] for companion in self._companion_spans(span, chain_tokens)]
         parents = self._chain_parents(positions)
         return ScoreRequest(self, runner, groups, positions, parents, row_tokens)
+
+    def _reads_states(self, runner: str) -> bool:
+        """Whether the model of `runner` reads the target's states."""
+        return self.draft_states is not None and self.draft_states.runner == runner
+
+    def _with_states(
+        self, kv_cache: SequenceCache, tokens: Seq[int]
+    ) -> tuple[Seq[int], np.ndarray]:
+        """The tokens that a drafter scores, and the states it reads beside them."""
+        assert self.draft_states is not None
+        self.draft_states.truncate(self.kv_cache().length)
+        tokens = self.draft_states.skip(kv_cache, tokens)
+        return tokens, self.draft_states.for_chain(kv_cache.length, len(tokens))
+
+    def _tap(self, runner: str, span: Span) -> None:
+        """Let a span of the target return the states that the drafter reads."""
+        states = self.draft_states
+        if states is not None and runner == TARGET and not span.start and not span.is_partial:
+            span.state_layers, span.num_states = states.layers, MAX_STATES
 
     def _companion_spans(self, span: Span, chain_tokens: Seq[int]) -> list[Span]:
         if not isinstance(span, ChainSpan) or span.inputs is not None:

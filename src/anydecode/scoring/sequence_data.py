@@ -13,6 +13,7 @@ import numpy as np
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
+from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.prediction import Prediction
 from anydecode.scoring.state import SequenceState
 
@@ -82,6 +83,7 @@ class SequenceData:
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.
         prediction: The caller's prediction of the answer, or None. Shared with branches.
+        draft_states: What a drafter reads of the target's states, or None.
         parent: The sequence that this is a branch of, or None.
         id: A number unique in the process.
     """
@@ -110,6 +112,7 @@ class SequenceData:
     tokenizers: dict[str, Any] = field(default_factory=dict)
     cost_model: CostModel = DEFAULT_COSTS
     prediction: Prediction | None = None
+    draft_states: DraftStates | None = None
     parent: SequenceData | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
@@ -230,6 +233,7 @@ class SequenceData:
             tokenizers=self.tokenizers,
             cost_model=self.cost_model,
             prediction=self.prediction,
+            draft_states=None if self.draft_states is None else self.draft_states.fork(),
             parent=self,
         )
         for runner, kv_caches in self._kv_caches.items():
@@ -260,6 +264,8 @@ class SequenceData:
             for kv_cache in kv_caches:
                 kv_cache.release()
         self._kv_caches.clear()
+        if self.draft_states is not None:
+            self.draft_states.reset()
         if self.parent is not None and self in self.parent._children:
             self.parent._children.remove(self)
 
@@ -286,6 +292,13 @@ class SequenceData:
             kv_cache.truncate(num_common)
         if kv_cache.length >= len(tokens):
             kv_cache.truncate(len(tokens) - 1)
+        if self.draft_states is not None and self.draft_states.runner == runner:
+            self.draft_states.align(kv_cache)
+
+    def can_draft(self) -> bool:
+        """Whether the target's states are known that the drafter reads, if it reads some."""
+        states = self.draft_states
+        return states is None or states.knows(self.length - 2)
 
     def is_open(self, runner: str) -> bool:
         return runner in self._kv_caches

@@ -34,6 +34,11 @@ class Span(ABC):
         capture_layers: Layers whose hidden states to return for the output rows.
         logits: Whether to return logits for the output rows.
         inputs: float32 `[rows, hidden_size]`, used in place of `tokens`, or None.
+        states: float32 `[rows, hidden_size]`, read beside `tokens` by a drafter, or None.
+
+    Attributes:
+        state_layers: Layers whose hidden states of the last `num_states` rows are returned to
+            `DraftStates`.
     """
 
     kv_cache: SequenceCache
@@ -44,6 +49,9 @@ class Span(ABC):
     capture_layers: tuple[int, ...] = ()
     logits: bool = True
     inputs: np.ndarray | None = None
+    states: np.ndarray | None = None
+    state_layers: tuple[int, ...] = field(default=(), init=False)
+    num_states: int = field(default=0, init=False)
     done: int = field(default=0, init=False)  # rows that have run
     parallel: int = field(default=0, init=False)  # see `Network.grouped`
     _append_start: int = field(default=0, init=False)  # first position appended in this pass
@@ -85,6 +93,9 @@ class Span(ABC):
         rows.stop[at:stop] = self.stop
         if self.inputs is None:
             rows.tokens[at:stop] = self.tokens[self.done : self.done + count]
+            if self.states is not None:
+                assert rows.inputs is not None
+                rows.inputs[at:stop] = self.states[self.done : self.done + count]
         else:
             rows.tokens[at:stop] = -1
             assert rows.inputs is not None
@@ -112,6 +123,11 @@ class ChainSpan(Span):
 
     divisible = True
     reserved: int = field(default=0, init=False)  # slots for the extra tokens of a multi-step pass
+
+    @property
+    def first_position(self) -> int:
+        """The position of the first row, once some rows have been written."""
+        return self._append_start - self.done
 
     def reserve(self, count: int) -> None:
         self.kv_cache.append(count)

@@ -208,7 +208,9 @@ class Speculative(Decoder):
             tree = self._forced(sequence)
             is_forced = bool(len(tree))
             if not is_forced:
-                tree = yield from session.propose(budget.size(sequence))
+                size = budget.size(sequence)
+                if sequence.can_draft():
+                    tree = yield from session.propose(size)
                 tree = self._without_forbidden(sequence, tree)
             draft_seconds = perf_counter() - start
             round = yield from verify_tree(sequence, tree, self.acceptance, draft_seconds)

@@ -9,6 +9,7 @@ import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal
+from anydecode.errors import ConstraintError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
@@ -64,7 +65,12 @@ def draft_chain(
         kv_cache = sequence.kv_cache(runner)
         scores = yield sequence.score((tokens + drafts)[kv_cache.length :], runner=runner)
         row = fit_vocab(sequence, scores.row(-1))
-        token = sequence.sample(sampler, row, len(tokens) + len(drafts))
+        try:
+            token = sequence.sample(sampler, row, len(tokens) + len(drafts))
+        except ConstraintError:
+            break
+        if row[token] == -np.inf:  # a head with fewer tokens has none that is allowed
+            break
         if distributions is not None:
             distributions.append(sampler.distribution(row).dense(len(row)))
         is_last = should_stop is not None and should_stop(sampler, row, token)
@@ -90,7 +96,7 @@ class ModelDrafter(Drafter):
     """Drafts a chain with the runner "draft". `with_probabilities` keeps the distribution of each
     draft, for acceptance rules that need it."""
 
-    requirements = Requirements(runners=(DRAFT,))
+    requirements = Requirements(runners=(DRAFT,), reads_states=True)
 
     def __init__(self, with_probabilities: bool = False) -> None:
         self.with_probabilities = with_probabilities

@@ -34,7 +34,7 @@ class DraftCandidates:
 
     `tokens` are in the order of draws without replacement. `probabilities` are float64 and sum to
     one. `keys`, in falling order, are log-probabilities plus the Gumbel noise at the position.
-    Without noise this is the order of probability.
+    Without noise this is the order of probability. There may be none.
     """
 
     tokens: np.ndarray
@@ -52,7 +52,7 @@ class DraftCandidates:
         """The estimated probability that the target samples each token with this noise: softmax of
         the keys. It assumes that the target's logits differ from the draft model's by standard
         Gumbel errors."""
-        weights: np.ndarray = np.exp(self.keys - self.keys[0])
+        weights: np.ndarray = np.exp(self.keys - self.keys[:1])
         weights /= weights.sum()
         return weights
 
@@ -149,6 +149,14 @@ class GrowingTree:
         position = sequence.length + (0 if node == ROOT else self.depths[node])
         distribution = draft_distribution(self._samplers[node], fit_vocab(sequence, row))
         tokens, scores = distribution.tokens, distribution.scores
+        possible = np.flatnonzero(scores > -np.inf)
+        if not len(possible):  # a head with fewer tokens may have none that is allowed
+            none = np.empty(0)
+            self.candidates[node] = DraftCandidates(none.astype(np.int64), none, none)
+            return
+        if len(possible) < len(scores):
+            scores = scores[possible]
+            tokens = possible if tokens is None else tokens[possible]
         if len(scores) > NUM_CANDIDATES:
             indices = largest(scores, NUM_CANDIDATES)
             tokens, scores = indices if tokens is None else tokens[indices], scores[indices]
@@ -203,7 +211,7 @@ class TreeDrafter(Drafter):
     """Base class of drafters that grow a tree with the runner "draft". `kind` says how siblings are
     chosen, see `TokenTree`."""
 
-    requirements = Requirements(runners=(DRAFT,))
+    requirements = Requirements(runners=(DRAFT,), reads_states=True)
     kind = "point"
 
     def __init__(self, with_probabilities: bool = False) -> None:

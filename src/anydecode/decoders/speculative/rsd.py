@@ -88,6 +88,8 @@ class StochasticBeam(TreeDrafter):
             options: list[tuple[float, float, int, int]] = []
             for node in beam:
                 candidates = growing.candidates[node]
+                if not len(candidates.tokens):
+                    continue
                 local = np.log(candidates.probabilities)
                 raw = log_probabilities[node] + candidates.keys
                 child_keys = raw if is_greedy else condition_on_parent(keys[node], raw)

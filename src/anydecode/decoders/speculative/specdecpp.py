@@ -50,7 +50,7 @@ class StopThreshold:
 class ThresholdDrafter(Drafter):
     """Drafts chains with the runner "draft" that `StopThreshold` ends."""
 
-    requirements = Requirements(runners=(DRAFT,))
+    requirements = Requirements(runners=(DRAFT,), reads_states=True)
 
     def __init__(self, bound: float, min_drafts: int, with_probabilities: bool = False) -> None:
         self.stop: Callable[[], StopThreshold] = lambda: StopThreshold(bound, min_drafts)

@@ -197,7 +197,7 @@ static int check_pass(const Pass *pass) {
     int problem = layers ? check_table(pass, r) : OK;
     if (problem) return problem;
     if (layers && pass->slots[r] >= pass->num_slots) return ERROR_SLOT;
-    if (pass->embed && pass->tokens[r] >= pass->vocab_size) return ERROR_TOKEN;
+    if (pass->embed && pass->tokens[r] >= pass->ops->matrix->out_features) return ERROR_TOKEN;
     if (pass->embed && pass->tokens[r] < 0 && !pass->inputs) return ERROR_TOKEN;
     if (pass->adapters && pass->adapters[r] >= pass->num_adapters) return ERROR_ADAPTER;
   }

@@ -27,15 +27,18 @@ INLINE float *buffer(const Step *s, int64_t offset) {
   return s->pass->workspace + s->base + offset * s->n;
 }
 
+/* Hidden states start as embeddings; as the pass's inputs in rows without a token, and in all rows
+ * if `count` is set. */
 static void run_embed(const Step *s) {
   int width = s->op->width;
   for (int r = s->first; r < s->last; r++) {
     float *out = s->pass->stream + (int64_t)r * width;
-    if (s->pass->tokens[r] >= 0)
-      unpack_row(s->op->matrix, s->pass->tokens[r], out);
-    else
+    if (s->pass->tokens[r] < 0 || (s->op->count && s->pass->inputs)) {
       memcpy(out, s->pass->inputs + (int64_t)r * width, (size_t)width * 4);
-    if (s->pass->tokens[r] >= 0 && s->op->x != 1.0f) scale_row(out, width, s->op->x, out);
+    } else {
+      unpack_row(s->op->matrix, s->pass->tokens[r], out);
+      if (s->op->x != 1.0f) scale_row(out, width, s->op->x, out);
+    }
   }
 }
 
@@ -191,7 +194,7 @@ static void run_scan(const Step *s, int head, int thread) {
 
 static void run_sample(const Plan *plan, int part, int parts) {
   const Pass *pass = plan->pass;
-  int64_t n = pass->vocab_size, first = n * part / parts & ~(int64_t)15, last = n;
+  int64_t n = pass->head_size, first = n * part / parts & ~(int64_t)15, last = n;
   if (part + 1 < parts) last = n * (part + 1) / parts & ~(int64_t)15;
   for (int i = 0; i < pass->num_samples; i++) {
     const SampleSpec *spec = pass->samples + i;

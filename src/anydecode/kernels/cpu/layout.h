@@ -115,7 +115,7 @@ typedef struct {
 typedef struct {
   const Op *ops;
   int32_t num_prologue, first, last, head, num_ops; /* ops: prologue, layers, head */
-  int32_t num_rows, num_logits, num_captures, num_layers, vocab_size, hidden_size;
+  int32_t num_rows, num_logits, num_captures, num_layers, head_size, hidden_size;
   int32_t embed; /* whether the hidden states start from tokens and inputs */
   int32_t cache_format, num_slots, num_tables, num_adapters, num_targets, num_samples;
   int32_t num_steps, num_end_tokens; /* num_steps: at least 1; see multi_step_tokens */

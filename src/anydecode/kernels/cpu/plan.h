@@ -33,8 +33,8 @@ INLINE int grouped_parts(const Op *op, int rows, int threads) {
 
 /* Parts of a row of logits that are sampled in parallel: about the ranges that the threads have
  * just written. */
-INLINE int sample_parts(int vocab_size, int threads) {
-  int max_parts = vocab_size / 2048;
+INLINE int sample_parts(int head_size, int threads) {
+  int max_parts = head_size / 2048;
   if (threads == 1 || max_parts < 2) return 1;
   return max_parts < 2 * threads ? max_parts : 2 * threads;
 }

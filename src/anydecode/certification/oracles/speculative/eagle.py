@@ -1,0 +1,229 @@
+"""Oracle test of eagle (arXiv:2401.15077, 2406.16858, 2503.01840): the trees that follow from a
+forward pass of target and drafter over the whole text, written from the drafter's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
+from anydecode.certification.rounds import TracedRound, accepted, rounds
+from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, with_drafter
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.network import Network
+from anydecode.sampling.noise import Noise
+
+PROMPTS = ("the cat sat on the cat", "a quick zebra")
+Path = tuple[int, ...]
+Drafter = Callable[[Network], Checkpoint]
+
+#: The drafters of the test by name.
+DRAFTERS: dict[str, Drafter] = {
+    "EAGLE": eagle_checkpoint,
+    "EAGLE, two layers": partial(eagle_checkpoint, layers=2),
+    "EAGLE-3": eagle3_checkpoint,
+    "EAGLE-3, normed states": partial(
+        eagle3_checkpoint, norm_before_residual=True, norm_before_fc=True, norm_output=True
+    ),
+    "EAGLE-3, normed taps": partial(eagle3_checkpoint, fc_norm=True),
+}
+
+
+class _Target(Forward):
+    """The target, which returns its hidden states after every number of layers."""
+
+    def states(self, token: int) -> list[np.ndarray]:
+        states = [self._embedding(token)]
+        for layer in range(len(self.weights.layers)):
+            x = states[-1] + self._attention(states[-1], layer)
+            states.append(x + self._mlp(x, layer))
+        return states
+
+    def normed(self, x: np.ndarray) -> np.ndarray:
+        return self._normed(x, self.weights.final_norm)
+
+
+@dataclass
+class _Cache:
+    """Keys and values of a drafter's layers, and the rows' positions."""
+
+    positions: list[int] = field(default_factory=list)
+    keys: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    values: dict[int, list[np.ndarray]] = field(default_factory=dict)
+
+    def copy(self) -> _Cache:
+        return _Cache(
+            list(self.positions),
+            {layer: list(rows) for layer, rows in self.keys.items()},
+            {layer: list(rows) for layer, rows in self.values.items()},
+        )
+
+
+class Drafting:
+    """A drafter in float64, row by row, from its tensors and its config."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Network) -> None:
+        self.tensors: dict[str, Any] = {
+            name: np.asarray(tensor, np.float64) for name, tensor in checkpoint.tensors.items()
+        }
+        self.config, self.target = checkpoint.config, target
+        self.is_third = "d2t" in self.tensors
+        self.size, self.eps = self.config["hidden_size"], self.config["rms_norm_eps"]
+
+    def target_state(self, states: list[np.ndarray], final: np.ndarray) -> np.ndarray:
+        """What the drafter reads of the target's hidden states at one position."""
+        if not self.is_third:
+            return final
+        taps = [
+            states[tap] for tap in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        ]
+        if self.config.get("fc_norm"):
+            taps = [self._norm(tap, f"fc_norm.{number}") for number, tap in enumerate(taps)]
+        joined = np.concatenate(taps)
+        if self.config.get("norm_before_fc"):
+            joined = self._norm(joined, "input_norm")
+        return np.asarray(self.tensors["fc.weight"] @ joined)
+
+    def row(
+        self, cache: _Cache, token: int, state: np.ndarray, position: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Adds a row to the cache; returns its logits, of all tokens, and the drafter's state."""
+        embedded = self.target.weights.embedding.data[token].astype(np.float64)
+        cache.positions.append(position)
+        if self.is_third:
+            normed = self._norm(state, "midlayer.hidden_norm")
+            pair = np.concatenate([self._norm(embedded, "midlayer.input_layernorm"), normed])
+            x = normed if self.config.get("norm_before_residual") else state
+            x = self._layer(cache, 0, "midlayer", x, pair)
+            logits = np.full(self.config["vocab_size"], -np.inf)
+            tokens = self.tensors["d2t"].astype(int) + np.arange(len(self.tensors["d2t"]))
+            y = self._norm(x, "norm")
+            logits[tokens] = self.tensors["lm_head.weight"] @ y
+            return logits, y if self.config.get("norm_output") else x
+        x = self.tensors["fc.weight"] @ np.concatenate([embedded, state]) + self.tensors["fc.bias"]
+        for layer in range(self.config["num_hidden_layers"]):
+            name = f"layers.{layer}"
+            x = self._layer(
+                cache, layer, name, x, self._norm(x, f"{name}.input_layernorm") if layer else x
+            )
+        return self.target.weights.head.data.astype(np.float64) @ x, x
+
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return rms_norm(x, self.tensors[f"{name}.weight"], self.eps)
+
+    def _layer(
+        self, cache: _Cache, layer: int, name: str, x: np.ndarray, inputs: np.ndarray
+    ) -> np.ndarray:
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        width = self.size // heads
+        frequencies = self.config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+
+        def product(part: str, rows: np.ndarray) -> np.ndarray:
+            return np.asarray(self.tensors[f"{name}.{part}.weight"] @ rows)
+
+        def rotated(part: str, count: int) -> np.ndarray:
+            rows = product(f"self_attn.{part}", inputs).reshape(1, count, width)
+            return np.asarray(rotate(rows, cache.positions[-1:], frequencies)[0])
+
+        keys, values = cache.keys.setdefault(layer, []), cache.values.setdefault(layer, [])
+        keys.append(rotated("k_proj", kv_heads))
+        values.append(product("self_attn.v_proj", inputs).reshape(kv_heads, width))
+        k, v = (np.stack(rows).repeat(heads // kv_heads, 1) for rows in (keys, values))
+        scores = np.einsum("hd,khd->hk", rotated("q_proj", heads), k) / np.sqrt(width)
+        mixed = np.einsum("hk,khd->hd", softmax(scores), v).reshape(-1)
+        x = x + product("self_attn.o_proj", mixed)
+        y = self._norm(x, f"{name}.post_attention_layernorm")
+        gate = product("mlp.gate_proj", y)
+        inner = gate / (1 + np.exp(-gate)) * product("mlp.up_proj", y)
+        return np.asarray(x + product("mlp.down_proj", inner))
+
+
+def drafted(
+    drafting: Drafting, text: list[int], temperature: float, size: int, depth: int, width: int
+) -> list[Path]:
+    """The nodes of the tree after `text`, as paths: `depth` times the best `width` nodes of a level
+    are expanded into `width` children, and the best `size` of all are kept."""
+    target, cache = _Target(drafting.target), _Cache()
+    before: np.ndarray | None = None
+    for position, token in enumerate(text):
+        if before is not None:
+            root = drafting.row(cache, token, before, position)
+        if position < len(text) - 1:
+            states = target.states(token)
+            before = drafting.target_state(states, target.normed(states[-1]))
+    rows: dict[Path, tuple[np.ndarray, np.ndarray]] = {(): root}
+    caches: dict[Path, _Cache] = {(): cache}
+    weights: dict[Path, float] = {(): 1.0}
+    level: list[Path] = [()]
+    for _ in range(depth):
+        children: list[Path] = []
+        for path in level:
+            if path:
+                branch = caches[path[:-1]].copy()
+                state = rows[path[:-1]][1]
+                place = len(text) + len(path) - 1
+                rows[path], caches[path] = (
+                    drafting.row(branch, path[-1], state, place),
+                    branch,
+                )
+            beliefs = _beliefs(rows[path][0], temperature, len(text) + len(path))
+            for token, belief in beliefs[:width]:
+                child = (*path, token)
+                children.append(child)
+                weights[child] = weights[path] * belief
+        level = sorted(children, key=lambda path: -weights[path])[:width]
+    return sorted(filter(None, weights), key=lambda path: -weights[path])[:size]
+
+
+def _beliefs(logits: np.ndarray, temperature: float, position: int) -> list[tuple[int, float]]:
+    """The 64 most probable tokens with their shares of the keys, by descending share."""
+    row = logits / (temperature or 1.0)
+    top = np.sort(np.argsort(-row, kind="stable")[:64])
+    q = np.exp(row[top] - row[top].max())
+    keys = np.log(q / q.sum())
+    if temperature:
+        keys = keys + Noise(5).gumbel(top, position)
+    shares = np.exp(keys - keys.max())
+    shares /= shares.sum()
+    order = np.argsort(-keys)
+    return [(int(top[i]), float(shares[i])) for i in order]
+
+
+def _compare(name: str, key: str, size: int, depth: int, width: int) -> Iterator[Check]:
+    for temperature in (0.0, 0.8):
+        trace: list[TracedRound] = []
+        with with_drafter(DRAFTERS[name], cache_positions=1024, prefix_cache=False) as llm:
+            trace = _rounds(llm, key, temperature)
+            network: Network = llm.model.network  # type: ignore[attr-defined]
+            drafting = Drafting(DRAFTERS[name](network), network)
+        first, others = trace[0], [one for one in trace if one.tokens]
+        wrong = [
+            one
+            for one in others
+            if set(one.paths) != set(drafted(drafting, one.text, temperature, size, depth, width))
+        ]
+        about = f"{key}, {name}, T={temperature}"
+        detail = f"{len(wrong)} of {len(others)} differ"
+        yield Check(f"{about}: trees equal the oracle's", not wrong and len(others) > 5, detail)
+        yield Check(f"{about}: drafts are accepted", accepted(trace) > 5, str(accepted(trace)))
+        yield Check(f"{about}: nothing is drafted before the first pass", not first.tokens)
+
+
+def _rounds(llm: LLM, key: str, temperature: float) -> list[TracedRound]:
+    return [one for p in PROMPTS for one in rounds(llm, key, p, 16, temperature=temperature)]
+
+
+@oracle_test("eagle")
+def eagle() -> Iterator[Check]:
+    """The trees of published kinds of drafters equal the oracle's, which computes every row again
+    from the text."""
+    for name in DRAFTERS:
+        yield from _compare(name, "eagle", 8, 4, 4)
+    yield from _compare("EAGLE-3", "eagle:size=5,depth=2,width=3", 5, 2, 3)

@@ -1,0 +1,91 @@
+"""EAGLE: a drafter of few layers that reads the target's states beside the tokens, and a draft tree
+that follows its confidence.
+
+Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv:2401.15077;
+"EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", arXiv:2406.16858; "EAGLE-3:
+Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+arXiv:2503.01840.
+
+The drafter is the model of the runner "draft" (`models/draft_heads.py` opens published ones). It
+reads the target's state at the position before each token, and its own state where the target has
+not computed one (`scoring/draft_states.py`). The tree is that of EAGLE-2: each level expands the
+`width` nodes with the largest path probabilities, and the `size` best nodes of all levels are
+verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import DecoderAction
+from anydecode.scoring.tree import ROOT
+
+
+class EagleDrafter(TreeDrafter):
+    """Expands the `width` nodes of each level with the largest path probabilities into `width`
+    children each, `depth` times, and keeps the best nodes of all levels. A node's weight is the
+    product of the estimated acceptance probabilities along its path."""
+
+    def __init__(self, depth: int = 4, width: int = 4, with_probabilities: bool = False) -> None:
+        super().__init__(with_probabilities)
+        if depth < 1 or width < 1:
+            raise InvalidRequestError("eagle needs depth >= 1 and width >= 1")
+        self.depth = depth
+        self.width = width
+
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
+        weights = {ROOT: 1.0}
+        level = [ROOT]
+        for depth in range(self.depth):
+            if depth:
+                yield from growing.expand(level)
+            children = []
+            for parent in level:
+                candidates = growing.candidates[parent]
+                chances = candidates.acceptance_probabilities[: self.width]
+                for token, chance in zip(candidates.tokens[: self.width], chances, strict=True):
+                    node = growing.add(int(token), parent)
+                    weights[node] = weights[parent] * float(chance)
+                    children.append(node)
+            level = sorted(sorted(children, key=lambda node: -weights[node])[: self.width])
+        nodes = [node for node in weights if node != ROOT]
+        return sorted(sorted(nodes, key=lambda node: -weights[node])[:size])
+
+
+@register(
+    Card(
+        "eagle",
+        "speculative",
+        paper="EAGLE, EAGLE-2, EAGLE-3 (arXiv:2401.15077, 2406.16858, 2503.01840)",
+        exactness="token-exact",
+        summary="A small head drafts a tree from the target's hidden states, level by level.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        deviations=(
+            "above temperature 0 a node's weight is its estimated acceptance probability given the"
+            " noise that the target will use",
+            "8 nodes in 4 levels of 4 by default (the papers: 60 nodes in 8 levels of 10), which"
+            " pays on processors",
+            "with a draft model that reads no states, the same tree with that model",
+            "at most the last 2,048 tokens of a prompt that were not cached are read",
+        ),
+        remote={"size": Range(0, 64), "depth": Range(1, 32), "width": Range(1, 16)},
+    )
+)
+def eagle(
+    size: int = 8, depth: int = 4, width: int = 4, with_probabilities: bool = False
+) -> Speculative:
+    """EAGLE's draft trees.
+
+    Args:
+        size: Number of verified nodes.
+        depth: Number of levels, one pass of the drafter each.
+        width: Number of nodes that each level expands, and of children of each of them.
+        with_probabilities: Keep the draft distributions, for rejection sampling.
+    """
+    return Speculative(EagleDrafter(depth, width, with_probabilities), size)

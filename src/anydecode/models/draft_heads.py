@@ -1,0 +1,267 @@
+"""Opens drafters that read the states of their target, by their files: EAGLE, EAGLE-2 and EAGLE-3.
+
+EAGLE: Li et al., arXiv:2401.15077 and arXiv:2406.16858. EAGLE-3: arXiv:2503.01840. Layouts: those
+of SafeAILab/EAGLE, SpecForge and speculators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Attention, Weight
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.config import spec_from_config
+from anydecode.models.families.values import bool_value, int_value, list_value
+from anydecode.models.families.weights import TensorReader
+from anydecode.models.files import untrusted
+from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS, refusal
+from anydecode.models.network import GatedMlp, LayerWeights, ModelWeights, Network
+from anydecode.models.spec import ModelSpec, StateSpec
+from anydecode.models.states import StateWeights
+
+_SPECULATORS = "speculators_model_type"
+#: Class names of configs whose tapped layers are counted by their outputs, not their inputs.
+_OUTPUT_TAPS = "LlamaForCausalLMEagle3"
+#: The name of the first layer of EAGLE-3, which converted checkpoints number.
+_FIRST_LAYER = "midlayer"
+
+
+def is_draft_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is a drafter that reads its target's states."""
+    return "fc.weight" in checkpoint.tensors
+
+
+def load_draft_head(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> Network:
+    """The architecture and the weights of a drafter.
+
+    Args:
+        checkpoint: The drafter's files.
+        target: Its target, whose embedding and head it uses where it has none of its own.
+        dtype: The weight format to convert to; None means as stored.
+
+    Raises:
+        CheckpointError: A tensor or config key is missing, invalid or unsupported, or the drafter
+            does not fit the target.
+    """
+    with untrusted(checkpoint.path):
+        kind = checkpoint.config.get(_SPECULATORS)
+        if kind not in (None, "eagle", "eagle3"):
+            raise refusal(_SPECULATORS, kind, "eagle or eagle3")
+        reader = TensorReader(checkpoint, dtype, "fc")
+        is_third = kind == "eagle3" or any(
+            name in checkpoint.tensors for name in ("d2t", "midlayer.hidden_norm.weight")
+        )
+        return (_Eagle3 if is_third else _Eagle)(checkpoint, target, reader).read()
+
+
+class _Eagle:
+    """Reads a drafter of EAGLE or EAGLE-2: a projection of embedding and state, layers of which the
+    first has no norm of its inputs, and the target's head without its norm."""
+
+    joins = "projection"
+
+    def __init__(self, checkpoint: Checkpoint, target: Network, reader: TensorReader) -> None:
+        self.checkpoint, self.target, self.reader = checkpoint, target, reader
+        self.config: dict[str, Any] = dict(checkpoint.config)
+        nested = self.config.get("transformer_layer_config")
+        if isinstance(nested, dict):  # speculators
+            self.config = {**nested, **{k: v for k, v in self.config.items() if v is not None}}
+            self.config["model_type"] = nested.get("model_type")
+        spec = spec_from_config(self._plain_config())
+        self.spec = self._spec(spec)
+        self.hidden = spec.hidden_size
+
+    def _plain_config(self) -> dict[str, Any]:
+        """The config of the layers alone, as of a usual model."""
+        model_type = self.config.get("model_type") or "llama"
+        keys = {"architectures": None, "model_type": model_type, "tie_word_embeddings": False}
+        plain = {**self.config, **keys}
+        plain.setdefault("num_hidden_layers", 1)
+        return plain
+
+    def _spec(self, spec: ModelSpec) -> ModelSpec:
+        own, target = spec, self.target.spec
+        if own.vocab_size != target.vocab_size:
+            raise refusal("vocab_size", own.vocab_size, f"{target.vocab_size}, as the target's")
+        first = replace(own.layers[0], has_attention_norm=False)
+        return replace(
+            own,
+            architecture="Eagle",
+            layers=(first, *own.layers[1:]),
+            states=StateSpec((), target.hidden_size),
+            has_final_norm=False,
+            logit_scale=target.logit_scale,
+            logit_softcap=target.logit_softcap,
+        )
+
+    def read(self) -> Network:
+        """The drafter's network."""
+        spec, packed = self.spec, list[Weight]()
+        embedding = self._own_or_target("embed_tokens", self.target.weights.embedding, packed)
+        head, tokens = self._head(packed)
+        layers = [self._layer(index) for index in range(spec.num_layers)]
+        norm = self.reader.vector("norm.weight", self.hidden) if spec.has_final_norm else None
+        weights = ModelWeights(embedding, layers, norm, head)
+        weights.states, weights.head_tokens = self._states(), tokens
+        self._check_all_read()
+        return Network(spec, weights, packed=tuple(packed))
+
+    def _own_or_target(self, name: str, other: Weight, packed: list[Weight]) -> Weight:
+        """A matrix of the drafter, or the target's."""
+        if self.reader.has(f"{name}.weight"):
+            shape = (self.spec.vocab_size, self.hidden)
+            return self.reader.matrix(name, shape, is_outer=True)
+        if other.in_features != self.hidden:
+            raise CheckpointError(
+                f"{self.checkpoint.name}: has no {name}, and the target's is for hidden size"
+                f" {other.in_features}, not {self.hidden}"
+            )
+        packed.append(other)
+        return other
+
+    def _head(self, packed: list[Weight]) -> tuple[Weight, np.ndarray | None]:
+        """The head and its tokens, if they are not all."""
+        return self._own_or_target("lm_head", self.target.weights.head, packed), None
+
+    def _states(self) -> StateWeights:
+        shape = (self.hidden, 2 * self.hidden)
+        return StateWeights(projection=self.reader.linear("fc", shape, False))
+
+    def _layer_name(self, index: int) -> str:
+        return f"layers.{index}"
+
+    def _layer(self, index: int) -> LayerWeights:
+        spec, name, read = self.spec.layers[index], self._layer_name(index), self.reader.linear
+        shape, hidden = spec.attention, self.hidden
+        assert isinstance(shape, Attention)
+        width = hidden if index or self.joins == "projection" else 2 * hidden
+        size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        inner = int_value(self.config, "intermediate_size")
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        layer = LayerWeights(
+            query=read(f"{attention}.q_proj", (size, width), False),
+            key=read(f"{attention}.k_proj", (kv_size, width), False),
+            value=read(f"{attention}.v_proj", (kv_size, width), False),
+            output=read(f"{attention}.o_proj", (hidden, size), False),
+            mlp=GatedMlp(
+                read(f"{mlp}.gate_proj", (inner, hidden), False),
+                read(f"{mlp}.up_proj", (inner, hidden), False),
+                read(f"{mlp}.down_proj", (hidden, inner), False),
+            ),
+            mlp_norm=self.reader.vector(f"{name}.post_attention_layernorm.weight", hidden),
+        )
+        if spec.has_attention_norm:
+            layer.attention_norm = self.reader.vector(f"{name}.input_layernorm.weight", hidden)
+        if spec.qk_norm == "head":
+            layer.query_norm, layer.key_norm = (
+                self.reader.vector(f"{attention}.{part}_norm.weight", shape.head_dim)
+                for part in ("q", "k")
+            )
+        return layer
+
+    def _check_all_read(self) -> None:
+        """Raise CheckpointError for a layer that the config does not have: it would be left out."""
+        count = self.spec.num_layers
+        if self.reader.has_module(f"layers.{count}"):
+            raise CheckpointError(
+                f"num_hidden_layers is {count}, but {self.checkpoint.name} contains more layers"
+            )
+
+
+class _Eagle3(_Eagle):
+    """Reads a drafter of EAGLE-3: a projection of states of three layers, a first layer whose
+    attention reads embedding and state, and a head of its own, often with fewer tokens."""
+
+    joins = "attention"
+
+    def _spec(self, spec: ModelSpec) -> ModelSpec:
+        config, target = self.config, self.target.spec
+        size = int_value(config, "target_hidden_size", target.hidden_size)
+        if size != target.hidden_size:
+            raise refusal("target_hidden_size", size, f"{target.hidden_size}, as the target's")
+        taps = self._taps()
+        num_norms = len(taps) if bool_value(config, "fc_norm") else 0
+        states = StateSpec(
+            taps,
+            size,
+            is_projected=True,
+            num_target_norms=1 if bool_value(config, "norm_before_fc") else num_norms,
+            joins=self.joins,
+            has_norms=True,
+            has_normed_residual=bool_value(config, "norm_before_residual", _SPECULATORS in config),
+            feeds_normed=bool_value(config, "norm_output"),
+        )
+        vocab, head = spec.vocab_size, 0
+        if self.reader.has("d2t"):
+            head = int_value(config, "draft_vocab_size", high=MAX_TOKENS)
+        if vocab != target.vocab_size:
+            raise refusal("vocab_size", vocab, f"{target.vocab_size}, as the target's")
+        first = replace(spec.layers[0], has_attention_norm=False)
+        layers = (first, *spec.layers[1:])
+        return replace(spec, architecture="Eagle3", layers=layers, states=states, head_size=head)
+
+    def _taps(self) -> tuple[int, ...]:
+        """The target's hidden states that are read, by number of layers."""
+        key, depth = "eagle_aux_hidden_state_layer_ids", self.target.spec.num_layers
+        nested = self.config.get("eagle_config")
+        holder: Mapping[str, Any] = nested if isinstance(nested, dict) else self.config
+        layers = list_value(holder, key, int) or list_value(self.config, key, int)
+        if not layers:
+            layers = [2, depth // 2, depth - 3]
+        elif _OUTPUT_TAPS in (list_value(self.config, "architectures", str) or ()):
+            layers = [layer + 1 for layer in layers]
+        if min(layers) < 0 or max(layers) > min(depth, MAX_LAYERS):
+            raise refusal(key, layers, f"numbers of the target's {depth} layers")
+        return tuple(layers)
+
+    def _head(self, packed: list[Weight]) -> tuple[Weight, np.ndarray | None]:
+        size = self.spec.head_size
+        if not size:
+            return super()._head(packed)
+        head = self.reader.matrix("lm_head", (size, self.hidden), is_outer=True)
+        return head, self._tokens(size)
+
+    def _tokens(self, size: int) -> np.ndarray:
+        """The tokens of the head's rows: d2t has their offsets from the row's number; in some files
+        the tokens themselves, which t2d tells."""
+        stored = np.asarray(self.checkpoint.tensors["d2t"])
+        if stored.shape != (size,) or stored.dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{self.checkpoint.name}: d2t is {stored.dtype} of shape {stored.shape}, not"
+                f" {size} integers"
+            )
+        stored = stored.astype(np.int64)
+        tokens = stored + np.arange(size)
+        if not self.reader.has("t2d"):
+            return tokens
+        kept = np.flatnonzero(np.asarray(self.checkpoint.tensors["t2d"]))
+        for reading in (tokens, stored):
+            if np.array_equal(np.sort(reading), kept):
+                return reading
+        raise CheckpointError(f"{self.checkpoint.name}: d2t and t2d name different tokens")
+
+    def _states(self) -> StateWeights:
+        states, hidden, read = self.spec.states, self.hidden, self.reader.vector
+        assert states is not None
+        width = states.num_taps * states.target_size
+        first = self._layer_name(0)
+        weights = StateWeights(
+            embedding_norm=read(f"{first}.input_layernorm.weight", hidden),
+            state_norm=read(f"{first}.hidden_norm.weight", hidden),
+            target=self.reader.linear("fc", (hidden, width), False),
+        )
+        if states.num_target_norms == 1:
+            weights.target_norms = [read("input_norm.weight", width)]
+        elif states.num_target_norms:
+            names = (f"fc_norm.{tap}.weight" for tap in range(states.num_taps))
+            weights.target_norms = [read(name, states.target_size) for name in names]
+        return weights
+
+    def _layer_name(self, index: int) -> str:
+        is_first = index == 0 and self.reader.has_module(_FIRST_LAYER)
+        return _FIRST_LAYER if is_first else f"layers.{index}"

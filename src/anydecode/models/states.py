@@ -1,0 +1,105 @@
+"""The inputs of a drafter that reads a state beside each token (EAGLE: Li et al., arXiv:2401.15077
+and arXiv:2503.01840).
+
+The state of a row is that of its target at the position before, or the drafter's own where the
+target has not computed one yet. Hidden states start as these states; the first layer reads the
+tokens' embeddings beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from anydecode.kernels.arithmetic import RowArithmetic
+from anydecode.kernels.formats import dequantize
+from anydecode.kernels.interface import Backend, Weight
+from anydecode.models.linear import Linear
+from anydecode.models.spec import ModelSpec
+
+
+@dataclass(eq=False)
+class StateWeights:
+    """The weights that read states; see `StateSpec`. Norms are float32.
+
+    Attributes:
+        projection: `[hidden_size, 2 * hidden_size]`, of an embedding and a state side by side.
+        embedding_norm: `[hidden_size]`.
+        state_norm: `[hidden_size]`.
+        target: `[hidden_size, taps * target_size]`, of the target's states side by side.
+        target_norms: One `[target_size]` per tap, or one of all of them side by side.
+    """
+
+    projection: Linear | None = None
+    embedding_norm: np.ndarray | None = None
+    state_norm: np.ndarray | None = None
+    target: Linear | None = None
+    target_norms: list[np.ndarray] = field(default_factory=list)
+    _target_matrix: np.ndarray | None = field(default=None, init=False, repr=False)
+
+    def inputs(self, backend: Backend, x: Any, embedding: Weight, spec: ModelSpec) -> Any:
+        """The inputs of the first layer: what its sublayers' outputs are added to."""
+        states = spec.states
+        assert states is not None
+        if self.projection is not None:
+            return self.projection.apply(backend, self._pair(backend, x, embedding, spec))
+        if states.has_normed_residual:
+            return backend.rms_norm(x, self.state_norm, spec.norm_eps)
+        return x
+
+    def attention_inputs(self, backend: Backend, x: Any, embedding: Weight, spec: ModelSpec) -> Any:
+        """The inputs of the first layer's attention where there is no `projection`, from the result
+        of `inputs`."""
+        assert spec.states is not None
+        is_normed = spec.states.has_normed_residual
+        return self._pair(backend, x, embedding, spec, has_normed_state=is_normed)
+
+    def _pair(
+        self,
+        backend: Backend,
+        x: Any,
+        embedding: Weight,
+        spec: ModelSpec,
+        has_normed_state: bool = False,
+    ) -> Any:
+        tokens = backend.token_rows(embedding, spec.embedding_scale)
+        if self.embedding_norm is not None:
+            tokens = backend.rms_norm(tokens, self.embedding_norm, spec.norm_eps)
+        if self.state_norm is not None and not has_normed_state:
+            x = backend.rms_norm(x, self.state_norm, spec.norm_eps)
+        return backend.join(tokens, x)
+
+    def project(self, taps: list[np.ndarray], spec: ModelSpec) -> np.ndarray:
+        """The states for the rows behind positions of the target.
+
+        Args:
+            taps: The target's states, float32 `[rows, target_size]` each, in the order of
+                `StateSpec.taps`.
+            spec: The drafter's architecture.
+
+        Returns:
+            float32 `[rows, hidden_size]`.
+        """
+        rows = RowArithmetic()
+        if len(self.target_norms) == len(taps):
+            taps = [
+                rows.rms_norm(tap, norm, spec.norm_eps)
+                for tap, norm in zip(taps, self.target_norms, strict=True)
+            ]
+        states = np.concatenate(taps, -1)
+        if len(self.target_norms) == 1 < len(taps):
+            states = rows.rms_norm(states, self.target_norms[0], spec.norm_eps)
+        if self.target is None:
+            return states
+        if self._target_matrix is None:  # no kernel reads it, so that it is not packed
+            self._target_matrix = dequantize(self.target.weight).T.copy()
+            self.target.weight.free()
+        states = states @ self._target_matrix
+        return states if self.target.bias is None else states + self.target.bias
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every matrix that a kernel reads."""
+        return [] if self.projection is None else [self.projection.weight]

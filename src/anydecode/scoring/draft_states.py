@@ -1,0 +1,185 @@
+"""The states that a drafter reads beside the tokens of one sequence (EAGLE and its kind).
+
+The row of the drafter at position p reads the target's state at position p - 1. Where the target
+has not computed it, because the token there is a draft, the drafter's own state of that row stands
+in; such rows are computed again once the target's states are known. Positions without either (the
+first one, and those that the target took from its prefix cache) are left out of the drafter's
+cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from copy import copy
+from typing import Protocol
+
+import numpy as np
+
+from anydecode.errors import UnsupportedCombinationError
+from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.models.spec import StateSpec
+from anydecode.scoring.span import ChainSpan, Span, TreeSpan
+from anydecode.scoring.tree import ROOT
+
+
+class StateReader(Protocol):
+    """A drafter that reads states: see `Transformer`."""
+
+    def project_states(self, taps: list[np.ndarray]) -> np.ndarray: ...
+
+    def own_states(self, hidden: np.ndarray) -> np.ndarray: ...
+
+
+class DraftStates:
+    """States by position, and by node of a pending token tree.
+
+    Args:
+        spec: What the drafter reads.
+        runner: The name of the drafter's model runner.
+        drafter: The drafter.
+        depth: The target's number of layers.
+        normed: The target's final norm, of states float32 `[rows, target_size]`.
+
+    Attributes:
+        runner: See above.
+        layers: The target's hidden states that are read, by number of layers.
+        confirmed: Leading positions of the drafter's cache that were computed from the target's
+            states; None while it has no cache.
+    """
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        runner: str,
+        drafter: StateReader,
+        depth: int,
+        normed: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self.runner = runner
+        self._drafter, self._normed = drafter, None if spec.taps else normed
+        self._width = spec.num_taps * spec.target_size
+        self._num_taps = spec.num_taps
+        self.layers = spec.taps or (depth,)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, after the caches were released."""
+        self.confirmed: int | None = None
+        self._first = 0  # position of the first row of `_target`
+        self._target = np.empty((0, self._width), np.float32)
+        self._target_nodes = self._target
+        self._own: dict[int, np.ndarray] = {}  # by position
+        self._own_nodes: list[np.ndarray] = []
+
+    def fork(self) -> DraftStates:
+        """A copy for a branch of the sequence."""
+        branch = copy(self)
+        branch._own, branch._own_nodes = dict(self._own), list(self._own_nodes)
+        return branch
+
+    # --- after passes of the target
+
+    def observe_target(self, span: Span, first: int, states: list[np.ndarray]) -> None:
+        """Take the states of rows of `span` from row `first` on, float32 `[rows, target_size]` per
+        layer of `layers`."""
+        rows = np.concatenate(states, -1)
+        if isinstance(span, ChainSpan):
+            self._put(span.first_position + first, rows)
+        elif isinstance(span, TreeSpan):
+            kept = self._target_nodes[: span.first] if span.first else rows[:0]
+            self._target_nodes = np.concatenate([kept, rows])
+
+    def accept(self, path: Seq[int], position: int) -> None:
+        """The nodes of `path` of the target's tree have become the positions from `position` on."""
+        if len(path) and max(path) < len(self._target_nodes):
+            self._put(position, self._target_nodes[np.asarray(path)])
+        self._target_nodes = self._target_nodes[:0]
+
+    def _put(self, position: int, rows: np.ndarray) -> None:
+        kept = position - self._first
+        if not 0 <= kept <= len(self._target):
+            self._first, self._target = position, rows
+        else:
+            self._target = np.concatenate([self._target[:kept], rows])
+
+    def knows(self, position: int) -> bool:
+        """Whether the target's state at `position` is known."""
+        return self._first <= position < self._first + len(self._target)
+
+    def truncate(self, length: int) -> None:
+        """Forget the target's states from position `length` on: its cache has no more positions."""
+        self._target = self._target[: max(0, length - self._first)]
+
+    # --- before and after passes of the drafter
+
+    def align(self, kv_cache: SequenceCache) -> None:
+        """Drop the positions of the drafter's cache that were computed from its own states."""
+        if self.confirmed is None:
+            self.confirmed = kv_cache.length
+        self.confirmed = min(self.confirmed, kv_cache.length)
+        kv_cache.truncate(self.confirmed)
+        self._own, self._own_nodes = {}, []
+
+    def skip(self, kv_cache: SequenceCache, tokens: Seq[int]) -> Seq[int]:
+        """Leave out the first of `tokens` in the drafter's cache, which they are to be appended to,
+        as far as there is no state for them. Returns the others."""
+        first = kv_cache.length
+        if self.confirmed is None:
+            self.confirmed = first
+        count = len(tokens)
+        while count > 0 and self._has(first + count - 1):
+            count -= 1
+        if count == len(tokens):
+            raise UnsupportedCombinationError(
+                "this drafter reads the target's states, which are not known yet"
+            )
+        if count:
+            kv_cache.skip(tokens[:count])
+            if self.confirmed == first:
+                self.confirmed = kv_cache.length
+        return tokens[count:]
+
+    def _has(self, position: int) -> bool:
+        return position > 0 and (self.knows(position - 1) or position - 1 in self._own)
+
+    def for_chain(self, first: int, count: int) -> np.ndarray:
+        """The states of the drafter's rows at the positions from `first` on, float32 `[count,
+        hidden_size]`. Rows from the target's states are confirmed, and these are freed."""
+        num_known = max(0, min(count, self._first + len(self._target) + 1 - first))
+        parts = []
+        if num_known:
+            start = first - 1 - self._first
+            taps = self._target[start : start + num_known]
+            parts.append(self._project(taps))
+            if self.confirmed == first:
+                self.confirmed = first + num_known
+                self._target = self._target[start + num_known - 1 :]
+                self._first += start + num_known - 1
+        if num_known < count:
+            positions = range(first + num_known, first + count)
+            parts.append(np.stack([self._own[position - 1] for position in positions]))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def for_nodes(self, kv_cache: SequenceCache, parents: Seq[int]) -> np.ndarray:
+        """The states of nodes of the drafter's tree, float32 `[nodes, hidden_size]`: its own states
+        of their parents, which must have run."""
+        last = kv_cache.length - 1
+        return np.stack(
+            [self._own[last] if parent == ROOT else self._own_nodes[parent] for parent in parents]
+        )
+
+    def observe_draft(self, span: Span, rows: Seq[int], hidden: np.ndarray) -> None:
+        """Take the drafter's last hidden states of `rows` of `span`, float32 `[rows,
+        hidden_size]`."""
+        states = self._drafter.own_states(hidden)
+        if isinstance(span, TreeSpan):
+            del self._own_nodes[span.first + rows[0] :]
+            self._own_nodes += list(states)
+        elif isinstance(span, ChainSpan):
+            self._own |= {span.first_position + row: s for row, s in zip(rows, states, strict=True)}
+
+    def _project(self, taps: np.ndarray) -> np.ndarray:
+        if self._normed is not None:
+            taps = self._normed(taps)
+        return self._drafter.project_states(np.split(taps, self._num_taps, -1))
