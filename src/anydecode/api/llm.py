@@ -90,8 +90,9 @@ class LLM:
         backend: Name of the kernel backend; by default the best one for the device.
         device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
             torch.
-        draft: A smaller model for methods that need one, in any of the forms of `model`, or a copy
-            of `model`: "self:int4", "self:layers=10" or both ("self:int4,layers=10").
+        draft: A smaller model for methods that need one, in any of the forms of `model`, the folder
+            of a drafter that reads the states of `model` (EAGLE), or a copy of `model`:
+            "self:int4", "self:layers=10" or both ("self:int4,layers=10").
         cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
             None (the backend's default). Methods that are token-exact give equal texts within one
             format.

@@ -99,10 +99,6 @@ def tiny_network(
     return load_network(Checkpoint("tiny", Path("tiny"), config, tensors))
 
 
-#: Tokens of the head of `eagle3_checkpoint`.
-DRAFT_TOKENS = [token for token in range(BYTE_VOCABULARY) if token % 5]
-
-
 def eagle_checkpoint(target: Network, *, seed: int = 0, layers: int = 1) -> Checkpoint:
     """A random drafter in the layout of EAGLE and EAGLE-2, which often agrees with a target of
     small `residual`: it passes its token's embedding on."""
@@ -121,13 +117,14 @@ def eagle_checkpoint(target: Network, *, seed: int = 0, layers: int = 1) -> Chec
 
 
 def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkpoint:
-    """A random drafter in the layout of EAGLE-3, with a head for `DRAFT_TOKENS` and a projection of
-    the inputs of three layers. `flags` are keys of its config, with their tensors.
+    """A random drafter in the layout of EAGLE-3, with a head for four of five tokens and a
+    projection of the inputs of three layers. `flags` are keys of its config, with their tensors.
 
     Its queries equal its keys, so that a row attends mostly to itself, and its values are the
     token's embedding: it often agrees with a target of small `residual`.
     """
-    hidden, head = target.spec.hidden_size, DRAFT_TOKENS
+    hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
+    head = vocabulary[vocabulary % 5 > 0]
     matrix = _matrices(seed)
     scale = 0.3 * matrix(1, hidden)[0]
     tensors = {
@@ -143,8 +140,8 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
         "midlayer.hidden_norm.weight": 1 - scale,
         "norm.weight": 1 + scale[::-1],
         "lm_head.weight": target.weights.head.data[head].copy(),
-        "d2t": np.array(head, np.int64) - np.arange(len(head)),
-        "t2d": np.isin(np.arange(target.spec.vocab_size), head),
+        "d2t": head - np.arange(len(head)),
+        "t2d": vocabulary % 5 > 0,
     }
     query = 2 * matrix(hidden, 2 * hidden)
     tensors |= {

@@ -73,6 +73,10 @@ class _Eagle:
             self.config = {**nested, **{k: v for k, v in self.config.items() if v is not None}}
             self.config["model_type"] = nested.get("model_type")
         spec = spec_from_config(self._plain_config())
+        layer = spec.layers[0]
+        if not isinstance(layer.attention, Attention) or layer.num_experts or layer.latent:
+            allowed = "a family of dense layers with keys and values"
+            raise refusal("model_type", self.config.get("model_type"), allowed)
         self.spec = self._spec(spec)
         self.hidden = spec.hidden_size
 
@@ -88,6 +92,8 @@ class _Eagle:
         own, target = spec, self.target.spec
         if own.vocab_size != target.vocab_size:
             raise refusal("vocab_size", own.vocab_size, f"{target.vocab_size}, as the target's")
+        if own.hidden_size != target.hidden_size:
+            raise refusal("hidden_size", own.hidden_size, f"{target.hidden_size}, as the target's")
         first = replace(own.layers[0], has_attention_norm=False)
         return replace(
             own,
