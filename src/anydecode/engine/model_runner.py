@@ -333,7 +333,8 @@ class ModelRunner:
 
         own = gather(request.groups[0])
         companions = [gather(spans).logits for spans in request.groups[1:]]
-        return Scores(request, own.logits, own.hidden, companions, own.sampled)
+        head_tokens = getattr(self.model, "head_tokens", None)
+        return Scores(request, own.logits, own.hidden, companions, own.sampled, head_tokens)
 
 
 def _concat(rows: list[Array]) -> Array:

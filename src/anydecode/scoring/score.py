@@ -217,6 +217,8 @@ class Scores:
         hidden: By number of layers, float32 `[rows, hidden_size]`.
         companions: Logits float32 `[rows, vocab_size]` of each companion prompt.
         sampled_in_pass: The token that the backend sampled for each row, -1 for none; or empty.
+        head_tokens: The tokens of the columns of `logits`, of a draft model whose head has fewer
+            than the vocabulary; None for all of them.
     """
 
     def __init__(
@@ -226,6 +228,7 @@ class Scores:
         hidden: dict[int, Array],
         companions: list[Array],
         sampled_in_pass: Seq[int] = (),
+        head_tokens: np.ndarray | None = None,
     ) -> None:
         self.sequence = request.sequence
         self.positions = request.positions
@@ -237,6 +240,7 @@ class Scores:
         self._samplers: dict[tuple[int, int], Sampler] = {}
         self._sampled: dict[tuple[int, int], int] = {}
         self._sampled_in_pass = sampled_in_pass
+        self._head_tokens = head_tokens
         self._captured_logits: dict[int, np.ndarray] | None = None
 
     @property
@@ -296,7 +300,7 @@ class Scores:
             or not is_captured
         ):
             logits: np.ndarray = self.logits[row]
-            return self._spread(logits)
+            return logits if self._head_tokens is None else self._spread(logits)
         if self._captured_logits is None:
             head = self._model.head
             self._captured_logits = {
@@ -309,11 +313,8 @@ class Scores:
 
     def _spread(self, logits: np.ndarray) -> np.ndarray:
         """The logits of all tokens, from those of a head that has fewer."""
-        tokens = getattr(self._model, "head_tokens", None)
-        if tokens is None:
-            return logits
         spread = np.full(self._model.spec.vocab_size, -np.inf, np.float32)
-        spread[tokens] = logits
+        spread[self._head_tokens] = logits
         return spread
 
     @property
