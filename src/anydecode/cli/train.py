@@ -276,6 +276,74 @@ def train_adapter(
     print(out)
 
 
+@app.command("drafter")
+def train_drafter(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (
+        options.DEFAULT_MODEL
+    ),
+    out: Out = Path("trained-drafter"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    texts: Annotated[
+        int, typer.Option("--texts", help="Number of answers that the model writes to learn from.")
+    ] = 4000,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Maximum number of tokens of an answer.")
+    ] = 256,
+    vocabulary: Annotated[
+        int, typer.Option("--vocabulary", min=1, help="Number of tokens that it can draft.")
+    ] = 8192,
+    unrolled: Annotated[
+        int, typer.Option("--unrolled", min=1, help="Draft steps that the loss unrolls.")
+    ] = 3,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 8,
+    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 5e-4,
+    dtype: options.Dtype = None,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train an EAGLE-3 drafter for a model, on answers to prompts that the model writes itself.
+
+    Writing the texts and collecting the model's states come before the training. A run with the
+    same --out is resumed; with more minutes, it is continued. The drafter is in the folder
+    "drafter" of --out: use it with --draft and --decoder eagle.
+
+    Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
+    """
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.drafter import DrafterRecipe, DrafterRun
+
+    if minutes is None and steps is None:
+        minutes = 60.0
+    recipe = DrafterRecipe(
+        minutes,
+        steps,
+        texts=texts,
+        tokens=tokens,
+        vocabulary=vocabulary,
+        unrolled=unrolled,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = DrafterRun(model, out, recipe, dtype)
+    with progress("drafter", 1.0, unit="percent") as bar:
+        run.run(lambda stage, done, detail: bar.update(done, step=stage, detail=detail))
+    if plot is not None:
+        curve.draw_acceptance(run.log(), plot)
+    if json:
+        print_json({"path": str(run.drafter), **run.log()})
+        return
+    for name, result in run.results.items():
+        depths = " ".join(f"{value:.2f}" for value in result["accepted_by_depth"])
+        note(f"{name}: {result['tokens_per_pass']:.2f} tokens per pass, accepted by depth {depths}")
+    print(run.drafter)
+
+
 @app.command("autodeco")
 def train_autodeco_heads(
     out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path("autodeco.safetensors"),

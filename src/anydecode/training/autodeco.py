@@ -18,11 +18,9 @@ import torch
 from torch import nn
 
 from anydecode.api.llm import LLM
-from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.autodeco import MAX_TEMPERATURE, MIN_TEMPERATURE, NUM_FEATURES, Heads
-from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.training.generated import CHUNK, generate_prompts, read_states, run_requests
 
 #: Slope of a token's weight beyond the nucleus: exp(-NUCLEUS_SLOPE * (mass up to it - top_p)).
 NUCLEUS_SLOPE = 30.0
@@ -30,8 +28,6 @@ NUCLEUS_SLOPE = 30.0
 NUM_SORTED = 1024
 #: Fraction of the easy rows (the label is the model's most probable token) that are dropped.
 EASY_DROP_RATE = 0.6
-#: Rows scored per pass.
-CHUNK = 128
 
 Answer = tuple[list[int], list[int]]
 
@@ -81,47 +77,6 @@ class TrainingRows:
         return TrainingRows(self.states[index], self.labels[index], self.texts[index])
 
 
-class _StateReader(Decoder):
-    """Generates nothing; stores the last layer's states of the prompt."""
-
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []
-
-    def decode(self, sequence: Sequence) -> Decoding:
-        kv_cache = sequence.kv_cache()
-        kv_cache.truncate(0)  # a cached prefix has keys and values, but no states
-        depth = kv_cache.pool.model.spec.num_layers
-        self.parts = []
-        for start in range(0, len(sequence.prompt), CHUNK):
-            part = sequence.prompt[start : start + CHUNK]
-            score = sequence.score(part, rows="all", hidden=(depth,))
-            score.groups[0][-1].logits = False
-            scores = yield score
-            self.parts.append(torch.from_numpy(scores.hidden[depth].copy()))
-
-
-def generate_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
-    """Prompts written by the model itself: user turns that it generates after the opening of its
-    chat template, each rendered as a conversation."""
-    tokenizer = llm.tokenizer
-    marker = "\0"
-    if tokenizer.chat_template is None:
-        raise InvalidRequestError("this model has no chat template: give prompts")
-    template = tokenizer.render_chat([{"role": "user", "content": marker}])
-    opening, _, closing = template.partition(marker)
-    end = closing.split("\n")[0] or "\n"
-    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 48}
-    options["stop"] = [end, "\n"]
-    openings = [tokenizer.encode(opening, special=False)] * count
-    turns = [llm.request(one, seed=seed + index, **options) for index, one in enumerate(openings)]
-    texts = dict.fromkeys(answer.text.strip() for answer in _run_requests(llm, turns))
-    return [
-        tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": text}]), special=False)
-        for text in texts
-        if len(text) > 8
-    ]
-
-
 def generate_answers(llm: LLM, prompts: Seq[list[int]], recipe: AutoDecoRecipe) -> list[Answer]:
     """For each prompt, the most probable of several answers sampled at temperature 1, by mean
     log-probability per token."""
@@ -132,17 +87,10 @@ def generate_answers(llm: LLM, prompts: Seq[list[int]], recipe: AutoDecoRecipe) 
         for index, prompt in enumerate(prompts)
     ]
     answers = []
-    for prompt, answer in zip(prompts, _run_requests(llm, requests), strict=True):
+    for prompt, answer in zip(prompts, run_requests(llm, requests), strict=True):
         best = max(answer.samples, key=lambda one: np.mean([t.logprob for t in one.logprobs]))
         answers.append((prompt, best.tokens))
     return answers
-
-
-def _run_requests(llm: LLM, requests: list[Any]) -> list[Any]:
-    for request in requests:
-        llm.start(request, background=False)
-    llm.driver.advance(lambda: all(request.done for request in requests))
-    return [request.generation() for request in requests]
 
 
 def collect_rows(llm: LLM, answers: Iterable[Answer]) -> TrainingRows:
@@ -154,10 +102,8 @@ def collect_rows(llm: LLM, answers: Iterable[Answer]) -> TrainingRows:
         )
     states, labels, texts = [], [], []
     for index, (prompt, tokens) in enumerate(answers):
-        reader = _StateReader()
-        llm.generate([*prompt, *tokens], decoder=reader, max_tokens=1)
-        rows = torch.cat(reader.parts)[len(prompt) - 1 : -1]
-        states.append(rows)
+        rows = read_states(llm, [*prompt, *tokens], (llm.model.spec.num_layers,))[0]
+        states.append(torch.from_numpy(rows[len(prompt) - 1 : -1].copy()))
         labels += tokens
         texts += [index] * len(tokens)
     return TrainingRows(torch.cat(states), torch.tensor(labels), torch.tensor(texts))

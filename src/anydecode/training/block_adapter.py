@@ -251,7 +251,7 @@ def step_pairs(
 def self_pairs(checkpoint: Checkpoint, count: int, seed: int, tokens: int = 48) -> list[Pair]:
     """The model's own greedy answers to prompts that it generates after its chat template."""
     from anydecode.api.llm import LLM
-    from anydecode.training.autodeco import generate_prompts
+    from anydecode.training.generated import generate_prompts
 
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
         return _greedy_answers(llm, generate_prompts(llm, count, seed), tokens)

@@ -1,5 +1,5 @@
-"""Training curves: loss and accuracy of a training run, or training and held-out loss of an
-adapter run."""
+"""Training curves: loss and accuracy of a training run, training and held-out loss of an adapter
+run, or the acceptance of a drafter's drafts."""
 
 from __future__ import annotations
 
@@ -40,6 +40,23 @@ def draw_held_out(log: dict[str, Any], file: Path) -> None:
             panel.plot(*_transposed(points), color=colour, label=name)
         panel.set_title("nats per masked token")
         panel.set_ylim(bottom=0)
+        panel.set_xlabel("minutes")
+
+
+def draw_acceptance(log: dict[str, Any], file: Path) -> None:
+    """Draw a drafter's run: the probability that a draft is accepted, by draft step, on texts that
+    are trained on and on held-out ones. `log` is the content of `log.json`."""
+    history: list[dict[str, Any]] = log["history"]
+    unrolled = len(next(entry["held_out"] for entry in history if "held_out" in entry))
+    with figure(file, "Training of a drafter", height=2.6) as (panel,):
+        for step, colour in zip(range(unrolled), COLOURS, strict=False):
+            for name, style in (("acceptance", "-"), ("held_out", ":")):
+                points = [(_minutes(e), e[name][step]) for e in history if name in e]
+                label = f"step {step + 1}" if name == "acceptance" else None
+                if points:
+                    panel.plot(*_transposed(points), style, color=colour, label=label)
+        panel.set_title("probability of acceptance (dotted: held-out texts)")
+        panel.set_ylim(0, 1)
         panel.set_xlabel("minutes")
 
 

@@ -43,7 +43,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x), self.eps)
 
 
 class Block(nn.Module):
@@ -77,8 +77,8 @@ class Block(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         attended = functional.scaled_dot_product_attention(
-            _rotate(q, rope),
-            _rotate(k, rope),
+            rotate(q, rope),
+            rotate(k, rope),
             v,
             attn_mask=visible,
             is_causal=causal,
@@ -155,6 +155,6 @@ class Transformer(nn.Module):
         return logits
 
 
-def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * rope[0] + torch.cat([-second, first], dim=-1) * rope[1]

@@ -1,0 +1,229 @@
+"""What drafters are trained on: answers of the model to prompts that it wrote itself, and its
+hidden states at their tokens, in files to which more can be added."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from anydecode.api.llm import LLM
+from anydecode.errors import InvalidRequestError
+from anydecode.models.files import read_json
+from anydecode.training.checkpoint import save_json
+from anydecode.training.generated import (
+    generate_prompts,
+    read_states,
+    run_requests,
+    without_loop,
+)
+
+#: Number of prompts that are written, and then answered, together.
+CHUNK = 64
+#: Every second answer is greedy, the others are sampled at a temperature from this range.
+TEMPERATURES = (0.6, 1.0)
+#: Minimum number of tokens of an answer.
+SHORTEST = 8
+#: Number of the first texts that are not trained on.
+NUM_HELD_OUT = 64
+#: States beyond the largest float16 are stored as that.
+_LARGEST = float(np.finfo(np.float16).max)
+Report = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and its answer, as tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Both."""
+        return self.prompt + self.answer
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Texts of similar lengths, padded.
+
+    Attributes:
+        tokens: int64 `[batch, length]`.
+        taps: The states that the drafter reads, side by side: float32 `[batch, length, taps *
+            hidden_size]`.
+        final: The last states after the final norm, float32 `[batch, length, hidden_size]`.
+        is_answer: bool `[batch, length]`: whether the next token belongs to the answer.
+    """
+
+    tokens: torch.Tensor
+    taps: torch.Tensor
+    final: torch.Tensor
+    is_answer: torch.Tensor
+
+
+class DrafterData:
+    """Texts and states in a folder.
+
+    `texts.jsonl` has one text per line; `states.f16` the states of all their tokens, in order:
+    `[tokens, taps + 1, hidden_size]`, those of each tap and the last ones after the final norm;
+    `source.json` tells what they are from.
+
+    Args:
+        folder: The folder, which need not exist.
+        source: The name of the model and its weight format.
+        taps: Numbers of layers.
+        hidden_size: Of the model.
+
+    Raises:
+        InvalidRequestError: The folder has data from another source.
+    """
+
+    def __init__(
+        self, folder: Path, source: dict[str, Any], taps: Sequence[int], hidden_size: int
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.taps, self.hidden_size = tuple(taps), hidden_size
+        source = {**source, "taps": list(taps), "hidden_size": hidden_size}
+        source_file = folder / "source.json"
+        if source_file.is_file() and (stored := read_json(source_file)) != source:
+            raise InvalidRequestError(f"{folder} has data from {stored}, not from {source}")
+        save_json(source_file, source)
+        self._texts_file, self._states_file = folder / "texts.jsonl", folder / "states.f16"
+        self.texts: list[Text] = []
+        self._num_chunks = 0
+        self._starts = [0]
+        if self._texts_file.is_file():
+            self._read_texts()
+
+    def _read_texts(self) -> None:
+        content = self._texts_file.read_text("utf-8")
+        whole = content[: content.rfind("\n") + 1]
+        for line in whole.splitlines():
+            entry = json.loads(line)
+            self.texts.append(Text(entry["prompt"], entry["answer"]))
+            self._num_chunks = entry["chunk"] + 1
+
+    def generate(
+        self, llm: LLM, count: int, tokens: int, seed: int, report: Report = lambda done: None
+    ) -> None:
+        """Add texts until there are `count`. Calls `report(fraction)`.
+
+        Args:
+            llm: The model.
+            count: Number of texts.
+            tokens: Maximum number of tokens of an answer. It ends earlier where it begins to repeat
+                itself: a drafter that is trained on loops predicts only these.
+            seed: Random seed.
+        """
+        while len(self.texts) < count:
+            chunk = self._num_chunks
+            added = self._generate_chunk(llm, tokens, f"{seed}/{chunk}")
+            if not added and not self.texts:
+                raise InvalidRequestError(f"{llm.model.name} writes no prompts to answer")
+            lines = [
+                json.dumps({"chunk": chunk, "prompt": text.prompt, "answer": text.answer}) + "\n"
+                for text in added
+            ]
+            with self._texts_file.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+            self.texts += added
+            self._num_chunks += 1
+            report(min(1.0, len(self.texts) / count))
+
+    @staticmethod
+    def _generate_chunk(llm: LLM, tokens: int, name: str) -> list[Text]:
+        random = Random(name)
+        prompts = generate_prompts(llm, CHUNK, random.randrange(2**31))
+        requests = [
+            llm.request(
+                prompt,
+                max_tokens=tokens,
+                seed=random.randrange(2**31),
+                temperature=0.0 if index % 2 else random.uniform(*TEMPERATURES),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        answers = [without_loop(one.tokens) for one in run_requests(llm, requests)]
+        return [
+            Text(prompt, answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if len(answer) >= SHORTEST
+        ]
+
+    def collect(self, llm: LLM, report: Report = lambda done: None) -> None:
+        """Store the states of all texts that have none yet. Calls `report(fraction)`."""
+        depth = llm.model.spec.num_layers
+        starts = self.starts
+        size = self._row_size * 2
+        done = 0
+        if self._states_file.is_file():
+            stored = self._states_file.stat().st_size // size
+            done = max(index for index, start in enumerate(starts) if start <= stored)
+        with self._states_file.open("ab") as file:
+            file.truncate(starts[done] * size)
+            for index in range(done, len(self.texts)):
+                *taps, last = read_states(llm, self.texts[index].tokens, (*self.taps, depth))
+                rows = np.stack([*taps, llm.model.normed(last)], 1)  # type: ignore[attr-defined]
+                file.write(rows.clip(-_LARGEST, _LARGEST).astype(np.float16).tobytes())
+                report((index + 1) / len(self.texts))
+
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each text's states, and the number of all rows."""
+        for text in self.texts[len(self._starts) - 1 :]:
+            self._starts.append(self._starts[-1] + len(text))
+        return self._starts
+
+    @property
+    def _row_size(self) -> int:
+        return (len(self.taps) + 1) * self.hidden_size
+
+    def vocabulary(self, size: int, num_tokens: int) -> list[int]:
+        """The `size` most frequent tokens of the answers that are trained on, ascending; the first
+        others where these have fewer. At most `num_tokens`."""
+        counts = Counter(token for text in self.texts[NUM_HELD_OUT:] for token in text.answer)
+        ranked = sorted(counts, key=lambda token: (-counts[token], token))
+        others = (token for token in range(num_tokens) if token not in counts)
+        return sorted([*ranked, *others][:size])
+
+    def coverage(self, vocabulary: Sequence[int]) -> float:
+        """The fraction of the held-out answers' tokens that are in `vocabulary`."""
+        kept = set(vocabulary)
+        tokens = [token for text in self.texts[:NUM_HELD_OUT] for token in text.answer]
+        return sum(token in kept for token in tokens) / max(1, len(tokens))
+
+    def batches(self, indices: Sequence[int], size: int) -> list[list[int]]:
+        """`indices` of texts in groups of `size` of similar lengths, which are in the order of
+        `indices` otherwise."""
+        groups = []
+        for start in range(0, len(indices), 8 * size):
+            window = sorted(indices[start : start + 8 * size], key=lambda one: len(self.texts[one]))
+            groups += [window[first : first + size] for first in range(0, len(window), size)]
+        return groups
+
+    def load(self, indices: Sequence[int]) -> DraftBatch:
+        """The texts `indices` with their states."""
+        shape = (self.starts[-1], len(self.taps) + 1, self.hidden_size)
+        states = np.memmap(self._states_file, np.float16, "r", shape=shape)
+        length = max(len(self.texts[index]) for index in indices)
+        tokens = torch.zeros(len(indices), length, dtype=torch.long)
+        is_answer = torch.zeros(len(indices), length, dtype=torch.bool)
+        rows = torch.zeros(len(indices), length, *shape[1:])
+        for row, index in enumerate(indices):
+            text, start = self.texts[index], self.starts[index]
+            tokens[row, : len(text)] = torch.tensor(text.tokens)
+            is_answer[row, len(text.prompt) - 1 : len(text) - 1] = True
+            part = np.array(states[start : start + len(text)])
+            rows[row, : len(text)] = torch.from_numpy(part).float()
+        return DraftBatch(tokens, rows[:, :, :-1].flatten(2), rows[:, :, -1], is_answer)
