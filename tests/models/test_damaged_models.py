@@ -364,6 +364,92 @@ def test_replaced_specs_are_checked() -> None:
             replace(spec, **change)
 
 
+GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 131,
+    "num_kv_shared_layers": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; allowed is an integer from 0 to"),
+        ({"num_kv_shared_layers": 3}, "no earlier layer of type full_attention"),
+        ({"num_kv_shared_layers": "2"}, "num_kv_shared_layers is '2'"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1"),
+        ({"hidden_size_per_layer_input": 9}, "per_layer.* has shape"),
+        ({"vocab_size_per_layer_input": 130}, "embed_tokens_per_layer.weight has shape"),
+        ({"per_layer_config": []}, "per_layer_config is .*allowed is an object"),
+        ({"per_layer_config": {"1": 3}}, "1 is 3; allowed is an object"),
+        ({"per_layer_config": {"1": {"head_dim": 0}}}, "head_dim is 0"),
+        ({"per_layer_config": {"1": {"head_dim": 18}}}, "head_dim is 12|head_dim is 18"),
+        ({"enable_moe_block": True}, "lacks 'num_experts'"),
+        ({"use_bidirectional_attention": "all"}, "bidirectional attention"),
+        ({"attention_k_eq_v": 1}, "attention_k_eq_v is 1; allowed is true or false"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional",
+             "rope_theta": 1e4, "partial_rotary_factor": 1.5}}},
+            "partial_rotary_factor is 1.5",
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_settings_of_gemma4_are_rejected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        built(checkpoint_of(hf_model("Gemma4", **GEMMA_4), **change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (2, {"cache_layer": 2}, "layer 2: cache_layer is 2; allowed is an integer from 0 to 1"),
+        (2, {"cache_layer": -1}, "cache_layer is -1"),
+        (2, {"cache_layer": 1}, "num_kv_heads|head_dim is 12; allowed is 16, as in layer 1"),
+        (3, {"cache_layer": 2}, "cache_layer is 2; allowed is an earlier layer with keys"),
+        (0, {"cache_layer": 0}, "cache_layer is 0"),
+        (1, {"attention": None, "rope": None}, "layer 3: cache_layer is 1"),
+        (0, {"activation": ClampedSwiglu()}, "per_layer_size is set with a clamped SwiGLU"),
+    ],
+)
+def test_specs_of_shared_caches_are_checked(
+    index: int, change: dict[str, Any], message: str
+) -> None:
+    spec = spec_from_config(hf_model("Gemma4", **GEMMA_4).config.to_dict())
+    layers = list(spec.layers)
+    layers[index] = replace(layers[index], **change)
+    with pytest.raises(CheckpointError, match=message):
+        replace(spec, layers=tuple(layers))
+    for change in ({"per_layer_size": -1}, {"per_layer_scale": 0.0}):
+        with pytest.raises(CheckpointError, match=next(iter(change))):
+            replace(spec, **change)
+
+
+@pytest.mark.parametrize(
+    ("layer", "change", "message"),
+    [
+        (None, {"per_layer": None}, "only one of the spec and the weights has embeddings per"),
+        (0, {"per_layer": None}, "layer 0, only one of the spec and the weights has embeddings"),
+        (1, {"scale": None}, "layer 1, only one of the spec and the weights has a scale"),
+        (1, {"scale": float("nan")}, "layer 1, scale is nan"),
+        (0, {"key": None}, "layer 0, key is missing"),
+    ],
+)
+def test_weights_of_gemma4_are_checked(
+    layer: int | None, change: dict[str, Any], message: str
+) -> None:
+    network = own_model(hf_model("Gemma4", **GEMMA_4)).network
+    weights: Any = network.weights if layer is None else network.weights.layers[layer]
+    for name, value in change.items():
+        setattr(weights, name, value)
+    with pytest.raises(CheckpointError, match=message):
+        Network(network.spec, network.weights)
+
+
 def test_replaced_recurrences_are_checked() -> None:
     config = {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 1}
     spec = spec_from_config({**config, "vocab_size": 40, "mixer_rms_eps": 1e-4})

@@ -13,6 +13,7 @@ import pytest
 
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Experts
 from anydecode.quantization.gguf import quantize_file
 from gguf_models import finish, interleave
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
@@ -66,6 +67,62 @@ MAMBA: dict[str, Any] = {
     "ssm.inner_size": 80,
     "ssm.state_size": 16,
     "ssm.time_step_rank": 3,
+}
+GEMMA_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+GEMMA_4: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": GEMMA_LAYERS,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 9.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}  # fmt: skip
+GEMMA_4_METADATA: dict[str, Any] = {
+    "feed_forward_length": [80] * 3 + [160] * 3,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.key_length_swa": 8,
+    "attention.value_length_swa": 8,
+    "attention.shared_kv_layers": 3,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, True, False] * 2,
+    "embedding_length_per_layer_input": 12,
+    "final_logit_softcapping": 9.0,
+    "rope.dimension_count": 16,
+    "rope.dimension_count_swa": 8,
+    "rope.freq_base": 1e5,
+    "rope.freq_base_swa": 500.0,
+}
+GEMMA_4_EXPERTS: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+GEMMA_4_EXPERTS_METADATA: dict[str, Any] = {
+    "feed_forward_length": 80,
+    "attention.head_count_kv": [2, 2, 1] * 2,
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+    "expert_count": 7,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 24,
 }
 LONG = [1.0, 1.1, 1.3, 1.5, 1.7, 2.0]
 CASES = {
@@ -137,6 +194,13 @@ CASES = {
         "mamba",
         {"tie_word_embeddings": False, "use_bias": True},
         {**MAMBA, "ssm.dt_b_c_rms": True},
+    ),
+    "gemma4": Case("Gemma4", "gemma4", GEMMA_4, GEMMA_4_METADATA),
+    "gemma4 experts": Case(
+        "Gemma4",
+        "gemma4",
+        {**GEMMA_4, **GEMMA_4_EXPERTS},
+        {**GEMMA_4_METADATA, **GEMMA_4_EXPERTS_METADATA},
     ),
     "glm4": Case("Glm4", "glm4", {"head_dim": 16}, {"rope.dimension_count": 8}),
     "glm4 no bias": Case(
@@ -278,6 +342,10 @@ CASES = {
 }
 
 
+#: Vectors of Gemma 4's routers, which the converter stores beside a matrix.
+_ROUTER_SCALES = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
+
+
 def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
     """Write the model of a case as a GGUF file; `changes` replace or remove (None) metadata."""
     config = checkpoint_of(model).config
@@ -339,15 +407,22 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
             tensor = np.concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
         if case.is_permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
-        tensor = tensor.squeeze(1) if tensor.ndim == 3 else tensor
+        tensor = tensor.squeeze(1) if tensor.ndim == 3 and "conv" in name else tensor
         tensor = -np.exp(tensor) if name.endswith("A_log") else tensor
+        if "." not in name.removeprefix("model.layers.")[2:] or ".experts." in name:
+            name = f"{name}.weight"
+        module, _, leaf = name.rpartition(".")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if module.endswith(".router") and leaf in _ROUTER_SCALES:
+            target = f"blk.{name.split('.')[2]}.{_ROUTER_SCALES[leaf]}.scale"
         assert target is not None, name
         writer.add_tensor(target, np.ascontiguousarray(tensor, np.float32))
     factors = (config.get("rope_parameters") or {}).get("long_factor")
     if factors is not None:
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(factors, np.float32))
+    if case.architecture == "gemma4":
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * 2 + [1e30] * 6, np.float32))
     finish(writer)
     return path
 
@@ -390,6 +465,29 @@ def test_the_gates_of_mamba_are_not_quantised(tmp_path: Path) -> None:
     assert 0 < np.abs(found - expected).mean() < 0.05 * np.abs(expected).mean()
 
 
+def test_quantised_experts_of_gemma4_keep_their_factors(tmp_path: Path) -> None:
+    """The vectors beside the router and the experts are no factors of quantised weights. All
+    experts are used, so that rounding does not choose others."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    case = CASES["gemma4 experts"]
+    count = case.metadata["expert_count"]
+    sizes["top_k_experts"] = count
+    metadata = {**case.metadata, "feed_forward_length": 96, "expert_feed_forward_length": 32}
+    metadata["expert_used_count"] = count
+    case = Case("Gemma4", "gemma4", {**case.settings, **sizes}, metadata)
+    model = original(case)
+    path = converted(model, case, tmp_path / "tiny.gguf")
+    quantize_file(path, tmp_path / "small.gguf", "q8_0")
+    network = built(load_checkpoint(tmp_path / "small.gguf"))
+    mlp = network.network.weights.layers[0].mlp
+    assert isinstance(mlp, Experts)
+    formats = {weight.format for weight in mlp.routed.matrices}
+    assert (formats, mlp.router.weight.format) == ({"Q8_0"}, "F32")
+    assert {weight.scale for weight in mlp.routed.matrices} == {1.0}
+    found, expected = logits(network, chain(TOKENS)), hf_logits(model, TOKENS)
+    assert 0 < np.abs(found - expected).mean() < 0.1 * np.abs(expected).mean()
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -412,6 +510,11 @@ def test_the_gates_of_mamba_are_not_quantised(tmp_path: Path) -> None:
         ("gpt neox", {"use_parallel_residual": False}),
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
         ("falcon mamba", {"ssm.dt_b_c_rms": None}),
+        ("gemma4", {"rope.freq_base_swa": None}),
+        ("gemma4", {"rope.freq_base": 500.0}),
+        ("gemma4", {"attention.sliding_window": 5}),
+        ("gemma4", {"final_logit_softcapping": None}),
+        ("gemma4 experts", {"expert_used_count": 2}),
     ],
 )
 def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
@@ -447,6 +550,13 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
         ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
         ("gpt2", {"context_length": 300}, "embed_positions"),
+        ("gemma4", {"attention.shared_kv_layers": 6}, "shared_kv_layers is 6"),
+        ("gemma4", {"attention.shared_kv_layers": 5}, "no earlier layer of type full_attention"),
+        ("gemma4", {"attention.shared_kv_layers": 4}, "layers.2.mlp|layers.5|no earlier"),
+        ("gemma4", {"embedding_length_per_layer_input": 11}, "embed_tokens_per_layer.* has shape"),
+        ("gemma4", {"feed_forward_length": [80] * 5}, "a list of 6 integers"),
+        ("gemma4", {"attention.key_length_swa": 12}, "rotate in part|has shape"),
+        ("gemma4", {"rope.dimension_count_swa": 4}, "rotate in part"),
     ],
 )
 def test_invalid_metadata_are_refused(

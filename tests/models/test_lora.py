@@ -124,6 +124,37 @@ def test_adapters_of_latent_attention(tmp_path: Path, backend: str) -> None:
         ours.add_adapter(tmp_path)
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_adapters_of_gemma4(tmp_path: Path, backend: str) -> None:
+    """Of keys that are values too, of an MLP beside experts, and of the embeddings per layer, whose
+    projection is computed before the layers."""
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    settings = {
+        "initializer_range": 0.05,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 131,
+        "num_kv_shared_layers": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    }
+    names = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    names += ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
+    options = {"r": 3, "lora_alpha": 7, "target_modules": names}
+    expected = hf_logits(save_peft_model("Gemma4", options, tmp_path, **settings), PROMPT)
+    ours = own_model(hf_model("Gemma4", **settings), executor=choose_executor(backend))
+    plain = logits(ours, chain(PROMPT))
+    ours.add_adapter(tmp_path)
+    assert np.abs(adapter_logits(ours, 0, PROMPT) - expected).max() < 1e-4
+    assert np.abs(plain - expected).max() > 1e-2
+
+
 @pytest.mark.parametrize("module", ["x_proj", "dt_proj"])
 def test_adapters_cannot_target_the_gates_of_mamba(module: str, tmp_path: Path) -> None:
     save_peft_model("Mamba", {"r": 4, "target_modules": [module]}, tmp_path)

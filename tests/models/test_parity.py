@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,11 @@ from safetensors.numpy import load_file
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import quantize
 from anydecode.kernels.library import load_library
-from anydecode.models.families import spec_from_config
-from anydecode.models.opening import choose_executor
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import load_network, spec_from_config
+from anydecode.models.network import Experts, Network
+from anydecode.models.opening import choose_executor, torch_executor
+from anydecode.models.transformer import Transformer
 from tiny_models import (
     LATENT_SIZES,
     built,
@@ -145,6 +148,12 @@ GEMMA_4: dict[str, Any] = {
     "use_double_wide_mlp": True,
     "final_logit_softcapping": 9.0,
 }
+GEMMA_4_ROPE: dict[str, Any] = {
+    "full_attention": {
+        "rope_type": "proportional", "partial_rotary_factor": 0.375, "rope_theta": 1e5,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
 #: As in the largest dense model: nothing per layer and nothing shared.
 GEMMA_4_KEYS_AS_VALUES: dict[str, Any] = {
     **GEMMA_4,
@@ -153,13 +162,8 @@ GEMMA_4_KEYS_AS_VALUES: dict[str, Any] = {
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
     "attention_bias": True,
-    "rope_parameters": {
-        "full_attention": {
-            "rope_type": "proportional", "partial_rotary_factor": 0.375, "rope_theta": 1e5,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-    },
-}  # fmt: skip
+    "rope_parameters": GEMMA_4_ROPE,
+}
 GEMMA_4_EXPERTS: dict[str, Any] = {
     **GEMMA_4_KEYS_AS_VALUES,
     "attention_bias": False,
@@ -834,6 +838,29 @@ def test_old_gemma3_layout() -> None:
     assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
 
 
+def test_gemma4_inside_a_multimodal_model() -> None:
+    """As published: the sizes of single layers under keys of their own, tensors of the language
+    model behind a prefix, and towers that are left out."""
+    theirs = hf_model("Gemma4", **GEMMA_4_EXPERTS)
+    stored = checkpoint_of(theirs)
+    config = {**stored.config, "use_bidirectional_attention": "vision"}
+    del config["per_layer_config"]
+    config |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    outer = {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": config,
+    }
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in stored.tensors.items()
+        if name != "lm_head.weight"
+    }
+    tensors["model.vision_tower.patch_embedder.weight"] = np.zeros((2, 2), np.float32)
+    ours = built(replace(stored, config=outer, tensors=tensors))
+    assert np.abs(logits(ours, chain(PROMPT)) - hf_logits(theirs, PROMPT)).max() < 1e-4
+
+
 def test_gemma3_inside_a_multimodal_model() -> None:
     model = hf_model("Gemma3", head_dim=16)
     inner = checkpoint_of(model)
@@ -1068,6 +1095,12 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "groups by the largest score": ("deepseek v2", {"topk_method": "greedy"}),
     "context scale": ("deepseek v3", {"rope_parameters": {**DEEPSEEK_ROPE, "mscale_all_dim": 0.7}}),
     "rotary pairs": ("deepseek v3", {"rope_interleave": False}),
+    "proportional rope": (
+        "gemma4 keys as values",
+        {"rope_parameters": {**GEMMA_4_ROPE, "full_attention": {"rope_theta": 1e5}}},
+    ),
+    "window beside shared caches": ("gemma4", {"sliding_window": 7}),
+    "experts beside the mlp": ("gemma4 experts", {"top_k_experts": 2}),
     "swiglu limit": ("gpt oss", {"swiglu_limit": 0.2}),
     "swiglu alpha": ("gpt oss", {"swiglu_alpha": 1.0}),
 }
@@ -1085,6 +1118,75 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
     assert np.abs(logits(own_model(theirs), chain(tokens)) - expected).max() < 1e-4
     wrong_model = built(checkpoint_of(theirs, **wrong))
     assert np.abs(logits(wrong_model, chain(tokens)) - expected).max() > 1e-3
+
+
+#: Changes of a model of Gemma 4, each of one mechanism. The parts of the weights that a wrong twin
+#: ignores or mixes up are set to what it would compute with.
+WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
+    "no embeddings of tokens per layer": ("gemma4", lambda network: _zero_table(network)),
+    "keys and values of the first layer of the type": (
+        "gemma4",
+        lambda network: _share(network, {3: 0, 4: 0, 5: 2}),
+    ),
+    "no scale of layers": ("gemma4", lambda network: _each(network, scale=1.0)),
+    "values without a norm": ("gemma4", lambda network: _each_spec(network, has_value_norm=False)),
+    "experts without factors": ("gemma4 experts", lambda network: _without_factors(network)),
+    "router with the experts' norm": ("gemma4 experts", lambda network: _same_norm(network)),
+}
+
+
+def _each(network: Network, **changes: Any) -> None:
+    for layer in network.weights.layers:
+        for name, value in changes.items():
+            setattr(layer, name, value)
+
+
+def _each_spec(network: Network, **changes: Any) -> None:
+    layers = tuple(replace(layer, **changes) for layer in network.spec.layers)
+    network.spec = replace(network.spec, layers=layers)
+
+
+def _share(network: Network, sources: dict[int, int]) -> None:
+    layers = [
+        replace(layer, cache_layer=sources.get(index))
+        for index, layer in enumerate(network.spec.layers)
+    ]
+    network.spec = replace(network.spec, layers=tuple(layers))
+
+
+def _zero_table(network: Network) -> None:
+    assert network.weights.per_layer is not None
+    network.weights.per_layer.table.data[:] = 0
+
+
+def _without_factors(network: Network) -> None:
+    for layer in network.weights.layers:
+        assert isinstance(layer.mlp, Experts)
+        layer.mlp.routed.factors = None
+
+
+def _same_norm(network: Network) -> None:
+    for layer in network.weights.layers:
+        assert isinstance(layer.mlp, Experts) and layer.mlp.norms is not None
+        layer.mlp.norms.router = layer.mlp.norms.input
+
+
+@pytest.mark.parametrize("twin", WRONG_TWINS)
+def test_wrong_twins_change_the_logits(twin: str) -> None:
+    case, change = WRONG_TWINS[twin]
+    family, settings = CASES[case]
+    theirs = hf_model(family, **settings)
+    tokens = (PROMPT * 3)[:24]
+    network = load_network(copied(checkpoint_of(theirs)))
+    change(network)
+    model = Transformer(network, executor=torch_executor())
+    assert np.abs(logits(model, chain(tokens)) - hf_logits(theirs, tokens)).max() > 1e-3
+
+
+def copied(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, with tensors that may be written to."""
+    tensors = {name: np.array(tensor) for name, tensor in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows, Weight
 from anydecode.kernels.library import load_library
@@ -25,6 +25,40 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "llama int8": ("Llama", "int8", {"hidden_size": 64, "intermediate_size": 96}),
     "llama int4": ("Llama", "int4", {"hidden_size": 64, "intermediate_size": 96}),
     "gemma2": ("Gemma2", "float32", {"head_dim": 20, "sliding_window": 5}),
+    "gemma4": (
+        "Gemma4",
+        "float32",
+        {
+            "initializer_range": 0.05,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "head_dim": 12,
+            "global_head_dim": 20,
+            "sliding_window": 5,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 131,
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    "gemma4 experts int8": (
+        "Gemma4",
+        "int8",
+        {
+            "initializer_range": 0.05,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 131,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "olmo2": ("Olmo2", "float32", {"vocab_size": 129, "intermediate_size": 77}),
     "smollm3": ("SmolLM3", "float32", {"num_hidden_layers": 4}),
     "qwen3 moe": (
@@ -326,6 +360,9 @@ def test_wrong_trees_change_the_logits() -> None:
 
 def test_split_at_every_layer_is_bit_equal(model: Transformer) -> None:
     """Running on from the hidden state after any number of layers gives the same bits."""
+    if model.spec.per_layer_size:
+        check_later_rows_are_refused(model)
+        return
     layers = model.spec.num_layers
     rows, every = chain(PROMPT), np.arange(len(PROMPT), dtype=np.int32)
     expected = logits(model, rows)
@@ -339,10 +376,32 @@ def test_split_at_every_layer_is_bit_equal(model: Transformer) -> None:
         assert np.array_equal(model.run(second, cache, OutputSpec(every)).logits, expected)
 
 
+def check_later_rows_are_refused(model: Transformer) -> None:
+    rows, every = whole(chain(PROMPT), model), np.arange(len(PROMPT), dtype=np.int32)
+    rows.inputs = np.zeros((len(PROMPT), model.spec.hidden_size), np.float32)
+    rows.tokens[2], rows.start[2] = -1, 1
+    with pytest.raises(UnsupportedCombinationError, match="passes start at layer 0"):
+        model.run(rows, model.new_cache(20), OutputSpec(every))
+
+
+def test_rows_that_stop_early_leave_embeddings_per_layer_as_they_are() -> None:
+    """In the parts of a pass whose rows run different numbers of layers."""
+    model = tiny("gemma4")
+    rows, count = whole(chain(PROMPT), model), len(PROMPT)
+    every = np.arange(count, dtype=np.int32)
+    expected = model.run(rows, model.new_cache(20), OutputSpec(every)).logits
+    rows.stop[count - 1] = 3
+    found = model.run(rows, model.new_cache(20), OutputSpec(every)).logits
+    assert np.array_equal(found[:-1], expected[:-1])
+    assert not np.array_equal(found[-1], expected[-1])
+
+
 def test_layer_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
     """Rows that stop early, start late or run through all layers share a pass without affecting
     each other. Captured states equal the inputs of later layers, and the logits of an early row are
     the head of its state."""
+    if model.spec.per_layer_size:
+        return  # no row starts late
     layers = model.spec.num_layers
     every = np.arange(len(PROMPT), dtype=np.int32)
     cache, first = model.new_cache(64), whole(chain(PROMPT), model)
@@ -375,6 +434,8 @@ def test_layer_ranges_of_every_kind_in_one_pass(model: Transformer) -> None:
 
 def test_embeddings_in_place_of_tokens(model: Transformer) -> None:
     rows = chain(PROMPT)
+    if model.spec.per_layer_size:
+        rows.tokens[3:7] = 0  # whose embeddings per layer those rows have
     expected = logits(model, rows)
     given = np.zeros((len(PROMPT), model.spec.hidden_size), np.float32)
     given[3:7] = model.embed(rows.tokens[3:7])

@@ -17,6 +17,7 @@ import torch
 from anydecode.kernels import elementary
 from anydecode.kernels.cache import CACHE_FORMATS, decode, encode
 from anydecode.kernels.formats import DTYPES, dequantize, dequantize_rows
+from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
     KEY_BLOCK,
     Activation,
@@ -323,7 +324,7 @@ class ReferenceBackend(Backend):
         is_valid = (tokens >= 0) & (tokens < table.out_features)
         rows = dequantize_rows(table, np.where(is_valid, tokens, 0)) * np.float32(factor)
         if has_inputs and bound.rows.inputs is not None:
-            rows[tokens < 0] = as_numpy(bound.rows.inputs[bound.index])[tokens < 0]
+            rows[tokens < 0] = to_host(bound.rows.inputs)[bound.index][tokens < 0]
         return as_tensor(rows, self.device)
 
     def shared(self, key: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor:

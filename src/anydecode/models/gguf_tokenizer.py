@@ -133,7 +133,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise CheckpointError(
             f"{source}: a token has {longest} characters; allowed are up to {MAX_TOKEN_CHARACTERS}"
         )
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _merged_characters}
     if not isinstance(kind, str) or kind not in builders:
         raise CheckpointError(f"{source}: tokenizers of kind {kind!r} are not supported")
     try:
@@ -157,17 +157,9 @@ def _byte_level(
             f"{source}: pre-tokenizer {name!r} is not supported; supported are"
             f" {', '.join(PATTERNS)}"
         )
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise CheckpointError(f"{source}: the tokenizer has no merges")
-    pairs = []
-    for merge in merges:
-        # In some vocabularies a part starts with a space; the first part is never empty.
-        cut = merge.find(" ", 1)
-        pairs.append((merge[:cut], merge[cut + 1 :]))
     model = BPE(
         vocab={token: index for index, token in enumerate(tokens)},
-        merges=pairs,
+        merges=_merges(metadata, source),
         ignore_merges=name in _IGNORE_MERGES,
     )
     tokenizer = Tokenizer(model)
@@ -176,6 +168,35 @@ def _byte_level(
     tokenizer.pre_tokenizer = make_pre_tokenizer(PATTERNS[name])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _merged_characters(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> Tokenizer:
+    """Gemma 4: merges of characters, with marks for spaces and bytes for unknown ones. Runs of
+    line ends are merged separately."""
+    model = BPE(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=_merges(metadata, source),
+        byte_fallback=_BYTE in types,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("\\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def _merges(metadata: Mapping[str, Any], source: str) -> list[tuple[str, str]]:
+    """The merges that a file lists."""
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise CheckpointError(f"{source}: the tokenizer has no merges")
+    # In some vocabularies a part starts with a space; the first part is never empty.
+    cuts = [merge.find(" ", 1) for merge in merges]
+    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
 
 
 def make_pre_tokenizer(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
@@ -269,7 +290,7 @@ def _add_post_processor(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], kind: str, size: int
 ) -> None:
     """Add BOS and EOS around a prompt as the metadata say."""
-    bos_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BOS_FIRST
+    bos_default = kind in ("llama", "gemma4") or metadata.get("tokenizer.ggml.pre") in _BOS_FIRST
     flags = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_default),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),

@@ -170,6 +170,8 @@ def _module_value(config: Mapping[str, Any], name: str, module: str, default: An
 def _weights(network: Network) -> dict[str, Weight]:
     """The weights that an adapter can target, by name."""
     weights: list[Weight] = []
+    if network.weights.per_layer is not None:
+        weights.append(network.weights.per_layer.projection.weight)
     for layer in network.weights.layers:
         weights += layer.matrices
     return {weight.name: weight for weight in weights}

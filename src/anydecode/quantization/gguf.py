@@ -23,6 +23,7 @@ import numpy as np
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize, plain_weight, row_bytes
 from anydecode.kernels.interface import Weight
+from anydecode.models.loading.gguf import is_own_vector
 from anydecode.models.loading.gguf_file import FORMAT_CODES, GGUFFile, TensorInfo
 from anydecode.quantization import encoders
 
@@ -92,7 +93,12 @@ def quantize_file(
         raise InvalidRequestError(f"unknown format {format.lower()!r}; choose from {allowed}")
     _check_target(source, target, overwrite)
     file = GGUFFile(source)
-    factors = [name for name in file.tensors if name.endswith(_FACTORS)]
+    architecture = str(file.metadata.get("general.architecture"))
+    factors = [
+        name
+        for name in file.tensors
+        if name.endswith(_FACTORS) and not is_own_vector(architecture, name)
+    ]
     if factors:
         raise CheckpointError(
             f"{source}: {factors[0]!r} is a factor of a quantised weight; use a file whose weights"

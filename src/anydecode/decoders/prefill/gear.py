@@ -84,8 +84,8 @@ class Gear(Prefilled):
         check_float(kv_cache)
         if any(not values.shape[-1] for values in kv_cache.pool.cache.values):
             raise UnsupportedCombinationError(
-                "gear compresses keys and values separately; a model with latent attention stores"
-                " one row for both"
+                "gear compresses the keys and values of every layer; this model has layers that"
+                " store one row for both, or that share those of another layer"
             )
         if len(sequence.prompt) > 1:
             yield score_prompt(sequence, kv_cache, 0, len(sequence.prompt) - 1)

@@ -151,7 +151,8 @@ class _LayerReader:
         if self._per_layer_size:
             layer.per_layer = self._per_layer()
         if self._spec.has_scale:
-            layer.scale = float(self._reader.vector(f"{self._name}.layer_scalar", 1)[0])
+            name = f"{self._name}.layer_scalar"  # GGUF files may lack it
+            layer.scale = float(self._reader.vector(name, 1)[0]) if self._reader.has(name) else 1.0
         if self._family.multipliers:
             self._multiply(layer)
         post, both = self._spec.norms in ("post", "sum"), self._spec.norms == "both"

@@ -67,7 +67,7 @@ def make_rope(
 
 
 #: The minimum and maximum of each parameter that is a number. Factors of single frequencies may be
-#: up to 1e30, which disables the frequency.
+#: up to 1e31: 1e30, which float32 rounds up, disables the frequency.
 _BOUNDS = {
     "rope_theta": (1.001, 1e18),
     "factor": (1e-6, 1e6),
@@ -94,7 +94,7 @@ def _checked_parameter(key: str, value: Any) -> Any:
     if key in ("long_factor", "short_factor"):
         if not isinstance(value, list):
             raise refusal(key, value, "a list of numbers")
-        return [number(key, entry, 1e-6, 1e30) for entry in value]
+        return [number(key, entry, 1e-6, 1e31) for entry in value]
     return value
 
 

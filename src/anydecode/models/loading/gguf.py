@@ -20,7 +20,9 @@ from anydecode.models.families.config import (
     shared_size,
     spec_from_config,
 )
+from anydecode.models.families.patterns import cache_layers
 from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import layer_config
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -32,6 +34,9 @@ _OUTER = {
     "token_embd_norm": "model.norm",
     "output": "lm_head",
     "position_embd": "model.embed_positions",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -51,9 +56,23 @@ _POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _SANDWICH = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+#: Embeddings of tokens in every layer.
+_PER_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 _OVERRIDES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma4": {
+        **_SANDWICH,
+        **_PER_LAYER,
+        "ffn_gate_inp": "router.proj",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    },
     "olmo2": _POST_NORMS,
     "exaone4": _POST_NORMS,
     "glm4": {**_SANDWICH, "ffn_up": "mlp.gate_up_proj"},
@@ -119,6 +138,7 @@ _EXPERTS = {
         "ffn_up": "block_sparse_moe.experts.{}.w3",
         "ffn_down": "block_sparse_moe.experts.{}.w2",
     },
+    "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
     **dict.fromkeys(
         ("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2"), _MLP_EXPERTS
     ),
@@ -137,6 +157,14 @@ _VECTORS = {
     "ssm_a": "mixer.A",
     "ssm_d": "mixer.D",
 }
+#: Vectors of one architecture that have the names of factors of a weight elsewhere, or no suffix.
+_OWN_VECTORS = {
+    "gemma4": {
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "layer_output_scale.weight": "layer_scalar",
+    }
+}
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 _SCALES = ("scale", "input_scale")
 #: Rope factors, which are read into the config.
@@ -145,6 +173,7 @@ _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sho
 _INTERLEAVED = ("llama", "smollm3", "granite", "minicpm", "mistral3")
 
 _Shape = tuple[int, ...]
+_KEYS_VALUES = ("k_proj", "v_proj")
 
 
 def load_gguf(path: Path) -> Checkpoint:
@@ -189,11 +218,12 @@ def _convert(
 ) -> list[tuple[str, _Shape, Reader]]:
     """The Hugging Face tensors of one GGUF tensor: names, shapes and readers."""
     module, _, leaf = info.name.rpartition(".")
-    if leaf in _SCALES and f"{module}.weight" in file.tensors:
+    is_own = is_own_vector(architecture, info.name)
+    if leaf in _SCALES and f"{module}.weight" in file.tensors and not is_own:
         return []
     if leaf in _VECTORS and architecture == "mamba":
         module, leaf = info.name, ""
-    if leaf not in ("weight", "bias", ""):
+    if leaf not in ("weight", "bias", "") and not is_own:
         raise _unknown_tensor(file, info, architecture)
     if not module.startswith("blk."):
         if module not in _OUTER:
@@ -216,7 +246,8 @@ def _convert(
             heads = config["num_attention_heads"]
             return _heads(file, info, _HEADS[architecture][part], prefix, heads)
         is_layer = layer.isdigit() and int(layer) < num_layers
-        vector = _VECTORS.get(f"{part}.{leaf}".rstrip("."))
+        vectors = {**_VECTORS, **_OWN_VECTORS.get(architecture, {})}
+        vector = vectors.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:
             return [(prefix + vector, info.shape, partial(_read, file, info, prefix + vector))]
         names = {**_LAYER, **_OVERRIDES.get(architecture, {})}
@@ -246,6 +277,12 @@ def _convert(
     return found
 
 
+def is_own_vector(architecture: str, name: str) -> bool:
+    """Whether a tensor is a vector of the layers of `architecture` that has the name of a factor of
+    a weight in other files, or no suffix in Hugging Face's layout."""
+    return name.split(".", 2)[-1] in _OWN_VECTORS.get(architecture, {})
+
+
 def _unknown_tensor(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointError:
     return CheckpointError(
         f"{file.path}: tensor {info.name!r} is not part of the {architecture} models supported"
@@ -268,6 +305,18 @@ def _experts(
         return [
             (f"{module}.{leaf}", info.shape[1:], partial(_read_part, file, info, index, module))
             for index, module in enumerate(modules)
+        ]
+    if part == "ffn_gate_up_exps" and table and len(info.shape) == 3 and info.shape[0] == count:
+        inner = info.shape[1] // 2
+        parts = {"ffn_gate": slice(0, inner), "ffn_up": slice(inner, None)}
+        return [
+            (
+                f"{prefix}{table[kind].format(i)}.weight",
+                (inner, info.shape[2]),
+                partial(_read_rows, file, info, i, prefix + table[kind].format(i), rows),
+            )
+            for i in range(count)
+            for kind, rows in parts.items()
         ]
     kind, _, index = part.partition(".")
     if kind in table and index.isdigit():
@@ -299,6 +348,17 @@ def _read_part(file: GGUFFile, info: TensorInfo, index: int, module: str) -> np.
     return _scaled(file, info, file.part(info.name, index, module), index)
 
 
+def _read_rows(
+    file: GGUFFile, info: TensorInfo, index: int, module: str, rows: slice
+) -> np.ndarray | Weight:
+    """Some rows of one expert's matrix."""
+    tensor = _read_part(file, info, index, module)
+    if not isinstance(tensor, Weight):
+        return tensor[rows]
+    data = tensor.data[rows]
+    return replace(tensor, data=data, out_features=len(data))
+
+
 def _scaled(
     file: GGUFFile, info: TensorInfo, tensor: np.ndarray | Weight, index: int
 ) -> np.ndarray | Weight:
@@ -306,7 +366,8 @@ def _scaled(
     expert."""
     module, _, leaf = info.name.rpartition(".")
     name = f"{module}.scale"
-    if leaf != "weight" or name not in file.tensors:
+    architecture = str(file.metadata.get("general.architecture"))
+    if leaf != "weight" or name not in file.tensors or is_own_vector(architecture, name):
         return tensor
     scales = file.read(name)
     count = info.shape[0] if len(info.shape) == 3 else 1
@@ -381,18 +442,27 @@ def _expected_shapes(
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True
-    matrices, vectors = _attention_shapes(architecture, config)
-    vectors["post_attention_layernorm"] = hidden
-    if family.norms != "post":
-        vectors["input_layernorm"] = hidden
-    if family.norms != "pre":
-        vectors["post_feedforward_layernorm"] = hidden
-    if family.norms == "both":
-        vectors["pre_feedforward_layernorm"] = hidden
-    attention, layer_types = (matrices, vectors), config.get("layer_types") or []
+    per_layer = config.get("hidden_size_per_layer_input", 0)
+    if per_layer:
+        width = config["num_hidden_layers"] * per_layer
+        rows = config.get("vocab_size_per_layer_input", vocab)
+        yield "model.embed_tokens_per_layer.weight", (rows, width), True
+        yield "model.per_layer_model_projection.weight", (width, hidden), True
+        yield "model.per_layer_projection_norm.weight", (per_layer,), True
+    layer_types = config.get("layer_types") or []
+    sources = cache_layers(config, layer_types) if config.get("num_kv_shared_layers") else []
     for layer in range(config["num_hidden_layers"]):
-        start = f"model.layers.{layer}."
-        matrices, vectors = attention
+        start, own = f"model.layers.{layer}.", layer_config(config, layer)
+        matrices, vectors = _attention_shapes(architecture, own)
+        vectors |= _norm_shapes(config, layer)
+        if sources and sources[layer] is not None:
+            matrices = {x: shape for x, shape in matrices.items() if x[-6:] not in _KEYS_VALUES}
+            del vectors["self_attn.k_norm"]
+        elif config.get("attention_k_eq_v") and layer_types[layer] == "full_attention":
+            del matrices["self_attn.v_proj"]
+        if per_layer:
+            matrices["per_layer_input_gate"] = (per_layer, hidden)
+            matrices["per_layer_projection"] = (hidden, per_layer)
         if layer_types[layer : layer + 1] == ["conv"]:
             yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
             matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
@@ -413,7 +483,7 @@ def _expected_shapes(
             yield f"{start}mixer.dt_proj.bias", (inner,), True
             yield f"{start}mixer.A", (inner, size), True
             yield f"{start}mixer.D", (inner,), True
-        for module, shape in {**matrices, **_mlp_shapes(architecture, config, layer)}.items():
+        for module, shape in {**matrices, **_mlp_shapes(architecture, own, layer)}.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", shape, True
             has_bias = config.get("qkv_bias", family.qkv_bias)
@@ -429,6 +499,24 @@ def _expected_shapes(
         has_selection_bias = family.moe is not None and family.moe.has_selection_bias
         if has_selection_bias and is_expert_layer(config, layer):
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
+
+
+def _norm_shapes(config: dict[str, Any], layer: int) -> dict[str, int]:
+    """The sizes of a layer's norms, but for those of its attention."""
+    family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
+    names = ["post_attention_layernorm"]
+    if family.norms != "post":
+        names.append("input_layernorm")
+    if family.norms != "pre":
+        names.append("post_feedforward_layernorm")
+    if family.norms == "both":
+        names.append("pre_feedforward_layernorm")
+    if config.get("hidden_size_per_layer_input"):
+        names.append("post_per_layer_input_norm")
+    if family.moe is not None and family.moe.has_norms and is_expert_layer(config, layer):
+        names += [f"post_feedforward_layernorm_{i}" for i in (1, 2)]
+        names.append("pre_feedforward_layernorm_2")
+    return dict.fromkeys(names, hidden)
 
 
 def _attention_shapes(
@@ -493,10 +581,12 @@ def _mlp_shapes(architecture: str, config: dict[str, Any], layer: int) -> dict[s
     if FAMILIES[config["model_type"]].mlp == "plain":
         return {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     moe = FAMILIES[config["model_type"]].moe
+    dense = _gated_shapes("mlp", inner, hidden)
     if moe is None or not is_expert_layer(config, layer):
-        return _gated_shapes("mlp", inner, hidden)
+        return dense
     experts, inner = num_experts(config), config[moe.inner_size]
-    shapes: dict[str, _Shape] = {_OVERRIDES[architecture]["ffn_gate_inp"]: (experts, hidden)}
+    shapes: dict[str, _Shape] = dense if moe.has_norms else {}
+    shapes |= {_OVERRIDES[architecture]["ffn_gate_inp"]: (experts, hidden)}
     for part, module in _EXPERTS[architecture].items():
         shape = (hidden, inner) if part == "ffn_down" else (inner, hidden)
         shapes |= {module.format(index): shape for index in range(experts)}

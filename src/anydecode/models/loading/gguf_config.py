@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
@@ -45,6 +46,8 @@ ARCHITECTURES = {
     "mamba": ("mamba", "MambaForCausalLM"),
 }
 
+#: Architectures whose layers differ in the number of key heads and the size of the MLP.
+_VARIED = ("gemma4",)
 #: The values of `expert_gating_func`; 0 is none.
 _SOFTMAX, _SIGMOID = 1, 2
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
@@ -94,6 +97,14 @@ class Keys:
             value = value[0]
         return integer(self._name(key), value, low, high)
 
+    def counts(self, key: str, default: Any = _MISSING) -> list[int]:
+        """The integer of each layer, from a list or one integer for all."""
+        value, count = self.get(key, default), self.count("block_count", high=MAX_LAYERS)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) < count:
+            raise refusal(self._name(key), value, f"a list of {count} integers")
+        return [integer(self._name(key), entry) for entry in values[:count]]
+
     def number(self, key: str, default: Any = _MISSING) -> float:
         return number(self._name(key), self.get(key, default), -1e38, 1e38)
 
@@ -113,6 +124,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     extend = {
         "gemma2": _gemma2,
         "gemma3": _gemma3,
+        "gemma4": _gemma4,
         "phi3": _phi3,
         "qwen3moe": _qwen3_moe,
         "smollm3": _smollm3,
@@ -153,6 +165,9 @@ def _common(keys: Keys) -> dict[str, Any]:
     is_latent = FAMILIES[model_type].has_latent_attention
     if not is_latent and keys.count("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{file.path}: keys and values of different sizes are unsupported")
+    is_varied = keys.architecture in _VARIED
+    size = keys.counts("feed_forward_length")[0] if is_varied else None
+    kv_heads = keys.counts("attention.head_count_kv", heads)[0] if is_varied else None
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
@@ -161,10 +176,11 @@ def _common(keys: Keys) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.count("feed_forward_length", 1, low=low),
+        "intermediate_size": size or keys.count("feed_forward_length", 1, low=low),
         "num_hidden_layers": keys.count("block_count", high=MAX_LAYERS),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads, skip_zeros=True),
+        "num_key_value_heads": kv_heads
+        or keys.count("attention.head_count_kv", heads, skip_zeros=True),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
@@ -388,6 +404,57 @@ def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
     config["rope_theta"] = keys.number("rope.freq_base", 1_000_000.0)
     config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10000.0)
     config["attn_logit_softcapping"] = None
+    # 0 means no softcap.
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 0.0) or None
+
+
+def _gemma4(keys: Keys, config: dict[str, Any]) -> None:
+    _windows(keys, config)
+    _shared_layers(keys, config)
+    types, theta = config["layer_types"], config.pop("rope_theta")
+    scaling, full_dim = config.pop("rope_scaling") or {}, config["head_dim"]
+    dim = config["head_dim"] = keys.count("attention.key_length_swa", full_dim)
+    if keys.count("rope.dimension_count_swa", dim) != dim:
+        raise CheckpointError(f"{keys.file.path}: heads that rotate in part are not supported")
+    kv_heads = keys.counts("attention.head_count_kv", config["num_attention_heads"])
+    inner = keys.counts("feed_forward_length")
+    first_shared = len(types) - config["num_kv_shared_layers"]
+    config |= {
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": keys.number("rope.freq_base_swa", theta)},
+            "full_attention": {**scaling, "rope_theta": theta},
+        },
+        "per_layer_config": {
+            str(layer): {
+                "head_dim": dim if kind == "sliding_attention" else full_dim,
+                "num_key_value_heads": kv_heads[layer],
+                "intermediate_size": inner[layer],
+            }
+            for layer, kind in enumerate(types)
+        },
+        "attention_k_eq_v": any(
+            kind == "full_attention" and f"blk.{layer}.attn_v.weight" not in keys.file.tensors
+            for layer, kind in enumerate(types[:first_shared])
+        ),
+        "enable_moe_block": bool(keys.get("expert_count", 0)),
+    }
+    config["num_experts"] = 0
+    if config["enable_moe_block"]:
+        config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+        config["top_k_experts"] = keys.count("expert_used_count")
+        config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+
+
+def _shared_layers(keys: Keys, config: dict[str, Any]) -> None:
+    """Gemma 3n and 4: how many layers share keys and values, and the embeddings of each layer."""
+    layers = config["num_hidden_layers"]
+    config["num_kv_shared_layers"] = keys.count("attention.shared_kv_layers", 0, layers - 1, low=0)
+    size = keys.count("embedding_length_per_layer_input", 0, low=0)
+    config["hidden_size_per_layer_input"] = size
+    table = keys.file.tensors.get("per_layer_token_embd.weight")
+    if size and table is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+    config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
     # 0 means no softcap.
     config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 0.0) or None
 
