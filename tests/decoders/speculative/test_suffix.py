@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from anydecode.decoders.speculative import suffix
-from anydecode.decoders.speculative.suffix import SuffixAutomaton, SuffixDrafter, likely_tree
+from anydecode.decoders.speculative.suffix import (
+    SuffixAutomaton,
+    SuffixDrafter,
+    best_tree,
+    likely_tree,
+    shortening,
+)
+from anydecode.scoring.tree import ROOT, TokenTree
 from certificates import assert_certified, assert_rejected, replace_method
 
 
@@ -22,10 +30,36 @@ def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_certificate_rejects_improbable_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def every(automaton: Any, state: int, size: int, depth: int, bound: float) -> Any:
-        return likely_tree(automaton, state, size, depth, 1e-9)
+    def every(states: Any, size: int, bound: float, total: float) -> Any:
+        return likely_tree(states, size, 1e-9, total)
 
     monkeypatch.setattr(suffix, "likely_tree", every)
+    assert_rejected("suffix")
+
+
+def test_certificate_rejects_the_longest_match_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def longest(matches: Any) -> Any:
+        return islice(shortening(matches), 1)
+
+    monkeypatch.setattr(suffix, "shortening", longest)
+    assert_rejected("suffix")
+
+
+def test_certificate_rejects_the_first_match_with_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shorter match may be more certain."""
+
+    def first(sources: Any, size: int, factor: float, bound: float) -> Any:
+        trees = (best_tree([source], size, factor, bound) for source in sources)
+        return next((tree for tree in trees if len(tree)), TokenTree())
+
+    monkeypatch.setattr(suffix, "best_tree", first)
+    assert_rejected("suffix")
+
+
+def test_certificate_rejects_memory_that_is_dropped_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(suffix, "NUM_PARTS", 1)
     assert_rejected("suffix")
 
 
@@ -40,17 +74,25 @@ def test_automaton_drafts_by_frequency() -> None:
         automaton.extend(token)
     state = automaton.next[automaton.next[0][1]][2]
     assert automaton.counts[state] == 3
-    tree, total = likely_tree(automaton, state, 2, 3, 0.1)
-    assert tree.tokens == [4, 1] and total == pytest.approx(2 / 3 + 2 / 3)
+    nodes, total = likely_tree([(automaton, state)], 2, 0.1)
+    assert nodes == [(4, ROOT), (1, 0)] and total == pytest.approx(2 / 3 + 2 / 3)
 
 
-def test_memory_is_bounded() -> None:
-    drafter = SuffixDrafter(memory=10)
-    for _ in range(5):
-        drafter.learn([1, 2, 3, 4])
-        assert drafter.past_tokens <= 10
-    drafter.clear()
-    assert drafter.past_tokens == 0 and len(drafter.past.next) == 1
+def test_counts_of_several_parts_are_added() -> None:
+    states = []
+    for text in ([1, 2, 3], [1, 2, 4, 1, 2, 4]):
+        automaton = SuffixAutomaton()
+        for token in text:
+            automaton.extend(token)
+        states.append((automaton, automaton.next[automaton.next[0][1]][2]))
+    nodes, total = likely_tree(states, 2, 0.1)
+    assert nodes == [(4, ROOT), (3, ROOT)] and total == pytest.approx(1.0)
+
+
+def test_no_memory_keeps_nothing() -> None:
+    drafter = SuffixDrafter(memory=0)
+    drafter.learn([1, 2, 3, 4])
+    assert drafter.num_bytes == 0 and not drafter.parts
 
 
 def test_a_match_follows_answers_that_are_added_later() -> None:

@@ -1,12 +1,17 @@
 """SuffixDecoding: drafts from suffix automata of the request and of earlier answers (Oliaro et al.,
 "SuffixDecoding", arXiv:2411.04975; the automaton is that of Blumer et al., 1985).
 
-The longest suffix of the text that occurred before is the match. The tokens that followed its
-occurrences form a tree, weighted by frequency.
+A match is a suffix of the text that occurred before. The tokens that followed its occurrences form
+a tree, weighted by frequency. Of the trees after all matches, the one with the largest total
+probability is drafted: a long match allows more nodes, a short one may be more certain.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from anydecode.catalogue import Card, Range, register
@@ -23,27 +28,43 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: Memory of one state of an automaton, in bytes.
-_BYTES_PER_STATE = 400
+#: Memory of one state of an automaton without its transitions, and of one transition, in bytes.
+_BYTES_PER_STATE = 200
+_BYTES_PER_TRANSITION = 90
+#: Maximum length of a match, in tokens.
+MAX_MATCH = 64
+#: Earlier answers are kept in this many parts, the oldest of which is dropped when memory is full.
+NUM_PARTS = 8
 
 
 class SuffixAutomaton:
     """All substrings of a growing text. State 0 is the empty string; `counts[s]` is the number of
-    occurrences of the strings of state s; `next[s]` maps a token to the next state."""
+    occurrences of the strings of state s; `next[s]` maps a token to the next state. The strings of
+    a state end at the same positions; `length[s]` is the length of the longest, and those shorter
+    than all of them belong to `link[s]`."""
 
     def __init__(self) -> None:
         self.next: list[dict[int, int]] = [{}]
         self.link: list[int] = [-1]
         self.length: list[int] = [0]
         self.counts: list[int] = [0]
+        self.num_tokens = 0
+        self._num_transitions = 0
         self._last = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory, in bytes."""
+        return _BYTES_PER_STATE * len(self.length) + _BYTES_PER_TRANSITION * self._num_transitions
 
     def extend(self, token: int) -> None:
         """Append one token to the text."""
+        self.num_tokens += 1
         state = self._add(self.length[self._last] + 1, {}, 0)
         at = self._last
         while at >= 0 and token not in self.next[at]:
             self.next[at][token] = state
+            self._num_transitions += 1
             at = self.link[at]
         self.link[state] = 0 if at < 0 else self._split(at, token)
         self._last = state
@@ -77,7 +98,9 @@ class SuffixAutomaton:
         successor = self.next[at][token]
         if self.length[successor] == self.length[at] + 1:
             return successor
-        clone = self._add(self.length[at] + 1, dict(self.next[successor]), self.counts[successor])
+        following = dict(self.next[successor])
+        self._num_transitions += len(following)
+        clone = self._add(self.length[at] + 1, following, self.counts[successor])
         self.link[clone] = self.link[successor]
         self.link[successor] = clone
         while at >= 0 and self.next[at].get(token) == successor:
@@ -86,48 +109,132 @@ class SuffixAutomaton:
         return clone
 
 
+#: States of the same string in several automata.
+States = list[tuple[SuffixAutomaton, int]]
+
+
+@dataclass(eq=False)
+class Match:
+    """The longest suffix of a text that an automaton contains: `length` tokens, in `state`."""
+
+    automaton: SuffixAutomaton
+    state: int
+    length: int
+
+
+def shortening(matches: Seq[Match]) -> Iterator[tuple[int, States]]:
+    """Yield the lengths of all suffixes that some of `matches` contain, and their states, from the
+    longest down (at most `MAX_MATCH`). Of the lengths with the same states, only the largest is
+    yielded."""
+    states = [match.state for match in matches]
+    length = min(max((match.length for match in matches), default=0), MAX_MATCH)
+    while length > 0:
+        found: States = []
+        following = 0
+        for index, match in enumerate(matches):
+            if match.length < length:
+                following = max(following, match.length)
+                continue
+            automaton, state = match.automaton, states[index]
+            shorter = automaton.length[automaton.link[state]]
+            while shorter >= length:
+                state = automaton.link[state]
+                shorter = automaton.length[automaton.link[state]]
+            states[index] = state
+            following = max(following, shorter)
+            found.append((automaton, state))
+        yield length, found
+        length = following
+
+
 def likely_tree(
-    automaton: SuffixAutomaton, state: int, size: int, depth: int, min_probability: float
-) -> tuple[TokenTree, float]:
-    """The `size` most probable nodes after `state`, at most `depth` deep, and their total
-    probability. A child's probability is its parent's times its share of the parent's occurrences.
-    """
-    tree, total, order = TokenTree(), 0.0, 0
-    heap: list[tuple[float, int, int, int, int, int]] = []
+    states: States, size: int, min_probability: float, min_total: float = 0.0
+) -> tuple[list[tuple[int, int]], float]:
+    """The `size` most probable nodes after the string in `states`: token and parent of each, and
+    their total probability. A child's probability is its parent's times its share of the parent's
+    occurrences, in all automata together. Without nodes if the total is not above `min_total`."""
+    nodes: list[tuple[int, int]] = []
+    total, order = 0.0, 0
+    heap = [(-1.0, 0, ROOT, states, ROOT)]
+    while heap:
+        negative, _, token, states, parent = heappop(heap)
+        if total - (size - len(nodes)) * negative <= min_total:
+            return [], 0.0  # no further node is more probable than this one
+        node = ROOT
+        if order:
+            node = len(nodes)
+            nodes.append((token, parent))
+            total -= negative
+            if len(nodes) == size:
+                break
+        for token, share, successors in _children(states, -negative, min_probability):
+            order += 1
+            heappush(heap, (-share, order, token, successors, node))
+    return (nodes, total) if total > min_total else ([], 0.0)
 
-    def push_children(state: int, node: int, weight: float, level: int) -> None:
-        nonlocal order
-        count = automaton.counts[state]
+
+def _children(
+    states: States, weight: float, min_probability: float
+) -> Iterator[tuple[int, float, States]]:
+    """The tokens that follow the string in `states`, of probability `weight`: token, probability
+    and states of each, if the probability is at least `min_probability`."""
+    automaton, state = states[0]
+    all_counts, following = automaton.counts, automaton.next[state]
+    count = all_counts[state]
+    if len(states) == 1:
+        for token, successor in following.items():
+            share = weight * all_counts[successor] / count
+            if share >= min_probability and token != SEPARATOR:
+                yield token, share, [(automaton, successor)]
+        return
+    counts = {token: all_counts[successor] for token, successor in following.items()}
+    for automaton, state in states[1:]:
+        all_counts = automaton.counts
+        count += all_counts[state]
         for token, successor in automaton.next[state].items():
-            share = weight * automaton.counts[successor] / count
-            if token != SEPARATOR and share >= min_probability:
-                order += 1
-                heappush(heap, (-share, order, token, successor, node, level))
+            counts[token] = counts.get(token, 0) + all_counts[successor]
+    for token, child_count in counts.items():
+        share = weight * child_count / count
+        if share >= min_probability and token != SEPARATOR:
+            successors = [(one, one.next[at][token]) for one, at in states if token in one.next[at]]
+            yield token, share, successors
 
-    if state:
-        push_children(state, ROOT, 1.0, 1)
-    while heap and len(tree) < size:
-        negative, _, token, successor, parent, level = heappop(heap)
-        node = tree.add(token, parent)
-        total -= negative
-        if level < depth:
-            push_children(successor, node, -negative, level + 1)
-    return tree, total
+
+def best_tree(
+    sources: Seq[Seq[Match]], size: int, factor: float, min_probability: float
+) -> TokenTree:
+    """The tree with the largest total probability after any match of any source; among equals that
+    of the longest match of the first source. After a match of n tokens, a tree has up to
+    `factor` n nodes, and at most `size`."""
+    best: list[tuple[int, int]] = []
+    best_total = 0.0
+    for matches in sources:
+        for length, states in shortening(matches):
+            num_nodes = min(size, int(factor * length))
+            if num_nodes <= best_total:  # no node is more than certain, and shorter ones have fewer
+                break
+            nodes, total = likely_tree(states, num_nodes, min_probability, best_total)
+            if nodes:
+                best, best_total = nodes, total
+    tree = TokenTree()
+    for token, parent in best:
+        tree.add(token, parent)
+    return tree
 
 
 class SuffixDrafter(Drafter):
     """Drafts from suffix automata.
 
     Args:
-        factor: Maximum depth of a draft, relative to the length of the match.
+        factor: Maximum number of nodes of a draft, relative to the length of the match.
         min_probability: Minimum probability of a node.
-        memory: Number of tokens of earlier answers that are kept.
+        memory: Memory of earlier answers, in bytes.
     """
 
     requirements = Requirements(takes_prediction=True)
 
     def __init__(
-        self, factor: float = 2.0, min_probability: float = 0.1, memory: int = 200_000
+        self, factor: float = 2.0, min_probability: float = 0.1, memory: int = 64 << 20
     ) -> None:
         if factor <= 0 or not 0 < min_probability <= 1 or memory < 0:
             raise InvalidRequestError(
@@ -136,26 +243,51 @@ class SuffixDrafter(Drafter):
         self.factor = factor
         self.min_probability = min_probability
         self.memory = memory
-        self.past = SuffixAutomaton()
-        self.past_tokens = 0
+        #: Earlier answers, the oldest part first.
+        self.parts: deque[SuffixAutomaton] = deque()
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
-        self.past, self.past_tokens = SuffixAutomaton(), 0
+        self.parts = deque()
 
     @property
     def num_bytes(self) -> int:
-        return _BYTES_PER_STATE * len(self.past.length)
+        return sum(part.num_bytes for part in self.parts)
 
     def learn(self, answer: list[int]) -> None:
-        """Add a finished answer; when memory is full, all earlier answers are dropped first."""
-        if self.past_tokens + len(answer) > self.memory:
-            self.clear()
-        for token in [*answer, SEPARATOR][: self.memory]:
-            self.past.extend(token)
-        self.past_tokens += len(answer)
+        """Add a finished answer. When `memory` is full, the oldest part is dropped: about one
+        eighth of the tokens that are kept."""
+        if not self.memory:
+            return
+        parts = self.parts
+        for token in [*answer, SEPARATOR]:
+            if not parts or parts[-1].num_bytes * NUM_PARTS >= self.memory:
+                parts.append(SuffixAutomaton())
+            parts[-1].extend(token)
+            while self.num_bytes > self.memory:
+                parts.popleft()
+
+
+class _Cursor:
+    """Matches the end of a text in one part of the earlier answers."""
+
+    def __init__(self, part: SuffixAutomaton) -> None:
+        self.match = Match(part, 0, 0)
+        self._num_tokens = part.num_tokens
+        self._num_read = 0
+
+    def catch_up(self, text: list[int]) -> None:
+        """Read the new tokens of `text`; if the part has grown, its last tokens again."""
+        match, part = self.match, self.match.automaton
+        if self._num_tokens != part.num_tokens:
+            self._num_tokens = part.num_tokens
+            self._num_read = max(0, len(text) - MAX_MATCH)
+            match.state = match.length = 0
+        for token in text[self._num_read :]:
+            match.state, match.length = part.step(match.state, match.length, token)
+        self._num_read = len(text)
 
 
 class _Session(TextDraftSession):
@@ -165,44 +297,29 @@ class _Session(TextDraftSession):
         super().__init__(sequence)
         self.drafter = drafter
         self.automaton = SuffixAutomaton()
-        self.past = drafter.past
-        self._match = (0, 0)
+        self._cursors: list[_Cursor] = []
 
     def read(self, tokens: list[int]) -> None:
-        if self.past is not self.drafter.past:
-            self.past, self._match = self.drafter.past, (0, 0)
         for token in tokens:
             self.automaton.extend(token)
-            self._match = self.past.step(*self._match, token)
 
     def tree(self, size: int) -> TokenTree:
-        drafter = self.drafter
-        own_state = self.automaton.repeated_suffix
-        state, matched = self._current()
-        best, best_total = TokenTree(), 0.0
-        for automaton, at, length in (
-            (self.automaton, own_state, self.automaton.length[own_state]),
-            (self.past, state, matched),
-        ):
-            depth = int(drafter.factor * length)
-            if depth:
-                tree, total = likely_tree(automaton, at, size, depth, drafter.min_probability)
-                if total > best_total:
-                    best, best_total = tree, total
-        return best
+        drafter, own = self.drafter, self.automaton
+        state = own.repeated_suffix
+        sources = [[Match(own, state, own.length[state])], self._matches()]
+        return best_tree(sources, size, drafter.factor, drafter.min_probability)
 
     def observe(self, round: SpeculationRound) -> None:
         if round.sequence.finished:
             self.drafter.learn(round.sequence.tokens)
 
-    def _current(self) -> tuple[int, int]:
-        """The match among earlier answers. Answers added since may have split its state; the
-        shorter strings then belong to the state's suffix link."""
-        state, matched = self._match
-        while state and self.past.length[self.past.link[state]] >= matched:
-            state = self.past.link[state]
-        self._match = (state, matched)
-        return self._match
+    def _matches(self) -> list[Match]:
+        """The longest matches among earlier answers, one per part."""
+        by_part = {id(cursor.match.automaton): cursor for cursor in self._cursors}
+        self._cursors = [by_part.get(id(part)) or _Cursor(part) for part in self.drafter.parts]
+        for cursor in self._cursors:
+            cursor.catch_up(self.text)
+        return [cursor.match for cursor in self._cursors]
 
 
 @register(
@@ -214,25 +331,24 @@ class _Session(TextDraftSession):
         summary="Suffix automata of this request and of earlier answers draft by frequency.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "an automaton with occurrence counts instead of the paper's depth-limited suffix tree",
-            "only the longest match of each automaton drafts; the paper tries every length and"
-            " keeps the most probable tree",
-            "`factor` times the match length bounds the depth, and `size` the number of nodes; the"
-            " paper bounds the number of nodes by the former",
-            "when earlier answers would exceed `memory` tokens, all of them are dropped",
+            "automata with occurrence counts instead of the paper's depth-limited suffix trees, so"
+            " the length of a match is not limited",
+            "a draft has up to `size` nodes, and none below `min_probability`",
+            "earlier answers are kept in eight parts within `memory` bytes, and the oldest part is"
+            " dropped when they are full",
         ),
         remote={"size": Range(0, 64), "factor": Range(0, 16), "min_probability": Range(0, 1)},
     )
 )
 def suffix(
-    size: int = 8, factor: float = 2.0, min_probability: float = 0.1, memory: int = 200_000
+    size: int = 8, factor: float = 2.0, min_probability: float = 0.1, memory: int = 64 << 20
 ) -> Speculative:
     """SuffixDecoding.
 
     Args:
         size: Maximum number of nodes of a draft tree.
-        factor: Maximum depth of a draft, relative to the length of the match.
+        factor: Maximum number of nodes of a draft tree, relative to the length of the match.
         min_probability: Minimum probability of a node, above 0 and at most 1.
-        memory: Number of tokens of earlier answers that are kept.
+        memory: Memory of earlier answers, in bytes.
     """
     return Speculative(SuffixDrafter(factor, min_probability, memory), size)

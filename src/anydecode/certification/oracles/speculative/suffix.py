@@ -1,21 +1,24 @@
-"""Oracle test of suffix (SuffixDecoding, arXiv:2411.04975): substring counts, and the most probable
-continuations of the longest repeated suffix."""
+"""Oracle test of suffix (SuffixDecoding, arXiv:2411.04975): substring counts, and the tree with the
+largest total probability after any suffix of the text that occurred before."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.copied_chains import PROMPTS
-from anydecode.certification.rounds import accepted, rounds, scripted, wordy
-from anydecode.decoders.speculative.suffix import SuffixAutomaton
+from anydecode.certification.rounds import TracedRound, rounds, scripted, wordy
+from anydecode.decoders.speculative.suffix import SuffixAutomaton, SuffixDrafter
+
+Texts = list[list[int]]
 
 
 @oracle_test("suffix")
 def suffix() -> Iterator[Check]:
-    """The automaton counts every substring; the tree takes the most probable nodes first."""
+    """The automaton counts every substring; a draft is the most probable tree of all matches."""
     rng = np.random.default_rng(3)
     text = rng.integers(0, 3, 60).tolist()
     automaton, agree = SuffixAutomaton(), True
@@ -29,15 +32,24 @@ def suffix() -> Iterator[Check]:
             count = sum(text[s : s + length] == part for s in range(len(text) - length + 1))
             agree &= automaton.counts[state] == count
     yield Check("substring counts equal a search", agree)
-    total = 0
-    with scripted(wordy()) as llm:
-        for prompt in PROMPTS:
-            for bound in (0.1, 0.5):
-                trace = rounds(llm, f"suffix:memory=0,min_probability={bound}", prompt)
-                total += accepted(trace)
-                wrong = [o for o in trace if sorted(o.paths) != sorted(_likeliest(o.text, bound))]
-                yield Check(f"{prompt!r} drafts continuations of {bound} and more", not wrong)
-    yield Check("drafts are accepted", total > 0, f"{total}")
+    num_accepted, num_short = 0, 0
+    for bound, factor in ((0.1, 2.0), (0.5, 1.0)):
+        with scripted(wordy()) as llm:
+            earlier: Texts = []
+            wrong = 0
+            for prompt in (*PROMPTS, *PROMPTS):
+                key = f"suffix:min_probability={bound},factor={factor}"
+                trace = rounds(llm, key, prompt, temperature=0.6)
+                for one in trace:
+                    follows = _follows_longest(one, earlier, bound, factor)
+                    wrong += follows is None
+                    num_short += follows is False
+                    num_accepted += len(one.accepted)
+                earlier.append([*trace[-1].text, *trace[-1].generated][len(prompt) :][:48])
+            name = f"drafts of {bound} and more are the tree with the largest total"
+            yield Check(name, not wrong, f"{wrong} differ")
+    yield Check("drafts are accepted", num_accepted > 0, f"{num_accepted}")
+    yield Check("shorter matches draft too", num_short > 0, f"{num_short} rounds")
     with scripted(wordy()) as llm:
         cold = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
         warm = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
@@ -45,50 +57,81 @@ def suffix() -> Iterator[Check]:
         llm.clear()
         again = llm.generate("hello", decoder="suffix", max_tokens=40, ignore_eos=True)
         yield Check("`clear` forgets them", again.stats.passes == cold.stats.passes)
+    yield from _memory()
 
 
-def _likeliest(text: list[int], bound: float) -> list[tuple[int, ...]]:
-    """Up to 8 continuations of the longest repeated suffix with probability of at least `bound`,
-    at most twice as long as the suffix, most probable first (found by search)."""
-
-    def positions(part: list[int]) -> list[int]:
-        return [e for e in range(len(part), len(text) + 1) if text[e - len(part) : e] == part]
-
-    match: list[int] = next(
-        (text[-n:] for n in range(len(text) - 1, 0, -1) if len(positions(text[-n:])) > 1), []
+def _memory() -> Iterator[Check]:
+    """Earlier answers are forgotten piece by piece, the oldest first."""
+    drafter = SuffixDrafter(memory=400_000)
+    is_within = True
+    num_kept: list[int] = []
+    for number in range(60):
+        drafter.learn([1000 * number + token for token in range(50)])
+        is_within &= drafter.num_bytes <= drafter.memory
+        firsts = [1000 * earlier for earlier in range(number + 1)]
+        kept = [any(first in part.next[0] for part in drafter.parts) for first in firsts]
+        is_within &= kept == sorted(kept)
+        num_kept.append(sum(kept))
+    full = num_kept[num_kept.index(max(num_kept)) :]
+    yield Check("`memory` bounds the bytes, and the oldest answers go first", is_within)
+    yield Check(
+        "most answers stay when memory is full",
+        len(full) > 10 and min(full) >= 0.7 * max(full),
+        f"{min(full)} to {max(full)} answers",
     )
-    share: dict[tuple[int, ...], float] = {}
-    level: list[tuple[tuple[int, ...], float]] = [((), 1.0)] if match else []
-    for _ in range(2 * len(match)):
-        grown = []
-        for path, weight in level:
-            part = match + list(path)
-            count = len(positions(part))
-            for token in dict.fromkeys(text[e] for e in positions(part) if e < len(text)):
-                value = weight * len(positions([*part, token])) / count
+
+
+def _follows_longest(one: TracedRound, earlier: Texts, bound: float, factor: float) -> bool | None:
+    """Whether the drafted tree follows the longest match of its source; None if it is not one with
+    the largest total."""
+    trees = [
+        (number == 0, total, shares)
+        for source in ([one.text], earlier)
+        for number, (total, shares) in enumerate(_trees(source, one.text, one.paths, bound, factor))
+    ]
+    largest = max((total for _, total, _ in trees), default=0.0)
+    found = [
+        first
+        for first, total, shares in trees
+        if total > largest - 1e-9
+        and abs(sum(shares) - total) < 1e-9
+        and min(shares, default=bound) >= bound
+    ]
+    if not trees:
+        return None if one.paths else True
+    return any(found) if found else None
+
+
+def _trees(
+    source: Texts, text: list[int], drafted: list[tuple[int, ...]], bound: float, factor: float
+) -> Iterator[tuple[float, list[float]]]:
+    """For every suffix of `text` that occurs in `source` (in the text itself: before its end), the
+    longest first: the largest total probability of a tree after it, and the probabilities of the
+    nodes of `drafted` there, with further ones of 1 where these are too many. From the counts of
+    all substrings."""
+
+    counts = Counter(
+        tuple(other[start:end])
+        for other in source
+        for start in range(len(other))
+        for end in range(start + 1, len(other) + 1)
+    )
+    vocabulary = sorted({token for other in source for token in other})
+    for length in range(len(text), 0, -1):
+        match = tuple(text[-length:])
+        if counts[match] <= (source == [text]):
+            continue
+        size = min(8, int(factor * length))
+        open_nodes: dict[tuple[int, ...], float] = {(): 1.0}
+        taken: dict[tuple[int, ...], float] = {}
+        while open_nodes and len(taken) < size + 1:
+            path = max(open_nodes, key=lambda path: open_nodes[path])
+            weight = taken[path] = open_nodes.pop(path)
+            part = (*match, *path)
+            for token in vocabulary:
+                value = weight * counts[(*part, token)] / counts[part]
                 if value >= bound:
-                    grown.append(((*path, token), value))
-        share.update(grown)
-        level = grown
-    return _best_first(share, text, match)
-
-
-def _best_first(
-    share: dict[tuple[int, ...], float], text: list[int], match: list[int]
-) -> list[tuple[int, ...]]:
-    taken: list[tuple[int, ...]] = []
-    arrived: dict[tuple[int, ...], int] = {path: 0 for path in share if len(path) == 1}
-
-    def order_of(path: tuple[int, ...]) -> tuple[float, int, int]:
-        part = match + list(path[:-1])
-        first = [text[e] for e in range(len(part), len(text)) if text[e - len(part) : e] == part]
-        return -share[path], arrived[path], list(dict.fromkeys(first)).index(path[-1])
-
-    while arrived and len(taken) < 8:
-        path = min(arrived, key=order_of)
-        del arrived[path]
-        taken.append(path)
-        for other in share:
-            if other[:-1] == path:
-                arrived[other] = len(taken)
-    return taken
+                    open_nodes[(*path, token)] = value
+        del taken[()]
+        shares = [counts[(*match, *path)] / counts[match] for path in drafted]
+        yield sum(taken.values()), shares + [1.0] * max(0, len(drafted) - size)
