@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from anydecode.models.families.config import (
 )
 from anydecode.models.families.patterns import cache_layers
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import layer_config
+from anydecode.models.families.values import Config, layer_config
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -214,7 +213,7 @@ def load_gguf(path: Path) -> Checkpoint:
 
 
 def _convert(
-    file: GGUFFile, info: TensorInfo, architecture: str, config: dict[str, Any]
+    file: GGUFFile, info: TensorInfo, architecture: str, config: Config
 ) -> list[tuple[str, _Shape, Reader]]:
     """The Hugging Face tensors of one GGUF tensor: names, shapes and readers."""
     module, _, leaf = info.name.rpartition(".")
@@ -414,9 +413,7 @@ def _minus_one(reader: Reader) -> np.ndarray:
     return tensor.astype(np.float32) - 1
 
 
-def _check_shapes(
-    path: Path, architecture: str, config: dict[str, Any], shapes: dict[str, _Shape]
-) -> None:
+def _check_shapes(path: Path, architecture: str, config: Config, shapes: dict[str, _Shape]) -> None:
     """Check that every tensor the config requires is present and has the right shape."""
     for name, shape, required in _expected_shapes(architecture, config):
         found = shapes.get(name)
@@ -428,9 +425,7 @@ def _check_shapes(
             )
 
 
-def _expected_shapes(
-    architecture: str, config: dict[str, Any]
-) -> Iterator[tuple[str, _Shape, bool]]:
+def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _Shape, bool]]:
     """Yield names, shapes, and whether the tensor is required (most biases are not)."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     family = FAMILIES[config["model_type"]]
@@ -501,7 +496,7 @@ def _expected_shapes(
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
 
 
-def _norm_shapes(config: dict[str, Any], layer: int) -> dict[str, int]:
+def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
     """The sizes of a layer's norms, but for those of its attention."""
     family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
     names = ["post_attention_layernorm"]
@@ -516,11 +511,11 @@ def _norm_shapes(config: dict[str, Any], layer: int) -> dict[str, int]:
     if family.moe is not None and family.moe.has_norms and is_expert_layer(config, layer):
         names += [f"post_feedforward_layernorm_{i}" for i in (1, 2)]
         names.append("pre_feedforward_layernorm_2")
-    return dict.fromkeys(names, hidden)
+    return {name: hidden for name in names}
 
 
 def _attention_shapes(
-    architecture: str, config: dict[str, Any]
+    architecture: str, config: Config
 ) -> tuple[dict[str, _Shape], dict[str, int]]:
     """The shapes of the matrices and of the norms of a layer's attention."""
     family = FAMILIES[config["model_type"]]
@@ -541,7 +536,7 @@ def _attention_shapes(
     return matrices, norms
 
 
-def _latent_shapes(config: dict[str, Any]) -> tuple[dict[str, _Shape], dict[str, int]]:
+def _latent_shapes(config: Config) -> tuple[dict[str, _Shape], dict[str, int]]:
     """The same of latent attention."""
     hidden, heads, rank = (
         config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank")
@@ -572,7 +567,7 @@ def _latent_shapes(config: dict[str, Any]) -> tuple[dict[str, _Shape], dict[str,
     return matrices, norms
 
 
-def _mlp_shapes(architecture: str, config: dict[str, Any], layer: int) -> dict[str, _Shape]:
+def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, _Shape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     if architecture in ("phi3", "glm4"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}

@@ -129,9 +129,11 @@ def _trees(
             weight = taken[path] = open_nodes.pop(path)
             part = (*match, *path)
             for token in vocabulary:
-                value = weight * counts[(*part, token)] / counts[part]
+                longer = (*part, token)
+                value = weight * counts[longer] / counts[part]
                 if value >= bound:
-                    open_nodes[(*path, token)] = value
+                    open_nodes[longer[len(match) :]] = value
         del taken[()]
-        shares = [counts[(*match, *path)] / counts[match] for path in drafted]
+        starts = [(*match, *path) for path in drafted]
+        shares = [counts[start] / counts[match] for start in starts]
         yield sum(taken.values()), shares + [1.0] * max(0, len(drafted) - size)
