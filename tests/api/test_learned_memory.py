@@ -27,15 +27,15 @@ def test_decoders_are_dropped_when_they_have_learned_too_much() -> None:
     known = Methods(max_learned_bytes=1 << 20)
     decoders: list[Any] = []
     for number in range(5):
-        decoder: Any = known.find(f"suffix:memory={90_000 + number}")
+        decoder: Any = known.find(f"suffix:memory={1_000_000_000 + number}")
         decoder.drafter.learn(list(range(1000)))  # some 400 KB
         decoders.append(decoder)
         assert known.learned_bytes <= 1.5 * (1 << 20)
-    assert known.find("suffix:memory=90004") is decoders[4]
-    assert known.find("suffix:memory=90000") is not decoders[0]
+    assert known.find("suffix:memory=1000000004") is decoders[4]
+    assert known.find("suffix:memory=1000000000") is not decoders[0]
     decoders[4].drafter.learn([*range(4000)])  # more than all may have
     known.find("prompt-lookup")
-    assert known.find("suffix:memory=90004") is not decoders[4]
+    assert known.find("suffix:memory=1000000004") is not decoders[4]
 
 
 def test_requests_on_several_threads_find_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
