@@ -343,6 +343,7 @@ class Request:
                 None if self.prediction is None else Prediction(self.prompt, self.prediction)
             ),
             draft_states=resources.draft_states(decoder.requirements),
+            optional_runners=resources.optional_runners(decoder.requirements),
         )
         if self.prompt_embeds is not None:
             sequence.state[PROMPT_EMBEDS] = self.prompt_embeds

@@ -126,10 +126,24 @@ class Resources:
             raise UnsupportedCombinationError("top_w needs a model whose embeddings can be read")
         return Geometry.of(embed(np.arange(self.model.spec.vocab_size)))
 
+    def optional_runners(self, needs: Requirements) -> tuple[str, ...]:
+        """The optional runners of a decoder that are there and whose models it can use."""
+        return tuple(runner for runner in needs.optional_runners if self._fits(runner, needs))
+
+    def _fits(self, runner: str, needs: Requirements) -> bool:
+        if runner not in self.engine.runners:
+            return False
+        spec = self.engine.runners[runner].model.spec
+        return (
+            spec.causal == needs.draft_causal
+            and (spec.states is None or needs.reads_states)
+            and (needs.can_translate_vocab or self.shares_vocabulary)
+        )
+
     def draft_states(self, needs: Requirements) -> DraftStates | None:
         """New states of one sequence for the draft model of a decoder, if that reads its target's
         states."""
-        for runner in needs.runners:
+        for runner in (*needs.runners, *self.optional_runners(needs)):
             drafter: Any = self.engine.runners[runner].model
             if drafter.spec.states is not None:
                 target: Any = self.model

@@ -17,6 +17,8 @@ class Requirements:
 
     Args:
         runners: The model runners that the method scores with, besides "target".
+        optional_runners: The model runners that the method scores with where there are some that
+            fit (`Sequence.optional_runners`).
         causal: Whether the method needs a causal model (True), a bidirectional one (False), or any
             (None).
         draft_causal: Whether the draft model must be causal (True) or a diffusion model (False).
@@ -36,6 +38,7 @@ class Requirements:
     """
 
     runners: tuple[str, ...] = ()
+    optional_runners: tuple[str, ...] = ()
     causal: bool | None = True
     draft_causal: bool = True
     reads_states: bool = False

@@ -184,17 +184,18 @@ class ModelRunner:
         return builder
 
     def _allow_multi_step(self, plan: Plan) -> None:
-        """Allow further steps if the pass has a single row, within `MAX_MULTI_STEP_SECONDS`.
-        Prompts have more rows, so the first token is not delayed."""
-        span = plan.scheduled[0][1]
-        if len(plan.rows) == 1 and isinstance(span, MultiStepSpan) and plan.output_spec.samples:
-            num_steps = min(1 + span.reserved, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_row))
-            if num_steps > 1:
-                plan.multi_step, plan.output_spec.num_steps, plan.output_spec.end_tokens = (
-                    span,
-                    num_steps,
-                    span.end_tokens,
-                )
+        """Allow further steps if the pass has a single span, within `MAX_MULTI_STEP_SECONDS`.
+        Prompts have more than one row, so the first token is not delayed, but for drafts."""
+        span, spec = plan.scheduled[0][1], plan.output_spec
+        if len(plan.scheduled) > 1 or not isinstance(span, MultiStepSpan) or not spec.samples:
+            return
+        is_draft, num_steps = span.min_probability is not None, 1 + span.reserved
+        if not is_draft:
+            num_steps = min(num_steps, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_row))
+        if num_steps > 1 and (is_draft or len(plan.rows) == 1):
+            plan.multi_step = span
+            spec.num_steps, spec.end_tokens = num_steps, span.end_tokens
+            spec.probabilities, spec.min_probability = is_draft, span.min_probability or 0.0
 
     def run(self, plan: Plan) -> Output:
         """Run the pass. May be called on another thread."""
@@ -211,6 +212,7 @@ class ModelRunner:
         scores."""
         if plan.multi_step is not None:
             plan.multi_step.multi_step_tokens = output.sampled
+            plan.multi_step.probabilities = output.probabilities
             plan.num_passes = max(1, len(output.sampled))
         if plan.num_rows == plan.num_passes:
             self._seconds_per_row = plan.seconds / plan.num_passes

@@ -345,7 +345,9 @@ class OutputSpec:
     Where `num_steps` is more than 1 there is one sample, of the last row, which attends to its
     table up to itself and has no tail. A backend that samples it may continue (multi-step): run a
     pass over the sampled token at the next position, whose slot is in the table, sample again, and
-    so on, until it has sampled `num_steps` tokens or one of `end_tokens`.
+    so on, until it has sampled `num_steps` tokens or one of `end_tokens`, or until the product of
+    the tokens' probabilities is below `min_probability`. With `probabilities`, these (at
+    temperature 1) are returned.
     """
 
     logits: np.ndarray  # int32 row indices
@@ -353,6 +355,8 @@ class OutputSpec:
     samples: list[SampleSpec] = field(default_factory=list)
     num_steps: int = 1
     end_tokens: frozenset[int] = frozenset()
+    probabilities: bool = False
+    min_probability: float = 0.0
 
 
 @dataclass(eq=False)
@@ -363,12 +367,13 @@ class Output:
     hidden_size]`. Both may be views of buffers that the next pass of the same model overwrites.
     `sampled` has the tokens of `output_spec.samples`, or is empty where the backend does not
     sample. After several steps it has all sampled tokens in order, and `logits` are those of the
-    last one.
+    last one; `probabilities` has one entry per token if `OutputSpec.probabilities` is set.
     """
 
     logits: Array
     hidden: dict[int, Array]
     sampled: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
 
 
 class Backend(ABC):

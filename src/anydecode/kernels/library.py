@@ -131,9 +131,12 @@ class Pass(ctypes.Structure):
         ("attention_scratch", pointer),
         ("attention_scratch_floats", c_int64),
         *((name, pointer) for name in ("samples", "multi_step_tokens", "end_tokens")),
+        ("step_probabilities", pointer),
+        ("min_probability", c_double),
+        *((name, pointer) for name in ("head_tokens", "spread")),
         *((name, pointer) for name in ("recurrent_inputs", "states", "scan_start", "scan_first")),
         *((name, pointer) for name in ("scan_slots", "scan_rows", "scan_saves")),
-        *((name, c_int32) for name in ("num_runs", "scan_lead")),
+        *((name, c_int32) for name in ("num_runs", "scan_lead", "vocab_size", "carries_states")),
     ]
 
 

@@ -30,7 +30,7 @@ from anydecode.kernels.interface import (
 from anydecode.kernels.library import FORMAT_CODES, Capture, Library, Lora, Pass, load_library
 from anydecode.kernels.library import SampleSpec as NativeSampleSpec
 from anydecode.kernels.mapped import address_of
-from anydecode.kernels.packing import Packer
+from anydecode.kernels.packing import Packer, float_vector
 from anydecode.kernels.program import Program, record
 from anydecode.kernels.recurrent import PassStates, Scan, check_rows
 
@@ -114,6 +114,9 @@ class NativeExecutor:
         head: `head(backend, x)`, the final norm and the output projection.
         embedding_scale: Factor of the embeddings.
         reads_states: Whether the hidden states of all rows start as `Rows.inputs`.
+        carries_states: Whether, with `reads_states`, the hidden state of one step is the input of
+            the next in a multi-step pass; without it such passes have one step.
+        head_tokens: The tokens of a head that has fewer than the vocabulary, int64 `[num_logits]`.
         packer: The packer of another network with which this one shares weights.
         adapters: The loaded LoRA adapters; may grow later.
         threads: Number of threads; None: one per physical core.
@@ -136,6 +139,8 @@ class NativeExecutor:
         *,
         embedding_scale: float = 1.0,
         reads_states: bool = False,
+        carries_states: bool = False,
+        head_tokens: np.ndarray | None = None,
         packer: Packer | None = None,
         adapters: Sequence[Adapter] = (),
         threads: int | None = None,
@@ -166,8 +171,18 @@ class NativeExecutor:
             num_layers=num_layers, head_size=num_logits, hidden_size=self._hidden_size
         )
         self._pass_address = ctypes.addressof(self._pass)
+        self._pass.carries_states = carries_states
+        self._can_sample = head_tokens is None or bool((np.diff(head_tokens) > 0).all())
+        self._can_continue = self._can_sample and carries_states >= reads_states
+        if head_tokens is not None and self._can_sample:
+            self._head_tokens = head_tokens.astype(np.int32)
+            self._spread = np.full(embedding.out_features, -np.inf, np.float32)
+            self._pass.vocab_size = embedding.out_features
+            self._pass.head_tokens = address_of(self._head_tokens)
+            self._pass.spread = address_of(self._spread)
         self._samples: Any = ()
         self._multi_step_tokens = np.empty(0, np.int32)
+        self._step_probabilities = np.empty(0, np.float32)
         self._end_tokens: frozenset[int] | None = None
         self._table_arrays: Any = ((), (), ())
         floats = self._scratch_floats()
@@ -216,31 +231,42 @@ class NativeExecutor:
         self._pass.embed = 1
         self._set_inputs(rows.inputs, count)
         captures, hidden = self._bind_captures(output_spec, start, stop)
-        specs = self._bind_samples(output_spec.samples)
-        num_steps = output_spec.num_steps if rows.tables[-1].ndim == 1 else 1
+        samples = output_spec.samples if self._can_sample else []
+        specs = self._bind_samples(samples)
+        num_steps = output_spec.num_steps
+        if not self._can_continue or rows.tables[-1].ndim > 1:
+            num_steps = 1
         if self._states is not None:
             num_steps = min(num_steps, self._states.max_steps)
+        probabilities: list[float] = []
         if num_steps > 1:
-            self._bind_multi_step(num_steps, output_spec.end_tokens)
-        self._call(start, stop, output_spec.logits, captures, len(output_spec.samples), num_steps)
-        sampled = [specs[i].token for i in range(len(output_spec.samples))]
+            self._bind_multi_step(num_steps, output_spec)
+        self._call(start, stop, output_spec.logits, captures, len(samples), num_steps)
+        sampled = [specs[i].token for i in range(len(samples))]
         if num_steps > 1:
             sampled = self._multi_step_tokens[:num_steps].tolist()
             sampled = sampled[: sampled.index(-1)] if -1 in sampled else sampled
+            if output_spec.probabilities:
+                probabilities = self._step_probabilities[: len(sampled)].tolist()
             if self._states is not None and len(sampled) > 1:
                 slot = rows.tables[rows.table[-1]][rows.positions[-1] + len(sampled) - 1]
                 cache.states.move(self._states.last_state, int(slot))
-        return Output(self._logits(len(output_spec.logits)), hidden, sampled)
+        return Output(self._logits(len(output_spec.logits)), hidden, sampled, probabilities)
 
-    def _bind_multi_step(self, num_steps: int, end_tokens: frozenset[int]) -> None:
-        p = self._pass
+    def _bind_multi_step(self, num_steps: int, output_spec: OutputSpec) -> None:
+        p, end_tokens = self._pass, output_spec.end_tokens
         if end_tokens is not self._end_tokens:
             self._end_tokens = end_tokens
             self._end_token_array = np.array(sorted(end_tokens), np.int32)
             p.end_tokens, p.num_end_tokens = address_of(self._end_token_array), len(end_tokens)
         if num_steps > len(self._multi_step_tokens):
             self._multi_step_tokens = np.empty(2 * num_steps, np.int32)
+            self._step_probabilities = np.empty(2 * num_steps, np.float32)
             p.multi_step_tokens = address_of(self._multi_step_tokens)
+        p.step_probabilities = None
+        if output_spec.probabilities:
+            p.step_probabilities = address_of(self._step_probabilities)
+            p.min_probability = output_spec.min_probability
 
     def _run_parts(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run rows with different layer ranges: one call per range of layers."""
@@ -332,6 +358,22 @@ class NativeExecutor:
         finally:
             self._pass.logits = address_of(self._buffers.out)
         return logits
+
+    def linear(self, x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
+        """x @ weight.T + bias, float32 `[m, out_features]`, for float32 `[m, in_features]`."""
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty((len(x), weight.out_features), np.float32)
+        scratch = np.empty(2 * x.size + 64, np.uint8)  # rows quantised to int8, with their scales
+        matrix, padded = self.packer.pack(weight), None if bias is None else float_vector(bias)
+        self._library.linear(
+            ctypes.byref(matrix),
+            address_of(x),
+            len(x),
+            None if padded is None else address_of(padded),
+            address_of(out),
+            address_of(scratch),
+        )
+        return out
 
     # --- the arguments of a pass
 

@@ -100,6 +100,8 @@ def choose_executor(
             network.head,
             embedding_scale=network.spec.embedding_scale,
             reads_states=network.spec.states is not None,
+            carries_states=network.spec.states is not None and not network.spec.states.feeds_normed,
+            head_tokens=network.weights.head_tokens,
             packer=packer,
             adapters=network.adapters,
             threads=threads,

@@ -8,6 +8,7 @@ tokens' embeddings beside them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,9 @@ from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.linear import Linear
 from anydecode.models.spec import ModelSpec
+
+#: x @ weight.T + bias, of float32 `[rows, in_features]`.
+Product = Callable[[np.ndarray, Weight, "np.ndarray | None"], np.ndarray]
 
 
 @dataclass(eq=False)
@@ -71,13 +75,16 @@ class StateWeights:
             x = backend.rms_norm(x, self.state_norm, spec.norm_eps)
         return backend.join(tokens, x)
 
-    def project(self, taps: list[np.ndarray], spec: ModelSpec) -> np.ndarray:
+    def project(
+        self, taps: list[np.ndarray], spec: ModelSpec, product: Product | None = None
+    ) -> np.ndarray:
         """The states for the rows behind positions of the target.
 
         Args:
             taps: The target's states, float32 `[rows, target_size]` each, in the order of
                 `StateSpec.taps`.
             spec: The drafter's architecture.
+            product: Multiplies rows by a weight and adds a bias; by default with numpy.
 
         Returns:
             float32 `[rows, hidden_size]`.
@@ -93,6 +100,8 @@ class StateWeights:
             states = rows.rms_norm(states, self.target_norms[0], spec.norm_eps)
         if self.target is None:
             return states
+        if product is not None:
+            return product(states, self.target.weight, self.target.bias)
         if self._target_matrix is None:  # no kernel reads it, so that it is not packed
             self._target_matrix = dequantize(self.target.weight).T.copy()
             self.target.weight.free()

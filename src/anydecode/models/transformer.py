@@ -149,7 +149,7 @@ class Transformer:
         float32 `[rows, target_size]` per tap."""
         weights = self.network.weights.states
         assert weights is not None, "a drafter that reads states"
-        return weights.project(taps, self.spec)
+        return weights.project(taps, self.spec, getattr(self.executor, "linear", None))
 
     def own_states(self, hidden: np.ndarray) -> np.ndarray:
         """The states of a drafter's own that stand in for those of its target, from its last hidden

@@ -62,8 +62,11 @@ class ScoreRequest:
         sequence = self.sequence
         sampler = sequence.sampler
         is_supported = sampler.is_temperature_only or sampler.is_constraint_only
+        is_draft = isinstance(span, MultiStepSpan) and span.min_probability is not None
+        if is_draft:
+            is_supported = sampler.is_temperature_only
         if (
-            self.runner != "target"
+            (self.runner != "target" and not is_draft)
             or not is_supported
             or not isinstance(span, ChainSpan | TreeSpan)
         ):
@@ -82,6 +85,12 @@ class ScoreRequest:
         then one sample after each of these tokens. Empty if the pass had one step."""
         span = self.groups[0][-1]
         return span.multi_step_tokens if isinstance(span, MultiStepSpan) else []
+
+    @property
+    def multi_step_probabilities(self) -> list[float]:
+        """The probabilities of `multi_step_tokens` at temperature 1, if they are a draft."""
+        span = self.groups[0][-1]
+        return span.probabilities if isinstance(span, MultiStepSpan) else []
 
     @property
     def num_rows(self) -> int:

@@ -39,6 +39,7 @@ class Sequence(SequenceData):
         embeddings: np.ndarray | None = None,
         parallel: int = 0,
         extra_tokens: int = 0,
+        min_probability: float | None = None,
         companions: bool = True,
     ) -> ScoreRequest:
         """Returns a request that appends `tokens` to the cache as a causal chain and scores them.
@@ -55,6 +56,8 @@ class Sequence(SequenceData):
             extra_tokens: Up to this many further tokens may be sampled and scored by the backend
                 in the same pass (`ScoreRequest.multi_step_tokens`), if nothing but the sampled
                 tokens is needed of them.
+            min_probability: For a draft: the backend stops when the product of the probabilities
+                of the tokens that it has sampled is below this.
             companions: Whether to score the companion prompts too.
 
         Raises:
@@ -67,20 +70,27 @@ class Sequence(SequenceData):
         kv_cache, states = self.kv_cache(runner), None
         if self._reads_states(runner):
             tokens, states = self._with_states(kv_cache, tokens)
-        if self.draft_states is not None:
-            extra_tokens = 0  # the states of further steps are not returned
         first = kv_cache.length
         depth = kv_cache.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
         output_rows = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
         capture_layers = self._capture_layers(hidden, runner, stop)
         shape = (kv_cache, tokens, start, stop, output_rows, capture_layers)
-        end_tokens = self.end_tokens if extra_tokens > 0 else None
+        end_tokens = self.end_tokens
+        if min_probability is not None:
+            end_tokens = end_tokens or frozenset()
+        if extra_tokens < 1:
+            end_tokens = None
         span = (
             ChainSpan(*shape, inputs=embeddings, states=states)
             if end_tokens is None
             else MultiStepSpan(
-                *shape, inputs=embeddings, extra_tokens=extra_tokens, end_tokens=end_tokens
+                *shape,
+                inputs=embeddings,
+                states=states,
+                extra_tokens=extra_tokens,
+                end_tokens=end_tokens,
+                min_probability=min_probability,
             )
         )
         span.parallel = parallel

@@ -84,6 +84,7 @@ class SequenceData:
         cost_model: Pass costs and the load of the engine.
         prediction: The caller's prediction of the answer, or None. Shared with branches.
         draft_states: What a drafter reads of the target's states, or None.
+        optional_runners: The model runners, besides those that the decoder needs, that it can use.
         parent: The sequence that this is a branch of, or None.
         id: A number unique in the process.
     """
@@ -113,6 +114,7 @@ class SequenceData:
     cost_model: CostModel = DEFAULT_COSTS
     prediction: Prediction | None = None
     draft_states: DraftStates | None = None
+    optional_runners: tuple[str, ...] = ()
     parent: SequenceData | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
@@ -234,6 +236,7 @@ class SequenceData:
             cost_model=self.cost_model,
             prediction=self.prediction,
             draft_states=None if self.draft_states is None else self.draft_states.fork(),
+            optional_runners=self.optional_runners,
             parent=self,
         )
         for runner, kv_caches in self._kv_caches.items():

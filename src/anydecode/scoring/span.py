@@ -165,12 +165,19 @@ class MultiStepSpan(ChainSpan):
     Args:
         extra_tokens: Maximum number of further tokens that are scored.
         end_tokens: Tokens after which the backend stops.
+        min_probability: Of a draft, None of others: the backend also stops when the product of the
+            tokens' probabilities is below it, and continues after any number of rows.
+
+    Attributes:
         multi_step_tokens: Set after the pass: all sampled tokens. The last one is not scored.
+        probabilities: Those of these tokens, if they are a draft.
     """
 
     extra_tokens: int = 0
     end_tokens: frozenset[int] = frozenset()
+    min_probability: float | None = None
     multi_step_tokens: list[int] = field(default_factory=list, init=False)
+    probabilities: list[float] = field(default_factory=list, init=False)
 
     def reserve(self, count: int) -> None:
         self.reserved = self.extra_tokens if count == self.remaining else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from threading import current_thread
 from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +12,26 @@ import pytest
 from anydecode.api.llm import LLM
 from anydecode.certification.certify import certify_one
 from anydecode.certification.oracles.speculative.auto import BatchCosts, FixedCosts, cyclic, passes
+from anydecode.certification.tiny import eagle3_checkpoint, with_drafter
+from anydecode.constraints.languages import Regex
 from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
 from anydecode.decoders.speculative import auto as module
-from anydecode.decoders.speculative.auto import (
-    AcceptanceRates,
-    Auto,
+from anydecode.decoders.speculative import draft_choice, draft_sources
+from anydecode.decoders.speculative.auto import Auto
+from anydecode.decoders.speculative.draft_choice import (
     CandidateTree,
-    CopySource,
-    SuccessorPredictor,
     best_count,
     grow_tree,
     min_useful_probability,
+    with_chain,
+)
+from anydecode.decoders.speculative.draft_sources import (
+    MATCH_LENGTHS,
+    PRIORS,
+    AcceptanceRates,
+    CopySource,
+    ModelSource,
+    SuccessorPredictor,
 )
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
@@ -35,6 +45,8 @@ from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
 from certificates import assert_certified, assert_rejected
+
+PROMPTS = ["the quick brown fox jumps over", "a lazy dog and", "zq"]
 
 
 def test_certificate() -> None:
@@ -61,7 +73,7 @@ def test_accepting_all_drafts_fails_the_certificate(monkeypatch: pytest.MonkeyPa
         )
 
     monkeypatch.setattr(TokenExact, "walk", accept_all)
-    monkeypatch.setattr(module, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(draft_choice, "MIN_GAIN", 0.0)
     checks = {check.name: check.passed for check in certify_one("auto").checks}
     assert not checks["equals plain decoding, scripted, T=0.0"]
 
@@ -111,13 +123,13 @@ def test_stored_answers_are_bounded() -> None:
 
 
 def test_old_observations_decay() -> None:
-    rates = AcceptanceRates(module.PRIORS[True])
+    rates = AcceptanceRates(PRIORS[True])
     for _ in range(500):
         rates.record(3, True)
     for _ in range(120):
         rates.record(3, False)
     assert rates[3] < 0.2
-    assert rates.rates()[0] == pytest.approx(module.PRIORS[True][0])
+    assert rates.rates()[0] == pytest.approx(PRIORS[True][0])
 
 
 def test_lower_bound_rises_with_observations() -> None:
@@ -161,7 +173,7 @@ def sources(*texts: list[int], rate: float = 0.6) -> list[CopySource]:
         for token in text:
             corpus.append(token)
         source = CopySource(
-            f"s{number}", corpus, AcceptanceRates([rate - 0.1 * number] * len(module.MATCH_LENGTHS))
+            f"s{number}", corpus, AcceptanceRates([rate - 0.1 * number] * len(MATCH_LENGTHS))
         )
         source.cursor.step(text[:1])
         found.append(source)
@@ -173,7 +185,7 @@ def no_predictions() -> SuccessorPredictor:
 
 
 def test_two_sources_grow_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NUM_STANDARD_ERRORS", 0.0)
+    monkeypatch.setattr(draft_sources, "NUM_STANDARD_ERRORS", 0.0)
     tree = grow_tree(
         [7], sources([7, 1, 2, SEPARATOR], [7, 1, 3, SEPARATOR]), no_predictions(), 3, 0.0
     )
@@ -186,7 +198,7 @@ def test_two_sources_grow_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forced_tokens_precede_copied_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NUM_STANDARD_ERRORS", 0.0)
+    monkeypatch.setattr(draft_sources, "NUM_STANDARD_ERRORS", 0.0)
     forced = [5, 6]
     tree = grow_tree(
         [7], sources([7, 1, SEPARATOR], [7, 2, SEPARATOR]), no_predictions(), 2, 0.0, forced
@@ -200,7 +212,7 @@ def test_successors_extend_copied_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
     """After the copied 1 come the successors of the pair (7, 1), after 4 those of the single token
     4.
     """
-    monkeypatch.setattr(module, "NUM_STANDARD_ERRORS", 0.0)
+    monkeypatch.setattr(draft_sources, "NUM_STANDARD_ERRORS", 0.0)
     known = Successors()
     known.learn(9, 4, [8, 5])
     known.learn(7, 1, [4, 2])
@@ -250,7 +262,7 @@ def test_prefix_of_a_candidate_tree_is_a_tree() -> None:
 def test_chain_equals_tree_beside_an_empty_source() -> None:
     (alone,) = sources([7, 1, 2, 3, 4, SEPARATOR], rate=0.7)
     empty = CopySource(
-        "silent", NgramIndex(NGRAM_SIZES), AcceptanceRates([0.5] * len(module.MATCH_LENGTHS))
+        "silent", NgramIndex(NGRAM_SIZES), AcceptanceRates([0.5] * len(MATCH_LENGTHS))
     )
     for count, min_probability in ((4, 0.0), (2, 0.0), (4, 0.3)):
         found = grow_tree([7], [alone], no_predictions(), count, min_probability, [7])
@@ -531,3 +543,95 @@ def test_uniformly_slow_machine_scales_all_costs() -> None:
             assert cost_model.seconds(rows, 10) == pytest.approx(
                 2 * default_table().seconds(rows, 10), rel=1e-3
             )
+
+
+# --- with a draft model
+
+
+def test_a_chain_joins_the_nodes_that_it_shares() -> None:
+    """Compared with the sum over which of the sources is right."""
+    tree = CandidateTree([], [], [], [])
+    a = tree.add(1, ROOT, "copy", 0.5)
+    tree.add(2, ROOT, "past", 0.2)
+    tree.add(3, a, "copy", 0.25)
+    joined = with_chain(tree, [(1, 0.6), (4, 0.5)], "model")
+    paths = {}
+    for node, token in enumerate(joined.tokens):
+        parent = joined.parents[node]
+        paths[(*(paths_of(joined, parent)), token)] = joined.probabilities[node]
+        assert parent < node
+    both = 1 - 0.4 * 0.5
+    expected = {(1,): both, (2,): 0.2 * 0.4, (1, 4): both * 0.5, (1, 3): both * 0.5 * 0.5}
+    assert paths == pytest.approx(expected)
+    assert joined.probabilities == sorted(joined.probabilities, reverse=True)
+
+
+def paths_of(tree: CandidateTree, node: int) -> list[int]:
+    return [] if node == ROOT else [*paths_of(tree, tree.parents[node]), tree.tokens[node]]
+
+
+def drafted_llm(**options: Any) -> LLM:
+    """A tiny model with an EAGLE-3 drafter that it often agrees with; drafts are cheap."""
+    llm = with_drafter(lambda target: eagle3_checkpoint(target), **options)
+    llm.cost_model = FixedCosts(lambda rows, _: 1.0 + 0.01 * rows)
+    return llm
+
+
+def model_rounds(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in trace if "model" in (record["sources"] or ())]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_drafter_is_used_without_changing_the_text(temperature: float) -> None:
+    options: dict[str, Any] = {"temperature": temperature, "seed": 4, "max_tokens": 60}
+    with drafted_llm() as llm:
+        expected = [llm.generate(p, decoder="autoregressive", **options).tokens for p in PROMPTS]
+        alone = [llm.generate(p, decoder="auto", trace=True, **options) for p in PROMPTS]
+        together = llm.generate(PROMPTS, decoder="auto", **options)
+        certain = llm.generate(PROMPTS[0], decoder="auto", constraint=Regex("[ab]{30}"), **options)
+        plain = llm.generate(
+            PROMPTS[0], decoder="autoregressive", constraint=Regex("[ab]{30}"), **options
+        )
+    assert [answer.tokens for answer in alone] == expected
+    assert [answer.tokens for answer in together] == expected
+    assert certain.tokens == plain.tokens
+    assert all(model_rounds(answer.trace or []) for answer in alone)
+    assert sum(answer.stats.passes for answer in alone) < 0.9 * sum(map(len, expected))
+
+
+def test_a_drafter_that_is_never_right_is_left_after_some_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft = ModelSource.draft
+
+    def wrong(self: ModelSource, *given: Any) -> Any:
+        chain = yield from draft(self, *given)
+        self._drafted = [(token + 1) % 200 for token, _ in chain]
+        return [(token, 0.9) for token in self._drafted]
+
+    monkeypatch.setattr(ModelSource, "draft", wrong)
+    with drafted_llm() as llm:
+        llm.cost_model = FixedCosts(lambda rows, _: 1.0 + 0.05 * rows)
+        answer = llm.generate(PROMPTS[0], decoder="auto", max_tokens=400, trace=True)
+        expected = llm.generate(PROMPTS[0], decoder="autoregressive", max_tokens=400)
+    rounds = model_rounds(answer.trace or [])
+    assert answer.tokens == expected.tokens
+    assert 1 <= len(rounds) < 40
+    late = [record for record in rounds if record["position"] > len(PROMPTS[0]) + 200]
+    assert 1 <= len(late) <= 5  # tried again now and then
+
+
+def test_certificate_rejects_a_drafter_whose_drafts_are_taken_unverified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
+
+    walk = TokenExact.walk
+
+    def trusting(self: TokenExact, tree: Any, scores: Scores) -> AcceptanceResult:
+        if not len(tree) or (tree.sources or [""])[0] != "model":
+            return walk(self, tree, scores)
+        return AcceptanceResult([0], [tree.tokens[0], scores.sample(1)])
+
+    monkeypatch.setattr(TokenExact, "walk", trusting)
+    assert_rejected("auto")

@@ -116,9 +116,9 @@ def test_certificate_rejects_taps_without_their_norms(monkeypatch: Patch) -> Non
     _only(monkeypatch, "EAGLE-3, normed taps")
     project = StateWeights.project
 
-    def plain(self: StateWeights, taps: list[np.ndarray], spec: Any) -> np.ndarray:
+    def plain(self: StateWeights, taps: list[np.ndarray], *rest: Any) -> np.ndarray:
         self.target_norms = []
-        return project(self, taps, spec)
+        return project(self, taps, *rest)
 
     monkeypatch.setattr(StateWeights, "project", plain)
     assert_rejected("eagle")

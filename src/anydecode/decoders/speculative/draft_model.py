@@ -13,7 +13,7 @@ from anydecode.errors import ConstraintError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
 DRAFT = "draft"
@@ -41,8 +41,11 @@ def draft_chain(
     runner: str = DRAFT,
     distributions: list[np.ndarray] | None = None,
     should_stop: Callable[[Sampler, np.ndarray, int], bool] | None = None,
+    probabilities: list[float] | None = None,
+    min_probability: float = 0.0,
 ) -> Generator[DecoderAction, Any, list[int]]:
-    """Draft a chain of up to `size` tokens with `runner`, one pass per token.
+    """Draft a chain of up to `size` tokens with `runner`, one pass per token, or all of them in one
+    multi-step pass where the backend can sample them.
 
     Tokens are sampled by the sequence's sampler with the target's noise. The runner's cache must
     hold a prefix of the sequence's tokens and `prefix`.
@@ -55,15 +58,34 @@ def draft_chain(
         distributions: If given, the distribution of each draft is appended, float64 `[vocab_size]`.
         should_stop: Called with (sampler, logits, token) of each draft; True ends the chain after
             it.
+        probabilities: If given, the probability of each draft at temperature 1 is appended.
+        min_probability: The product of these below which the chain ends.
     """
     sampler = sequence.sampler.fork()
     for token in prefix:
         sampler.advance(token)
     tokens = sequence.all_tokens + prefix
     drafts: list[int] = []
-    for _ in range(size):
+    path_probability = 1.0
+    draft_spec, target_spec = (sequence.kv_cache(name).pool.model.spec for name in (runner, TARGET))
+    needs_rows = (
+        distributions is not None
+        or should_stop is not None
+        or draft_spec.vocab_size > target_spec.vocab_size
+    )
+    while len(drafts) < size and path_probability >= min_probability:
         kv_cache = sequence.kv_cache(runner)
-        scores = yield sequence.score((tokens + drafts)[kv_cache.length :], runner=runner)
+        request = sequence.score(
+            (tokens + drafts)[kv_cache.length :],
+            runner=runner,
+            extra_tokens=0 if needs_rows else size - len(drafts) - 1,
+            min_probability=min_probability,
+        )
+        scores = yield request
+        if request.multi_step_probabilities:  # else the backend has run one step
+            if probabilities is not None:
+                probabilities += request.multi_step_probabilities
+            return drafts + request.multi_step_tokens
         row = fit_vocab(sequence, scores.row(-1))
         try:
             token = sequence.sample(sampler, row, len(tokens) + len(drafts))
@@ -73,12 +95,21 @@ def draft_chain(
             break
         if distributions is not None:
             distributions.append(sampler.distribution(row).dense(len(row)))
+        if probabilities is not None:
+            probabilities.append(_probability(row, token))
+            path_probability *= probabilities[-1]
         is_last = should_stop is not None and should_stop(sampler, row, token)
         sampler.advance(token)
         drafts.append(token)
         if is_last:
             break
     return drafts
+
+
+def _probability(row: np.ndarray, token: int) -> float:
+    """The probability of a token at temperature 1."""
+    weights = np.exp(row - row.max())
+    return float(weights[token] / weights.sum())
 
 
 def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 #include "plan.h"
 #include "threads.h"
 
+#include <math.h>
 #include <string.h>
 
 #if defined(_WIN32)
@@ -242,6 +243,13 @@ static int is_end_token(const Pass *pass, int32_t token) {
   return 0;
 }
 
+/* The probability of the token that was sampled from the logits of `row`. */
+static double probability_of(const Pass *pass, int32_t row, int32_t token) {
+  const float *logits = pass->logits + (int64_t)row * pass->head_size;
+  float logit = pass->head_tokens ? pass->spread[token] : logits[token];
+  return exp((double)logit - chosen->logsumexp(logits, pass->head_size));
+}
+
 /* Go on after `pass`: run a pass over the sampled token at the next position, sample again, and so
  * on, up to num_steps tokens. */
 static int multi_step(const Pass *pass, int threads) {
@@ -258,7 +266,7 @@ static int multi_step(const Pass *pass, int threads) {
   next.table = &table;
   next.prefix = &prefix;
   next.tail_start = next.tail_length = next.logit_rows = &zero;
-  next.inputs = NULL;
+  next.inputs = pass->carries_states ? pass->stream + (int64_t)last * pass->hidden_size : NULL;
   if (pass->adapters) next.adapters = pass->adapters + last;
   /* The last row's state is that of its run's last step; each further step replaces it. */
   int32_t scan_slots[MAX_WINDOW], scan_rows[MAX_WINDOW], scan_saves[MAX_WINDOW], state = -1;
@@ -274,11 +282,18 @@ static int multi_step(const Pass *pass, int threads) {
     scan_rows[lead] = 0;
     scan_saves[lead] = state;
   }
-  spec->row = 0;
+  double path = 1.0;
   for (int step = 0;;) {
-    pass->multi_step_tokens[step++] = token = spec->token;
+    token = spec->token;
+    if (pass->step_probabilities) {
+      double probability = probability_of(pass, spec->row, token);
+      pass->step_probabilities[step] = (float)probability;
+      path *= probability;
+    }
+    pass->multi_step_tokens[step++] = token;
+    spec->row = 0;
     if (step == pass->num_steps) return OK;
-    if (is_end_token(pass, token)) {
+    if (is_end_token(pass, token) || path < pass->min_probability) {
       pass->multi_step_tokens[step] = -1;
       return OK;
     }
@@ -290,6 +305,7 @@ static int multi_step(const Pass *pass, int threads) {
     spec->counter[0]++;
     int problem = run_once(&next, threads);
     if (problem) return problem;
+    if (pass->carries_states) next.inputs = pass->stream;
   }
 }
 

@@ -34,7 +34,7 @@ static void run_embed(const Step *s) {
   for (int r = s->first; r < s->last; r++) {
     float *out = s->pass->stream + (int64_t)r * width;
     if (s->pass->tokens[r] < 0 || (s->op->count && s->pass->inputs)) {
-      memcpy(out, s->pass->inputs + (int64_t)r * width, (size_t)width * 4);
+      memmove(out, s->pass->inputs + (int64_t)r * width, (size_t)width * 4);
     } else {
       unpack_row(s->op->matrix, s->pass->tokens[r], out);
       if (s->op->x != 1.0f) scale_row(out, width, s->op->x, out);
@@ -192,14 +192,31 @@ static void run_scan(const Step *s, int head, int thread) {
   scan_head(pass, s->op, head, scratch, buffer(s, s->op->out));
 }
 
+/* The first of the ascending head tokens that is at least `token`. */
+static int32_t head_column(const Pass *pass, int64_t token) {
+  int32_t low = 0, high = pass->head_size;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (pass->head_tokens[middle] < token) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
 static void run_sample(const Plan *plan, int part, int parts) {
   const Pass *pass = plan->pass;
-  int64_t n = pass->head_size, first = n * part / parts & ~(int64_t)15, last = n;
+  int64_t n = sampled_tokens(pass), first = n * part / parts & ~(int64_t)15, last = n;
   if (part + 1 < parts) last = n * (part + 1) / parts & ~(int64_t)15;
   for (int i = 0; i < pass->num_samples; i++) {
     const SampleSpec *spec = pass->samples + i;
-    sample_token(spec, pass->logits + spec->row * n, first, last,
-                 plan->best_tokens + i * parts + part);
+    const float *logits = pass->logits + (int64_t)spec->row * pass->head_size, *row = logits;
+    if (pass->head_tokens) {
+      int32_t end = head_column(pass, last);
+      for (int32_t j = head_column(pass, first); j < end; j++)
+        pass->spread[pass->head_tokens[j]] = logits[j];
+      row = pass->spread;
+    }
+    sample_token(spec, row, first, last, plan->best_tokens + i * parts + part);
   }
 }
 

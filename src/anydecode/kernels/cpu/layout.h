@@ -139,10 +139,20 @@ typedef struct {
    * after `num_steps` tokens. Where there are fewer, -1 follows the last. */
   int32_t *multi_step_tokens;
   const int32_t *end_tokens;
+  /* The probability of each of these tokens (at temperature 1), or NULL. It also stops after the
+   * token with which their product falls below `min_probability`. */
+  float *step_probabilities;
+  double min_probability;
+  /* Of a head without all tokens: those of its columns, ascending, [head_size]; else NULL. Samples
+   * are of `spread` [vocab_size], which is -inf but at these tokens. */
+  const int32_t *head_tokens;
+  float *spread;
   float *const *recurrent_inputs, *const *states; /* by layer; NULL: none */
   /* The steps of the recurrences (kernels/recurrent.py: Scan), in num_runs runs. */
   const int32_t *scan_start, *scan_first, *scan_slots, *scan_rows, *scan_saves;
   int32_t num_runs, scan_lead;
+  int32_t vocab_size;
+  int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
 } Pass;
 
 /* A block of 32 quantised activations: x = scale * q, scaled_sum = scale * (low + high). */

@@ -115,7 +115,7 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
   }
   close_stage(plan);
   if (!pass->num_logits || !pass->num_samples) return 1;
-  int num_parts = sample_parts(pass->head_size, threads);
+  int num_parts = sample_parts(sampled_tokens(pass), threads);
   if (!grow(&best_tokens, (size_t)(num_parts * pass->num_samples) * sizeof(BestToken))) return 0;
   plan->best_tokens = best_tokens.data;
   plan->stages[plan->num_stages] = (Stage){0};

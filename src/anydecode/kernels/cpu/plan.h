@@ -31,6 +31,11 @@ INLINE int grouped_parts(const Op *op, int rows, int threads) {
   return op->count * linear_parts(op->experts[0], rows, threads);
 }
 
+/* The number of tokens among which a row is sampled. */
+INLINE int sampled_tokens(const Pass *pass) {
+  return pass->head_tokens ? pass->vocab_size : pass->head_size;
+}
+
 /* Parts of a row of logits that are sampled in parallel: about the ranges that the threads have
  * just written. */
 INLINE int sample_parts(int head_size, int threads) {

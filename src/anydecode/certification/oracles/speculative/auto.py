@@ -17,13 +17,12 @@ from anydecode.certification.tiny import tiny_llm
 from anydecode.constraints.languages import Regex
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.ngram_index import NgramIndex
-from anydecode.decoders.speculative.auto import (
-    MIN_GAIN,
+from anydecode.decoders.speculative.auto import Auto
+from anydecode.decoders.speculative.draft_choice import MIN_GAIN, best_count
+from anydecode.decoders.speculative.draft_sources import (
     NUM_STANDARD_ERRORS,
     PRIORS,
     AcceptanceRates,
-    Auto,
-    best_count,
 )
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.engine.model_runner import Plan

@@ -1,0 +1,245 @@
+"""The sources of `auto`'s drafts, with their acceptance rates: copies from texts, the model's most
+probable tokens of earlier passes, and a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, replace
+from math import sqrt
+from time import perf_counter
+from typing import Any
+
+from anydecode.decoders.framework.ngram_index import NgramIndex
+from anydecode.decoders.framework.speculation import SpeculationRound
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.match_cursor import MatchCursor
+from anydecode.decoders.speculative.successors import Successors
+from anydecode.scoring.score import DecoderAction
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import ROOT
+
+#: Lower bounds of the match-length classes.
+MATCH_LENGTHS = (1, 2, 3, 4, 6, 9, 14, 20, 32, 64)
+#: Prior acceptance rate of a copied token by match-length class, in greedy (True) and in sampled
+#: texts of a small model. `PRIOR_WEIGHT` is the number of observations that the priors count for.
+PRIORS = {
+    True: (0.25, 0.53, 0.65, 0.72, 0.79, 0.85, 0.91, 0.95, 0.98, 0.995),
+    False: (0.18, 0.4, 0.55, 0.57, 0.68, 0.76, 0.85, 0.92, 0.97, 0.99),
+}
+#: Prior acceptance rates of the model's most probable successors: two of a token pair, then two of
+#: a single token.
+SUCCESSOR_PRIORS = {
+    True: (0.6, 0.08, 0.4, 0.09),
+    False: (0.45, 0.12, 0.18, 0.1),
+}
+PRIOR_WEIGHT = 8.0
+#: Number of recent observations that a rate is averaged over.
+RATE_MEMORY = 60.0
+#: Classes of a draft model's probabilities, of equal width.
+NUM_BINS = 10
+#: Weight of a round in the averages over all sequences, and over those of one sequence.
+SHARED_RATE, OWN_RATE = 0.01, 0.08
+#: Number of standard errors subtracted from a rate to get its lower bound.
+NUM_STANDARD_ERRORS = 0.5
+
+
+_CLASS = [
+    max(i for i, low in enumerate(MATCH_LENGTHS) if low <= max(n, 1))
+    for n in range(MATCH_LENGTHS[-1])
+]
+
+
+def class_of(length: int) -> int:
+    """The index into `MATCH_LENGTHS` of a match length."""
+    return _CLASS[length] if length < MATCH_LENGTHS[-1] else len(MATCH_LENGTHS) - 1
+
+
+class AcceptanceRates:
+    """Acceptance rates by kind of draft; old observations decay."""
+
+    def __init__(self, prior: Iterable[float], weight: float = PRIOR_WEIGHT) -> None:
+        self.hits = [rate * weight for rate in prior]
+        self.tries = [weight] * len(self.hits)
+        self._bounds = [self._bound(kind) for kind in range(len(self.hits))]
+
+    def __getitem__(self, kind: int) -> float:
+        """The lower bound of a kind's rate: the observed rate less `NUM_STANDARD_ERRORS` standard
+        errors."""
+        return self._bounds[kind]
+
+    def record(self, kind: int, hit: bool) -> None:
+        """Record whether a draft of this kind was right."""
+        if self.tries[kind] >= RATE_MEMORY:
+            self.hits[kind] *= 1 - 1 / RATE_MEMORY
+            self.tries[kind] -= 1
+        self.hits[kind] += hit
+        self.tries[kind] += 1
+        self._bounds[kind] = self._bound(kind)
+
+    def rates(self) -> list[float]:
+        """The rate of every kind."""
+        return [hits / tries for hits, tries in zip(self.hits, self.tries, strict=True)]
+
+    def _bound(self, kind: int) -> float:
+        tries = self.tries[kind]
+        rate = self.hits[kind] / tries
+        return rate - NUM_STANDARD_ERRORS * sqrt(max(rate * (1 - rate), 0.0) / tries)
+
+
+class CopySource:
+    """A history to copy drafts from: a cursor in it, and the acceptance rates of its drafts."""
+
+    def __init__(self, name: str, history: NgramIndex, rates: AcceptanceRates) -> None:
+        self.name = name
+        self.cursor = MatchCursor(history)
+        self.rates = rates
+
+    def probability(self, depth: int = 0) -> float:
+        """The acceptance probability of the token at `depth` of the copied chain, if all before it
+        are accepted; 0 without a match."""
+        length = self.cursor.length
+        return self.rates[class_of(length + depth)] if length else 0.0
+
+    def read(self, text: list[int], scored: bool) -> None:
+        """Move on to `text`. With `scored`, its last token came from the model and counts for the
+        rates."""
+        length = self.cursor.length
+        is_hit = self.cursor.step(text)
+        if scored and is_hit is not None:
+            self.rates.record(class_of(length), is_hit)
+
+    def advanced(self, text: list[int], tokens: list[int]) -> CopySource:
+        """This source after `text` and `tokens`."""
+        other = CopySource(self.name, self.cursor.history, self.rates)
+        other.cursor = self.cursor.advanced(text, tokens)
+        return other
+
+
+class SuccessorPredictor:
+    """Predicts the model's next token from its most probable tokens when it last scored the same
+    context tokens."""
+
+    def __init__(self, successors: Successors, rates: AcceptanceRates) -> None:
+        self.successors = successors
+        self.rates = rates
+
+    def predictions(self, before: int, last: int) -> list[tuple[int, float]]:
+        """The next-token candidates with their acceptance probabilities, most probable first."""
+        first, tokens = self.successors.find(before, last)
+        return [(token, self.rates[first + rank]) for rank, token in enumerate(tokens)]
+
+    def read(self, before: int, last: int, token: int) -> None:
+        """Record that the model generated `token` after `before` and `last`."""
+        for kind, hit in self.successors.outcomes(before, last, token):
+            self.rates.record(kind, hit)
+
+
+@dataclass
+class DraftRecord:
+    """What rounds with drafts of a model have brought, as averages over recent rounds.
+
+    Attributes:
+        rows: Drafted tokens that were verified.
+        accepted: Of these, the accepted ones.
+        seconds: Time that drafting took.
+        seconds_per_draft: The same per drafted token.
+    """
+
+    rows: float
+    accepted: float
+    seconds: float
+    seconds_per_draft: float
+
+    def record(self, rate: float, rows: int, accepted: int, seconds: float, drafts: int) -> None:
+        """Add a round; earlier ones keep `1 - rate` of their weight."""
+        self.rows += rate * (rows - self.rows)
+        self.accepted += rate * (accepted - self.accepted)
+        self.seconds += rate * (seconds - self.seconds)
+        self.seconds_per_draft += rate * (seconds / max(1, drafts) - self.seconds_per_draft)
+
+
+class LearnedDrafts:
+    """What `auto` knows of a draft model, for all sequences: how often its drafts are accepted, by
+    the probability that it gives them, and what they bring."""
+
+    def __init__(self) -> None:
+        middles = [(kind + 0.5) / NUM_BINS for kind in range(NUM_BINS)]
+        self.rates = AcceptanceRates(middles)
+        self.record: DraftRecord | None = None  # None before the first round
+
+    def mean_rate(self) -> float:
+        """The fraction of the drafts that is accepted, of those whose predecessors were."""
+        return sum(self.rates.hits) / sum(self.rates.tries)
+
+
+class ModelSource:
+    """Drafts chains with the runner "draft" for one sequence, as long as its confidence lets them
+    pay.
+
+    Args:
+        sequence: The sequence.
+        learned: What is known of the draft model.
+    """
+
+    name = "model"
+
+    def __init__(self, sequence: Sequence, learned: LearnedDrafts) -> None:
+        self.sequence = sequence
+        self.learned = learned
+        self.record = None if learned.record is None else replace(learned.record)
+        self.num_undrafted = 0  # tokens since the last draft
+        self._drafted: list[int] = []
+        self._kinds: list[int] = []
+        self._seconds = 0.0
+
+    def expected(self, pass_seconds: float) -> DraftRecord:
+        """What the next round is expected to bring; an optimistic guess before the first one.
+
+        Args:
+            pass_seconds: The cost of a pass without drafts.
+        """
+        if self.record is None:
+            self.record = DraftRecord(3.0, 1.5, 0.3 * pass_seconds, 0.1 * pass_seconds)
+        return self.record
+
+    def draft(
+        self, size: int, min_probability: float
+    ) -> Generator[DecoderAction, Any, list[tuple[int, float]]]:
+        """Draft up to `size` tokens; returns them with their acceptance probabilities.
+
+        Args:
+            size: Maximum number of tokens.
+            min_probability: The probability of a path below which it is not continued.
+        """
+        start = perf_counter()
+        self.sequence.align(DRAFT)
+        probabilities: list[float] = []
+        self._drafted = yield from draft_chain(
+            self.sequence, [], size, probabilities=probabilities, min_probability=min_probability
+        )
+        self._seconds = perf_counter() - start
+        self._kinds = [min(int(value * NUM_BINS), NUM_BINS - 1) for value in probabilities]
+        rates = [self.learned.rates[kind] for kind in self._kinds]
+        return list(zip(self._drafted, rates, strict=True))
+
+    def observe(self, round: SpeculationRound) -> None:
+        """Record the verification of the last draft, if there was one since the last call."""
+        if not self._drafted:
+            self.num_undrafted += len(round.result.tokens)
+            return
+        tree, accepted = round.tree, set(round.result.path)
+        node = ROOT
+        for token, kind in zip(self._drafted, self._kinds, strict=True):
+            child = tree.child(node, token)
+            if child is None:
+                break
+            self.learned.rates.record(kind, child in accepted)
+            if child not in accepted:
+                break
+            node = child
+        values = (len(tree), round.num_accepted, self._seconds, len(self._drafted))
+        if self.learned.record is None:
+            self.learned.record = replace(self.expected(round.verify_seconds))
+        self.learned.record.record(SHARED_RATE, *values)
+        self.expected(round.verify_seconds).record(OWN_RATE, *values)
+        self._drafted, self.num_undrafted = [], 0

@@ -1,0 +1,132 @@
+"""Chains of a draft model in one multi-step pass: the tokens and probabilities of single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode.api.llm import LLM
+from anydecode.certification.tiny import (
+    eagle3_checkpoint,
+    eagle_checkpoint,
+    tiny_model,
+    with_drafter,
+)
+from anydecode.decoders.decoder import Decoder, Requirements
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.engine.model_runner import ModelRunner
+from anydecode.kernels.native import NativeExecutor
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+
+DRAFTERS: dict[str, Callable[[], LLM]] = {
+    "EAGLE": partial(with_drafter, eagle_checkpoint),
+    "EAGLE-3, fewer tokens": partial(with_drafter, eagle3_checkpoint),
+    "EAGLE-3, normed states": partial(
+        with_drafter, lambda target: eagle3_checkpoint(target, norm_output=True)
+    ),
+    "a model": lambda: LLM(
+        tiny_model(), tokenizer=ByteTokenizer(), draft=tiny_model(seed=1, layers=1)
+    ),
+}
+
+
+class ChainReader(Decoder):
+    """Decodes plainly and drafts a chain after each token."""
+
+    requirements = Requirements(runners=(DRAFT,), reads_states=True)
+
+    def __init__(self, size: int, min_probability: float) -> None:
+        self.size, self.min_probability = size, min_probability
+        self.chains: list[list[int]] = []
+        self.probabilities: list[float] = []
+        self.num_draft_passes = 0
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        while not sequence.finished:
+            scores = yield sequence.score()
+            sequence.emit([scores.sampled[-1]])
+            if sequence.finished or not sequence.can_draft():
+                continue
+            sequence.align(DRAFT)
+            self.chains.append(
+                (
+                    yield from draft_chain(
+                        sequence,
+                        [],
+                        self.size,
+                        probabilities=self.probabilities,
+                        min_probability=self.min_probability,
+                    )
+                )
+            )
+
+
+def read_chains(
+    name: str, temperature: float, min_probability: float
+) -> tuple[list[list[int]], list[float]]:
+    with DRAFTERS[name]() as llm:
+        reader = ChainReader(5, min_probability)
+        llm.generate(
+            "the quick brown", decoder=reader, max_tokens=24, temperature=temperature, seed=7
+        )
+    assert len(reader.chains) >= 20
+    assert sum(map(len, reader.chains)) == len(reader.probabilities)
+    return reader.chains, reader.probabilities
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of every call of the kernels."""
+    steps: list[int] = []
+    call = NativeExecutor._call
+
+    def counted(self: NativeExecutor, *given: Any) -> None:
+        steps.append(given[5] if len(given) > 5 else 1)
+        call(self, *given)
+
+    monkeypatch.setattr(NativeExecutor, "_call", counted)
+    return steps
+
+
+@pytest.mark.parametrize("min_probability", [0.0, 0.02])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_chains_in_one_pass_equal_single_steps(
+    name: str, temperature: float, min_probability: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = count_calls(monkeypatch)
+    chains, probabilities = read_chains(name, temperature, min_probability)
+    is_multi_step = name != "EAGLE-3, normed states"  # whose states the kernels do not norm
+    assert (max(steps) > 1) == is_multi_step
+    steps.clear()
+    monkeypatch.setattr(ModelRunner, "_allow_multi_step", lambda self, plan: None)
+    expected = read_chains(name, temperature, min_probability)
+    assert max(steps) == 1
+    assert chains == expected[0]
+    assert np.allclose(probabilities, expected[1], rtol=1e-4)
+    lengths = {len(chain) for chain in chains}
+    assert lengths == {5} if min_probability == 0 else len(lengths) > 1
+
+
+def test_steps_without_the_states_of_the_step_before_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The input of a further step is the state of the step before, not that of the first row."""
+    single = pytest.MonkeyPatch()
+    single.setattr(ModelRunner, "_allow_multi_step", lambda self, plan: None)
+    expected = read_chains("EAGLE", 0.0, 0.0)[0]
+    single.undo()
+    call = NativeExecutor._call
+
+    def stateless(self: NativeExecutor, *given: Any) -> None:
+        if self._reads_states:
+            self._pass.carries_states = 0
+        call(self, *given)
+
+    monkeypatch.setattr(NativeExecutor, "_call", stateless)
+    assert read_chains("EAGLE", 0.0, 0.0)[0] != expected
