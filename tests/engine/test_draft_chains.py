@@ -19,6 +19,7 @@ from anydecode.certification.tiny import (
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.engine.model_runner import ModelRunner
+from anydecode.kernels.formats import dequantize_rows, plain_weight, quantize
 from anydecode.kernels.native import NativeExecutor
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.scoring.score import Decoding
@@ -130,3 +131,18 @@ def test_steps_without_the_states_of_the_step_before_are_noticed(
 
     monkeypatch.setattr(NativeExecutor, "_call", stateless)
     assert read_chains("EAGLE", 0.0, 0.0)[0] != expected
+
+
+def test_products_and_rows_outside_a_pass_are_those_of_the_weight() -> None:
+    random = np.random.default_rng(3)
+    values, bias = random.standard_normal((24, 64)).astype(np.float32), np.arange(24, dtype="f")
+    x = random.standard_normal((3, 64)).astype(np.float32)
+    executor: Any = tiny_model().executor
+    weight = plain_weight(values)
+    assert np.allclose(executor.linear(x, weight, bias), x @ values.T + bias, atol=1e-4)
+    assert np.allclose(executor.linear(x, weight), x @ values.T, atol=1e-4)
+    rows = np.array([23, 0, 7])
+    assert (executor.read_rows(weight, rows) == values[rows]).all()
+    quantized = quantize(values, "Q8_0", "w")
+    expected = dequantize_rows(quantized, rows)
+    assert (executor.read_rows(quantized, rows) == expected).all()

@@ -85,7 +85,7 @@ def test_an_eagle_drafter_that_does_not_fit_is_refused(
     [
         (_set(vocab_size=300), "vocab_size is 300"),
         (_set(target_hidden_size=32), "target_hidden_size is 32"),
-        (_set(draft_vocab_size=5), "lm_head"),
+        (_set(draft_vocab_size=5), "d2t"),
         (_set(draft_vocab_size=-1), "draft_vocab_size"),
         (_set(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}), "layer_ids is"),
         (_set(eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}), "layer_ids is"),
@@ -99,7 +99,6 @@ def test_an_eagle_drafter_that_does_not_fit_is_refused(
         (_tensor("d2t", np.full(len(TOKENS), 2**40)), "name different tokens"),
         (_tensor("t2d", np.ones(VOCAB, bool)), "name different tokens"),
         (_without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm"),
-        (_without("lm_head.weight"), "lm_head"),
         (_without("norm.weight"), "norm.weight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -130,6 +129,17 @@ def test_a_head_may_name_its_tokens_instead_of_offsets(target: Network) -> None:
     network = load_draft_head(_changed(eagle3_checkpoint(target), named), target)
     assert network.weights.head_tokens is not None
     assert network.weights.head_tokens.tolist() == TOKENS
+
+
+def test_a_head_that_is_left_out_is_that_of_the_target(target: Network) -> None:
+    network = load_draft_head(
+        _changed(eagle3_checkpoint(target), _without("lm_head.weight")), target
+    )
+    assert network.weights.head_tokens is not None
+    assert network.weights.head_tokens.tolist() == TOKENS
+    assert network.weights.head.format == "BF16"
+    rows = network.weights.head.data.astype(np.float32)
+    assert np.allclose(rows, target.weights.head.data[TOKENS], rtol=2**-8)
 
 
 def test_a_head_without_d2t_has_all_tokens(target: Network) -> None:

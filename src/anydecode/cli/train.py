@@ -298,6 +298,13 @@ def train_drafter(
     ] = 3,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 8,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 5e-4,
+    head: Annotated[
+        bool,
+        typer.Option(
+            "--head/--no-head",
+            help="Write the rows of the model's head that it uses too, as other engines need them.",
+        ),
+    ] = True,
     dtype: options.Dtype = None,
     plot: PlotFile = None,
     seed: Seed = 0,
@@ -328,6 +335,7 @@ def train_drafter(
         batch=batch,
         rate=rate,
         seed=seed,
+        has_head=head,
     )
     limit_threads(threads)
     run = DrafterRun(model, out, recipe, dtype)

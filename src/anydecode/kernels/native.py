@@ -375,6 +375,15 @@ class NativeExecutor:
         )
         return out
 
+    def read_rows(self, weight: Weight, rows: np.ndarray) -> np.ndarray:
+        """The values of some rows of a matrix, float32 `[rows, in_features]`."""
+        matrix = ctypes.byref(self.packer.pack(weight))
+        values = np.empty((len(rows), weight.in_features), np.float32)
+        first, stride = address_of(values), values.strides[0]
+        for index, row in enumerate(rows.tolist()):
+            self._library.unpack_row(matrix, row, first + index * stride)
+        return values
+
     # --- the arguments of a pass
 
     def _reserve(self, rows: int, logits: int) -> None:

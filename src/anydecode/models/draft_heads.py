@@ -6,13 +6,14 @@ of SafeAILab/EAGLE, SpecForge and speculators.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES, dequantize_rows, plain_weight
 from anydecode.kernels.interface import Attention, Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import spec_from_config
@@ -36,13 +37,24 @@ def is_draft_head(checkpoint: Checkpoint) -> bool:
     return "fc.weight" in checkpoint.tensors
 
 
-def load_draft_head(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> Network:
+#: The rows of a matrix for some tokens, float32 `[tokens, in_features]`.
+ReadRows = Callable[[Weight, np.ndarray], np.ndarray]
+
+
+def load_draft_head(
+    checkpoint: Checkpoint,
+    target: Network,
+    dtype: str | None = None,
+    read_rows: ReadRows = dequantize_rows,
+) -> Network:
     """The architecture and the weights of a drafter.
 
     Args:
         checkpoint: The drafter's files.
         target: Its target, whose embedding and head it uses where it has none of its own.
         dtype: The weight format to convert to; None means as stored.
+        read_rows: Reads rows of the target's head, of which a drafter for some tokens only takes
+            theirs where it has none of its own.
 
     Raises:
         CheckpointError: A tensor or config key is missing, invalid or unsupported, or the drafter
@@ -56,7 +68,8 @@ def load_draft_head(checkpoint: Checkpoint, target: Network, dtype: str | None =
         is_third = kind == "eagle3" or any(
             name in checkpoint.tensors for name in ("d2t", "midlayer.hidden_norm.weight")
         )
-        return (_Eagle3 if is_third else _Eagle)(checkpoint, target, reader).read()
+        kinds = _Eagle3 if is_third else _Eagle
+        return kinds(checkpoint, target, reader, read_rows).read()
 
 
 class _Eagle:
@@ -65,8 +78,11 @@ class _Eagle:
 
     joins = "projection"
 
-    def __init__(self, checkpoint: Checkpoint, target: Network, reader: TensorReader) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, target: Network, reader: TensorReader, read_rows: ReadRows
+    ) -> None:
         self.checkpoint, self.target, self.reader = checkpoint, target, reader
+        self.read_rows = read_rows
         self.config: dict[str, Any] = dict(checkpoint.config)
         nested = self.config.get("transformer_layer_config")
         if isinstance(nested, dict):  # speculators
@@ -229,8 +245,16 @@ class _Eagle3(_Eagle):
         size = self.spec.head_size
         if not size:
             return super()._head(packed)
-        head = self.reader.matrix("lm_head", (size, self.hidden), is_outer=True)
-        return head, self._tokens(size)
+        tokens = self._tokens(size)
+        if self.reader.has("lm_head.weight"):
+            return self.reader.matrix("lm_head", (size, self.hidden), is_outer=True), tokens
+        other = self.target.weights.head
+        if other.in_features != self.hidden or not np.isin(tokens, range(other.out_features)).all():
+            raise CheckpointError(
+                f"{self.checkpoint.name}: has no lm_head, and the target's does not fit"
+            )
+        rows = plain_weight(self.read_rows(other, tokens).astype(DTYPES["BF16"]))
+        return self.reader.convert(rows, "lm_head", is_outer=True), tokens
 
     def _tokens(self, size: int) -> np.ndarray:
         """The tokens of the head's rows: d2t has their offsets from the row's number; in some files

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.formats import dequantize_rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.draft_heads import is_draft_head, load_draft_head
 from anydecode.models.families import load_network
@@ -97,7 +98,8 @@ def _open_head(
         raise UnsupportedCombinationError(
             f"{checkpoint.name} reads the states of its target, which {target.name} does not return"
         )
-    network = load_draft_head(checkpoint, target.network, dtype)
+    read_rows = getattr(target.executor, "read_rows", dequantize_rows)
+    network = load_draft_head(checkpoint, target.network, dtype, read_rows)
     packer = getattr(target.executor, "packer", None)
     executor = choose_executor(backend, threads, packer=packer)
     model = Transformer(network, name=checkpoint.name, executor=executor)

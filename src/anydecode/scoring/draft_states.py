@@ -46,6 +46,7 @@ class DraftStates:
         layers: The target's hidden states that are read, by number of layers.
         confirmed: Leading positions of the drafter's cache that were computed from the target's
             states; None while it has no cache.
+        is_paused: Whether the target's passes leave their states out, since no drafts are wanted.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DraftStates:
         self._width = spec.num_taps * spec.target_size
         self._num_taps = spec.num_taps
         self.layers = spec.taps or (depth,)
+        self.is_paused = False
         self.reset()
 
     def reset(self) -> None:

@@ -343,7 +343,9 @@ class Sequence(SequenceData):
     def _tap(self, runner: str, span: Span) -> None:
         """Let a span of the target return the states that the drafter reads."""
         states = self.draft_states
-        if states is not None and runner == TARGET and not span.start and not span.is_partial:
+        if states is None or states.is_paused or runner != TARGET:
+            return
+        if not span.start and not span.is_partial:
             span.state_layers, span.num_states = states.layers, MAX_STATES
 
     def _companion_spans(self, span: Span, chain_tokens: Seq[int]) -> list[Span]:

@@ -52,6 +52,8 @@ class DrafterRecipe:
         rate: Peak learning rate.
         seed: Random seed.
         save_seconds: Seconds between saved states.
+        has_head: Whether the drafter's files have the rows of its head. They are the target's, from
+            which anydecode takes them otherwise; other engines need them.
     """
 
     minutes: float | None = None
@@ -64,6 +66,7 @@ class DrafterRecipe:
     rate: float = 5e-4
     seed: int = 0
     save_seconds: float = 300.0
+    has_head: bool = True
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
@@ -289,7 +292,14 @@ class DrafterRun:
         }
         save_state(self.folder / "state.pt", state)
         self._save_log()
-        save_eagle3(self.drafter, self.learner, self.target.config, self.taps, self.vocabulary)
+        save_eagle3(
+            self.drafter,
+            self.learner,
+            self.target.config,
+            self.taps,
+            self.vocabulary,
+            self.recipe.has_head,
+        )
 
     def _save_log(self) -> None:
         save_json(self.folder / "log.json", self.log())
@@ -354,6 +364,7 @@ def save_eagle3(
     target: dict[str, Any],
     taps: tuple[int, ...],
     vocabulary: list[int],
+    has_head: bool = True,
 ) -> None:
     """Write a drafter in EAGLE-3's layout, in bfloat16. `target` is the target's config."""
     shape, num_tokens = learner.shape, learner.embedding.shape[0]
@@ -362,7 +373,7 @@ def save_eagle3(
     kept[tokens] = True
     tensors = {
         **{name: part.detach().bfloat16() for name, part in learner.state_dict().items()},
-        "lm_head.weight": learner.head.bfloat16(),
+        **({"lm_head.weight": learner.head.bfloat16()} if has_head else {}),
         "d2t": tokens - torch.arange(len(tokens)),
         "t2d": kept,
     }

@@ -127,6 +127,8 @@ class _Session:
         sequence = self.sequence
         self._awaits_states = False
         num_others = self.cost_model.num_others()
+        if self.model is not None and num_others:
+            self.model.pause(True)
         costs = self._pass_costs(num_others)
         max_drafts = min(self.max_drafts, sequence.remaining - 1)
         if (
@@ -145,7 +147,10 @@ class _Session:
         if forced or self._max_probability() >= self._min_useful_probability:
             candidates = self._candidates(forced, costs, num_others)
         count, rate = best_draft(candidates.probabilities, costs, num_others, self.draft_seconds)
-        if not forced and not num_others and self._model_pays(costs, rate):
+        model_pays = not forced and not num_others and self._model_pays(costs, rate)
+        if self.model is not None:
+            self.model.pause(not model_pays)
+        if model_pays:
             assert self.model is not None
             if not sequence.can_draft():
                 self._awaits_states = True
