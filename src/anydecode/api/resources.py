@@ -37,6 +37,9 @@ class Resources:
     cost_model: CostModel
     prefix_cache: bool = True
 
+    def __post_init__(self) -> None:
+        self.engine.runners[TARGET].pass_cost = self.cost_model.seconds
+
     @property
     def model(self) -> Model:
         """The target model."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anydecode.engine.optional_rows import PassCost, without_useless_rows
 from anydecode.engine.schedule import Schedule, ScheduledSpan
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
@@ -95,6 +96,7 @@ class ModelRunner:
         num_passes: Number of passes so far.
         num_rows: Number of rows computed so far.
         seconds: Total duration of all passes.
+        pass_cost: The cost of a pass, by which optional rows are chosen; None: all of them run.
     """
 
     def __init__(self, name: str, pool: KVPool, schedule: Schedule) -> None:
@@ -108,6 +110,7 @@ class ModelRunner:
         self.num_passes = 0
         self.num_rows = 0
         self.seconds = 0.0
+        self.pass_cost: PassCost | None = None
         self._seconds_per_row = inf  # duration of the last pass over a single row
         self._partial_outputs: dict[Span, PartialOutput] = {}
 
@@ -146,6 +149,8 @@ class ModelRunner:
         while True:
             waiting = [request for request in self.waiting if id(request) not in deferred]
             scheduled = list(self.schedule.schedule(waiting)) if waiting else []
+            if self.pass_cost is not None:
+                scheduled = without_useless_rows(scheduled, self.pass_cost)
             builder = self._build(scheduled, make_room, planned, deferred)
             if planned or not scheduled:
                 break  # else none has room; those that the schedule has left out may have

@@ -35,6 +35,8 @@ class ScoreRequest:
         row_parents: For each output row, the output row that it follows, or `ROOT` if it follows
             the sequence's own tokens.
         row_tokens: The token id of each output row.
+        optional: The probabilities, falling, that the last rows are useful: drafts that may be left
+            out of the pass if they do not pay in it. The result then has fewer rows.
     """
 
     sequence: SequenceData
@@ -43,6 +45,27 @@ class ScoreRequest:
     positions: np.ndarray
     row_parents: list[int]
     row_tokens: list[int]
+    optional: Seq[float] = ()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no row has run."""
+        return not any(span.done for spans in self.groups for span in spans)
+
+    def keep_optional(self, count: int) -> None:
+        """Leave out all optional rows but the first `count`, before any row has run. The others
+        are not optional any more."""
+        num_dropped, self.optional = len(self.optional) - count, ()
+        if not num_dropped:
+            return
+        for spans in self.groups:
+            if len(spans[-1]) == num_dropped:
+                spans.pop()
+            else:
+                spans[-1].drop(num_dropped)
+        self.positions = self.positions[:-num_dropped]
+        self.row_parents = self.row_parents[:-num_dropped]
+        self.row_tokens = self.row_tokens[:-num_dropped]
 
     def sample_specs(self, span: Span, output_rows: list[int], first_row: int) -> list[SampleSpec]:
         """The rows that the backend may sample within the pass.

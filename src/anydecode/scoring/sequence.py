@@ -110,6 +110,7 @@ class Sequence(SequenceData):
         runner: str = TARGET,
         hidden: tuple[int, ...] = (),
         grows: bool = False,
+        optional: Seq[float] = (),
     ) -> ScoreRequest:
         """Returns a request that scores the unscored tokens, then a draft tree behind them.
 
@@ -121,6 +122,9 @@ class Sequence(SequenceData):
             runner: The model that runs.
             hidden: Layers whose hidden states to return for the same rows.
             grows: Whether `extend` may add nodes before `accept`.
+            optional: The probability of each node to be accepted, falling, if the pass may leave
+                the last ones out: the result then has fewer rows. For token-exact acceptance only,
+                whose text does not depend on the drafts.
         """
         unscored = self.unscored(runner)
         if not len(tree):
@@ -137,12 +141,15 @@ class Sequence(SequenceData):
             first = len(unscored) - 1
             span = ChainSpan(kv_cache, tokens, 0, depth, range(first, len(tokens)), capture_layers)
             positions = np.arange(kv_cache.length + first, kv_cache.length + len(tokens))
-            return self._build(runner, span, tokens, positions, tokens[first:])
+            request = self._build(runner, span, tokens, positions, tokens[first:])
+            request.optional = optional
+            return request
         root = ChainSpan(kv_cache, unscored, 0, depth, [len(unscored) - 1], capture_layers)
         nodes = range(len(tree))
         base = kv_cache.length + len(unscored) - 1
         positions = np.array([base] + [base + tree.depth(node) for node in nodes])
         request = self._build(runner, root, unscored, positions, [unscored[-1], *tree.tokens])
+        request.optional = optional
         request.row_parents = [ROOT, *(Scores.after(parent) for parent in tree.parents)]
         for spans in request.groups:
             trunk = spans[-1]

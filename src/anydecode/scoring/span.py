@@ -72,6 +72,11 @@ class Span(ABC):
         """Whether the rows stop before the last layer."""
         return self.stop < self.kv_cache.pool.model.spec.num_layers
 
+    def drop(self, count: int) -> None:
+        """Leave out the last `count` rows, which are output rows; none has run."""
+        self.tokens = self.tokens[:-count]
+        self.output_rows = self.output_rows[:-count]
+
     @abstractmethod
     def reserve(self, count: int) -> None:
         """Allocate slots for the next `count` rows. If the pool is full, raises `PoolFull` and
@@ -208,6 +213,10 @@ class TreeSpan(Span):
 
     parents: list[int] = field(default_factory=list)
     first: int = 0
+
+    def drop(self, count: int) -> None:
+        super().drop(count)
+        self.parents = self.parents[:-count]
 
     def reserve(self, count: int) -> None:
         if self.first:

@@ -58,6 +58,16 @@ class TokenTree:
         """Whether the tree is a single path."""
         return self.parents == list(range(ROOT, len(self.parents) - 1))
 
+    def first(self, count: int) -> TokenTree:
+        """The tree of the first `count` nodes."""
+        return TokenTree(
+            self.tokens[:count],
+            self.parents[:count],
+            {node: row for node, row in self.probabilities.items() if node < count},
+            self.kind,
+            None if self.sources is None else self.sources[:count],
+        )
+
     def add(self, token: int, parent: int = ROOT) -> int:
         """Append a node and return its index."""
         node = len(self.tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -44,11 +45,18 @@ class SpeculationRound:
 
 
 def verify_tree(
-    sequence: Sequence, tree: TokenTree, acceptance: Acceptance, draft_seconds: float = 0.0
+    sequence: Sequence,
+    tree: TokenTree,
+    acceptance: Acceptance,
+    draft_seconds: float = 0.0,
+    optional: Seq[float] = (),
 ) -> Generator[DecoderAction, Any, SpeculationRound]:
-    """Verify `tree` in one pass, emit the accepted tokens and record the round in the trace."""
+    """Verify `tree` in one pass, emit the accepted tokens and record the round in the trace. Nodes
+    may be left out if they are `optional` (see `Sequence.verify`)."""
     start = perf_counter()
-    scores = yield sequence.verify(tree)
+    scores = yield sequence.verify(tree, optional=optional)
+    if len(scores) <= len(tree):
+        tree = tree.first(len(scores) - 1)
     seconds = perf_counter() - start
     result = acceptance.walk(tree, scores)
     path, tokens = result.path, result.tokens

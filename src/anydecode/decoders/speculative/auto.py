@@ -50,6 +50,7 @@ from anydecode.decoders.speculative.draft_sources import (
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.cost import CostModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -69,6 +70,8 @@ MAX_MULTI_STEP = 4
 #: which it drafts again where it has not paid.
 MAX_MODEL_DRAFTS = 8
 MODEL_INTERVAL = 64
+#: Numbers of cost lists that are kept, and of their uses.
+COSTS_KEPT, COSTS_USES = 256, 16
 _EMPTY_TREE = TokenTree()
 
 
@@ -99,6 +102,7 @@ class _Session:
         self._decoder = decoder
         self._draft_frequency = DRAFT_FREQUENCY[sequence.sampler.is_greedy]
         self._num_undrafted = 1
+        self.optional: list[float] = []  # the probabilities of the last draft's nodes
         self._awaits_states = False  # the next pass computes the states that the draft model reads
         self._allows_multi_step = sequence.end_tokens is not None
         self._costs = [0.0]
@@ -123,9 +127,10 @@ class _Session:
                 source.read(text, scored)
 
     def draft(self) -> Proposal:
-        """The draft for the next pass, or an empty tree."""
+        """The draft for the next pass, or an empty tree; its nodes are `optional` where other
+        sequences run."""
         sequence = self.sequence
-        self._awaits_states = False
+        self._awaits_states, self.optional = False, []
         num_others = self.cost_model.num_others()
         if self.model is not None and num_others:
             self.model.pause(True)
@@ -160,6 +165,10 @@ class _Session:
             )
             candidates = with_chain(candidates, chain, self.model.name)
             count = best_count(candidates.probabilities, costs, num_others, 0.0)
+        if num_others and count and state is None:
+            # The pass takes those that pay beside the drafts of the others.
+            count = len(candidates.tokens)
+            self.optional = candidates.probabilities
         tree = candidates.first(count)
         if state is not None and len(tree):
             tree = pruned([], tree, state)
@@ -280,11 +289,8 @@ class _Session:
         sequences. Updated when `num_others` changes, and every 64 tokens."""
         key = (num_others, self.sequence.length // 64)
         if key != self._costs_key:
-            context, seconds, width = self.sequence.length, self.cost_model.seconds, self.width
-            self._costs = [
-                seconds(num_others + width * (1 + count), context)
-                for count in range(self.max_drafts + 1)
-            ]
+            context = 64 * key[1] + 32
+            self._costs = self._decoder.pass_costs(self.cost_model, num_others, self.width, context)
             self._pass_seconds = self._costs[0]
             self._seconds_per_sequence = self._pass_seconds / (num_others + 1)
             if self._can_multi_step() and not num_others:  # plain decoding is multi-step then
@@ -355,8 +361,28 @@ class Auto(Decoder):
             )
             for greedy, prior in PRIORS.items()
         }
+        self._cost_model: CostModel | None = None  # that of `_costs`
+        self._costs: dict[tuple[int, int, int], tuple[int, list[float]]] = {}
         self.learned_drafts = {greedy: LearnedDrafts() for greedy in PRIORS}
         self.prediction_rates = {greedy: AcceptanceRates(prior) for greedy, prior in PRIORS.items()}
+
+    def pass_costs(
+        self, cost_model: CostModel, num_others: int, width: int, context: int
+    ) -> list[float]:
+        """The costs of passes over `num_others` rows and those of one sequence with 0 to
+        `max_drafts` drafts, `width` rows each; computed anew now and then."""
+        if cost_model is not self._cost_model or len(self._costs) > COSTS_KEPT:
+            self._cost_model = cost_model
+            self._costs.clear()
+        key = (num_others, width, context)
+        uses, costs = self._costs.get(key, (0, []))
+        if not uses:
+            costs = [
+                cost_model.seconds(num_others + width * (1 + count), context)
+                for count in range(self.max_drafts + 1)
+            ]
+        self._costs[key] = ((uses + 1) % COSTS_USES, costs)
+        return list(costs)
 
     @property
     def num_bytes(self) -> int:
@@ -371,7 +397,9 @@ class Auto(Decoder):
                 yield from session.multi_step(count)
                 continue
             draft_seconds = perf_counter() - start
-            round = yield from verify_tree(sequence, tree, self.acceptance, draft_seconds)
+            round = yield from verify_tree(
+                sequence, tree, self.acceptance, draft_seconds, session.optional
+            )
             start = perf_counter()
             session.observe(round, root)
             if len(tree):
