@@ -196,7 +196,7 @@ def _side_by_side(llm: LLM, temperature: float) -> tuple[list[list[int]], int]:
     ]  # fmt: skip
     first = requests[0].jobs[0].sequence
     for request, (_, _, joins) in zip(requests, COMPANY, strict=True):
-        llm.driver.advance(lambda: first.done or len(first.tokens) >= joins)  # noqa: B023
+        llm.driver.advance(lambda: requests[0].done or len(first.tokens) >= joins)  # noqa: B023
         llm.start(request, background=False)
     llm.driver.advance(lambda: all(request.done for request in requests))
     answers = [request.generation() for request in requests]
