@@ -10,7 +10,7 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.draft_heads import load_draft_head
+from anydecode.models.drafters import drafter_model, find_loader
 from anydecode.models.families import load_network
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
@@ -169,6 +169,39 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     return Checkpoint("eagle3", Path("eagle3"), config, tensors)
 
 
+def medusa_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 3, layers: int = 1, own_heads: bool = True
+) -> Checkpoint:
+    """Random heads in the layout of Medusa, which sometimes agree with a target of small
+    `residual`. Without `own_heads` their last matrix is the target's head."""
+    hidden, matrix = target.spec.hidden_size, _matrices(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for head in range(heads):
+        for block in range(layers):
+            name = f"{head}.{block}.linear"
+            tensors[f"{name}.weight"] = 0.7 * matrix(hidden, hidden)
+            tensors[f"{name}.bias"] = 0.1 * matrix(1, hidden)[0]
+        if own_heads:
+            tensors[f"{head}.{layers}.weight"] = _predicting(target, head + 2)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": layers}
+    return Checkpoint("medusa", Path("medusa"), config, tensors)
+
+
+def _predicting(target: Network, steps: int) -> np.ndarray:
+    """A head that predicts the token `steps` tokens behind a state's, float32 `[vocab_size,
+    hidden_size]`, if the target's layers added nothing to the embeddings: each row is the sum of
+    the states before its token."""
+    embedding, head = target.weights.embedding.data, target.weights.head.data
+    states = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
+    following = (states @ head.T).argmax(-1)
+    tokens = np.arange(len(embedding))
+    for _ in range(steps):
+        tokens = following[tokens]
+    rows = np.zeros_like(embedding)
+    np.add.at(rows, tokens, 0.15 * states)
+    return rows
+
+
 def _matrices(seed: int) -> Callable[[int, int], np.ndarray]:
     random = np.random.default_rng(seed + 1000)
 
@@ -226,9 +259,11 @@ def with_drafter(
     target = tiny_model(layers=layers, residual=residual, backend=backend)
     packer = getattr(target.executor, "packer", None)
     checkpoint = drafter(target.network)
-    network = load_draft_head(checkpoint, target.network)
+    load = find_loader(checkpoint)
+    assert load is not None, "a drafter that reads states"
+    network = load(checkpoint, target.network, None)
     executor = choose_executor(backend, 1, packer=packer)
-    draft = Transformer(network, name=checkpoint.name, executor=executor)
+    draft = drafter_model(network, name=checkpoint.name, executor=executor)
     return LLM(target, tokenizer=ByteTokenizer(), draft=draft, **options)
 
 

@@ -110,7 +110,7 @@ Draft = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help="Draft model for methods that need one, or the folder of an EAGLE drafter;"
+        help="Draft model for methods that need one, or the folder of a drafter (EAGLE, Medusa);"
         " self:int4 quantises the model itself.",
     ),
 ]
