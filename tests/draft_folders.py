@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from safetensors.numpy import save_file
 
 from anydecode.models.checkpoint import Checkpoint
 from gguf_models import SIZES, make_tensors, write_folder
@@ -53,6 +55,19 @@ def target_folder(path: Path) -> Path:
     model = write_folder(path, make_tensors("llama"), **SIZES, **TARGET_CONFIG)
     (model / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     return model
+
+
+def drafter_folder(path: Path, checkpoint: Checkpoint, file: str) -> Path:
+    """A folder with the tensors of a checkpoint in `file`, halved in size if torch writes it."""
+    path.mkdir()
+    tensors = {name: np.array(x) for name, x in checkpoint.tensors.items()}
+    if file.endswith(".pt"):
+        torch = pytest.importorskip("torch")
+        torch.save({k: torch.from_numpy(v).half() for k, v in tensors.items()}, path / file)
+    else:
+        save_file(tensors, path / file)
+    (path / "config.json").write_text(json.dumps(checkpoint.config))
+    return path
 
 
 def drafted_paths(event: dict[str, Any]) -> list[tuple[int, ...]]:

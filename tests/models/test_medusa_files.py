@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -11,20 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from anydecode import LLM
 from anydecode.certification.oracles.speculative.medusa import drafted_by
 from anydecode.certification.tiny import medusa_checkpoint, tiny_network
 from anydecode.errors import AnydecodeError, CheckpointError
-from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import find_loader
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.torch_file import open_torch_file
 from anydecode.models.medusa import load_medusa
 from anydecode.models.network import Network
-from draft_folders import changed, drafted_paths, target_folder, tensor, without
+from draft_folders import changed, drafted_paths, drafter_folder, target_folder, tensor, without
 
 Tensors = dict[str, np.ndarray]
 VOCAB = 259
@@ -122,25 +119,13 @@ def test_heads_without_a_last_matrix_use_the_targets(target: Network) -> None:
     assert network.shared_head and network.heads[0].output is target.weights.head
 
 
-def _folder(path: Path, checkpoint: Checkpoint, file: str) -> Path:
-    path.mkdir()
-    tensors = {name: np.array(x) for name, x in checkpoint.tensors.items()}
-    if file.endswith(".pt"):
-        torch = pytest.importorskip("torch")
-        torch.save({k: torch.from_numpy(v).half() for k, v in tensors.items()}, path / file)
-    else:
-        save_file(tensors, path / file)
-    (path / "config.json").write_text(json.dumps(checkpoint.config))
-    return path
-
-
 @pytest.mark.parametrize("file", ["medusa_lm_head.safetensors", "medusa_lm_head.pt"])
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None, file: str) -> None:
     """The drafts are those of an independent forward pass."""
     model = target_folder(tmp_path / "model")
     network = load_network(load_checkpoint(model))
-    folder = _folder(tmp_path / "heads", medusa_checkpoint(network), file)
+    folder = drafter_folder(tmp_path / "heads", medusa_checkpoint(network), file)
     options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 5}
     prompt = [5, 6, 7]
     with LLM(model, draft=folder, dtype=dtype) as llm:
@@ -159,7 +144,9 @@ def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None, file:
 
 
 def test_heads_alone_are_no_model(tmp_path: Path, target: Network) -> None:
-    folder = _folder(tmp_path / "heads", medusa_checkpoint(target), "medusa_lm_head.safetensors")
+    folder = drafter_folder(
+        tmp_path / "heads", medusa_checkpoint(target), "medusa_lm_head.safetensors"
+    )
     with pytest.raises(AnydecodeError, match="draft") as refused:
         LLM(folder)
     assert "\n" not in str(refused.value)

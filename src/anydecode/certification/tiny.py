@@ -187,6 +187,36 @@ def medusa_checkpoint(
     return Checkpoint("medusa", Path("medusa"), config, tensors)
 
 
+def hydra_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 3, layers: int = 2, has_prefix: bool = False
+) -> Checkpoint:
+    """Random heads in the layout of Hydra, with the layer of Hydra++ if `has_prefix`. They often
+    agree with a target of small `residual`: they pass the last embedding on to the target's
+    head."""
+    hidden, matrix = target.spec.hidden_size, _matrices(seed)
+    output = target.weights.head.data
+    tensors: dict[str, np.ndarray] = {}
+    for head in range(heads):
+        width = (head + 2) * hidden
+        name = f"hydra_mlp.{head}.1"
+        last = np.eye(hidden, width, width - hidden, dtype=np.float32)
+        tensors[f"{name}.res_connection.weight"] = last + 0.3 * matrix(hidden, width)
+        tensors[f"{name}.res_connection.bias"] = 0.1 * matrix(1, hidden)[0]
+        for block in range(layers):
+            name = f"hydra_mlp.{head}.{2 * block + 1}.linear"
+            tensors[f"{name}.weight"] = 0.7 * matrix(hidden, hidden if block else width)
+            tensors[f"{name}.bias"] = 0.1 * matrix(1, hidden)[0]
+        tensors[f"hydra_lm_head.{head}.1.weight"] = output + 0.1 * matrix(len(output), hidden)
+        tensors[f"hydra_lm_head.{head}.1.bias"] = 4 * matrix(len(output), len(output))[0]
+    if has_prefix:
+        name = "prefix_embeding_layer"
+        tensors |= _layer_tensors(f"{name}.layers.0", hidden, hidden, matrix)
+        for norm in ("layers.0.input_layernorm", "norm"):
+            tensors[f"{name}.{norm}.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
+    config = {"hydra_num_heads": heads, "hydra_num_layers": layers, "grounded_heads": True}
+    return Checkpoint("hydra", Path("hydra"), config, tensors)
+
+
 def _predicting(target: Network, steps: int) -> np.ndarray:
     """A head that predicts the token `steps` tokens behind a state's, float32 `[vocab_size,
     hidden_size]`, if the target's layers added nothing to the embeddings: each row is the sum of

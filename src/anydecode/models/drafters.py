@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.draft_heads import is_draft_head, load_draft_head
+from anydecode.models.hydra import is_hydra, load_hydra
 from anydecode.models.medusa import is_medusa, load_medusa
 from anydecode.models.network import Network
 from anydecode.models.step_heads import StepNetwork, StepTransformer
@@ -17,6 +18,7 @@ Loader = Callable[..., Network]
 #: Tests of a checkpoint's files, and what loads those that pass.
 _KINDS: tuple[tuple[Callable[[Checkpoint], bool], Loader], ...] = (
     (is_medusa, load_medusa),
+    (is_hydra, load_hydra),
     (is_draft_head, load_draft_head),
 )
 
