@@ -12,7 +12,8 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.oracles.speculative.hydra import drafted_by
-from anydecode.certification.tiny import hydra_checkpoint, tiny_network
+from anydecode.certification.tiny import tiny_network
+from anydecode.certification.tiny_heads import hydra_checkpoint
 from anydecode.errors import AnydecodeError, CheckpointError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import find_loader

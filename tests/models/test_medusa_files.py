@@ -13,7 +13,8 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.oracles.speculative.medusa import drafted_by
-from anydecode.certification.tiny import medusa_checkpoint, tiny_network
+from anydecode.certification.tiny import tiny_network
+from anydecode.certification.tiny_heads import medusa_checkpoint
 from anydecode.errors import AnydecodeError, CheckpointError
 from anydecode.models.drafters import find_loader
 from anydecode.models.families import load_network

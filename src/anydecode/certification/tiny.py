@@ -103,16 +103,16 @@ def eagle_checkpoint(target: Network, *, seed: int = 0, layers: int = 1) -> Chec
     """A random drafter in the layout of EAGLE and EAGLE-2, which often agrees with a target of
     small `residual`: it passes its token's embedding on."""
     hidden = target.spec.hidden_size
-    matrix = _matrices(seed)
+    matrix = random_matrices(seed)
     tensors = {
         "fc.weight": np.hstack([np.eye(hidden, dtype=np.float32), 0.2 * matrix(hidden, hidden)]),
         "fc.bias": 0.1 * matrix(1, hidden)[0],
     }
     for layer in range(layers):
-        tensors |= _layer_tensors(f"layers.{layer}", hidden, hidden, matrix)
+        tensors |= layer_tensors(f"layers.{layer}", hidden, hidden, matrix)
         if layer:
             tensors[f"layers.{layer}.input_layernorm.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
-    config = {**_drafter_config(target), "num_hidden_layers": layers}
+    config = {**drafter_config(target), "num_hidden_layers": layers}
     return Checkpoint("eagle", Path("eagle"), config, tensors)
 
 
@@ -125,7 +125,7 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     """
     hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
     head = vocabulary[vocabulary % 5 > 0]
-    matrix = _matrices(seed)
+    matrix = random_matrices(seed)
     scale = 0.3 * matrix(1, hidden)[0]
     tensors = {
         "fc.weight": np.hstack(
@@ -135,7 +135,7 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
                 0.5 * np.eye(hidden, dtype=np.float32),
             ]
         ),
-        **_layer_tensors("midlayer", 2 * hidden, hidden, matrix),
+        **layer_tensors("midlayer", 2 * hidden, hidden, matrix),
         "midlayer.input_layernorm.weight": 1 + scale,
         "midlayer.hidden_norm.weight": 1 - scale,
         "norm.weight": 1 + scale[::-1],
@@ -160,7 +160,7 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
         for tap in range(3):
             tensors[f"fc_norm.{tap}.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
     config = {
-        **_drafter_config(target),
+        **drafter_config(target),
         "draft_vocab_size": len(head),
         "num_key_value_heads": 4,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, target.spec.num_layers - 1]},
@@ -169,70 +169,8 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     return Checkpoint("eagle3", Path("eagle3"), config, tensors)
 
 
-def medusa_checkpoint(
-    target: Network, *, seed: int = 0, heads: int = 3, layers: int = 1, own_heads: bool = True
-) -> Checkpoint:
-    """Random heads in the layout of Medusa, which sometimes agree with a target of small
-    `residual`. Without `own_heads` their last matrix is the target's head."""
-    hidden, matrix = target.spec.hidden_size, _matrices(seed)
-    tensors: dict[str, np.ndarray] = {}
-    for head in range(heads):
-        for block in range(layers):
-            name = f"{head}.{block}.linear"
-            tensors[f"{name}.weight"] = 0.7 * matrix(hidden, hidden)
-            tensors[f"{name}.bias"] = 0.1 * matrix(1, hidden)[0]
-        if own_heads:
-            tensors[f"{head}.{layers}.weight"] = _predicting(target, head + 2)
-    config = {"medusa_num_heads": 2, "medusa_num_layers": layers}
-    return Checkpoint("medusa", Path("medusa"), config, tensors)
-
-
-def hydra_checkpoint(
-    target: Network, *, seed: int = 0, heads: int = 3, layers: int = 2, has_prefix: bool = False
-) -> Checkpoint:
-    """Random heads in the layout of Hydra, with the layer of Hydra++ if `has_prefix`. They often
-    agree with a target of small `residual`: they pass the last embedding on to the target's
-    head."""
-    hidden, matrix = target.spec.hidden_size, _matrices(seed)
-    output = target.weights.head.data
-    tensors: dict[str, np.ndarray] = {}
-    for head in range(heads):
-        width = (head + 2) * hidden
-        name = f"hydra_mlp.{head}.1"
-        last = np.eye(hidden, width, width - hidden, dtype=np.float32)
-        tensors[f"{name}.res_connection.weight"] = last + 0.3 * matrix(hidden, width)
-        tensors[f"{name}.res_connection.bias"] = 0.1 * matrix(1, hidden)[0]
-        for block in range(layers):
-            name = f"hydra_mlp.{head}.{2 * block + 1}.linear"
-            tensors[f"{name}.weight"] = 0.7 * matrix(hidden, hidden if block else width)
-            tensors[f"{name}.bias"] = 0.1 * matrix(1, hidden)[0]
-        tensors[f"hydra_lm_head.{head}.1.weight"] = output + 0.1 * matrix(len(output), hidden)
-        tensors[f"hydra_lm_head.{head}.1.bias"] = 4 * matrix(len(output), len(output))[0]
-    if has_prefix:
-        name = "prefix_embeding_layer"
-        tensors |= _layer_tensors(f"{name}.layers.0", hidden, hidden, matrix)
-        for norm in ("layers.0.input_layernorm", "norm"):
-            tensors[f"{name}.{norm}.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
-    config = {"hydra_num_heads": heads, "hydra_num_layers": layers, "grounded_heads": True}
-    return Checkpoint("hydra", Path("hydra"), config, tensors)
-
-
-def _predicting(target: Network, steps: int) -> np.ndarray:
-    """A head that predicts the token `steps` tokens behind a state's, float32 `[vocab_size,
-    hidden_size]`, if the target's layers added nothing to the embeddings: each row is the sum of
-    the states before its token."""
-    embedding, head = target.weights.embedding.data, target.weights.head.data
-    states = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
-    following = (states @ head.T).argmax(-1)
-    tokens = np.arange(len(embedding))
-    for _ in range(steps):
-        tokens = following[tokens]
-    rows = np.zeros_like(embedding)
-    np.add.at(rows, tokens, 0.15 * states)
-    return rows
-
-
-def _matrices(seed: int) -> Callable[[int, int], np.ndarray]:
+def random_matrices(seed: int) -> Callable[[int, int], np.ndarray]:
+    """Makes matrices `[rows, columns]` of norms of about one."""
     random = np.random.default_rng(seed + 1000)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
@@ -241,7 +179,7 @@ def _matrices(seed: int) -> Callable[[int, int], np.ndarray]:
     return matrix
 
 
-def _layer_tensors(
+def layer_tensors(
     name: str, width: int, hidden: int, matrix: Callable[[int, int], np.ndarray]
 ) -> dict[str, np.ndarray]:
     """A layer with four heads of queries and two of keys; its attention reads `width` numbers."""
@@ -258,7 +196,8 @@ def _layer_tensors(
     return {f"{name}.{part}.weight": tensor for part, tensor in shapes.items()}
 
 
-def _drafter_config(target: Network) -> dict[str, Any]:
+def drafter_config(target: Network) -> dict[str, Any]:
+    """The config of a drafter of one layer."""
     hidden = target.spec.hidden_size
     return {
         "architectures": ["LlamaForCausalLM"],

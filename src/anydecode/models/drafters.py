@@ -8,6 +8,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.draft_heads import is_draft_head, load_draft_head
 from anydecode.models.hydra import is_hydra, load_hydra
 from anydecode.models.medusa import is_medusa, load_medusa
+from anydecode.models.mtp import is_mtp, load_mtp
 from anydecode.models.network import Network
 from anydecode.models.step_heads import StepNetwork, StepTransformer
 from anydecode.models.transformer import Executor, Transformer
@@ -19,6 +20,7 @@ Loader = Callable[..., Network]
 _KINDS: tuple[tuple[Callable[[Checkpoint], bool], Loader], ...] = (
     (is_medusa, load_medusa),
     (is_hydra, load_hydra),
+    (is_mtp, load_mtp),
     (is_draft_head, load_draft_head),
 )
 

@@ -16,6 +16,7 @@ from anydecode.models.drafters import Loader, drafter_model, find_loader
 from anydecode.models.families import load_network
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.mtp import has_mtp, load_mtp
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor, open_checkpoint, open_model
 from anydecode.models.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def open_draft(
         return open_model(draft, dtype=dtype, threads=threads, backend=backend)
     if not isinstance(draft, str) or draft.partition(":")[0] != "self":
         checkpoint = load_checkpoint(draft if isinstance(draft, str) else Path(draft))
-        load = find_loader(checkpoint)
+        load = load_mtp if _is_own_module(checkpoint, target) else find_loader(checkpoint)
         if load is not None:
             return _open_head(checkpoint, load, target, dtype, threads, backend), None
         return open_checkpoint(checkpoint, dtype=dtype, threads=threads, backend=backend)
@@ -85,6 +86,29 @@ def open_draft(
     network = select_layers(load_network(load_checkpoint(path), draft_dtype), layers)
     name = f"{target.name} ({layers} layers)"
     return Transformer(network, name=name, executor=choose_executor(backend, threads)), None
+
+
+def open_own_draft(
+    target: Model,
+    *,
+    dtype: str | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> Model | None:
+    """The module of the target's own checkpoint that predicts further tokens; None if there is
+    none. Arguments and errors as for `open_draft`."""
+    path = getattr(target, "path", None)
+    if path is None:
+        return None
+    checkpoint = load_checkpoint(path)
+    if not has_mtp(checkpoint):
+        return None
+    return _open_head(checkpoint, load_mtp, target, dtype, threads, backend)
+
+
+def _is_own_module(checkpoint: Checkpoint, target: Model) -> bool:
+    """Whether the draft is the target's own checkpoint, with a module that predicts tokens."""
+    return checkpoint.path == getattr(target, "path", None) and has_mtp(checkpoint)
 
 
 def _open_head(

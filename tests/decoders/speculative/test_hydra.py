@@ -11,7 +11,8 @@ import pytest
 from anydecode import Generation, JsonSchema
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import hydra as oracle
-from anydecode.certification.tiny import hydra_checkpoint, with_drafter
+from anydecode.certification.tiny import with_drafter
+from anydecode.certification.tiny_heads import hydra_checkpoint
 from anydecode.models.hydra import HydraNetwork
 from anydecode.models.network import Network
 from anydecode.models.step_heads import StepTransformer

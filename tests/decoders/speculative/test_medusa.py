@@ -11,7 +11,8 @@ import pytest
 from anydecode import Generation, JsonSchema
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import medusa as oracle
-from anydecode.certification.tiny import medusa_checkpoint, with_drafter
+from anydecode.certification.tiny import with_drafter
+from anydecode.certification.tiny_heads import medusa_checkpoint
 from anydecode.decoders.speculative.best_tree import BestTreeDrafter
 from anydecode.models.medusa import MedusaNetwork
 from anydecode.models.step_heads import StepTransformer

@@ -184,7 +184,7 @@ def _language_model(
         start = next((prefix for prefix in _NESTED if name.startswith(prefix)), None)
         if start is not None:
             result[_NESTED[start] + name[len(start) :]] = reader
-        elif name.startswith("lm_head."):
+        elif name.startswith(("lm_head.", "mtp.")):
             result[name] = reader
     return text, result or readers
 

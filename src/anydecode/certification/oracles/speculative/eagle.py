@@ -37,15 +37,15 @@ DRAFTERS: dict[str, Drafter] = {
 
 
 @dataclass
-class _Cache:
+class Cache:
     """Keys and values of a drafter's layers, and the rows' positions."""
 
     positions: list[int] = field(default_factory=list)
     keys: dict[int, list[np.ndarray]] = field(default_factory=dict)
     values: dict[int, list[np.ndarray]] = field(default_factory=dict)
 
-    def copy(self) -> _Cache:
-        return _Cache(
+    def copy(self) -> Cache:
+        return Cache(
             list(self.positions),
             {layer: list(rows) for layer, rows in self.keys.items()},
             {layer: list(rows) for layer, rows in self.values.items()},
@@ -78,7 +78,7 @@ class Drafting:
         return np.asarray(self.tensors["fc.weight"] @ joined)
 
     def row(
-        self, cache: _Cache, token: int, state: np.ndarray, position: int
+        self, cache: Cache, token: int, state: np.ndarray, position: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Adds a row to the cache; returns its logits, of all tokens, and the drafter's state."""
         embedded = self.target.weights.embedding.data[token].astype(np.float64)
@@ -105,7 +105,7 @@ class Drafting:
         return rms_norm(x, self.tensors[f"{name}.weight"], self.eps)
 
     def _layer(
-        self, cache: _Cache, layer: int, name: str, x: np.ndarray, inputs: np.ndarray
+        self, cache: Cache, layer: int, name: str, x: np.ndarray, inputs: np.ndarray
     ) -> np.ndarray:
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         width = self.size // heads
@@ -136,7 +136,7 @@ def drafted(
 ) -> list[Path]:
     """The nodes of the tree after `text`, as paths: `depth` times the best `width` nodes of a level
     are expanded into `width` children, and the best `size` of all are kept."""
-    target, cache = TargetStates(drafting.target), _Cache()
+    target, cache = TargetStates(drafting.target), Cache()
     before: np.ndarray | None = None
     for position, token in enumerate(text):
         if before is not None:
@@ -145,7 +145,7 @@ def drafted(
             states = target.states(token)
             before = drafting.target_state(states, target.normed(states[-1]))
     rows: dict[Path, tuple[np.ndarray, np.ndarray]] = {(): root}
-    caches: dict[Path, _Cache] = {(): cache}
+    caches: dict[Path, Cache] = {(): cache}
     weights: dict[Path, float] = {(): 1.0}
     level: list[Path] = [()]
     for _ in range(depth):

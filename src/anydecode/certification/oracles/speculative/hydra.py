@@ -18,7 +18,7 @@ from anydecode.certification.oracles.speculative.state_drafters import (
     compare_trees,
 )
 from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
-from anydecode.certification.tiny import hydra_checkpoint
+from anydecode.certification.tiny_heads import hydra_checkpoint
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 

@@ -17,7 +17,7 @@ from anydecode.certification.oracles.speculative.state_drafters import (
     best_paths,
     compare_trees,
 )
-from anydecode.certification.tiny import medusa_checkpoint
+from anydecode.certification.tiny_heads import medusa_checkpoint
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
