@@ -222,6 +222,16 @@ def test_a_model_without_a_module_says_what_is_missing(tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_model_may_be_told_to_open_no_module(tmp_path: Path) -> None:
+    """A server, whose requests must not load models."""
+    with LLM(_folder(tmp_path)) as llm:
+        llm.finds_draft = False
+        with pytest.raises(UnsupportedCombinationError, match="needs a draft model"):
+            llm.generate([5, 6], decoder="mtp", max_tokens=4)
+        llm.open_own_draft()
+        assert llm.generate([5, 6], decoder="mtp", max_tokens=4, ignore_eos=True).tokens
+
+
 def test_other_drafts_are_not_replaced(tmp_path: Path) -> None:
     with LLM(_folder(tmp_path), draft="self:int8") as llm:
         llm.generate([5, 6], decoder="mtp", max_tokens=4)

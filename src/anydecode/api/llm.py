@@ -115,6 +115,10 @@ class LLM:
             or "memory".
         spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
 
+    Attributes:
+        finds_draft: Whether the first request of a method that drafts with a module of the model's
+            own checkpoint (`mtp`) opens it; see `open_own_draft`.
+
     Raises:
         ModelNotFoundError: If there is no such model.
         CheckpointError: If the model's files cannot be used.
@@ -172,7 +176,7 @@ class LLM:
             runner.prefixes.spill = open_spill(
                 prefix_spill, spill_limit, self.model, runner.pool.cache
             )
-        self._draft_lock = threading.Lock()
+        self.finds_draft, self._draft_lock = True, threading.Lock()
         self._own_draft = partial(
             open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
         )
@@ -206,9 +210,9 @@ class LLM:
     def cost_model(self, cost_model: CostModel) -> None:
         self.resources = replace(self.resources, cost_model=cost_model)
 
-    def _open_own_draft(self) -> None:
-        """Open the module of the model's own checkpoint as the draft model, if there is one and
-        there is no other draft model."""
+    def open_own_draft(self) -> None:
+        """Open the module of the model's own checkpoint that predicts further tokens as the draft
+        model, if there is one and there is no other draft model."""
         with self._draft_lock:
             if "draft" not in self.engine.runners:
                 module = self._own_draft()
@@ -653,8 +657,8 @@ class LLM:
         method, presets, text_constraint = self.methods.resolve(
             decoder, samplers, constraint, namespace
         )
-        if method.requirements.finds_draft:
-            self._open_own_draft()
+        if method.requirements.finds_draft and self.finds_draft:
+            self.open_own_draft()
         for preset in presets:
             given = preset.apply(given)
             if preset.needs_temperature and not method.requirements.can_sample:

@@ -143,7 +143,7 @@ def test_the_text_is_that_of_plain_decoding(
         assert _accepted(alone) > 5 and _accepted(together) > 5
 
 
-def test_a_draft_takes_one_pass_and_no_row_of_the_prompt() -> None:
+def test_a_draft_takes_one_pass() -> None:
     with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
         rounds = _generate(llm, LONG, "medusa").trace
         runner = llm.engine.runners["draft"]

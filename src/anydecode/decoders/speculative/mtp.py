@@ -35,7 +35,7 @@ class MtpDrafter(ModelDrafter):
         "speculative",
         paper="DeepSeek-V3 (arXiv:2412.19437)",
         exactness="token-exact",
-        summary="The model's own module for further tokens drafts a chain.",
+        summary="The model's own module for further tokens, found in its files, drafts a chain.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
