@@ -112,9 +112,7 @@ def test_a_head_may_name_its_tokens_instead_of_offsets(target: Network) -> None:
 
 
 def test_a_head_that_is_left_out_is_that_of_the_target(target: Network) -> None:
-    network = load_draft_head(
-        _changed(eagle3_checkpoint(target), _without("lm_head.weight")), target
-    )
+    network = load_draft_head(changed(eagle3_checkpoint(target), without("lm_head.weight")), target)
     assert network.weights.head_tokens is not None
     assert network.weights.head_tokens.tolist() == TOKENS
     assert network.weights.head.format == "BF16"

@@ -176,7 +176,7 @@ class LLM:
             runner.prefixes.spill = open_spill(
                 prefix_spill, spill_limit, self.model, runner.pool.cache
             )
-        self.finds_draft, self._draft_lock = True, threading.Lock()
+        self.finds_draft, self._draft_lock = draft != "none", threading.Lock()
         self._own_draft = partial(
             open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
         )

@@ -12,7 +12,11 @@ from anydecode import Generation, JsonSchema
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import hydra as oracle
 from anydecode.certification.tiny import with_drafter
-from anydecode.certification.tiny_heads import hydra_checkpoint
+from anydecode.certification.tiny_heads import (
+    hydra_checkpoint,
+    medusa_checkpoint,
+    mtp_checkpoint,
+)
 from anydecode.models.hydra import HydraNetwork
 from anydecode.models.network import Network
 from anydecode.models.step_heads import StepTransformer
@@ -173,6 +177,19 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float, decoder: str
         )
         llm.engine.check_integrity()
     assert drafted.text == plain.text
+
+
+@pytest.mark.parametrize("decoder", ["auto", "speculative-sampling", "opt-tree", "dyspec"])
+@pytest.mark.parametrize("make", [medusa_checkpoint, hydra_checkpoint, PREFIX, mtp_checkpoint])
+def test_other_methods_draft_with_heads(decoder: str, make: Any) -> None:
+    """Chains that the backend could sample in one pass, too: the head is another at each step."""
+    prompts = ["a quick zebra", LONG]
+    with with_drafter(make, cache_positions=1024) as llm:
+        plain, drafted = (
+            _generate(llm, prompts, key, temperature=0.8) for key in ("autoregressive", decoder)
+        )
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert decoder == "auto" or _accepted(drafted) > 3
 
 
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
