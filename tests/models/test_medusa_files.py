@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from anydecode import LLM
 from anydecode.certification.oracles.speculative.medusa import drafted_by
@@ -142,6 +143,22 @@ def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None, file:
     for event in drafted.trace[1:3]:
         expected = drafted_by(8, 4)(checkpoint, network, text[: event["position"]], 0.7)
         assert set(drafted_paths(event)) == set(expected)
+
+
+def test_heads_in_the_folder_of_their_target_draft_for_it(tmp_path: Path) -> None:
+    """Medusa-2: the folder is a model, and with draft= its heads."""
+    model = target_folder(tmp_path / "model")
+    heads = medusa_checkpoint(load_network(load_checkpoint(model)))
+    tensors = load_file(model / "model.safetensors")
+    tensors |= {f"medusa_head.{name}": np.array(x) for name, x in heads.tensors.items()}
+    save_file(tensors, model / "model.safetensors")
+    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    with LLM(model, draft=model) as llm:
+        plain = llm.generate([5, 6, 7], decoder="autoregressive", **options)
+        drafted = llm.generate([5, 6, 7], decoder="medusa", trace=True, **options)
+        assert llm.engine.runners["draft"].model.spec.architecture == "Medusa"
+    assert drafted.tokens == plain.tokens
+    assert any(event["drafted"] for event in drafted.trace or ())
 
 
 def test_heads_alone_are_no_model(tmp_path: Path, target: Network) -> None:
