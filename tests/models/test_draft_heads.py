@@ -23,10 +23,8 @@ from anydecode.models.draft_heads import load_draft_head
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
-from gguf_models import SIZES, make_tensors, write_folder
-from model_files import tokenizer_json
+from draft_folders import Change, changed, set_keys, target_folder, tensor, without
 
-Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
 VOCAB = 259
 #: The tokens of the head of `eagle3_checkpoint`.
 TOKENS = [token for token in range(VOCAB) if token % 5]
@@ -37,38 +35,20 @@ def target() -> Network:
     return tiny_network(layers=4)
 
 
-def _changed(checkpoint: Checkpoint, change: Change) -> Checkpoint:
-    config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
-    change(config, tensors)  # type: ignore[arg-type]
-    return Checkpoint(checkpoint.name, checkpoint.path, config, tensors)
-
-
-def _set(**values: Any) -> Change:
-    return lambda config, tensors: config.update(values)
-
-
-def _tensor(name: str, value: Any) -> Change:
-    return lambda config, tensors: tensors.update({name: np.asarray(value)})
-
-
-def _without(name: str) -> Change:
-    return lambda config, tensors: [tensors.pop(name)][:0]  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set(vocab_size=300), "vocab_size is 300"),
-        (_set(hidden_size=128, head_dim=16), "hidden_size is 128"),
-        (_set(num_attention_heads=0), "num_attention_heads"),
-        (_set(num_hidden_layers=2), "layers.1"),
-        (_set(rope_theta="x"), "rope_theta"),
-        (_set(model_type="mamba"), "model_type"),
-        (_set(speculators_model_type="mlp"), "speculators_model_type"),
-        (_tensor("fc.weight", np.ones((64, 64), np.float32)), "fc.weight"),
-        (_tensor("layers.1.mlp.up_proj.weight", np.ones((2, 2))), "contains more layers"),
-        (_without("layers.0.mlp.down_proj.weight"), "layers.0.mlp.down_proj"),
-        (_tensor("embed_tokens.weight", np.ones((2, 64), np.float32)), "embed_tokens"),
+        (set_keys(vocab_size=300), "vocab_size is 300"),
+        (set_keys(hidden_size=128, head_dim=16), "hidden_size is 128"),
+        (set_keys(num_attention_heads=0), "num_attention_heads"),
+        (set_keys(num_hidden_layers=2), "layers.1"),
+        (set_keys(rope_theta="x"), "rope_theta"),
+        (set_keys(model_type="mamba"), "model_type"),
+        (set_keys(speculators_model_type="mlp"), "speculators_model_type"),
+        (tensor("fc.weight", np.ones((64, 64), np.float32)), "fc.weight"),
+        (tensor("layers.1.mlp.up_proj.weight", np.ones((2, 2))), "contains more layers"),
+        (without("layers.0.mlp.down_proj.weight"), "layers.0.mlp.down_proj"),
+        (tensor("embed_tokens.weight", np.ones((2, 64), np.float32)), "embed_tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -76,30 +56,30 @@ def test_an_eagle_drafter_that_does_not_fit_is_refused(
     target: Network, change: Change, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as refused:
-        load_draft_head(_changed(eagle_checkpoint(target), change), target)
+        load_draft_head(changed(eagle_checkpoint(target), change), target)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set(vocab_size=300), "vocab_size is 300"),
-        (_set(target_hidden_size=32), "target_hidden_size is 32"),
-        (_set(draft_vocab_size=5), "d2t"),
-        (_set(draft_vocab_size=-1), "draft_vocab_size"),
-        (_set(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}), "layer_ids is"),
-        (_set(eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}), "layer_ids is"),
-        (_set(eagle_config={"eagle_aux_hidden_state_layer_ids": "all"}), "layer_ids"),
-        (_set(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1]}), "fc"),
-        (_set(norm_before_fc=True), "input_norm.weight"),
-        (_set(fc_norm="yes"), "fc_norm"),
-        (_set(norm_output=3), "norm_output"),
-        (_tensor("d2t", np.zeros(3, np.int64)), "d2t is int64"),
-        (_tensor("d2t", np.zeros(len(TOKENS), np.float32)), "d2t is float32"),
-        (_tensor("d2t", np.full(len(TOKENS), 2**40)), "name different tokens"),
-        (_tensor("t2d", np.ones(VOCAB, bool)), "name different tokens"),
-        (_without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm"),
-        (_without("norm.weight"), "norm.weight"),
+        (set_keys(vocab_size=300), "vocab_size is 300"),
+        (set_keys(target_hidden_size=32), "target_hidden_size is 32"),
+        (set_keys(draft_vocab_size=5), "d2t"),
+        (set_keys(draft_vocab_size=-1), "draft_vocab_size"),
+        (set_keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}), "layer_ids is"),
+        (set_keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}), "layer_ids is"),
+        (set_keys(eagle_config={"eagle_aux_hidden_state_layer_ids": "all"}), "layer_ids"),
+        (set_keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1]}), "fc"),
+        (set_keys(norm_before_fc=True), "input_norm.weight"),
+        (set_keys(fc_norm="yes"), "fc_norm"),
+        (set_keys(norm_output=3), "norm_output"),
+        (tensor("d2t", np.zeros(3, np.int64)), "d2t is int64"),
+        (tensor("d2t", np.zeros(len(TOKENS), np.float32)), "d2t is float32"),
+        (tensor("d2t", np.full(len(TOKENS), 2**40)), "name different tokens"),
+        (tensor("t2d", np.ones(VOCAB, bool)), "name different tokens"),
+        (without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm"),
+        (without("norm.weight"), "norm.weight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -107,7 +87,7 @@ def test_an_eagle_3_drafter_that_does_not_fit_is_refused(
     target: Network, change: Change, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as refused:
-        load_draft_head(_changed(eagle3_checkpoint(target), change), target)
+        load_draft_head(changed(eagle3_checkpoint(target), change), target)
     assert "\n" not in str(refused.value)
 
 
@@ -120,21 +100,19 @@ def test_invalid_tokens_of_a_head_are_refused(target: Network, tokens: list[int]
         del tensors["t2d"]
 
     with pytest.raises(CheckpointError, match="the head's tokens"):
-        load_draft_head(_changed(eagle3_checkpoint(target), change), target)
+        load_draft_head(changed(eagle3_checkpoint(target), change), target)
 
 
 def test_a_head_may_name_its_tokens_instead_of_offsets(target: Network) -> None:
     """Known by t2d; without it, d2t has offsets."""
-    named = _tensor("d2t", np.array(TOKENS))
-    network = load_draft_head(_changed(eagle3_checkpoint(target), named), target)
+    named = tensor("d2t", np.array(TOKENS))
+    network = load_draft_head(changed(eagle3_checkpoint(target), named), target)
     assert network.weights.head_tokens is not None
     assert network.weights.head_tokens.tolist() == TOKENS
 
 
 def test_a_head_that_is_left_out_is_that_of_the_target(target: Network) -> None:
-    network = load_draft_head(
-        _changed(eagle3_checkpoint(target), _without("lm_head.weight")), target
-    )
+    network = load_draft_head(changed(eagle3_checkpoint(target), without("lm_head.weight")), target)
     assert network.weights.head_tokens is not None
     assert network.weights.head_tokens.tolist() == TOKENS
     assert network.weights.head.format == "BF16"
@@ -147,7 +125,7 @@ def test_a_head_without_d2t_has_all_tokens(target: Network) -> None:
         del tensors["d2t"], tensors["t2d"], config["draft_vocab_size"]
         tensors["lm_head.weight"] = target.weights.head.data.copy()
 
-    network = load_draft_head(_changed(eagle3_checkpoint(target), change), target)
+    network = load_draft_head(changed(eagle3_checkpoint(target), change), target)
     assert network.weights.head_tokens is None
     assert network.spec.num_logits == VOCAB
 
@@ -171,7 +149,7 @@ def test_a_head_without_d2t_has_all_tokens(target: Network) -> None:
 def test_taps_are_read_as_the_files_mean_them(
     target: Network, settings: dict[str, Any], taps: tuple[int, ...]
 ) -> None:
-    network = load_draft_head(_changed(eagle3_checkpoint(target), _set(**settings)), target)
+    network = load_draft_head(changed(eagle3_checkpoint(target), set_keys(**settings)), target)
     assert network.spec.states is not None
     assert network.spec.states.taps == taps
 
@@ -194,30 +172,17 @@ def test_the_layout_of_speculators_is_read(target: Network) -> None:
             if name.startswith("midlayer."):
                 tensors["layers.0." + name.removeprefix("midlayer.")] = tensors.pop(name)
 
-    nested = load_draft_head(_changed(plain, change), target)
-    flat = load_draft_head(_changed(plain, _set(norm_before_residual=True)), target)
+    nested = load_draft_head(changed(plain, change), target)
+    flat = load_draft_head(changed(plain, set_keys(norm_before_residual=True)), target)
     assert nested.spec.states == flat.spec.states
     assert nested.spec.layers[0].attention == flat.spec.layers[0].attention
     for one, other in zip(nested.matrices(), flat.matrices(), strict=True):
         assert np.array_equal(one.data, other.data)
 
 
-TARGET_CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-}
-
-
 def _folders(folder: Path, make: Callable[..., Checkpoint]) -> tuple[Path, Path]:
     """The folders of a target and of its drafter."""
-    tensors = make_tensors("llama")
-    model = write_folder(folder / "model", tensors, **SIZES, **TARGET_CONFIG)
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    model = target_folder(folder / "model")
     drafter = make(load_network(load_checkpoint(model)))
     path = folder / "drafter"
     path.mkdir()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.mtp import has_mtp, load_mtp
 from gguf_models import finish, start_writer
-from tiny_models import built, chain, hf_logits, hf_model, logits
+from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 TOKENS = [5, 17, 99, 3, 128, 64, 64, 11, 42, 7, 7, 90]
 SHARED = {f"{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
@@ -81,8 +85,15 @@ OUTER = {
 }
 
 
-def write(path: Path, architecture: str, model: Any, dropped: str = "") -> Path:
-    """Write a model of `transformers`; without the tensor `dropped`."""
+def write(
+    path: Path,
+    architecture: str,
+    model: Any,
+    dropped: str = "",
+    nextn: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Path:
+    """Write a model of `transformers`; without the tensor `dropped`, with the tensors `nextn` of a
+    layer that predicts further tokens."""
     config, names = model.config, {**COMMON, **FAMILIES[architecture][2]}
     num_extra = int(architecture == "glm4moe")
     sizes = {
@@ -112,8 +123,10 @@ def write(path: Path, architecture: str, model: Any, dropped: str = "") -> Path:
         writer.add_nextn_predict_layers(num_extra)
         writer.add_rope_dimension_count(sizes["head_dim"] // 2)
         last = config.num_hidden_layers
-        writer.add_tensor(f"blk.{last}.nextn.eh_proj.weight", np.zeros((48, 96), np.float32))
-        writer.add_tensor(f"blk.{last}.attn_norm.weight", np.zeros(48, np.float32))
+        rest = {"unknown.weight": np.zeros(3, np.float32)}
+        incomplete = {"attn_norm.weight": np.zeros(48, np.float32), **rest}
+        for name, tensor in (nextn or incomplete).items():
+            writer.add_tensor(f"blk.{last}.{name}", tensor)
 
     def add(name: str, tensor: np.ndarray) -> None:
         if name != dropped:
@@ -147,6 +160,36 @@ def test_logits_match_transformers(architecture: str, tmp_path: Path) -> None:
     path = write(tmp_path, architecture, model)
     found = logits(built(load_checkpoint(path)), chain(TOKENS))
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+def test_a_layer_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:
+    """As in the layout of safetensors: the third layer of a model is that of a module."""
+    family, settings, _ = FAMILIES["glm4moe"]
+    model = hf_model(family, **settings)
+    model.config.num_hidden_layers = 2
+    random = np.random.default_rng(0)
+    size = model.config.hidden_size
+    module = {
+        "enorm": random.random(size, np.float32),
+        "hnorm": random.random(size, np.float32),
+        "eh_proj": random.random((size, 2 * size), np.float32),
+        "shared_head.norm": random.random(size, np.float32),
+        "shared_head.head": random.random((model.config.vocab_size, size), np.float32),
+    }
+    nextn = {f"nextn.{k.replace('.', '_')}.weight": tensor for k, tensor in module.items()}
+    opened = load_checkpoint(write(tmp_path, "glm4moe", model, nextn=nextn))
+    expected = checkpoint_of(model, num_nextn_predict_layers=1)
+    expected.tensors = {
+        **expected.tensors,
+        **{f"model.layers.2.{name}.weight": tensor for name, tensor in module.items()},
+    }
+    assert has_mtp(opened)
+    one, two = (load_mtp(x, load_network(x)) for x in (expected, opened))
+    for a, b in zip(one.matrices(), two.matrices(), strict=True):
+        assert np.array_equal(a.data, b.data)
+    assert one.weights.states is not None and two.weights.states is not None
+    assert np.array_equal(one.weights.states.state_norm, two.weights.states.state_norm)
+    assert np.array_equal(one.weights.final_norm, two.weights.final_norm)
 
 
 @pytest.mark.parametrize(

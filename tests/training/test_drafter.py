@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from anydecode.certification.oracles.speculative.eagle import Drafting, _Cache  # noqa: E402
+from anydecode.certification.oracles.speculative.eagle import Cache, Drafting  # noqa: E402
 from anydecode.certification.tiny import tiny_network  # noqa: E402
 from anydecode.cli.main import run  # noqa: E402
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError  # noqa: E402
@@ -57,7 +57,7 @@ def test_unrolled_steps_equal_the_oracles_rows(tmp_path: Path) -> None:
         logits = [learner.head.bfloat16().float() @ states[0].T for states in unrolled]
     fused = [drafting.tensors["fc.weight"] @ row.reshape(-1) for row in taps]
     for row in range(length - 1):
-        cache = _Cache()
+        cache = Cache()
         for position in range(row + 1):
             found, state = drafting.row(cache, tokens[position + 1], fused[position], position + 1)
         for step in range(steps):

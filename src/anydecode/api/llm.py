@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -91,9 +93,10 @@ class LLM:
         device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
             torch.
         draft: A smaller model for methods that need one, in any of the forms of `model`, the folder
-            of a drafter that reads the states of `model` (EAGLE), or a copy of `model`:
-            "self:int4", "self:layers=10" or both ("self:int4,layers=10"). By default the drafter
-            that ships for `model`, if there is one; "none" is none.
+            of a drafter that reads the states of `model` (EAGLE, Medusa, Hydra, modules for further
+            tokens), or a copy of `model`: "self:int4", "self:layers=10" or both
+            ("self:int4,layers=10"). By default the drafter that ships for `model`, if there is one;
+            "none" is none.
         cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
             None (the backend's default). Methods that are token-exact give equal texts within one
             format.
@@ -111,6 +114,10 @@ class LLM:
         prefix_spill: Where to store prefixes that are evicted from the target's cache: a folder,
             or "memory".
         spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
+
+    Attributes:
+        finds_draft: Whether the first request of a method that drafts with a module of the model's
+            own checkpoint (`mtp`) opens it; see `open_own_draft`.
 
     Raises:
         ModelNotFoundError: If there is no such model.
@@ -140,7 +147,7 @@ class LLM:
         spill_limit: str | int = "4GiB",
     ) -> None:
         from anydecode.models.opening import WeightFormat, open_model, open_tokenizer
-        from anydecode.models.self_drafts import open_draft
+        from anydecode.models.self_drafts import open_draft, open_own_draft
         from anydecode.models.shipped_drafters import DTYPE, shipped_drafter
         from anydecode.models.transformer import Transformer
 
@@ -169,6 +176,10 @@ class LLM:
             runner.prefixes.spill = open_spill(
                 prefix_spill, spill_limit, self.model, runner.pool.cache
             )
+        self.finds_draft, self._draft_lock = draft != "none", threading.Lock()
+        self._own_draft = partial(
+            open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
+        )
         draft_tokenizer: Tokenizer | None = None
         draft_dtype = dtype
         if draft is None and device in (None, "cpu") and isinstance(self.model, Transformer):
@@ -199,6 +210,15 @@ class LLM:
     def cost_model(self, cost_model: CostModel) -> None:
         self.resources = replace(self.resources, cost_model=cost_model)
 
+    def open_own_draft(self) -> None:
+        """Open the module of the model's own checkpoint that predicts further tokens as the draft
+        model, if there is one and there is no other draft model."""
+        with self._draft_lock:
+            if "draft" not in self.engine.runners:
+                module = self._own_draft()
+                if module is not None:
+                    self.add_runner("draft", module)
+
     def add_runner(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
         """Add a model runner to the engine, for methods that use several models."""
         format = self._cache
@@ -207,7 +227,7 @@ class LLM:
         positions = self._positions or _default_positions(model, format, self._cache_bytes)
         pool = KVPool(model, positions, format)
         runner = ModelRunner(name, pool, schedule or DecodesFirst(self._row_budget))
-        self.engine.runners[name] = runner
+        self.engine.runners = {**self.engine.runners, name: runner}  # others may be reading it
         return runner
 
     @overload
@@ -637,6 +657,8 @@ class LLM:
         method, presets, text_constraint = self.methods.resolve(
             decoder, samplers, constraint, namespace
         )
+        if method.requirements.finds_draft and self.finds_draft:
+            self.open_own_draft()
         for preset in presets:
             given = preset.apply(given)
             if preset.needs_temperature and not method.requirements.can_sample:

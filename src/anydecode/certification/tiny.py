@@ -10,7 +10,7 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.draft_heads import load_draft_head
+from anydecode.models.drafters import drafter_model, find_loader
 from anydecode.models.families import load_network
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
@@ -103,16 +103,16 @@ def eagle_checkpoint(target: Network, *, seed: int = 0, layers: int = 1) -> Chec
     """A random drafter in the layout of EAGLE and EAGLE-2, which often agrees with a target of
     small `residual`: it passes its token's embedding on."""
     hidden = target.spec.hidden_size
-    matrix = _matrices(seed)
+    matrix = random_matrices(seed)
     tensors = {
         "fc.weight": np.hstack([np.eye(hidden, dtype=np.float32), 0.2 * matrix(hidden, hidden)]),
         "fc.bias": 0.1 * matrix(1, hidden)[0],
     }
     for layer in range(layers):
-        tensors |= _layer_tensors(f"layers.{layer}", hidden, hidden, matrix)
+        tensors |= layer_tensors(f"layers.{layer}", hidden, hidden, matrix)
         if layer:
             tensors[f"layers.{layer}.input_layernorm.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
-    config = {**_drafter_config(target), "num_hidden_layers": layers}
+    config = {**drafter_config(target), "num_hidden_layers": layers}
     return Checkpoint("eagle", Path("eagle"), config, tensors)
 
 
@@ -125,7 +125,7 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     """
     hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
     head = vocabulary[vocabulary % 5 > 0]
-    matrix = _matrices(seed)
+    matrix = random_matrices(seed)
     scale = 0.3 * matrix(1, hidden)[0]
     tensors = {
         "fc.weight": np.hstack(
@@ -135,7 +135,7 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
                 0.5 * np.eye(hidden, dtype=np.float32),
             ]
         ),
-        **_layer_tensors("midlayer", 2 * hidden, hidden, matrix),
+        **layer_tensors("midlayer", 2 * hidden, hidden, matrix),
         "midlayer.input_layernorm.weight": 1 + scale,
         "midlayer.hidden_norm.weight": 1 - scale,
         "norm.weight": 1 + scale[::-1],
@@ -160,7 +160,7 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
         for tap in range(3):
             tensors[f"fc_norm.{tap}.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
     config = {
-        **_drafter_config(target),
+        **drafter_config(target),
         "draft_vocab_size": len(head),
         "num_key_value_heads": 4,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, target.spec.num_layers - 1]},
@@ -169,7 +169,8 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     return Checkpoint("eagle3", Path("eagle3"), config, tensors)
 
 
-def _matrices(seed: int) -> Callable[[int, int], np.ndarray]:
+def random_matrices(seed: int) -> Callable[[int, int], np.ndarray]:
+    """Makes matrices `[rows, columns]` of norms of about one."""
     random = np.random.default_rng(seed + 1000)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
@@ -178,7 +179,7 @@ def _matrices(seed: int) -> Callable[[int, int], np.ndarray]:
     return matrix
 
 
-def _layer_tensors(
+def layer_tensors(
     name: str, width: int, hidden: int, matrix: Callable[[int, int], np.ndarray]
 ) -> dict[str, np.ndarray]:
     """A layer with four heads of queries and two of keys; its attention reads `width` numbers."""
@@ -195,7 +196,8 @@ def _layer_tensors(
     return {f"{name}.{part}.weight": tensor for part, tensor in shapes.items()}
 
 
-def _drafter_config(target: Network) -> dict[str, Any]:
+def drafter_config(target: Network) -> dict[str, Any]:
+    """The config of a drafter of one layer."""
     hidden = target.spec.hidden_size
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -226,9 +228,11 @@ def with_drafter(
     target = tiny_model(layers=layers, residual=residual, backend=backend)
     packer = getattr(target.executor, "packer", None)
     checkpoint = drafter(target.network)
-    network = load_draft_head(checkpoint, target.network)
+    load = find_loader(checkpoint)
+    assert load is not None, "a drafter that reads states"
+    network = load(checkpoint, target.network, None)
     executor = choose_executor(backend, 1, packer=packer)
-    draft = Transformer(network, name=checkpoint.name, executor=executor)
+    draft = drafter_model(network, name=checkpoint.name, executor=executor)
     return LLM(target, tokenizer=ByteTokenizer(), draft=draft, **options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -307,6 +307,7 @@ def serve(
     from anydecode import catalogue
     from anydecode.api.llm import LLM
     from anydecode.api.prefix_spill import parse_bytes
+    from anydecode.decoders.decoder import Decoder
     from anydecode.models.loading.names import resolve
     from anydecode.progress import status
     from anydecode.sampling.preset import SamplerPreset
@@ -370,16 +371,24 @@ def serve(
         num_bytes = files_bytes(path)
         if cache_bytes is not None and cache_positions is None:
             num_bytes += cache_bytes
-        return ServedModel(name, lambda: LLM(model, **engine), num_bytes, path)
+        return ServedModel(name, lambda: opened(model), num_bytes, path)
+
+    def opened(model: str, **more: Any) -> LLM:
+        llm = LLM(model, **engine, **more)
+        llm.finds_draft = False  # no request opens a model
+        return llm
 
     def load_first() -> LLM:
-        return LLM(first, **engine, **own)
+        llm = opened(first, **own)
+        for choice in (decoder or llm.default_decoder, *settings.allowed_decoders):
+            method = llm.methods.find(choice)
+            if isinstance(method, Decoder) and method.requirements.finds_draft:
+                llm.open_own_draft()
+        return llm
 
     with status(f"loading {first}"):
         further = [served(*entry) for entry in others]
         llm = load_first()
-        for choice in (decoder or llm.default_decoder, *settings.allowed_decoders):
-            llm.methods.find(choice)
         for choice in settings.allowed_logits_processors:
             catalogue.build_as(choice, "a sampler", SamplerPreset)
         for entry in adapter or ():

@@ -25,6 +25,8 @@ class Requirements:
         reads_states: Whether the draft model may be one that reads the target's states (EAGLE): the
             method drafts after the target's passes, one token of a path per pass, and asks
             `Sequence.can_draft` first.
+        finds_draft: Whether the draft model may be a module of the target's own checkpoint (multi-
+            token prediction), which is opened if there is no other draft model.
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -42,6 +44,7 @@ class Requirements:
     causal: bool | None = True
     draft_causal: bool = True
     reads_states: bool = False
+    finds_draft: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

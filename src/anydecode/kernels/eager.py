@@ -158,7 +158,7 @@ class EagerExecutor(TorchExecutor):
         self.device = self._backend.device
         self._embedding, self._scale = embedding, embedding_scale
         self._layer = self._plain_layer = layer
-        self._head = head
+        self._head = self._plain_head = head
         self._adapters = adapters
         self.reads_states = reads_states
         self._pass: tuple[Rows, KeyValues] | None = None
@@ -174,9 +174,13 @@ class EagerExecutor(TorchExecutor):
         x = as_tensor(dequantize_rows(self._embedding, tokens), self.device)
         return x if self._scale == 1.0 else x * self._scale
 
-    def regroup(self, layer: Callable[[Backend, Any, int], Any] | None) -> None:
-        """Run `layer` in place of the network's own layer function; None restores it."""
-        self._layer = layer or self._plain_layer
+    def regroup(
+        self,
+        layer: Callable[[Backend, Any, int], Any] | None,
+        head: Callable[[Backend, Any], Any] | None = None,
+    ) -> None:
+        """Run `layer` and `head` in place of the network's own functions; None restores each."""
+        self._layer, self._head = layer or self._plain_layer, head or self._plain_head
 
     @torch.no_grad()
     def layers(self, x: torch.Tensor, active: np.ndarray, first: int, last: int) -> torch.Tensor:

@@ -117,6 +117,7 @@ class NativeExecutor:
         carries_states: Whether, with `reads_states`, the hidden state of one step is the input of
             the next in a multi-step pass; without it such passes have one step.
         head_tokens: The tokens of a head that has fewer than the vocabulary, int64 `[num_logits]`.
+        width: Numbers per hidden state; None: as many as the embedding has.
         packer: The packer of another network with which this one shares weights.
         adapters: The loaded LoRA adapters; may grow later.
         threads: Number of threads; None: one per physical core.
@@ -141,6 +142,7 @@ class NativeExecutor:
         reads_states: bool = False,
         carries_states: bool = False,
         head_tokens: np.ndarray | None = None,
+        width: int | None = None,
         packer: Packer | None = None,
         adapters: Sequence[Adapter] = (),
         threads: int | None = None,
@@ -153,14 +155,14 @@ class NativeExecutor:
         self._library = loaded
         self.threads = thread_count(threads)
         self.packer = packer or Packer(loaded, self.threads, free_weights)
-        self._network = (embedding, embedding_scale, num_layers, layer, head)
+        self._hidden_size, self._num_logits = width or embedding.in_features, num_logits
+        self._network = (embedding, embedding_scale, num_layers, layer, head, self._hidden_size)
         self._adapters, self._loaded = adapters, list[Adapter]()
-        self._hidden_size, self._num_logits = embedding.in_features, num_logits
         self._reads_states = reads_states
         self._num_layers = num_layers
         self.program = record(self.packer, *self._network, (), reads_states)
         self._adapted: Program | None = None  # the program with the adapters
-        self._regrouped: dict[Callable[[Backend, Any, int], Any], Program] = {}
+        self._regrouped: dict[Any, Program] = {}  # by layer and head
         self._plain = self.program
         # Products with quantised weights round activations to eight bits anyway.
         self.cache_format = "float16" if self.packer.has_quantised else "float32"
@@ -562,18 +564,25 @@ class NativeExecutor:
             views[count] = self._buffers.out[:count]
         return views[count]
 
-    def regroup(self, layer: Callable[[Backend, Any, int], Any] | None) -> None:
-        """Replace the network's `layer` from now on, over the same packed weights.
+    def regroup(
+        self,
+        layer: Callable[[Backend, Any, int], Any] | None,
+        head: Callable[[Backend, Any], Any] | None = None,
+    ) -> None:
+        """Replace the network's `layer` and `head` from now on, over the same packed weights.
 
         Args:
-            layer: The replacement; None: the network's own `layer` again.
+            layer: The replacement; None: the network's own `layer` and `head` again.
+            head: The replacement; None: the network's own `head`.
         """
-        if layer is not None and layer not in self._regrouped:
-            embedding, scale, count, _, head = self._network
-            self._regrouped[layer] = record(
-                self.packer, embedding, scale, count, layer, head, (), self._reads_states
+        key = layer, head
+        if layer is not None and key not in self._regrouped:
+            embedding, scale, count, _, own_head, width = self._network
+            functions = layer, head or own_head
+            self._regrouped[key] = record(
+                self.packer, embedding, scale, count, *functions, width, (), self._reads_states
             )
-        self._plain = self.program if layer is None else self._regrouped[layer]
+        self._plain = self.program if layer is None else self._regrouped[key]
 
     # --- adapters
 

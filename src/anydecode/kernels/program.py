@@ -363,18 +363,19 @@ def record(
     num_layers: int,
     layer: Callable[[Backend, Any, int], Any],
     head: Callable[[Backend, Any], Any],
+    width: int,
     adapted: Collection[str],
     reads_states: bool = False,
 ) -> Program:
     """The program of a network whose `layer` and `head` are written against `Backend`.
 
     Args:
+        width: Numbers per hidden state.
         adapted: Names of the matrices that adapters change.
         reads_states: Whether the hidden states of all rows start as `Rows.inputs`.
     """
     backend = NativeBackend(packer)
     backend.adapted = adapted
-    width = embedding.in_features
     matrix = packer.pack(embedding)
     layers: list[tuple[list[Step], Value]] = []
     for index in range(num_layers):

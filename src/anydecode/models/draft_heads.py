@@ -16,12 +16,13 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES, dequantize_rows, plain_weight
 from anydecode.kernels.interface import Attention, Weight
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.dense_layer import read_dense_layer
 from anydecode.models.families.config import spec_from_config
 from anydecode.models.families.values import bool_value, int_value, list_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS, refusal
-from anydecode.models.network import GatedMlp, LayerWeights, ModelWeights, Network
+from anydecode.models.network import LayerWeights, ModelWeights, Network
 from anydecode.models.spec import ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
 
@@ -158,33 +159,10 @@ class _Eagle:
         return f"layers.{index}"
 
     def _layer(self, index: int) -> LayerWeights:
-        spec, name, read = self.spec.layers[index], self._layer_name(index), self.reader.linear
-        shape, hidden = spec.attention, self.hidden
-        assert isinstance(shape, Attention)
+        name, hidden = self._layer_name(index), self.hidden
         width = hidden if index or self.joins == "projection" else 2 * hidden
-        size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         inner = int_value(self.config, "intermediate_size")
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        layer = LayerWeights(
-            query=read(f"{attention}.q_proj", (size, width), False),
-            key=read(f"{attention}.k_proj", (kv_size, width), False),
-            value=read(f"{attention}.v_proj", (kv_size, width), False),
-            output=read(f"{attention}.o_proj", (hidden, size), False),
-            mlp=GatedMlp(
-                read(f"{mlp}.gate_proj", (inner, hidden), False),
-                read(f"{mlp}.up_proj", (inner, hidden), False),
-                read(f"{mlp}.down_proj", (hidden, inner), False),
-            ),
-            mlp_norm=self.reader.vector(f"{name}.post_attention_layernorm.weight", hidden),
-        )
-        if spec.has_attention_norm:
-            layer.attention_norm = self.reader.vector(f"{name}.input_layernorm.weight", hidden)
-        if spec.qk_norm == "head":
-            layer.query_norm, layer.key_norm = (
-                self.reader.vector(f"{attention}.{part}_norm.weight", shape.head_dim)
-                for part in ("q", "k")
-            )
-        return layer
+        return read_dense_layer(self.reader, name, self.spec.layers[index], hidden, inner, width)
 
     def _check_all_read(self) -> None:
         """Raise CheckpointError for a layer that the config does not have: it would be left out."""

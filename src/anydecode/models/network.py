@@ -243,6 +243,17 @@ class Network:
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
 
+    @property
+    def width(self) -> int:
+        """Numbers per hidden state between layers."""
+        return self.spec.hidden_size
+
+    @property
+    def carries_states(self) -> bool:
+        """Whether a drafter's hidden state is the state of the next token as it is."""
+        states = self.spec.states
+        return states is not None and not states.feeds_normed and not states.num_heads
+
     def matrices(self) -> Iterator[Weight]:
         """Yield the embedding and every matrix of a product; tied ones may be yielded twice."""
         yield self.weights.embedding
@@ -421,7 +432,12 @@ class Network:
     def head(self, backend: Backend, x: Any) -> Any:
         """Logits from hidden states, of the last layer or of an earlier one at which rows stop."""
         y = self.final_norm(backend, x)
-        y = backend.linear(y, self.weights.head, self.weights.head_bias)
+        return self.scaled_logits(
+            backend, backend.linear(y, self.weights.head, self.weights.head_bias)
+        )
+
+    def scaled_logits(self, backend: Backend, y: Any) -> Any:
+        """Logits from the products of the head's matrix."""
         if self.spec.logit_scale != 1.0:
             y = backend.scale(y, self.spec.logit_scale)
         if self.spec.logit_softcap is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anydecode.errors import (
+    CheckpointError,
     InvalidRequestError,
     MissingPackageError,
     UnsupportedCombinationError,
@@ -100,8 +101,9 @@ def choose_executor(
             network.head,
             embedding_scale=network.spec.embedding_scale,
             reads_states=network.spec.states is not None,
-            carries_states=network.spec.states is not None and not network.spec.states.feeds_normed,
+            carries_states=network.carries_states,
             head_tokens=network.weights.head_tokens,
+            width=network.width,
             packer=packer,
             adapters=network.adapters,
             threads=threads,
@@ -260,8 +262,13 @@ def open_checkpoint(
 ) -> tuple[Model, Tokenizer | None]:
     """Build the model of a loaded checkpoint; returns it with the checkpoint's tokenizer. Arguments
     and errors as for `open_model`."""
+    from anydecode.models.drafters import is_drafter_alone
     from anydecode.models.families import build_model, spec_from_config
 
+    if is_drafter_alone(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.name} contains a drafter, not a model: open its target, with draft= this"
+        )
     executor = choose_executor(backend, threads, device)
     pooling, limit = checkpoint.pooling, None
     if pooling is not None and pooling.max_tokens is not None:

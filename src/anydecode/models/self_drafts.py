@@ -11,10 +11,12 @@ from typing import Any
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize_rows
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.draft_heads import is_draft_head, load_draft_head
+from anydecode.models.draft_heads import load_draft_head
+from anydecode.models.drafters import Loader, drafter_model, find_loader
 from anydecode.models.families import load_network
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.mtp import has_mtp, load_mtp
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor, open_checkpoint, open_model
 from anydecode.models.tokenizer import Tokenizer
@@ -35,9 +37,9 @@ def open_draft(
 
     Args:
         draft: Anything `open_model` takes, the folder of a drafter that reads the target's states
-            (EAGLE), or a copy of the target: "self:" followed by a dtype ("self:int4"), layers=n (n
-            of its layers, evenly spaced, including the first and the last), or both, separated by a
-            comma. "self" alone is the target itself.
+            (EAGLE, Medusa, Hydra), or a copy of the target: "self:" followed by a dtype
+            ("self:int4"), layers=n (n of its layers, evenly spaced, including the first and the
+            last), or both, separated by a comma. "self" alone is the target itself.
         target: The target model.
         dtype: The weight format of the draft.
         threads: The number of threads of the native kernels.
@@ -56,8 +58,9 @@ def open_draft(
         return open_model(draft, dtype=dtype, threads=threads, backend=backend)
     if not isinstance(draft, str) or draft.partition(":")[0] != "self":
         checkpoint = load_checkpoint(draft if isinstance(draft, str) else Path(draft))
-        if is_draft_head(checkpoint):
-            return _open_head(checkpoint, target, dtype, threads, backend), None
+        load = load_mtp if _is_own_module(checkpoint, target) else find_loader(checkpoint)
+        if load is not None:
+            return _open_head(checkpoint, load, target, dtype, threads, backend), None
         return open_checkpoint(checkpoint, dtype=dtype, threads=threads, backend=backend)
     draft_dtype, layers = dtype, 0
     for part in filter(None, draft.partition(":")[2].split(",")):
@@ -85,8 +88,32 @@ def open_draft(
     return Transformer(network, name=name, executor=choose_executor(backend, threads)), None
 
 
+def open_own_draft(
+    target: Model,
+    *,
+    dtype: str | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> Model | None:
+    """The module of the target's own checkpoint that predicts further tokens; None if there is
+    none. Arguments and errors as for `open_draft`."""
+    path = getattr(target, "path", None)
+    if path is None:
+        return None
+    checkpoint = load_checkpoint(path)
+    if not has_mtp(checkpoint):
+        return None
+    return _open_head(checkpoint, load_mtp, target, dtype, threads, backend)
+
+
+def _is_own_module(checkpoint: Checkpoint, target: Model) -> bool:
+    """Whether the draft is the target's own checkpoint, with a module that predicts tokens."""
+    return checkpoint.path == getattr(target, "path", None) and has_mtp(checkpoint)
+
+
 def _open_head(
     checkpoint: Checkpoint,
+    load: Loader,
     target: Model,
     dtype: str | None,
     threads: int | None,
@@ -98,11 +125,13 @@ def _open_head(
         raise UnsupportedCombinationError(
             f"{checkpoint.name} reads the states of its target, which {target.name} does not return"
         )
-    read_rows = getattr(target.executor, "read_rows", dequantize_rows)
-    network = load_draft_head(checkpoint, target.network, dtype, read_rows)
+    options: dict[str, Any] = {}
+    if load is load_draft_head:
+        options["read_rows"] = getattr(target.executor, "read_rows", dequantize_rows)
+    network = load(checkpoint, target.network, dtype, **options)
     packer = getattr(target.executor, "packer", None)
     executor = choose_executor(backend, threads, packer=packer)
-    model = Transformer(network, name=checkpoint.name, executor=executor)
+    model = drafter_model(network, name=checkpoint.name, executor=executor)
     model.path, model.dtype = checkpoint.path, dtype
     return model
 

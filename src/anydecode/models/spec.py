@@ -28,6 +28,9 @@ from anydecode.models.limits import (
     refusal,
 )
 
+#: Maximum number of heads of a drafter with one head per drafted token.
+MAX_STEPS = 32
+
 
 @dataclass(frozen=True)
 class RecurrentSpec:
@@ -189,6 +192,10 @@ class StateSpec:
         has_norms: Whether embedding and state are normed there.
         has_normed_residual: Whether the first layer's output is added to the normed state.
         feeds_normed: Whether the drafter's own states are those after its final norm.
+        num_heads: The number of heads of a drafter with one head per drafted token, which drafts so
+            many tokens at most (see `StepNetwork`); 0 for one head for all.
+        reads_tokens: Whether the drafter reads drafted tokens; otherwise its own states follow
+            from the target's state without a pass (Medusa).
     """
 
     taps: tuple[int, ...]
@@ -199,6 +206,8 @@ class StateSpec:
     has_norms: bool = False
     has_normed_residual: bool = False
     feeds_normed: bool = False
+    num_heads: int = 0
+    reads_tokens: bool = True
 
     @property
     def num_taps(self) -> int:
@@ -296,7 +305,9 @@ def _check_states(states: StateSpec, hidden_size: int) -> None:
         integer("a tapped layer", tap, 0, MAX_LAYERS)
     if states.joins not in ("projection", "attention"):
         raise refusal("joins", states.joins, "one of ('projection', 'attention')")
-    if not states.is_projected and states.num_taps * states.target_size != hidden_size:
+    integer("the number of heads", states.num_heads, 0, MAX_STEPS)
+    has_own_size = states.is_projected or states.num_heads > 0
+    if not has_own_size and states.num_taps * states.target_size != hidden_size:
         allowed = f"{hidden_size} numbers per position where they are not projected"
         raise refusal("the target's states", states.num_taps * states.target_size, allowed)
     if states.num_target_norms not in (0, 1, states.num_taps):

@@ -35,7 +35,8 @@ from anydecode.models.yes_no import YesNo
 class Executor(Protocol):
     """Runs a network's passes. Arrays are numpy, or the executor's own on another device.
 
-    Executors that record `Network.layer` may have `regroup(layer)`, which replaces it.
+    Executors that run `Network.layer` and `Network.head` may have `regroup(layer, head)`, which
+    replaces them.
     """
 
     cache_formats: tuple[str, ...]  # the supported formats of the key-value cache
@@ -191,37 +192,22 @@ class Transformer:
                 "running layers in parallel (easyspec) works on CPUs and without adapters"
             )
         assert rows.parallel is not None
+
+        def run(size: int, part: Rows, part_spec: OutputSpec) -> Output:
+            if size and size not in self._parallel_layers:
+                self._parallel_layers[size] = self.network.parallel_layers(size)
+            regroup(self._parallel_layers.get(size))
+            try:
+                return self.run(part, cache, part_spec)
+            finally:
+                regroup(None)
+
         logits = np.empty((len(output_spec.logits), self.spec.num_logits), np.float32)
         hidden = {
             depth: np.empty((len(index), self.spec.hidden_size), np.float32)
             for depth, index in output_spec.hidden.items()
         }
-        for size in np.unique(rows.parallel).tolist():
-            is_selected = rows.parallel == size
-            if size and size not in self._parallel_layers:
-                self._parallel_layers[size] = self.network.parallel_layers(size)
-            part = _part(rows, np.flatnonzero(is_selected))
-            part_row = np.cumsum(is_selected, dtype=np.int32) - 1
-            selected_logits = is_selected[output_spec.logits]
-            selected_hidden = {
-                depth: is_selected[index] for depth, index in output_spec.hidden.items()
-            }
-            hidden_rows = {
-                depth: part_row[index[selected_hidden[depth]]]
-                for depth, index in output_spec.hidden.items()
-            }
-            regroup(self._parallel_layers.get(size))
-            try:
-                output = self.run(
-                    part,
-                    cache,
-                    OutputSpec(part_row[output_spec.logits[selected_logits]], hidden_rows),
-                )
-            finally:
-                regroup(None)
-            logits[selected_logits] = to_host(output.logits)
-            for depth, selected in selected_hidden.items():
-                hidden[depth][selected] = to_host(output.hidden[depth])
+        run_parts(rows, rows.parallel, output_spec, run, Output(logits, hidden))
         return Output(logits, hidden)
 
     def _check(self, rows: Rows, output_spec: OutputSpec) -> None:
@@ -259,6 +245,38 @@ class Transformer:
                 )
         if rows.adapters is not None and (rows.adapters >= len(self.network.adapters)).any():
             raise InvalidRequestError(f"there is no adapter {int(rows.adapters.max())}")
+
+
+def run_parts(
+    rows: Rows,
+    groups: np.ndarray,
+    output_spec: OutputSpec,
+    run: Callable[[int, Rows, OutputSpec], Output],
+    output: Output,
+) -> None:
+    """Run a pass in parts, one after the other.
+
+    Args:
+        rows: The rows of the pass.
+        groups: int `[rows]`, the group of each row. Rows of a group below 0 do not run.
+        output_spec: The outputs of the pass.
+        run: Runs the rows of one group: `run(group, rows, output_spec)`.
+        output: Where the outputs of the parts are written.
+    """
+    for group in np.unique(groups[groups >= 0]).tolist():
+        is_selected = groups == group
+        part_row = np.cumsum(is_selected, dtype=np.int32) - 1
+        kept = is_selected[output_spec.logits]
+        kept_hidden = {depth: is_selected[index] for depth, index in output_spec.hidden.items()}
+        hidden_rows = {
+            depth: part_row[index[kept_hidden[depth]]]
+            for depth, index in output_spec.hidden.items()
+        }
+        part_spec = OutputSpec(part_row[output_spec.logits[kept]], hidden_rows)
+        result = run(group, _part(rows, np.flatnonzero(is_selected)), part_spec)
+        output.logits[kept] = to_host(result.logits)
+        for depth, selected in kept_hidden.items():
+            output.hidden[depth][selected] = to_host(result.hidden[depth])
 
 
 def _part(rows: Rows, index: np.ndarray) -> Rows:

@@ -44,6 +44,7 @@ class DraftStates:
     Attributes:
         runner: See above.
         layers: The target's hidden states that are read, by number of layers.
+        reads_tokens: See `StateSpec`.
         confirmed: Leading positions of the drafter's cache that were computed from the target's
             states; None while it has no cache.
         is_paused: Whether the target's passes leave their states out, since no drafts are wanted.
@@ -60,7 +61,7 @@ class DraftStates:
         self.runner = runner
         self._drafter, self._normed = drafter, None if spec.taps else normed
         self._width = spec.num_taps * spec.target_size
-        self._num_taps = spec.num_taps
+        self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
         self.layers = spec.taps or (depth,)
         self.is_paused = False
         self.reset()
@@ -143,7 +144,9 @@ class DraftStates:
         return tokens[count:]
 
     def _has(self, position: int) -> bool:
-        return position > 0 and (self.knows(position - 1) or position - 1 in self._own)
+        if position > 0 and (self.knows(position - 1) or position - 1 in self._own):
+            return True
+        return not self.reads_tokens and position > self._first + len(self._target) > self._first
 
     def for_chain(self, first: int, count: int) -> np.ndarray:
         """The states of the drafter's rows at the positions from `first` on, float32 `[count,
@@ -160,8 +163,19 @@ class DraftStates:
                 self._first += start + num_known - 1
         if num_known < count:
             positions = range(first + num_known, first + count)
-            parts.append(np.stack([self._own[position - 1] for position in positions]))
+            if self.reads_tokens or not num_known:
+                parts.append(np.stack([self._own[position - 1] for position in positions]))
+            else:
+                parts += self._following(parts[0][-1:], len(positions))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _following(self, state: np.ndarray, count: int) -> list[np.ndarray]:
+        """The `count` states behind `state`, float32 `[1, hidden_size]`, whatever is drafted."""
+        rows = []
+        for _ in range(count):
+            state = self._drafter.own_states(state)
+            rows.append(state)
+        return rows
 
     def for_nodes(self, kv_cache: SequenceCache, parents: Seq[int]) -> np.ndarray:
         """The states of nodes of the drafter's tree, float32 `[nodes, hidden_size]`: its own states

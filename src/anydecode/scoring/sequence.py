@@ -33,7 +33,7 @@ class Sequence(SequenceData):
         tokens: Seq[int] | None = None,
         *,
         runner: str = TARGET,
-        rows: str = "last",
+        rows: str | int = "last",
         layers: tuple[int, int] | None = None,
         hidden: tuple[int, ...] = (),
         embeddings: np.ndarray | None = None,
@@ -47,7 +47,7 @@ class Sequence(SequenceData):
         Args:
             tokens: Token ids; by default the unscored ones.
             runner: The model that runs.
-            rows: Which rows to return: "last" or "all".
+            rows: Which rows to return: "last", "all" or the number of last rows.
             layers: The layer range `(0, k)` of an early exit; by default all layers.
             hidden: Layers whose hidden states to return for the same rows.
             embeddings: float32 `[rows, hidden_size]`, used in place of token embeddings.
@@ -73,7 +73,8 @@ class Sequence(SequenceData):
         first = kv_cache.length
         depth = kv_cache.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
-        output_rows = [len(tokens) - 1] if rows == "last" else list(range(len(tokens)))
+        num_rows = rows if isinstance(rows, int) else 1 if rows == "last" else len(tokens)
+        output_rows = list(range(len(tokens) - num_rows, len(tokens)))
         capture_layers = self._capture_layers(hidden, runner, stop)
         shape = (kv_cache, tokens, start, stop, output_rows, capture_layers)
         end_tokens = self.end_tokens

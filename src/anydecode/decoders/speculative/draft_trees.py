@@ -76,6 +76,13 @@ class GrowingTree:
         self._samplers: dict[int, Sampler] = {}
         self._positions: dict[int, int] = {}
 
+    @property
+    def num_heads(self) -> int | None:
+        """The number of levels that a draft model with one head per level can draft; None for
+        another one."""
+        states = self.sequence.kv_cache(self.runner).pool.model.spec.states
+        return None if states is None or not states.num_heads else states.num_heads
+
     def start(self, chain: Seq[int] = ()) -> Generator[DecoderAction, Any, None]:
         """Score the text and a first path after it in one pass, and store their candidates."""
         sequence = self.sequence
@@ -196,7 +203,7 @@ class TreeSession(DraftSession):
         if size < 1:
             return TokenTree()
         drafter = self.drafter
-        self.growing = GrowingTree(self.sequence, independent_noise=drafter.with_probabilities)
+        self.growing = drafter.new_tree(self.sequence)
         yield from self.growing.start()
         nodes = yield from drafter.grow(self.growing, size)
         return self.growing.pruned(nodes, drafter.kind, drafter.with_probabilities)
@@ -216,6 +223,10 @@ class TreeDrafter(Drafter):
 
     def __init__(self, with_probabilities: bool = False) -> None:
         self.with_probabilities = with_probabilities
+
+    def new_tree(self, sequence: Sequence) -> GrowingTree:
+        """An empty tree."""
+        return GrowingTree(sequence, independent_noise=self.with_probabilities)
 
     @abstractmethod
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:

@@ -86,7 +86,7 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         raise CheckpointError(
             f"num_hidden_layers is {spec.num_layers}, but {checkpoint.name} contains more layers"
         )
-    layers = [_LayerReader(reader, spec, config, index).read() for index in range(spec.num_layers)]
+    layers = [read_layer(reader, spec, config, index) for index in range(spec.num_layers)]
     final = family.names.get("norm", "norm")
     norm = None
     if spec.has_final_norm:
@@ -123,6 +123,11 @@ def _read_per_layer(reader: TensorReader, spec: ModelSpec, config: Config) -> Pe
     projection.scale = hidden**-0.5
     norm = reader.vector("per_layer_projection_norm.weight", size)
     return PerLayerEmbeddings(table, projection, norm)
+
+
+def read_layer(reader: TensorReader, spec: ModelSpec, config: Config, index: int) -> LayerWeights:
+    """The weights of layer `index` of a model; `config` is its `text_config`."""
+    return _LayerReader(reader, spec, config, index).read()
 
 
 class _LayerReader:

@@ -144,6 +144,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         ("Qwen2ForCausalLM",), sliding_from_layer, qkv_bias=True, defaults={"sliding_window": 4096}
     ),
+    "mimo": Family(
+        ("MiMoForCausalLM",), sliding_from_layer, qkv_bias=True, defaults={"sliding_window": 4096}
+    ),
     "qwen3": Family(
         ("Qwen3ForCausalLM",),
         sliding_from_layer,

@@ -61,6 +61,15 @@ _PER_LAYER = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
+#: The tensors of a layer that predicts further tokens beside those of other layers.
+_NEXTN = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 _OVERRIDES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
@@ -235,8 +244,7 @@ def _convert(
         prefix = f"model.layers.{layer}."
         num_layers = config["num_hidden_layers"]
         num_unused = config.get("num_nextn_predict_layers", 0)
-        if layer.isdigit() and num_layers <= int(layer) < num_layers + num_unused:
-            return []
+        is_extra = layer.isdigit() and num_layers <= int(layer) < num_layers + num_unused
         count = config.get("num_local_experts") or config.get("num_experts") or 0
         experts = _experts(file, info, architecture, part, prefix, count)
         if experts:
@@ -244,12 +252,14 @@ def _convert(
         if part in _HEADS.get(architecture, {}):
             heads = config["num_attention_heads"]
             return _heads(file, info, _HEADS[architecture][part], prefix, heads)
-        is_layer = layer.isdigit() and int(layer) < num_layers
+        is_layer = is_extra or (layer.isdigit() and int(layer) < num_layers)
         vectors = {**_VECTORS, **_OWN_VECTORS.get(architecture, {})}
         vector = vectors.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:
             return [(prefix + vector, info.shape, partial(_read, file, info, prefix + vector))]
-        names = {**_LAYER, **_OVERRIDES.get(architecture, {})}
+        names = {**_LAYER, **_OVERRIDES.get(architecture, {}), **(_NEXTN if is_extra else {})}
+        if is_extra and part not in names:
+            return []
         if not is_layer or part not in names:
             raise _unknown_tensor(file, info, architecture)
         target = FAMILIES[config["model_type"]].names.get(names[part], names[part])

@@ -22,6 +22,7 @@ from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
 from anydecode.models.loading import awq, bd3lm, encoder, fp8, gpt, gptq, llada, nvfp4, sdar
 from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
+from anydecode.models.loading.torch_file import heads_file, open_torch_file
 from anydecode.models.pooling import read_pooling
 from anydecode.models.tokenizers import HFTokenizer
 
@@ -58,7 +59,8 @@ def load_folder(path: Path) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: there is no config.json")
     config = read_json(path / "config.json")
-    readers = _open_files(_files(path))
+    heads = heads_file(path)
+    readers = _open_files(_files(path)) if heads is None else open_torch_file(heads)
     settings = config.get("quantization_config") or _modelopt_settings(path)
     if isinstance(config.get("text_config"), dict):
         check_multimodal(config)
@@ -182,7 +184,7 @@ def _language_model(
         start = next((prefix for prefix in _NESTED if name.startswith(prefix)), None)
         if start is not None:
             result[_NESTED[start] + name[len(start) :]] = reader
-        elif name.startswith("lm_head."):
+        elif name.startswith(("lm_head.", "mtp.")):
             result[name] = reader
     return text, result or readers
 

@@ -3,26 +3,26 @@ forward pass of target and drafter over the whole text, written from the drafter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.speculative.state_drafters import (
+    Drafter,
+    Oracle,
+    Path,
+    TargetStates,
+    compare_trees,
+    shares,
+)
 from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
-from anydecode.certification.rounds import TracedRound, accepted, rounds
-from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, with_drafter
+from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
-from anydecode.sampling.noise import Noise
-
-PROMPTS = ("the cat sat on the cat", "a quick zebra")
-Path = tuple[int, ...]
-Drafter = Callable[[Network], Checkpoint]
 
 #: The drafters of the test by name.
 DRAFTERS: dict[str, Drafter] = {
@@ -36,30 +36,16 @@ DRAFTERS: dict[str, Drafter] = {
 }
 
 
-class _Target(Forward):
-    """The target, which returns its hidden states after every number of layers."""
-
-    def states(self, token: int) -> list[np.ndarray]:
-        states = [self._embedding(token)]
-        for layer in range(len(self.weights.layers)):
-            x = states[-1] + self._attention(states[-1], layer)
-            states.append(x + self._mlp(x, layer))
-        return states
-
-    def normed(self, x: np.ndarray) -> np.ndarray:
-        return self._normed(x, self.weights.final_norm)
-
-
 @dataclass
-class _Cache:
+class Cache:
     """Keys and values of a drafter's layers, and the rows' positions."""
 
     positions: list[int] = field(default_factory=list)
     keys: dict[int, list[np.ndarray]] = field(default_factory=dict)
     values: dict[int, list[np.ndarray]] = field(default_factory=dict)
 
-    def copy(self) -> _Cache:
-        return _Cache(
+    def copy(self) -> Cache:
+        return Cache(
             list(self.positions),
             {layer: list(rows) for layer, rows in self.keys.items()},
             {layer: list(rows) for layer, rows in self.values.items()},
@@ -92,7 +78,7 @@ class Drafting:
         return np.asarray(self.tensors["fc.weight"] @ joined)
 
     def row(
-        self, cache: _Cache, token: int, state: np.ndarray, position: int
+        self, cache: Cache, token: int, state: np.ndarray, position: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Adds a row to the cache; returns its logits, of all tokens, and the drafter's state."""
         embedded = self.target.weights.embedding.data[token].astype(np.float64)
@@ -119,7 +105,7 @@ class Drafting:
         return rms_norm(x, self.tensors[f"{name}.weight"], self.eps)
 
     def _layer(
-        self, cache: _Cache, layer: int, name: str, x: np.ndarray, inputs: np.ndarray
+        self, cache: Cache, layer: int, name: str, x: np.ndarray, inputs: np.ndarray
     ) -> np.ndarray:
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         width = self.size // heads
@@ -150,7 +136,7 @@ def drafted(
 ) -> list[Path]:
     """The nodes of the tree after `text`, as paths: `depth` times the best `width` nodes of a level
     are expanded into `width` children, and the best `size` of all are kept."""
-    target, cache = _Target(drafting.target), _Cache()
+    target, cache = TargetStates(drafting.target), Cache()
     before: np.ndarray | None = None
     for position, token in enumerate(text):
         if before is not None:
@@ -159,7 +145,7 @@ def drafted(
             states = target.states(token)
             before = drafting.target_state(states, target.normed(states[-1]))
     rows: dict[Path, tuple[np.ndarray, np.ndarray]] = {(): root}
-    caches: dict[Path, _Cache] = {(): cache}
+    caches: dict[Path, Cache] = {(): cache}
     weights: dict[Path, float] = {(): 1.0}
     level: list[Path] = [()]
     for _ in range(depth):
@@ -173,7 +159,7 @@ def drafted(
                     drafting.row(branch, path[-1], state, place),
                     branch,
                 )
-            beliefs = _beliefs(rows[path][0], temperature, len(text) + len(path))
+            beliefs = shares(rows[path][0], temperature, len(text) + len(path))
             for token, belief in beliefs[:width]:
                 child = (*path, token)
                 children.append(child)
@@ -182,48 +168,20 @@ def drafted(
     return sorted(filter(None, weights), key=lambda path: -weights[path])[:size]
 
 
-def _beliefs(logits: np.ndarray, temperature: float, position: int) -> list[tuple[int, float]]:
-    """The 64 most probable tokens with their shares of the keys, by descending share."""
-    row = logits / (temperature or 1.0)
-    top = np.sort(np.argsort(-row, kind="stable")[:64])
-    q = np.exp(row[top] - row[top].max())
-    keys = np.log(q / q.sum())
-    if temperature:
-        keys = keys + Noise(5).gumbel(top, position)
-    shares = np.exp(keys - keys.max())
-    shares /= shares.sum()
-    order = np.argsort(-keys)
-    return [(int(top[i]), float(shares[i])) for i in order]
-
-
-def _compare(name: str, key: str, size: int, depth: int, width: int) -> Iterator[Check]:
-    for temperature in (0.0, 0.8):
-        trace: list[TracedRound] = []
-        with with_drafter(DRAFTERS[name], cache_positions=1024, prefix_cache=False) as llm:
-            trace = _rounds(llm, key, temperature)
-            network: Network = llm.model.network  # type: ignore[attr-defined]
-            drafting = Drafting(DRAFTERS[name](network), network)
-        first, others = trace[0], [one for one in trace if one.tokens]
-        wrong = [
-            one
-            for one in others
-            if set(one.paths) != set(drafted(drafting, one.text, temperature, size, depth, width))
-        ]
-        about = f"{key}, {name}, T={temperature}"
-        detail = f"{len(wrong)} of {len(others)} differ"
-        yield Check(f"{about}: trees equal the oracle's", not wrong and len(others) > 5, detail)
-        yield Check(f"{about}: drafts are accepted", accepted(trace) > 5, str(accepted(trace)))
-        yield Check(f"{about}: nothing is drafted before the first pass", not first.tokens)
-
-
-def _rounds(llm: LLM, key: str, temperature: float) -> list[TracedRound]:
-    return [one for p in PROMPTS for one in rounds(llm, key, p, 16, temperature=temperature)]
-
-
 @oracle_test("eagle")
 def eagle() -> Iterator[Check]:
     """The trees of published kinds of drafters equal the oracle's, which computes every row again
     from the text."""
-    for name in DRAFTERS:
-        yield from _compare(name, "eagle", 8, 4, 4)
-    yield from _compare("EAGLE-3", "eagle:size=5,depth=2,width=3", 5, 2, 3)
+    for name, drafter in DRAFTERS.items():
+        yield from compare_trees(name, "eagle", drafter, _oracle(8, 4, 4))
+    key = "eagle:size=5,depth=2,width=3"
+    yield from compare_trees("EAGLE-3", key, eagle3_checkpoint, _oracle(5, 2, 3))
+
+
+def _oracle(size: int, depth: int, width: int) -> Oracle:
+    def paths(
+        checkpoint: Checkpoint, target: Network, text: list[int], temperature: float
+    ) -> list[Path]:
+        return drafted(Drafting(checkpoint, target), text, temperature, size, depth, width)
+
+    return paths

@@ -1,0 +1,105 @@
+"""Random heads and modules that draft for the tiny model of `tiny`, in their published layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from anydecode.certification.tiny import drafter_config, layer_tensors, random_matrices
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.network import Network
+
+
+def medusa_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 3, layers: int = 1, own_heads: bool = True
+) -> Checkpoint:
+    """Random heads in the layout of Medusa, which sometimes agree with a target of small
+    `residual`. Without `own_heads` their last matrix is the target's head."""
+    hidden, matrix = target.spec.hidden_size, random_matrices(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for head in range(heads):
+        for block in range(layers):
+            name = f"{head}.{block}.linear"
+            tensors[f"{name}.weight"] = 0.7 * matrix(hidden, hidden)
+            tensors[f"{name}.bias"] = 0.1 * matrix(1, hidden)[0]
+        if own_heads:
+            tensors[f"{head}.{layers}.weight"] = _predicting(target, head + 2)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": layers}
+    return Checkpoint("medusa", Path("medusa"), config, tensors)
+
+
+def hydra_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 3, layers: int = 2, has_prefix: bool = False
+) -> Checkpoint:
+    """Random heads in the layout of Hydra, with the layer of Hydra++ if `has_prefix`. They often
+    agree with a target of small `residual`: they pass the last embedding on to the target's
+    head."""
+    hidden, matrix = target.spec.hidden_size, random_matrices(seed)
+    output = target.weights.head.data
+    tensors: dict[str, np.ndarray] = {}
+    for head in range(heads):
+        width = (head + 2) * hidden
+        name = f"hydra_mlp.{head}.1"
+        last = np.eye(hidden, width, width - hidden, dtype=np.float32)
+        tensors[f"{name}.res_connection.weight"] = last + 0.3 * matrix(hidden, width)
+        tensors[f"{name}.res_connection.bias"] = 0.1 * matrix(1, hidden)[0]
+        for block in range(layers):
+            name = f"hydra_mlp.{head}.{2 * block + 1}.linear"
+            tensors[f"{name}.weight"] = 0.7 * matrix(hidden, hidden if block else width)
+            tensors[f"{name}.bias"] = 0.1 * matrix(1, hidden)[0]
+        tensors[f"hydra_lm_head.{head}.1.weight"] = output + 0.1 * matrix(len(output), hidden)
+        tensors[f"hydra_lm_head.{head}.1.bias"] = 4 * matrix(len(output), len(output))[0]
+    if has_prefix:
+        name = "prefix_embeding_layer"
+        tensors |= layer_tensors(f"{name}.layers.0", hidden, hidden, matrix)
+        for norm in ("layers.0.input_layernorm", "norm"):
+            tensors[f"{name}.{norm}.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
+    config = {"hydra_num_heads": heads, "hydra_num_layers": layers, "grounded_heads": True}
+    return Checkpoint("hydra", Path("hydra"), config, tensors)
+
+
+#: Names in the layouts of modules that predict further tokens: the prefixes of the layer and of the
+#: other tensors, the norms of embedding and state, the projection and the last norm.
+MTP_LAYOUTS = {
+    "nextn": (
+        "model.layers.1.", "model.layers.1.", "enorm", "hnorm", "eh_proj", "shared_head.norm"
+    ),
+    "qwen": (
+        "mtp.layers.0.", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    ),
+    "mimo": (
+        "model.mtp_layers.0.", "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm",
+        "input_proj", "final_layernorm",
+    ),
+}  # fmt: skip
+
+
+def mtp_checkpoint(target: Network, *, seed: int = 0, layout: str = "nextn") -> Checkpoint:
+    """A random module that predicts further tokens, alone, in one of `MTP_LAYOUTS`. It often agrees
+    with a target of small `residual`: it passes its token's embedding on."""
+    hidden, matrix = target.spec.hidden_size, random_matrices(seed)
+    layer, module, *norms, projection, last = MTP_LAYOUTS[layout]
+    parts: list[np.ndarray] = [np.eye(hidden, dtype=np.float32), 0.2 * matrix(hidden, hidden)]
+    tensors = {
+        f"{module}{projection}.weight": np.hstack(parts[::-1] if layout == "mimo" else parts),
+        **layer_tensors(layer.rstrip("."), hidden, hidden, matrix),
+    }
+    for name in (f"{layer}input_layernorm", *(f"{module}{norm}" for norm in (*norms, last))):
+        tensors[f"{name}.weight"] = 1 + 2 * matrix(1, hidden)[0]
+    return Checkpoint("mtp", Path("mtp"), drafter_config(target), tensors)
+
+
+def _predicting(target: Network, steps: int) -> np.ndarray:
+    """A head that predicts the token `steps` tokens behind a state's, float32 `[vocab_size,
+    hidden_size]`, if the target's layers added nothing to the embeddings: each row is the sum of
+    the states before its token."""
+    embedding, head = target.weights.embedding.data, target.weights.head.data
+    states = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
+    following = (states @ head.T).argmax(-1)
+    tokens = np.arange(len(embedding))
+    for _ in range(steps):
+        tokens = following[tokens]
+    rows = np.zeros_like(embedding)
+    np.add.at(rows, tokens, 0.15 * states)
+    return rows

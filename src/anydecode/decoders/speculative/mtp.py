@@ -1,0 +1,60 @@
+"""Multi-token prediction: a module of the model's own checkpoint drafts the next tokens.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437; Gloeckle et al., "Better & Faster
+Large Language Models via Multi-token Prediction", arXiv:2404.19737.
+
+The module is the model of the runner "draft" (`models/mtp.py` opens it from the target's own
+files). It reads the embedding of a token and the target's state at the position before, or its own
+state where the target has none yet, and drafts a chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_model import ModelDrafter
+
+
+class MtpDrafter(ModelDrafter):
+    """Drafts a chain with the module, which may be found in the target's own files."""
+
+    requirements = replace(ModelDrafter.requirements, finds_draft=True)
+
+
+@register(
+    Card(
+        "mtp",
+        "speculative",
+        paper="DeepSeek-V3 (arXiv:2412.19437)",
+        exactness="token-exact",
+        summary="The model's own module for further tokens, found in its files, drafts a chain.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        deviations=(
+            "verified token-exactly; acceptance='rejection' is the usual rule",
+            "chains of 3 tokens by default (the paper: 1), for which the module is run repeatedly"
+            " on its own states after its norm",
+            "of several modules, the first drafts all tokens",
+            "with a draft model that reads no states, a chain of that model",
+            "at most the last 2,048 tokens of a prompt that were not cached are read",
+        ),
+        remote={"size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
+    )
+)
+def mtp(size: int = 3, acceptance: str | Acceptance = "token-exact") -> Speculative:
+    """Multi-token prediction.
+
+    Args:
+        size: Number of drafts per round.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+    """
+    rule = acceptance_rule(acceptance)
+    return Speculative(MtpDrafter(isinstance(rule, RejectionSampling)), size, rule)

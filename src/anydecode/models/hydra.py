@@ -1,0 +1,189 @@
+"""Opens Hydra heads, by their files.
+
+Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding", arXiv:2402.05109.
+
+Head i predicts a token from the target's last state after its final norm and the embeddings of the
+i tokens behind it. Hydra++ first runs the state through a layer with keys and values of its own.
+Layout: that of zankner/Hydra.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Attention, Backend, Weight
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.dense_layer import read_dense_layer
+from anydecode.models.families.values import bool_value, int_value
+from anydecode.models.families.weights import TensorReader
+from anydecode.models.files import untrusted
+from anydecode.models.limits import refusal
+from anydecode.models.linear import Linear
+from anydecode.models.network import LayerWeights, ModelWeights, Network
+from anydecode.models.spec import MAX_STEPS, LayerSpec, ModelSpec, StateSpec
+from anydecode.models.step_heads import StepNetwork
+
+_BLOCK = r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"
+_OUTPUT = r"hydra_lm_head\.(\d+)\.(\d+)\.weight"
+_PREFIX = "prefix_embeding_layer"  # as it is spelt in the files
+
+
+@dataclass(eq=False)
+class HydraHead:
+    """residual(x) + silu(first(x)) of state and embeddings side by side, then blocks x + silu(W x +
+    b), then the products of `output`."""
+
+    first: Linear
+    residual: Linear
+    blocks: list[Linear]
+    output: Linear
+
+
+@dataclass(eq=False)
+class HydraNetwork(StepNetwork):
+    """Hydra heads. A state has the target's state, then a place for the embedding of the row's
+    token at each step. `prefix` is the layer of Hydra++ with its norm."""
+
+    heads: list[HydraHead] = field(default_factory=list)
+    prefix: Network | None = None
+
+    @property
+    def size(self) -> int:
+        """The target's hidden size."""
+        return self.width // (self.num_steps + 1)
+
+    def step_layer(self, backend: Backend, x: Any, step: int) -> Any:
+        size = self.size
+        before = backend.columns(x, 0, (step + 1) * size)
+        if step == 0 and self.prefix is not None:
+            before = self.prefix.layer(backend, before, 0)
+            before = self.prefix.final_norm(backend, before)
+        scale = self.spec.embedding_scale
+        y = backend.join(before, backend.token_rows(self.weights.embedding, scale))
+        first = (step + 2) * size
+        if first == self.width:
+            return y
+        return backend.join(y, backend.columns(x, first, self.width - first))
+
+    def step_head(self, backend: Backend, x: Any, step: int) -> Any:
+        head = self.heads[step]
+        x = backend.columns(x, 0, (step + 2) * self.size)
+        inner = backend.activate(head.first.apply(backend, x), "silu")
+        x = backend.add(head.residual.apply(backend, x), inner)
+        for block in head.blocks:
+            x = backend.add(x, backend.activate(block.apply(backend, x), "silu"))
+        return head.output.apply(backend, x)
+
+    def step_matrices(self) -> Iterator[Weight]:
+        for head in self.heads:
+            for linear in (head.first, head.residual, *head.blocks, head.output):
+                yield linear.weight
+        if self.prefix is not None:
+            yield from self.prefix.weights.layers[0].matrices
+
+
+def is_hydra(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has Hydra heads."""
+    return any(re.fullmatch(_BLOCK, name) for name in checkpoint.tensors)
+
+
+def load_hydra(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> HydraNetwork:
+    """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
+    with untrusted(checkpoint.path):
+        return _Hydra(checkpoint, target, dtype).read()
+
+
+class _Hydra:
+    def __init__(self, checkpoint: Checkpoint, target: Network, dtype: str | None) -> None:
+        self.checkpoint, self.target = checkpoint, target
+        config = checkpoint.config
+        if not bool_value(config, "grounded_heads", True):
+            raise refusal("grounded_heads", False, "true: heads that read the drafted tokens")
+        if int_value(config, "hidden_state_offset", 0, low=0):
+            raise refusal("hidden_state_offset", config["hidden_state_offset"], "0")
+        self.blocks, self.outputs = self._numbers(_BLOCK), self._numbers(_OUTPUT)
+        self._check_numbers()
+        self.reader = TensorReader(checkpoint, dtype, f"hydra_mlp.0.{self.blocks[0][0]}.linear")
+        self.hidden = target.spec.hidden_size
+
+    def read(self) -> HydraNetwork:
+        heads = [self._head(head) for head in range(len(self.blocks))]
+        prefix = self._prefix() if self.reader.has_module(_PREFIX) else None
+        embedding = self.target.weights.embedding
+        layers = [LayerWeights()] if prefix is None else prefix.weights.layers
+        weights = ModelWeights(embedding, layers, None, heads[0].output.weight)
+        spec = self._spec(len(heads), prefix)
+        return HydraNetwork(spec, weights, packed=(embedding,), heads=heads, prefix=prefix)
+
+    def _spec(self, num_heads: int, prefix: Network | None) -> ModelSpec:
+        target = self.target.spec
+        layer = LayerSpec(None, None, mlp="none") if prefix is None else prefix.spec.layers[0]
+        return ModelSpec(
+            architecture="Hydra" if prefix is None else "Hydra++",
+            vocab_size=target.vocab_size,
+            hidden_size=(num_heads + 1) * self.hidden + 1,
+            max_positions=target.max_positions,
+            norm_eps=target.norm_eps,
+            layers=(layer,),
+            embedding_scale=target.embedding_scale,
+            states=StateSpec((), self.hidden, num_heads=num_heads),
+            has_final_norm=False,
+        )
+
+    def _numbers(self, pattern: str) -> dict[int, list[int]]:
+        """The numbers of a head's modules, by head: files saved with dropout skip some."""
+        numbers: dict[int, list[int]] = {}
+        for name in self.checkpoint.tensors:
+            match = re.fullmatch(pattern, name)
+            if match:
+                numbers.setdefault(int(match[1]), []).append(int(match[2]))
+        return {head: sorted(found) for head, found in sorted(numbers.items())}
+
+    def _check_numbers(self) -> None:
+        heads = list(range(len(self.blocks)))
+        is_valid = list(self.blocks) == list(self.outputs) == heads and len(heads) <= MAX_STEPS
+        if not is_valid or any(len(found) > 1 for found in self.outputs.values()):
+            raise CheckpointError(
+                f"{self.checkpoint.name}: has blocks of the Hydra heads {list(self.blocks)[:40]}"
+                f" and outputs of {list(self.outputs)[:40]}; allowed are 1 to {MAX_STEPS} heads"
+            )
+
+    def _head(self, head: int) -> HydraHead:
+        first, *others = (f"hydra_mlp.{head}.{number}" for number in self.blocks[head])
+        wide, square = (self.hidden, (head + 2) * self.hidden), (self.hidden, self.hidden)
+        read, (number,) = self.reader.linear, self.outputs[head]
+        shape = (self.target.spec.vocab_size, self.hidden)
+        name = f"hydra_lm_head.{head}.{number}"
+        bias = None
+        if self.reader.has(f"{name}.bias"):
+            bias = self.reader.vector(f"{name}.bias", shape[0])
+        return HydraHead(
+            read(f"{first}.linear", wide, False),
+            read(f"{first}.res_connection", wide, False),
+            [read(f"{other}.linear", square, False) for other in others],
+            Linear(self.reader.matrix(name, shape, is_outer=True), bias),
+        )
+
+    def _prefix(self) -> Network:
+        """The layer of Hydra++: one of the target's kind, which has its keys and values."""
+        target, name = self.target.spec, f"{_PREFIX}.layers.0"
+        layer = target.layers[0]
+        is_dense = not (layer.num_experts or layer.latent or layer.has_attention_gate)
+        is_plain = layer.mlp == "gated" and layer.norms == "pre" and target.norm == "rms"
+        if not (isinstance(layer.attention, Attention) and is_dense and is_plain):
+            allowed = "a target of the kind of Llama"
+            raise refusal("hydra_head_arch", self.checkpoint.config.get("hydra_head_arch"), allowed)
+        gate = self.checkpoint.tensors[f"{name}.mlp.gate_proj.weight"]
+        inner = gate.out_features if isinstance(gate, Weight) else len(gate)
+        weights = ModelWeights(
+            self.target.weights.embedding,
+            [read_dense_layer(self.reader, name, layer, self.hidden, inner, self.hidden)],
+            self.reader.vector(f"{_PREFIX}.norm.weight", self.hidden),
+            self.target.weights.head,
+        )
+        spec = replace(target, layers=(layer,))
+        return Network(spec, weights, packed=(weights.embedding, weights.head))

@@ -1,0 +1,198 @@
+"""Opens the modules that predict further tokens inside a model's checkpoint (multi-token
+prediction).
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3 and
+GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo, and of speculators.
+
+A module is one layer of the model's kind over a projection of the normed embedding of a token and
+the normed state before it. Its output after its norm is the state of the next token. Of several
+modules, the first drafts all tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Weight
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.build import read_layer
+from anydecode.models.families.config import spec_from_config, text_config
+from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import mapping_value
+from anydecode.models.families.weights import TensorReader
+from anydecode.models.files import untrusted
+from anydecode.models.limits import refusal
+from anydecode.models.linear import Linear
+from anydecode.models.network import ModelWeights, Network
+from anydecode.models.spec import ModelSpec, StateSpec
+from anydecode.models.states import StateWeights
+
+_NESTED = "transformer_layer_config"  # of speculators
+#: The prefix under which `_Tensors` shows the module's own tensors.
+_MODULE = "model.mtp_module."
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a module's tensors are.
+
+    Attributes:
+        layer: The prefix of its layer.
+        module: The prefix of the others, whose names follow.
+        state_first: Whether the projection reads the state before the embedding.
+    """
+
+    layer: str
+    module: str
+    embedding_norm: str = "enorm"
+    state_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    state_first: bool = False
+
+
+def has_mtp(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has a module that predicts further tokens."""
+    return _layout(checkpoint.tensors) is not None
+
+
+def is_mtp(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has such a module without its model."""
+    has_model = any(name.startswith("model.layers.0.") for name in checkpoint.tensors)
+    return not has_model and has_mtp(checkpoint)
+
+
+def load_mtp(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> Network:
+    """The module of a checkpoint. Arguments and errors as for `load_draft_head`."""
+    with untrusted(checkpoint.path):
+        return _Mtp(checkpoint, target, dtype).read()
+
+
+def _layout(names: Mapping[str, Any]) -> _Layout | None:
+    if "mtp.fc.weight" in names:
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        return _Layout("mtp.layers.0.", "mtp.", *norms, "fc", "norm")
+    for prefix in ("model.mtp_layers.0.", "mtp_layers.0."):
+        if f"{prefix}input_proj.weight" in names:
+            norms = ("token_layernorm", "hidden_layernorm")
+            return _Layout(prefix, prefix, *norms, "input_proj", "final_layernorm", True)
+    found = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
+    layers = sorted((int(match[2]), match[1]) for match in found if match)
+    return _Layout(layers[0][1], layers[0][1]) if layers else None
+
+
+class _Tensors(Mapping[str, "np.ndarray | Weight"]):
+    """A checkpoint's tensors with those of a module under the names of layer `index`."""
+
+    def __init__(self, tensors: Mapping[str, Any], layout: _Layout, index: int) -> None:
+        self._tensors = tensors
+        self._prefixes = {f"model.layers.{index}.": layout.layer, _MODULE: layout.module}
+
+    def _stored(self, name: str) -> str:
+        for prefix, stored in self._prefixes.items():
+            if name.startswith(prefix):
+                return stored + name[len(prefix) :]
+        return name
+
+    def __getitem__(self, name: str) -> np.ndarray | Weight:
+        stored = self._stored(name)
+        if stored not in self._tensors:
+            raise KeyError(name)
+        tensor: np.ndarray | Weight = self._tensors[stored]
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._stored(name) in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        back = {stored: prefix for prefix, stored in self._prefixes.items()}
+        for name in self._tensors:
+            yield name
+            yield from (p + name[len(s) :] for s, p in back.items() if name.startswith(s))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Mtp:
+    def __init__(self, checkpoint: Checkpoint, target: Network, dtype: str | None) -> None:
+        layout = _layout(checkpoint.tensors)
+        assert layout is not None, "checked by `has_mtp`"
+        config: dict[str, Any] = dict(checkpoint.config)
+        if _NESTED in config:
+            config = {**mapping_value(config, _NESTED), "architectures": None}
+        self.target, self.layout = target, layout
+        self.whole = spec_from_config(config, dtype=dtype)
+        self.config = text_config(config)
+        self.family = FAMILIES[self.config["model_type"]]
+        self.index = self._layer_index()
+        tensors = _Tensors(checkpoint.tensors, layout, self.index)
+        view = replace(checkpoint, config=config, tensors=tensors)
+        name = self.family.names.get("embed_tokens", "embed_tokens")
+        self.reader, self.name = TensorReader(view, dtype, name), checkpoint.name
+
+    def _layer_index(self) -> int:
+        """A layer of the model of the module's kind: the last one with attention alone."""
+        for key in ("vocab_size", "hidden_size"):
+            own, allowed = getattr(self.whole, key), getattr(self.target.spec, key)
+            if own != allowed:
+                raise refusal(key, own, f"{allowed}, as the target's")
+        for index in reversed(range(self.whole.num_layers)):
+            layer = self.whole.layers[index]
+            if layer.attention is not None and layer.recurrence is None:
+                return index
+        raise CheckpointError("a model without attention has no module that predicts tokens")
+
+    def read(self) -> Network:
+        """The drafter's network."""
+        embedding, hidden = self.target.weights.embedding, self.whole.hidden_size
+        packed, head = [embedding], self.target.weights.head
+        if self._has("shared_head.head"):
+            shape = (self.whole.vocab_size, hidden)
+            head = self.reader.matrix(self._own("shared_head.head"), shape, is_outer=True)
+        else:
+            packed.append(head)
+        layer = read_layer(self.reader, self.whole, self.config, self.index)
+        weights = ModelWeights(embedding, [layer], self._norm(self.layout.norm), head)
+        weights.states = StateWeights(
+            projection=self._projection(),
+            embedding_norm=self._norm(self.layout.embedding_norm),
+            state_norm=self._norm(self.layout.state_norm),
+        )
+        return Network(self._spec(), weights, packed=tuple(packed))
+
+    def _spec(self) -> ModelSpec:
+        target = self.target.spec
+        return replace(
+            self.whole,
+            architecture="MTP",
+            layers=(self.whole.layers[self.index],),
+            states=StateSpec((), target.hidden_size, has_norms=True, feeds_normed=True),
+            max_positions=target.max_positions,
+        )
+
+    def _own(self, name: str) -> str:
+        return f"mtp_module.{name}"
+
+    def _has(self, name: str) -> bool:
+        return self.reader.has(f"{self._own(name)}.weight")
+
+    def _norm(self, name: str) -> np.ndarray:
+        full = f"{self._own(name)}.weight"
+        return self.reader.vector(full, self.whole.hidden_size, self.family.norm_offset)
+
+    def _projection(self) -> Linear:
+        """The projection of embedding and state, in this order."""
+        hidden, name = self.whole.hidden_size, self._own(self.layout.projection)
+        if not self.layout.state_first:
+            return self.reader.linear(name, (hidden, 2 * hidden), False)
+        stored = self.reader.matrix(name, (hidden, 2 * hidden), keep_format=True)
+        state, embedding = np.split(stored.data, 2, 1)
+        data = np.concatenate([embedding, state], 1)
+        return Linear(self.reader.convert(replace(stored, data=data), name))

@@ -1,0 +1,184 @@
+"""Medusa: its certificate, mistakes that the certificate rejects, and exactness in company, with a
+small cache, in chunks, from cached prefixes and under constraints."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from anydecode import Generation, JsonSchema
+from anydecode.api.llm import LLM
+from anydecode.certification.oracles.speculative import medusa as oracle
+from anydecode.certification.tiny import with_drafter
+from anydecode.certification.tiny_heads import medusa_checkpoint
+from anydecode.decoders.speculative.best_tree import BestTreeDrafter
+from anydecode.models.medusa import MedusaNetwork
+from anydecode.models.step_heads import StepTransformer
+from anydecode.scoring.draft_states import DraftStates
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
+from draft_folders import drafted_paths
+
+LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
+PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
+SHARED = partial(medusa_checkpoint, own_heads=False)
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("medusa")
+
+
+def _only(monkeypatch: Patch, name: str) -> None:
+    """Restricts the oracle test to one drafter."""
+    monkeypatch.setattr(oracle, "DRAFTERS", {name: oracle.DRAFTERS[name]})
+
+
+@pytest.mark.parametrize("defaults", [{"size": 7}, {"depth": 3}], ids=str)
+def test_certificate_rejects_other_defaults(monkeypatch: Patch, defaults: dict[str, Any]) -> None:
+    _only(monkeypatch, "5 heads of 2 blocks")
+    replace_defaults(monkeypatch, "medusa", **defaults)
+    assert_rejected("medusa")
+
+
+@pytest.mark.parametrize("other", ["speculative-sampling", "eagle"])
+def test_certificate_rejects_other_methods(monkeypatch: Patch, other: str) -> None:
+    _only(monkeypatch, "3 heads")
+    replace_method(monkeypatch, "medusa", other)
+    assert_rejected("medusa")
+
+
+def test_certificate_rejects_heads_that_are_one_off(monkeypatch: Patch) -> None:
+    """The first head predicts the token behind the one that the target has sampled."""
+    layer = MedusaNetwork.step_layer
+    last = lambda self, step: min(step + 1, self.num_steps - 1)  # noqa: E731
+    monkeypatch.setattr(
+        MedusaNetwork,
+        "step_layer",
+        lambda self, backend, x, step: layer(self, backend, x, last(self, step)),
+    )
+    assert_rejected("medusa")
+
+
+def test_certificate_rejects_blocks_without_residual(monkeypatch: Patch) -> None:
+    def plain(self: MedusaNetwork, backend: Any, x: Any, step: int) -> Any:
+        for block in self.heads[step].blocks:
+            x = backend.activate(block.apply(backend, x), "silu")
+        return x
+
+    monkeypatch.setattr(MedusaNetwork, "step_layer", plain)
+    assert_rejected("medusa")
+
+
+def test_certificate_rejects_one_step_for_all_levels(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(StepTransformer, "own_states", lambda self, hidden: hidden.copy())
+    assert_rejected("medusa")
+
+
+def test_certificate_rejects_states_without_the_final_norm(monkeypatch: Patch) -> None:
+    original = DraftStates.__init__
+
+    def without(self: DraftStates, *given: Any) -> None:
+        original(self, *given[:-1], lambda taps: taps)
+
+    monkeypatch.setattr(DraftStates, "__init__", without)
+    assert_rejected("medusa")
+
+
+def test_certificate_rejects_a_tree_of_equal_levels(monkeypatch: Patch) -> None:
+    """Best-first: the levels have as many nodes as their probabilities deserve."""
+
+    def grow(self: BestTreeDrafter, growing: Any, size: int) -> Any:
+        level = [-1]
+        for _ in range(2):
+            yield from growing.expand([node for node in level if node >= 0])
+            level = [
+                growing.add(int(token), parent)
+                for parent in level[:1]
+                for token in growing.candidates[parent].tokens[: size // 2]
+            ]
+        return list(range(len(growing.tree)))
+
+    monkeypatch.setattr(BestTreeDrafter, "grow", grow)
+    assert_rejected("medusa")
+
+
+def _generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
+    shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
+    return llm.generate(prompts, decoder=decoder, **{**shared, **options})
+
+
+def _accepted(generations: list[Generation]) -> int:
+    return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({"cache_positions": 420}, 0.8),
+        ({"row_budget": 16}, 0.0),
+        ({"row_budget": 16, "backend": "torch"}, 0.8),
+        ({"prefix_cache": False}, 0.8),
+    ],
+    ids=["preempted", "chunked", "torch", "uncached"],
+)
+@pytest.mark.parametrize("drafter", [medusa_checkpoint, SHARED], ids=["own", "shared"])
+def test_the_text_is_that_of_plain_decoding(
+    drafter: Any, options: dict[str, Any], temperature: float
+) -> None:
+    if "backend" in options:
+        pytest.importorskip("torch")
+    prompts = PROMPTS[2:4] if "backend" in options else PROMPTS
+    with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
+        plain = _generate(llm, prompts, "autoregressive", temperature=temperature)
+        alone = [_generate(llm, one, "medusa", temperature=temperature) for one in prompts]
+        together = _generate(llm, prompts, "medusa", temperature=temperature)
+        llm.engine.check_integrity()
+    expected = [one.tokens for one in plain]
+    assert [one.tokens for one in alone] == expected
+    assert [one.tokens for one in together] == expected
+    if drafter is medusa_checkpoint:
+        assert _accepted(alone) > 5 and _accepted(together) > 5
+
+
+def test_a_draft_takes_one_pass() -> None:
+    with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
+        rounds = _generate(llm, LONG, "medusa").trace
+        runner = llm.engine.runners["draft"]
+        assert runner.num_passes == sum(bool(one["drafted"]) for one in rounds)
+
+
+def test_other_methods_draft_the_same_with_heads() -> None:
+    """Level by level, in a pass each, heads give what they give in one pass."""
+    with with_drafter(medusa_checkpoint, cache_positions=1024, prefix_cache=False) as llm:
+        plain, best, other = (
+            _generate(llm, "a quick zebra", key, temperature=0.8)
+            for key in ("autoregressive", "medusa:depth=3", "opt-tree:size=8,delta=0,depth=3")
+        )
+    assert plain.tokens == best.tokens == other.tokens
+    trees = [[set(drafted_paths(event)) for event in one.trace] for one in (best, other)]
+    assert trees[0] == trees[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
+    options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
+    with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
+        plain, drafted = (
+            _generate(llm, "x", key, constraint=JsonSchema(schema), **options)
+            for key in ("autoregressive", "medusa")
+        )
+        llm.engine.check_integrity()
+    assert drafted.text == plain.text
+
+
+@pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
+def test_other_acceptance_rules_run(rule: str) -> None:
+    with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
+        drafted = _generate(llm, PROMPTS, f"medusa:acceptance={rule}", temperature=0.8)
+    assert all(len(one.tokens) == 40 for one in drafted)
+    assert _accepted(drafted) > 20
+    assert all(event["drafted"] for one in drafted for event in one.trace[1:-1])

@@ -1,0 +1,167 @@
+"""Multi-token prediction: its certificate, mistakes that the certificate rejects, and exactness in
+company, with a small cache, in chunks, from cached prefixes and under constraints."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import Generation, JsonSchema
+from anydecode.api.llm import LLM
+from anydecode.certification.oracles.speculative import mtp as oracle
+from anydecode.certification.tiny import with_drafter
+from anydecode.certification.tiny_heads import mtp_checkpoint
+from anydecode.models.states import StateWeights
+from anydecode.models.transformer import Transformer
+from anydecode.scoring.draft_states import DraftStates
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
+
+LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
+PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
+QWEN = partial(mtp_checkpoint, layout="qwen")
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("mtp")
+
+
+def _only(monkeypatch: Patch, name: str) -> None:
+    """Restricts the oracle test to one layout."""
+    monkeypatch.setattr(oracle, "DRAFTERS", {name: oracle.DRAFTERS[name]})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_certificate_rejects_other_sizes(monkeypatch: Patch, size: int) -> None:
+    replace_defaults(monkeypatch, "mtp", size=size)
+    assert_rejected("mtp")
+
+
+@pytest.mark.parametrize("other", ["prompt-lookup", "eagle"])
+def test_certificate_rejects_other_methods(monkeypatch: Patch, other: str) -> None:
+    replace_method(monkeypatch, "mtp", other)
+    assert_rejected("mtp")
+
+
+def _pairs(monkeypatch: Patch, change: Any) -> None:
+    """Replaces the inputs of the projection, `[rows, 2 * size]`, by `change` of them."""
+    pair = StateWeights._pair
+
+    def changed(self: StateWeights, backend: Any, *given: Any) -> Any:
+        joined = pair(self, backend, *given)
+        return change(backend, joined)
+
+    monkeypatch.setattr(StateWeights, "_pair", changed)
+
+
+def test_certificate_rejects_the_other_order(monkeypatch: Patch) -> None:
+    """MiMo's projection reads the state first; the loader exchanges its columns."""
+    _only(monkeypatch, "mimo")
+    size = 64
+    _pairs(
+        monkeypatch,
+        lambda backend, x: backend.join(
+            backend.columns(x, size, size), backend.columns(x, 0, size)
+        ),
+    )
+    assert_rejected("mtp")
+
+
+@pytest.mark.parametrize("norm", ["embedding_norm", "state_norm"])
+def test_certificate_rejects_inputs_without_their_norms(monkeypatch: Patch, norm: str) -> None:
+    pair = StateWeights._pair
+
+    def without(self: StateWeights, *given: Any) -> Any:
+        weight: np.ndarray = getattr(self, norm)
+        setattr(self, norm, np.ones_like(weight))
+        return pair(self, *given)
+
+    monkeypatch.setattr(StateWeights, "_pair", without)
+    assert_rejected("mtp")
+
+
+def test_certificate_rejects_own_states_without_the_last_norm(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Transformer, "own_states", lambda self, hidden: hidden.copy())
+    assert_rejected("mtp")
+
+
+def test_certificate_rejects_rows_from_own_states_that_stay(monkeypatch: Patch) -> None:
+    def align(self: DraftStates, kv_cache: Any) -> None:
+        self.confirmed = kv_cache.length
+
+    monkeypatch.setattr(DraftStates, "align", align)
+    assert_rejected("mtp")
+
+
+def _generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
+    shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
+    return llm.generate(prompts, decoder=decoder, **{**shared, **options})
+
+
+def _accepted(generations: list[Generation]) -> int:
+    return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({"cache_positions": 420}, 0.8),
+        ({"row_budget": 16}, 0.0),
+        ({"row_budget": 16, "backend": "torch"}, 0.8),
+        ({"prefix_cache": False}, 0.8),
+    ],
+    ids=["preempted", "chunked", "torch", "uncached"],
+)
+@pytest.mark.parametrize("drafter", [mtp_checkpoint, QWEN], ids=["nextn", "qwen"])
+def test_the_text_is_that_of_plain_decoding(
+    drafter: Any, options: dict[str, Any], temperature: float
+) -> None:
+    if "backend" in options:
+        pytest.importorskip("torch")
+    prompts = PROMPTS[2:4] if "backend" in options else PROMPTS
+    with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
+        plain = _generate(llm, prompts, "autoregressive", temperature=temperature)
+        alone = [_generate(llm, one, "mtp", temperature=temperature) for one in prompts]
+        together = _generate(llm, prompts, "mtp", temperature=temperature)
+        llm.engine.check_integrity()
+    expected = [one.tokens for one in plain]
+    assert [one.tokens for one in alone] == expected
+    assert [one.tokens for one in together] == expected
+    assert _accepted(alone) > 20 and _accepted(together) > 20
+
+
+@pytest.mark.parametrize("drafter", [mtp_checkpoint, QWEN], ids=["nextn", "qwen"])
+def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Any) -> None:
+    """The module has keys and values, which the prefix cache keeps."""
+    with with_drafter(drafter, cache_positions=2048) as llm:
+        first, second = (_generate(llm, LONG + "one", "mtp") for _ in range(2))
+        assert second.stats.num_cached_tokens > len(LONG) // 2
+    drafts = [[event["drafted"] for event in one.trace[1:]] for one in (first, second)]
+    assert drafts[1] == drafts[0] and any(drafts[0])
+
+
+@pytest.mark.parametrize("decoder", ["mtp", "medusa", "eagle"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_constraints_hold_and_the_text_is_exact(temperature: float, decoder: str) -> None:
+    """With other methods that draft after each pass, too."""
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
+    options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
+    with with_drafter(mtp_checkpoint, cache_positions=1024) as llm:
+        plain, drafted = (
+            _generate(llm, "x", key, constraint=JsonSchema(schema), **options)
+            for key in ("autoregressive", decoder)
+        )
+        llm.engine.check_integrity()
+    assert drafted.text == plain.text
+
+
+@pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
+def test_other_acceptance_rules_run(rule: str) -> None:
+    with with_drafter(mtp_checkpoint, cache_positions=1024) as llm:
+        drafted = _generate(llm, PROMPTS, f"mtp:acceptance={rule}", temperature=0.8)
+    assert all(len(one.tokens) == 40 for one in drafted)
+    assert _accepted(drafted) > 20

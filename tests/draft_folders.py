@@ -1,0 +1,78 @@
+"""Folders of targets and drafters of them, and checkpoints with changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from anydecode.models.checkpoint import Checkpoint
+from gguf_models import SIZES, make_tensors, write_folder
+from model_files import tokenizer_json
+
+Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
+
+TARGET_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+def changed(checkpoint: Checkpoint, change: Change) -> Checkpoint:
+    """A copy of a checkpoint, changed by `change(config, tensors)`."""
+    config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
+    change(config, tensors)  # type: ignore[arg-type]
+    return Checkpoint(checkpoint.name, checkpoint.path, config, tensors)
+
+
+def set_keys(**values: Any) -> Change:
+    """A change of config keys."""
+    return lambda config, tensors: config.update(values)
+
+
+def tensor(name: str, value: Any) -> Change:
+    """A change of one tensor."""
+    return lambda config, tensors: tensors.update({name: np.asarray(value)})
+
+
+def without(name: str) -> Change:
+    """The removal of one tensor."""
+    return lambda config, tensors: [tensors.pop(name)][:0]  # type: ignore[return-value]
+
+
+def target_folder(path: Path) -> Path:
+    """The folder of a small Llama with a tokenizer."""
+    model = write_folder(path, make_tensors("llama"), **SIZES, **TARGET_CONFIG)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    return model
+
+
+def drafter_folder(path: Path, checkpoint: Checkpoint, file: str) -> Path:
+    """A folder with the tensors of a checkpoint in `file`, halved in size if torch writes it."""
+    path.mkdir()
+    tensors = {name: np.array(x) for name, x in checkpoint.tensors.items()}
+    if file.endswith(".pt"):
+        torch = pytest.importorskip("torch")
+        torch.save({k: torch.from_numpy(v).half() for k, v in tensors.items()}, path / file)
+    else:
+        save_file(tensors, path / file)
+    (path / "config.json").write_text(json.dumps(checkpoint.config))
+    return path
+
+
+def drafted_paths(event: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The paths of the tree of one event of a trace."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(event["drafted"], event["parents"], strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths

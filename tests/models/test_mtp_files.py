@@ -1,0 +1,316 @@
+"""Modules that predict further tokens, in the checkpoints of their models: published layouts
+against forward passes in torch, and files that do not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from anydecode import LLM
+from anydecode.certification.tiny import tiny_network
+from anydecode.certification.tiny_heads import MTP_LAYOUTS, mtp_checkpoint
+from anydecode.errors import CheckpointError, UnsupportedCombinationError
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.drafters import drafter_model, find_loader
+from anydecode.models.families import load_network
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.mtp import has_mtp, load_mtp
+from anydecode.models.network import Network
+from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.transformer import Transformer
+from draft_folders import changed, drafter_folder, set_keys, target_folder, tensor, without
+from tiny_models import LATENT_SIZES, checkpoint_of, hf_model
+
+PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+}
+GATED_DELTA: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+QWEN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+#: The class, the settings, those of a model of one layer like the module's, and the layout.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "deepseek v3": (
+        "DeepseekV3",
+        {**EXPERTS, **LATENT_SIZES, "num_key_value_heads": 4},
+        {"first_k_dense_replace": 0},
+        "nextn",
+    ),
+    "glm 4.5": (
+        "Glm4Moe",
+        {**EXPERTS, "head_dim": 16, "use_qk_norm": True},
+        {"first_k_dense_replace": 0},
+        "nextn",
+    ),
+    "qwen3 next": (
+        "Qwen3Next",
+        {**GATED_DELTA, **QWEN_EXPERTS},
+        {"layer_types": ["full_attention"]},
+        "qwen",
+    ),
+    "qwen3.5": ("Qwen3_5", GATED_DELTA, {"layer_types": ["full_attention"]}, "qwen"),
+    "qwen3.5 moe": (
+        "Qwen3_5Moe",
+        {**GATED_DELTA, **QWEN_EXPERTS},
+        {"layer_types": ["full_attention"]},
+        "qwen",
+    ),
+    "mimo": ("Qwen2", {"num_hidden_layers": 2}, {}, "mimo"),
+}
+
+
+class _Reference:
+    """A model with a module, in torch."""
+
+    def __init__(self, case: str, own_head: bool = False) -> None:
+        import torch
+
+        family, settings, own, self.layout = CASES[case]
+        self.target = hf_model(family, **settings)
+        self.module = hf_model(family, 1, **{**settings, **own, "num_hidden_layers": 1})
+        norm, size = self.module.model.norm, self.target.config.hidden_size
+        eps = getattr(norm, "variance_epsilon", None) or norm.eps
+        self.norms = [type(norm)(size, eps=eps) for _ in range(2)]
+        self.projection = torch.nn.Linear(2 * size, size, bias=False)
+        with torch.no_grad():
+            for one in self.norms:
+                one.weight.add_(0.3 * torch.randn(size))
+        self.head = (self.module if own_head else self.target).lm_head
+        self.own_head = own_head
+
+    def checkpoint(self) -> Checkpoint:
+        """The model with its module, as published."""
+        depth = self.target.config.num_hidden_layers
+        layer, module, *norms, projection, last = (
+            name.replace("layers.1.", f"layers.{depth}.") for name in MTP_LAYOUTS[self.layout]
+        )
+        model_type = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+        keys = model_type if self.layout == "mimo" else {}
+        whole = checkpoint_of(self.target, num_nextn_predict_layers=1, **keys)
+        tensors = dict(whole.tensors)
+        for name, value in self.module.state_dict().items():
+            if name.startswith("model.layers.0."):
+                tensors[layer + name.removeprefix("model.layers.0.")] = value.numpy()
+        parts = [*(one.weight for one in self.norms), self.projection.weight]
+        for name, weight in zip([*norms, projection], parts, strict=True):
+            tensors[f"{module}{name}.weight"] = weight.detach().numpy()
+        tensors[f"{module}{last}.weight"] = self.module.model.norm.weight.detach().numpy()
+        if self.own_head:
+            tensors[f"{module}shared_head.head.weight"] = self.head.weight.detach().numpy()
+        return Checkpoint("tiny", Path("tiny"), whole.config, tensors)
+
+    def chain(self, text: list[int], count: int) -> list[int]:
+        """The `count` most probable tokens behind `text`, one after the other."""
+        import torch
+
+        with torch.inference_mode():
+            states = list(self.target.model(torch.tensor([text])).last_hidden_state[0])[:-1]
+            tokens, drafted = text[1:], list[int]()
+            for _ in range(count):
+                embedded = self.target.model.embed_tokens(torch.tensor(tokens))
+                pair = [self.norms[0](embedded), self.norms[1](torch.stack(states))]
+                x = self.projection(torch.cat(pair[::-1] if self.layout == "mimo" else pair, -1))
+                out = self.module.model(inputs_embeds=x[None]).last_hidden_state[0, -1]
+                drafted.append(int(self.head(out).argmax()))
+                states, tokens = [*states, out], [*tokens, drafted[-1]]
+        return drafted
+
+
+def _llm(checkpoint: Checkpoint) -> LLM:
+    network = load_network(checkpoint)
+    target = Transformer(network, name="tiny", executor=choose_executor(None, 1))
+    packer = getattr(target.executor, "packer", None)
+    module = load_mtp(checkpoint, network)
+    draft = drafter_model(module, name="mtp", executor=choose_executor(None, 1, packer=packer))
+    return LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=512)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_are_those_of_a_forward_pass_in_torch(case: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    reference = _Reference(case, own_head=case == "glm 4.5")
+    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "trace": True}
+    with _llm(reference.checkpoint()) as llm:
+        for temperature in (0.7, 0.0):
+            plain, drafted = (
+                llm.generate(PROMPT, decoder=key, temperature=temperature, seed=1, **options)
+                for key in ("autoregressive", "mtp")
+            )
+            assert drafted.tokens == plain.tokens
+        llm.engine.check_integrity()
+    text = PROMPT + drafted.tokens
+    rounds = [event for event in drafted.trace or () if event["drafted"]]
+    assert len(rounds) > 5
+    for event in rounds:
+        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
+        assert event["drafted"] == expected
+
+
+def _folder(tmp_path: Path, layout: str = "nextn") -> Path:
+    """The folder of a Llama with a module."""
+    folder = target_folder(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    depth, size = config["num_hidden_layers"], config["intermediate_size"]
+    module = mtp_checkpoint(load_network(load_checkpoint(folder)), layout=layout)
+    for name, value in module.tensors.items():
+        rows = slice(size if name.endswith(("gate_proj.weight", "up_proj.weight")) else None)
+        columns = slice(size if name.endswith("down_proj.weight") else None)
+        part = value[rows, columns] if np.ndim(value) == 2 else value
+        stored = name.replace("model.layers.1.", f"model.layers.{depth}.")
+        tensors[stored] = np.ascontiguousarray(part)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return folder
+
+
+@pytest.mark.parametrize("layout", MTP_LAYOUTS)
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_module_is_found_in_the_folder_of_its_model(
+    tmp_path: Path, layout: str, dtype: str | None
+) -> None:
+    """Without a draft model, and with one that names the same folder."""
+    folder = _folder(tmp_path, layout)
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.7, "seed": 1}
+    drafts = []
+    for draft in (None, folder):
+        with LLM(folder, draft=draft, dtype=dtype) as llm:
+            plain = llm.generate([5, 6, 7], decoder="autoregressive", **options)
+            drafted = llm.generate([5, 6, 7], decoder="mtp", trace=True, **options)
+            assert llm.engine.runners["draft"].model.spec.architecture == "MTP"
+        assert drafted.tokens == plain.tokens
+        drafts.append([event["drafted"] for event in drafted.trace or ()])
+    assert drafts[0] == drafts[1] and any(drafts[0])
+
+
+def test_a_model_without_a_module_says_what_is_missing(tmp_path: Path) -> None:
+    with (
+        LLM(target_folder(tmp_path / "model")) as llm,
+        pytest.raises(UnsupportedCombinationError, match="needs a draft model") as refused,
+    ):
+        llm.generate([5, 6], decoder="mtp", max_tokens=4)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_may_be_told_to_open_no_module(tmp_path: Path) -> None:
+    """A server, whose requests must not load models."""
+    with LLM(_folder(tmp_path)) as llm:
+        llm.finds_draft = False
+        with pytest.raises(UnsupportedCombinationError, match="needs a draft model"):
+            llm.generate([5, 6], decoder="mtp", max_tokens=4)
+        llm.open_own_draft()
+        assert llm.generate([5, 6], decoder="mtp", max_tokens=4, ignore_eos=True).tokens
+
+
+def test_other_drafts_are_not_replaced(tmp_path: Path) -> None:
+    with LLM(_folder(tmp_path), draft="self:int8") as llm:
+        llm.generate([5, 6], decoder="mtp", max_tokens=4)
+        assert llm.engine.runners["draft"].model.spec.states is None
+
+
+def test_the_module_of_a_multimodal_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Qwen3.5: the language model has a prefix, its module has none."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    whole = _Reference("qwen3.5").checkpoint()
+    tensors = {
+        re.sub(r"^model\.", "model.language_model.", name): np.ascontiguousarray(value)
+        for name, value in whole.tensors.items()
+    }
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": whole.config}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    opened = load_checkpoint(tmp_path)
+    assert has_mtp(opened)
+    one, two = (list(load_mtp(x, load_network(x)).matrices()) for x in (whole, opened))
+    assert all(np.array_equal(a.data, b.data) for a, b in zip(one, two, strict=True))
+
+
+@pytest.fixture(scope="module")
+def target() -> Network:
+    return tiny_network()
+
+
+def test_the_layout_of_speculators_is_read(target: Network) -> None:
+    """A folder of its own, whose layers' settings are nested."""
+    plain = mtp_checkpoint(target, layout="mimo")
+
+    def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        nested = dict(config)
+        config.clear()
+        config |= {"speculators_model_type": "mtp", "transformer_layer_config": nested}
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    other = changed(plain, change)
+    assert find_loader(other) is load_mtp
+    one, two = (list(load_mtp(x, target).matrices()) for x in (plain, other))
+    assert all(np.array_equal(a.data, b.data) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_keys(vocab_size=300), "vocab_size is 300"),
+        (set_keys(hidden_size=128, head_dim=16), "hidden_size is 128"),
+        (set_keys(model_type="mamba"), "mamba|state_size|without attention"),
+        (set_keys(num_attention_heads=0), "num_attention_heads"),
+        (tensor("model.layers.1.eh_proj.weight", np.ones((64, 64), np.float32)), "has shape"),
+        (tensor("model.layers.1.enorm.weight", np.ones(3, np.float32)), "has shape"),
+        (tensor("model.layers.1.shared_head.head.weight", np.ones((3, 64))), "not a matrix"),
+        (without("model.layers.1.hnorm.weight"), "hnorm|mtp_module"),
+        (without("model.layers.1.mlp.up_proj.weight"), "mlp.up_proj"),
+        (without("model.layers.1.shared_head.norm.weight"), "norm"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_modules_that_do_not_fit_are_refused(
+    target: Network, change: Callable[..., None], message: str
+) -> None:
+    checkpoint = changed(mtp_checkpoint(target), change)
+    assert has_mtp(checkpoint)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load_mtp(checkpoint, target)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_module_alone_is_opened_by_its_folder(tmp_path: Path) -> None:
+    model = target_folder(tmp_path / "model")
+    network = load_network(load_checkpoint(model))
+    folder = drafter_folder(tmp_path / "mtp", mtp_checkpoint(network), "model.safetensors")
+    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    with LLM(model, draft=folder) as llm:
+        plain = llm.generate([5, 6, 7], decoder="autoregressive", **options)
+        drafted = llm.generate([5, 6, 7], decoder="mtp", trace=True, **options)
+    assert drafted.tokens == plain.tokens
+    assert any(event["drafted"] for event in drafted.trace or ())
