@@ -9,6 +9,7 @@ from anydecode import LLM, Regex, catalogue
 from anydecode.catalogue import Card
 from anydecode.certification.checks import FILLS_IN, scripted_llm
 from anydecode.certification.denoising import random_model
+from anydecode.certification.tiny_blocks import block_drafting_model
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError
 
@@ -48,6 +49,8 @@ def opener(key: str, needs: tuple[str, ...]) -> Callable[[], LLM]:
     decoder = catalogue.build(key)
     if decoder.requirements.reads_weights:
         return lambda: random_model()
+    if decoder.requirements.drafts_blocks:
+        return block_drafting_model
     return lambda: scripted_llm(
         causal=decoder.requirements.causal is not False,
         fills_in=FILLS_IN in needs,

@@ -154,7 +154,9 @@ def models_for(card: Card) -> str:
     models = ""
     if decoder.requirements.causal is False:
         models = " --model " + ("tiny-blocks" if "block" in card.needs[0] else "tiny-diffusion")
-    if "draft" in decoder.requirements.runners:
+    if decoder.requirements.drafts_blocks:
+        models += " --model MODEL --draft DRAFTER"
+    elif "draft" in decoder.requirements.runners:
         models += " --draft " + (
             "self:int4" if decoder.requirements.draft_causal else "tiny-diffusion"
         )

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
+from anydecode.certification.oracles.transformer import rotate
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import DTYPES
-from anydecode.kernels.interface import KeyValues, OutputSpec, Rows, Weight
+from anydecode.kernels.interface import STORE_ONLY, KeyValues, OutputSpec, Rows, Weight
 from anydecode.kernels.library import load_library
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -250,11 +251,43 @@ def test_easyspec_layers_of_parallel_residuals() -> None:
     """In groups of one layer, layers in parallel are the layers in sequence."""
     model = tiny("cohere2")
     rows = chain(PROMPT)
-    rows.parallel = np.ones(len(PROMPT), np.int32)
+    rows.variant = np.ones(len(PROMPT), np.int32)
     expected = logits(model, chain(PROMPT))
     assert np.array_equal(logits(model, rows), expected)
-    rows.parallel[:] = 2
+    rows.variant[:] = 2
     assert not np.allclose(logits(model, rows), expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_rows_that_are_only_stored(backend: str) -> None:
+    """Each layer stores the keys and values of the row's input; rows of the same pass see them."""
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    hf = hf_model("Llama")
+    model, readable = own_model(hf, executor=choose_executor(backend)), own_model(hf)
+    inputs = np.random.default_rng(0).standard_normal((5, model.spec.hidden_size), np.float32)
+    rows = chain([7] * 5 + [3, 9])
+    rows.tokens[:5] = -1
+    rows.inputs = np.concatenate([inputs, np.full((2, len(inputs[0])), np.nan, np.float32)])
+    rows.variant = np.array([STORE_ONLY] * 5 + [0, 0], np.int32)
+    cache, depth = model.new_cache(16), model.spec.num_layers
+    outputs = np.arange(5, 7, dtype=np.int32)
+    together = model.run(
+        whole(rows, model), cache, OutputSpec(outputs, {depth: np.arange(5, dtype=np.int32)})
+    )
+    assert np.array_equal(together.hidden[depth], inputs)
+    expected = together.logits.copy()
+    for layer, (spec, weights) in enumerate(
+        zip(model.spec.layers, readable.network.weights.layers, strict=True)
+    ):
+        assert spec.rope is not None and weights.key is not None and weights.value is not None
+        keys, values = (
+            (inputs @ one.weight.data.T).reshape(5, -1, 12) for one in (weights.key, weights.value)
+        )
+        keys = rotate(keys, np.arange(5), spec.rope.frequencies)
+        assert np.allclose(cache.keys[layer][:5], keys, atol=1e-4)
+        assert np.allclose(cache.values[layer][:5], values, atol=1e-4)
+    assert np.array_equal(logits(model, chain([3, 9], 5), cache), expected)
 
 
 def test_batch_of_sixteen_is_bit_equal_to_single_sequences(model: Transformer) -> None:

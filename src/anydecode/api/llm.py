@@ -93,8 +93,8 @@ class LLM:
         device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
             torch.
         draft: A smaller model for methods that need one, in any of the forms of `model`, the folder
-            of a drafter that reads the states of `model` (EAGLE, Medusa, Hydra, modules for further
-            tokens), or a copy of `model`: "self:int4", "self:layers=10" or both
+            of a drafter that reads the states of `model` (EAGLE, DFlash, Medusa, Hydra, modules for
+            further tokens), or a copy of `model`: "self:int4", "self:layers=10" or both
             ("self:int4,layers=10"). By default the drafter that ships for `model`, if there is one;
             "none" is none.
         cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or

@@ -99,7 +99,18 @@ class Resources:
             if self.engine.runners[runner].model.spec.causal != needs.draft_causal:
                 kind = "causal" if needs.draft_causal else "diffusion (bidirectional)"
                 raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} {runner} model")
-            if self.engine.runners[runner].model.spec.states is not None and not needs.reads_states:
+            spec = self.engine.runners[runner].model.spec
+            if needs.drafts_blocks and spec.block is None:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} needs a {runner} model that drafts blocks (DFlash, DSpark,"
+                    " P-EAGLE)"
+                )
+            if spec.block is not None and not needs.drafts_blocks:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} needs a {runner} model that drafts token by token; this one"
+                    " drafts blocks from the target's states, as 'dflash' supports"
+                )
+            if spec.states is not None and not needs.reads_states:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that drafts by itself; this one reads"
                     " the target's states, as 'eagle' and other decoders that draft after each pass"
@@ -140,6 +151,7 @@ class Resources:
         return (
             spec.causal == needs.draft_causal
             and (spec.states is None or needs.reads_states)
+            and (spec.block is None or needs.drafts_blocks)
             and (needs.can_translate_vocab or self.shares_vocabulary)
         )
 

@@ -115,7 +115,9 @@ def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterat
         key = card.key  # a method of another package may be given as package:name
     if isinstance(built, Decoder):
         yield from guarded("claim", lambda: claim(card, make))
-        if model is not None and FILLS_IN not in card.needs and built.requirements.draft_causal:
+        needs = built.requirements
+        has_draft = needs.draft_causal and not needs.drafts_blocks
+        if model is not None and FILLS_IN not in card.needs and has_draft:
             draft = _draft_for(built, model)
             open_llm = partial(LLM, model, draft=draft)
             yield from guarded("claim on the model", lambda: claim(card, make, open_llm))
@@ -199,6 +201,11 @@ def claim(
         from anydecode.certification.denoising import random_model
 
         where, open_llm = "random weights", random_model
+        length = 24
+    if open_llm is None and needs.drafts_blocks:
+        from anydecode.certification.tiny_blocks import block_drafting_model
+
+        where, open_llm = "random weights", block_drafting_model
         length = 24
     open_llm = open_llm or (
         lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=needs.draft_causal)

@@ -264,5 +264,5 @@ def drafting_keys() -> list[str]:
         for card in cards()
         if card.exactness == "token-exact"
         and card.family in ("speculative", "depth")
-        and "diffusion draft model" not in card.needs
+        and not {"diffusion draft model", "block drafter"} & set(card.needs)
     )

@@ -110,8 +110,8 @@ Draft = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help="Draft model for methods that need one, or the folder of a drafter (EAGLE, Medusa,"
-        " Hydra); self:int4 quantises the model itself.",
+        help="Draft model for methods that need one, or the folder of a drafter (EAGLE, DFlash,"
+        " Medusa, Hydra); self:int4 quantises the model itself.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on one line.")]

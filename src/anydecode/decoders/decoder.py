@@ -27,6 +27,8 @@ class Requirements:
             `Sequence.can_draft` first.
         finds_draft: Whether the draft model may be a module of the target's own checkpoint (multi-
             token prediction), which is opened if there is no other draft model.
+        drafts_blocks: Whether the draft model must be one that drafts a block per pass from the
+            target's states (DFlash).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -45,6 +47,7 @@ class Requirements:
     draft_causal: bool = True
     reads_states: bool = False
     finds_draft: bool = False
+    drafts_blocks: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

@@ -170,7 +170,11 @@ class ModelRunner:
         """Reserve slots for `scheduled` and build its rows. Adds the sequences whose spans are in
         the pass to `planned`, and the ids of requests that have no room, or an error, to
         `deferred`."""
-        builder = _Builder(scheduled, self.model.spec.hidden_size, self.model.spec.vocab_size)
+        # A draft model with weights of its own has none of the target's adapters.
+        network = getattr(self.model, "network", None)
+        has_adapters = network is None or bool(network.adapters)
+        spec = self.model.spec
+        builder = _Builder(scheduled, spec.hidden_size, spec.vocab_size, has_adapters)
         for item in scheduled:
             request, span, count = item
             if id(request) in deferred or request not in self.waiting:
@@ -279,7 +283,7 @@ class ModelRunner:
             taps = zip(span.state_layers, slices, strict=True)
             parts = [to_host(output.hidden[layer][part]) for layer, part in taps]
             states.observe_target(span, first, parts)
-        elif self.name == states.runner and rows:
+        elif self.name == states.runner and states.has_own and rows:
             depth = self.model.spec.num_layers
             states.observe_draft(span, rows, to_host(output.hidden[depth][plan.captured[depth][i]]))
 
@@ -351,15 +355,23 @@ def _concat(rows: list[Array]) -> Array:
 class _Builder:
     """Builds the rows of a pass, span by span."""
 
-    def __init__(self, scheduled: list[ScheduledSpan], hidden_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        scheduled: list[ScheduledSpan],
+        hidden_size: int,
+        vocab_size: int,
+        has_adapters: bool,
+    ) -> None:
         self._vocab_size = vocab_size
         capacity = sum(count for _, _, count in scheduled)
         fields = np.empty((9, capacity), np.int32)
         has_embeddings = any(
             span.inputs is not None or span.states is not None for _, span, _ in scheduled
         )
-        has_adapters = any(request.sequence.adapter >= 0 for request, _, _ in scheduled)
-        has_parallel = any(span.parallel for _, span, _ in scheduled)
+        has_adapters = has_adapters and any(
+            request.sequence.adapter >= 0 for request, _, _ in scheduled
+        )
+        has_variants = any(span.variant for _, span, _ in scheduled)
         self._rows = Rows(
             tokens=fields[0],
             positions=fields[1],
@@ -374,7 +386,7 @@ class _Builder:
             stop=fields[8],
             inputs=np.empty((capacity, hidden_size), np.float32) if has_embeddings else None,
             adapters=np.full(capacity, -1, np.int32) if has_adapters else None,
-            parallel=np.zeros(capacity, np.int32) if has_parallel else None,
+            variant=np.zeros(capacity, np.int32) if has_variants else None,
         )
         self._num_rows = 0
         self._scheduled: list[ScheduledSpan] = []
@@ -406,8 +418,8 @@ class _Builder:
         )
         if self._rows.adapters is not None:
             self._rows.adapters[offset : offset + count] = request.sequence.adapter
-        if self._rows.parallel is not None:
-            self._rows.parallel[offset : offset + count] = span.parallel
+        if self._rows.variant is not None:
+            self._rows.variant[offset : offset + count] = span.variant
         pass_rows = [offset + row - first for row in output_rows]
         self._first_output.append(len(self._logits_rows))
         if span.logits:
@@ -470,5 +482,5 @@ _ROW_FIELDS = (
     "stop",
     "inputs",
     "adapters",
-    "parallel",
+    "variant",
 )

@@ -26,6 +26,9 @@ FORMATS = (
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 )  # fmt: skip
 
+#: `Rows.variant` of rows that only store keys and values, see `Network.storing_layer`.
+STORE_ONLY = -1
+
 #: Attention sums keys in blocks of this many consecutive positions, counted from position 0.
 KEY_BLOCK = 32
 
@@ -314,7 +317,7 @@ class Rows:
     stop: np.ndarray  # int32, one past the last layer to run
     inputs: Array | None = None  # float32 [n, hidden_size], read where token is -1
     adapters: np.ndarray | None = None  # int32, index of the row's LoRA adapter; -1: none
-    parallel: np.ndarray | None = None  # int32, see `Network.grouped`; 0: sequential layers
+    variant: np.ndarray | None = None  # int32, see `Network.variant`; 0: the layers as they are
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -1,34 +1,46 @@
-"""Opens drafters that read the states of their target, by their files: EAGLE, EAGLE-2 and EAGLE-3.
+"""Opens drafters that read the states of their target, by their files: EAGLE, EAGLE-2, EAGLE-3 and
+P-EAGLE (DFlash and DSpark: `models/block_drafters.py`).
 
-EAGLE: Li et al., arXiv:2401.15077 and arXiv:2406.16858. EAGLE-3: arXiv:2503.01840. Layouts: those
-of SafeAILab/EAGLE, SpecForge and speculators.
+EAGLE: Li et al., arXiv:2401.15077 and arXiv:2406.16858. EAGLE-3: arXiv:2503.01840. P-EAGLE:
+arXiv:2602.01469. Layouts: those of SafeAILab/EAGLE, SpecForge and speculators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import DTYPES, dequantize_rows, plain_weight
+from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.interface import Attention, Weight
+from anydecode.models.block_drafters import is_block_drafter, load_block_drafter
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.dense_layer import read_dense_layer
+from anydecode.models.drafter_files import (
+    SPECULATORS,
+    ReadRows,
+    drafter_config,
+    head_tokens,
+    layer_config,
+    own_or_target,
+    reduced_head,
+)
 from anydecode.models.families.config import spec_from_config
-from anydecode.models.families.values import bool_value, int_value, list_value
+from anydecode.models.families.values import bool_value, int_value, list_value, mapping_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
-from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS, refusal
+from anydecode.models.limits import MAX_COUNT, MAX_LAYERS, MAX_TOKENS, refusal
 from anydecode.models.network import LayerWeights, ModelWeights, Network
-from anydecode.models.spec import ModelSpec, StateSpec
+from anydecode.models.spec import BlockSpec, ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
 
-_SPECULATORS = "speculators_model_type"
 #: Class names of configs whose tapped layers are counted by their outputs, not their inputs.
-_OUTPUT_TAPS = "LlamaForCausalLMEagle3"
+_OUTPUT_TAPS = {"LlamaForCausalLMEagle3", "PEagleDraftModel"}
+#: The state of mask tokens of P-EAGLE, and the number of tokens that it drafts by default.
+_MASK_STATE, _NUM_DRAFTS = "mask_hidden", 8
 #: The name of the first layer of EAGLE-3, which converted checkpoints number.
 _FIRST_LAYER = "midlayer"
 
@@ -36,10 +48,6 @@ _FIRST_LAYER = "midlayer"
 def is_draft_head(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is a drafter that reads its target's states."""
     return "fc.weight" in checkpoint.tensors
-
-
-#: The rows of a matrix for some tokens, float32 `[tokens, in_features]`.
-ReadRows = Callable[[Weight, np.ndarray], np.ndarray]
 
 
 def load_draft_head(
@@ -62,13 +70,14 @@ def load_draft_head(
             does not fit the target.
     """
     with untrusted(checkpoint.path):
-        kind = checkpoint.config.get(_SPECULATORS)
-        if kind not in (None, "eagle", "eagle3"):
-            raise refusal(_SPECULATORS, kind, "eagle or eagle3")
+        if is_block_drafter(checkpoint):
+            return load_block_drafter(checkpoint, target, dtype, read_rows)
+        kind = checkpoint.config.get(SPECULATORS)
+        if kind not in (None, "eagle", "eagle3", "peagle"):
+            raise refusal(SPECULATORS, kind, "eagle, eagle3, peagle, dflash or dspark")
         reader = TensorReader(checkpoint, dtype, "fc")
-        is_third = kind == "eagle3" or any(
-            name in checkpoint.tensors for name in ("d2t", "midlayer.hidden_norm.weight")
-        )
+        names = ("d2t", "midlayer.hidden_norm.weight", _MASK_STATE)
+        is_third = kind in ("eagle3", "peagle") or any(one in checkpoint.tensors for one in names)
         kinds = _Eagle3 if is_third else _Eagle
         return kinds(checkpoint, target, reader, read_rows).read()
 
@@ -84,26 +93,16 @@ class _Eagle:
     ) -> None:
         self.checkpoint, self.target, self.reader = checkpoint, target, reader
         self.read_rows = read_rows
-        self.config: dict[str, Any] = dict(checkpoint.config)
-        nested = self.config.get("transformer_layer_config")
-        if isinstance(nested, dict):  # speculators
-            self.config = {**nested, **{k: v for k, v in self.config.items() if v is not None}}
-            self.config["model_type"] = nested.get("model_type")
-        spec = spec_from_config(self._plain_config())
+        self.config = drafter_config(checkpoint)
+        plain = layer_config(self.config, "llama")
+        plain.setdefault("num_hidden_layers", 1)
+        spec = spec_from_config(plain)
         layer = spec.layers[0]
         if not isinstance(layer.attention, Attention) or layer.num_experts or layer.latent:
             allowed = "a family of dense layers with keys and values"
             raise refusal("model_type", self.config.get("model_type"), allowed)
         self.spec = self._spec(spec)
         self.hidden = spec.hidden_size
-
-    def _plain_config(self) -> dict[str, Any]:
-        """The config of the layers alone, as of a usual model."""
-        model_type = self.config.get("model_type") or "llama"
-        keys = {"architectures": None, "model_type": model_type, "tie_word_embeddings": False}
-        plain = {**self.config, **keys}
-        plain.setdefault("num_hidden_layers", 1)
-        return plain
 
     def _spec(self, spec: ModelSpec) -> ModelSpec:
         own, target = spec, self.target.spec
@@ -136,16 +135,8 @@ class _Eagle:
 
     def _own_or_target(self, name: str, other: Weight, packed: list[Weight]) -> Weight:
         """A matrix of the drafter, or the target's."""
-        if self.reader.has(f"{name}.weight"):
-            shape = (self.spec.vocab_size, self.hidden)
-            return self.reader.matrix(name, shape, is_outer=True)
-        if other.in_features != self.hidden:
-            raise CheckpointError(
-                f"{self.checkpoint.name}: has no {name}, and the target's is for hidden size"
-                f" {other.in_features}, not {self.hidden}"
-            )
-        packed.append(other)
-        return other
+        shape = (self.spec.vocab_size, self.hidden)
+        return own_or_target(self.reader, name, shape, other, packed, self.checkpoint.name)
 
     def _head(self, packed: list[Weight]) -> tuple[Weight, np.ndarray | None]:
         """The head and its tokens, if they are not all."""
@@ -175,7 +166,8 @@ class _Eagle:
 
 class _Eagle3(_Eagle):
     """Reads a drafter of EAGLE-3: a projection of states of three layers, a first layer whose
-    attention reads embedding and state, and a head of its own, often with fewer tokens."""
+    attention reads embedding and state, and a head of its own, often with fewer tokens. P-EAGLE has
+    a state of mask tokens beside."""
 
     joins = "attention"
 
@@ -193,8 +185,9 @@ class _Eagle3(_Eagle):
             num_target_norms=1 if bool_value(config, "norm_before_fc") else num_norms,
             joins=self.joins,
             has_norms=True,
-            has_normed_residual=bool_value(config, "norm_before_residual", _SPECULATORS in config),
+            has_normed_residual=bool_value(config, "norm_before_residual", SPECULATORS in config),
             feeds_normed=bool_value(config, "norm_output"),
+            has_mask=config.get(SPECULATORS) == "peagle" or self.reader.has(_MASK_STATE),
         )
         vocab, head = spec.vocab_size, 0
         if self.reader.has("d2t"):
@@ -203,7 +196,19 @@ class _Eagle3(_Eagle):
             raise refusal("vocab_size", vocab, f"{target.vocab_size}, as the target's")
         first = replace(spec.layers[0], has_attention_norm=False)
         layers = (first, *spec.layers[1:])
-        return replace(spec, architecture="Eagle3", layers=layers, states=states, head_size=head)
+        spec = replace(spec, architecture="Eagle3", layers=layers, states=states, head_size=head)
+        if not states.has_mask:
+            return spec
+        return replace(spec, architecture="PEagle", block=self._block())
+
+    def _block(self) -> BlockSpec:
+        """What P-EAGLE drafts: as many tokens as the config proposes."""
+        count, config = _NUM_DRAFTS, mapping_value(self.config, "speculators_config")
+        methods = list_value(config, "proposal_methods", dict)
+        if methods:
+            count = int_value(methods[0], "speculative_tokens", count, high=MAX_COUNT)
+        mask = int_value(self.config, "mask_token_id", low=0, high=MAX_TOKENS)
+        return BlockSpec(count, mask, predicts_next=True)
 
     def _taps(self) -> tuple[int, ...]:
         """The target's hidden states that are read, by number of layers."""
@@ -213,7 +218,7 @@ class _Eagle3(_Eagle):
         layers = list_value(holder, key, int) or list_value(self.config, key, int)
         if not layers:
             layers = [2, depth // 2, depth - 3]
-        elif _OUTPUT_TAPS in (list_value(self.config, "architectures", str) or ()):
+        elif _OUTPUT_TAPS & set(list_value(self.config, "architectures", str) or ()):
             layers = [layer + 1 for layer in layers]
         if min(layers) < 0 or max(layers) > min(depth, MAX_LAYERS):
             raise refusal(key, layers, f"numbers of the target's {depth} layers")
@@ -223,35 +228,14 @@ class _Eagle3(_Eagle):
         size = self.spec.head_size
         if not size:
             return super()._head(packed)
+        head, name = self.target.weights.head, self.checkpoint.name
         tokens = self._tokens(size)
-        if self.reader.has("lm_head.weight"):
-            return self.reader.matrix("lm_head", (size, self.hidden), is_outer=True), tokens
-        other = self.target.weights.head
-        if other.in_features != self.hidden or not np.isin(tokens, range(other.out_features)).all():
-            raise CheckpointError(
-                f"{self.checkpoint.name}: has no lm_head, and the target's does not fit"
-            )
-        rows = plain_weight(self.read_rows(other, tokens).astype(DTYPES["BF16"]))
-        return self.reader.convert(rows, "lm_head", is_outer=True), tokens
+        shared = reduced_head(self.reader, tokens, self.hidden, head, self.read_rows, name)
+        return shared, tokens
 
     def _tokens(self, size: int) -> np.ndarray:
-        """The tokens of the head's rows: d2t has their offsets from the row's number; in some files
-        the tokens themselves, which t2d tells."""
-        stored = np.asarray(self.checkpoint.tensors["d2t"])
-        if stored.shape != (size,) or stored.dtype.kind not in "iu":
-            raise CheckpointError(
-                f"{self.checkpoint.name}: d2t is {stored.dtype} of shape {stored.shape}, not"
-                f" {size} integers"
-            )
-        stored = stored.astype(np.int64)
-        tokens = stored + np.arange(size)
-        if not self.reader.has("t2d"):
-            return tokens
-        kept = np.flatnonzero(np.asarray(self.checkpoint.tensors["t2d"]))
-        for reading in (tokens, stored):
-            if np.array_equal(np.sort(reading), kept):
-                return reading
-        raise CheckpointError(f"{self.checkpoint.name}: d2t and t2d name different tokens")
+        """The tokens of the head's rows."""
+        return head_tokens(self.checkpoint, size)
 
     def _states(self) -> StateWeights:
         states, hidden, read = self.spec.states, self.hidden, self.reader.vector
@@ -263,6 +247,8 @@ class _Eagle3(_Eagle):
             state_norm=read(f"{first}.hidden_norm.weight", hidden),
             target=self.reader.linear("fc", (hidden, width), False),
         )
+        if states.has_mask:
+            weights.mask = self.reader.tensor(_MASK_STATE, (1, 1, width))[0, 0]
         if states.num_target_norms == 1:
             weights.target_norms = [read("input_norm.weight", width)]
         elif states.num_target_norms:

@@ -119,7 +119,7 @@ class HuggingFaceModel:
             "score rows that are not stored": bool((rows.slots < 0).any()),
             "return hidden states": bool(output_spec.hidden),
             "use adapters": rows.adapters is not None and bool((rows.adapters >= 0).any()),
-            "run layers in parallel": rows.parallel is not None,
+            "run variants of its layers": rows.variant is not None,
             "keep different positions in each layer": any(t.ndim != 1 for t in rows.tables),
         }
         for what, is_requested in unsupported.items():

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import (
+    STORE_ONLY,
     Adapter,
     Attention,
     Backend,
@@ -125,6 +126,43 @@ class LatentWeights:
         return [*down, *self.keys, *self.values]
 
 
+@dataclass(eq=False)
+class MarkovHead:
+    """A bias of the logits of a block's slot that depends on the token before (DSpark).
+
+    `network` has no layers: its embedding is the first matrix `[vocab_size, rank]`, its head the
+    second `[num_logits, rank]`. `kind` says what is between them: nothing ("vanilla"), a gate of
+    the slot's hidden state ("gated"), or a recurrence over the slots ("rnn"), with the matrix `mix`
+    and its bias, float32.
+    """
+
+    kind: str
+    network: Network
+    mix: np.ndarray | None = None
+    mix_bias: np.ndarray | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.network.spec.hidden_size
+
+
+class ConfidenceHead(NamedTuple):
+    """The logit of the probability that a slot's token is accepted: the product of `weight`,
+    float32, with the slot's hidden state, followed by the embedding of the Markov head if it is
+    longer, plus `bias`."""
+
+    weight: np.ndarray
+    bias: float
+
+
+@dataclass(eq=False)
+class BlockHeads:
+    """What a block drafter computes slot by slot after its pass."""
+
+    markov: MarkovHead | None = None
+    confidence: ConfidenceHead | None = None
+
+
 #: The second sublayer of a layer.
 Mlp = GatedMlp | PlainMlp | Experts
 
@@ -185,6 +223,7 @@ class ModelWeights:
     per_layer: PerLayerEmbeddings | None = None
     states: StateWeights | None = None  # of a drafter that reads its target's states
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
+    block_heads: BlockHeads | None = None  # of a drafter that predicts blocks
 
     @property
     def tables(self) -> list[Weight]:
@@ -238,7 +277,7 @@ class Network:
         _check_per_layer(spec, weights.per_layer)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             width = spec.hidden_size
-            if index == 0 and spec.states is not None and spec.states.joins == "attention":
+            if index == 0 and spec.attends_to_states:
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
@@ -251,8 +290,8 @@ class Network:
     @property
     def carries_states(self) -> bool:
         """Whether a drafter's hidden state is the state of the next token as it is."""
-        states = self.spec.states
-        return states is not None and not states.feeds_normed and not states.num_heads
+        states, starts = self.spec.states, self.spec.starts_from_states
+        return starts and states is not None and not states.feeds_normed and not states.num_heads
 
     def matrices(self) -> Iterator[Weight]:
         """Yield the embedding and every matrix of a product; tied ones may be yielded twice."""
@@ -281,7 +320,7 @@ class Network:
         weights = self.weights
         if index:
             return x
-        if weights.states is not None:
+        if weights.states is not None and self.spec.starts_from_states:
             return weights.states.inputs(backend, x, weights.embedding, self.spec)
         if weights.position_table is not None:
             x = backend.add_positions(x, weights.position_table)
@@ -316,6 +355,19 @@ class Network:
         assert weights.per_layer is not None, "checked by `_check_per_layer`"
         compute = partial(weights.per_layer.inputs, backend, weights.embedding, spec)
         return backend.columns(backend.shared(weights.per_layer, compute), index * size, size)
+
+    def variant(self, number: int) -> Callable[[Backend, Any, int], Any]:
+        """A replacement for `layer`: `STORE_ONLY`, or the size of groups of parallel layers."""
+        return self.storing_layer if number == STORE_ONLY else self.parallel_layers(number)
+
+    def storing_layer(self, backend: Backend, x: Any, index: int) -> Any:
+        """Store the keys and values that layer `index` makes of x itself, without its norm, and
+        return x: a context that every layer attends to (DFlash)."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        assert spec.attention is not None
+        k, v = self._keys_values(backend, x, spec, weights, spec.attention)
+        backend.store(k, v, index, spec.attention)
+        return x
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
         """A replacement for `layer` that runs layers in parallel groups of `size`, except the first
@@ -373,7 +425,7 @@ class Network:
         if spec.attention is None and spec.recurrence is None:
             return None
         y, states = x, self.weights.states
-        if index == 0 and states is not None and states.projection is None:
+        if index == 0 and states is not None and self.spec.attends_to_states:
             y = states.attention_inputs(backend, x, self.weights.embedding, self.spec)
         elif spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
@@ -627,13 +679,20 @@ def _check_states(spec: ModelSpec, weights: StateWeights | None) -> None:
             raise CheckpointError(f"only one of the spec and the weights has the {name}")
         if linear is not None:
             _check_linear(f"the {name}", linear, shape)
-    for name, norm in (("embedding", weights.embedding_norm), ("state", weights.state_norm)):
-        if (norm is not None) != states.has_norms:
+    for name, norm, is_expected in (
+        ("embedding", weights.embedding_norm, states.has_norms),
+        ("state", weights.state_norm, states.has_norms or states.joins == "context"),
+    ):
+        if (norm is not None) != is_expected:
             raise CheckpointError(f"only one of the spec and the weights has the {name}'s norm")
         if norm is not None:
             _check_vector(f"the {name}'s norm", norm, hidden)
     if len(weights.target_norms) != states.num_target_norms:
         raise CheckpointError("the spec and the weights differ in norms of the target's states")
+    if (weights.mask is not None) != states.has_mask:
+        raise CheckpointError("only one of the spec and the weights has the state of mask tokens")
+    if weights.mask is not None:
+        _check_vector("the state of mask tokens", weights.mask, width)
     size = width if len(weights.target_norms) == 1 else states.target_size
     for norm in weights.target_norms:
         _check_vector("a norm of the target's states", norm, size)

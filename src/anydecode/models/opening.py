@@ -100,7 +100,7 @@ def choose_executor(
             network.layer,
             network.head,
             embedding_scale=network.spec.embedding_scale,
-            reads_states=network.spec.states is not None,
+            reads_states=network.spec.starts_from_states,
             carries_states=network.carries_states,
             head_tokens=network.weights.head_tokens,
             width=network.width,
@@ -146,7 +146,7 @@ def _triton_executor(
         elif any(layer.has_value_norm for layer in network.spec.layers):
             missing = "norms of values (Gemma 4)"
         elif network.spec.states is not None:
-            missing = "drafters that read states (EAGLE)"
+            missing = "drafters that read states (EAGLE, DFlash)"
         if missing:
             if not requested:
                 return torch_executor(device)(network)
@@ -244,7 +244,7 @@ def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[
             network.layer,
             network.head,
             embedding_scale=network.spec.embedding_scale,
-            reads_states=network.spec.states is not None,
+            reads_states=network.spec.starts_from_states,
             adapters=network.adapters,
             backend=reference,
         )

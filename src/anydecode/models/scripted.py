@@ -113,7 +113,7 @@ class ScriptedModel:
             for layer in range(rows.start[row], rows.stop[row]):
                 stored[layer][rows.slots[row]] = tokens[row]
         state = self._states(rows, stored, tokens)
-        last = rows.stop if rows.parallel is None else rows.stop - (rows.parallel > 0)
+        last = rows.stop if rows.variant is None else rows.stop - (rows.variant > 0)
         final_states = np.array([state(int(row), int(last[row])) for row in output_spec.logits])
         logits = self.head(final_states.reshape(-1, _HIDDEN_SIZE))
         hidden = {

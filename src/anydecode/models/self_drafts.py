@@ -37,7 +37,7 @@ def open_draft(
 
     Args:
         draft: Anything `open_model` takes, the folder of a drafter that reads the target's states
-            (EAGLE, Medusa, Hydra), or a copy of the target: "self:" followed by a dtype
+            (EAGLE, DFlash, Medusa, Hydra), or a copy of the target: "self:" followed by a dtype
             ("self:int4"), layers=n (n of its layers, evenly spaced, including the first and the
             last), or both, separated by a comma. "self" alone is the target itself.
         target: The target model.

@@ -177,7 +177,8 @@ class StateSpec:
     """The states that a drafter reads beside its tokens.
 
     A row at position p reads the target's state at position p - 1, or where the target has not
-    computed it, the drafter's own: its hidden state of that row.
+    computed it, the drafter's own: its hidden state of that row. States that are a "context" belong
+    to their own positions instead.
 
     Attributes:
         taps: The target's states, by number of layers (0: its embeddings), side by side. Empty: its
@@ -188,14 +189,18 @@ class StateSpec:
             one per tap.
         joins: Where embedding and state meet: in a "projection" before the first layer (EAGLE,
             multi-token prediction), or in the first layer's "attention" (EAGLE-3), whose matrices
-            read both side by side while its output is added to the state.
-        has_norms: Whether embedding and state are normed there.
+            read both side by side while its output is added to the state. As a "context" (DFlash)
+            the target's states, projected and normed, are what every layer makes keys and values
+            of, and the rows of tokens attend to these.
+        has_norms: Whether embedding and state are normed where they meet.
         has_normed_residual: Whether the first layer's output is added to the normed state.
         feeds_normed: Whether the drafter's own states are those after its final norm.
         num_heads: The number of heads of a drafter with one head per drafted token, which drafts so
             many tokens at most (see `StepNetwork`); 0 for one head for all.
         reads_tokens: Whether the drafter reads drafted tokens; otherwise its own states follow
             from the target's state without a pass (Medusa).
+        has_mask: Whether mask tokens read a learned state in place of the target's (P-EAGLE), so
+            that the drafter's own states are not used.
     """
 
     taps: tuple[int, ...]
@@ -208,11 +213,41 @@ class StateSpec:
     feeds_normed: bool = False
     num_heads: int = 0
     reads_tokens: bool = True
+    has_mask: bool = False
 
     @property
     def num_taps(self) -> int:
         """The number of the target's states per position."""
         return max(1, len(self.taps))
+
+    @property
+    def lag(self) -> int:
+        """How many positions before a row's the state is that it reads."""
+        return 0 if self.joins == "context" else 1
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """The block that a drafter predicts in one pass: the text's last token, then mask tokens, which
+    attend to each other and to the context (DFlash) or each to all before it (P-EAGLE).
+
+    Attributes:
+        size: The number of rows that it was trained with.
+        mask_token: The token of all rows but the first.
+        predicts_next: Whether a row predicts the token behind its position (DSpark, P-EAGLE), not
+            the token of it, so that the first row predicts too.
+        causal_layers: The layers in which a row of the block sees only those before it.
+    """
+
+    size: int
+    mask_token: int
+    predicts_next: bool = False
+    causal_layers: tuple[int, ...] = ()
+
+    @property
+    def max_drafts(self) -> int:
+        """The number of tokens that a block predicts."""
+        return self.size if self.predicts_next else self.size - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +279,7 @@ class ModelSpec:
     per_layer_scale: float = 1.0  # factor of these embeddings
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
+    block: BlockSpec | None = None  # of a drafter that predicts several tokens per pass
 
     def __post_init__(self) -> None:
         """Raise CheckpointError, naming field and value, for values that are invalid or too large
@@ -265,6 +301,9 @@ class ModelSpec:
         integer("head_size", self.head_size, 0, self.vocab_size)
         if self.states is not None:
             _check_states(self.states, self.hidden_size)
+        if self.block is not None:
+            integer("block_size", self.block.size, 1 if self.block.predicts_next else 2, MAX_COUNT)
+            integer("mask_token_id", self.block.mask_token, 0, self.vocab_size - 1)
         if self.norm not in ("rms", "layer"):
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
@@ -281,6 +320,16 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def starts_from_states(self) -> bool:
+        """Whether the hidden states of all rows start as the states that they read."""
+        return self.states is not None and self.states.joins != "context"
+
+    @property
+    def attends_to_states(self) -> bool:
+        """Whether the first layer's attention reads states beside the tokens' embeddings."""
+        return self.states is not None and self.states.joins == "attention"
 
     @property
     def num_logits(self) -> int:
@@ -303,8 +352,8 @@ def _check_states(states: StateSpec, hidden_size: int) -> None:
     integer("target_size", states.target_size)
     for tap in states.taps:
         integer("a tapped layer", tap, 0, MAX_LAYERS)
-    if states.joins not in ("projection", "attention"):
-        raise refusal("joins", states.joins, "one of ('projection', 'attention')")
+    if states.joins not in ("projection", "attention", "context"):
+        raise refusal("joins", states.joins, "one of ('projection', 'attention', 'context')")
     integer("the number of heads", states.num_heads, 0, MAX_STEPS)
     has_own_size = states.is_projected or states.num_heads > 0
     if not has_own_size and states.num_taps * states.target_size != hidden_size:

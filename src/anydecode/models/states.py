@@ -1,9 +1,9 @@
 """The inputs of a drafter that reads a state beside each token (EAGLE: Li et al., arXiv:2401.15077
-and arXiv:2503.01840).
+and arXiv:2503.01840) or attends to a context of states (DFlash: arXiv:2602.06036).
 
-The state of a row is that of its target at the position before, or the drafter's own where the
-target has not computed one yet. Hidden states start as these states; the first layer reads the
-tokens' embeddings beside them.
+With EAGLE the state of a row is that of its target at the position before, or the drafter's own
+where the target has not computed one yet. Hidden states start as these states; the first layer
+reads the tokens' embeddings beside them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class StateWeights:
     Attributes:
         projection: `[hidden_size, 2 * hidden_size]`, of an embedding and a state side by side.
         embedding_norm: `[hidden_size]`.
-        state_norm: `[hidden_size]`.
+        state_norm: `[hidden_size]`; of a context, after the projection.
         target: `[hidden_size, taps * target_size]`, of the target's states side by side.
         target_norms: One `[target_size]` per tap, or one of all of them side by side.
+        mask: `[taps * target_size]`, in place of the target's states of mask tokens.
     """
 
     projection: Linear | None = None
@@ -41,6 +42,7 @@ class StateWeights:
     state_norm: np.ndarray | None = None
     target: Linear | None = None
     target_norms: list[np.ndarray] = field(default_factory=list)
+    mask: np.ndarray | None = None
     _target_matrix: np.ndarray | None = field(default=None, init=False, repr=False)
 
     def inputs(self, backend: Backend, x: Any, embedding: Weight, spec: ModelSpec) -> Any:
@@ -78,7 +80,7 @@ class StateWeights:
     def project(
         self, taps: list[np.ndarray], spec: ModelSpec, product: Product | None = None
     ) -> np.ndarray:
-        """The states for the rows behind positions of the target.
+        """What the drafter reads of positions of the target.
 
         Args:
             taps: The target's states, float32 `[rows, target_size]` each, in the order of
@@ -101,12 +103,19 @@ class StateWeights:
         if self.target is None:
             return states
         if product is not None:
-            return product(states, self.target.weight, self.target.bias)
+            states = product(states, self.target.weight, self.target.bias)
+        else:
+            states = self._product(states, self.target)
+        if spec.starts_from_states:
+            return states
+        return rows.rms_norm(states, self.state_norm, spec.norm_eps)
+
+    def _product(self, states: np.ndarray, target: Linear) -> np.ndarray:
         if self._target_matrix is None:  # no kernel reads it, so that it is not packed
-            self._target_matrix = dequantize(self.target.weight).T.copy()
-            self.target.weight.free()
+            self._target_matrix = dequantize(target.weight).T.copy()
+            target.weight.free()
         states = states @ self._target_matrix
-        return states if self.target.bias is None else states + self.target.bias
+        return states if target.bias is None else states + target.bias
 
     @property
     def matrices(self) -> list[Weight]:

@@ -16,6 +16,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.arithmetic import RowArithmetic
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
+    STORE_ONLY,
     Array,
     Attention,
     KeyValues,
@@ -24,6 +25,7 @@ from anydecode.kernels.interface import (
     Recurrence,
     Rows,
 )
+from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
@@ -70,8 +72,9 @@ class Transformer:
 
     Rows with token -1 take their input from `rows.inputs`: an embedding if they start at layer 0
     (the model's embedding scale is not applied to it; learned position embeddings are added), a
-    hidden state if they start at a later layer. All rows of a drafter that reads states
-    (`ModelSpec.states`) have a token and, in `rows.inputs`, a state.
+    hidden state if they start at a later layer. All rows of a drafter that starts from states
+    (`ModelSpec.states`) have a token and, in `rows.inputs`, a state; those of a context have a
+    state only, and the variant `STORE_ONLY`.
 
     Args:
         network: The architecture and the weights.
@@ -91,10 +94,12 @@ class Transformer:
         self.network = network
         self.executor: Executor = executor(network)
         self._adapters_lock = threading.Lock()
-        self._parallel_layers: dict[int, Callable[[Any, Any, int], Any]] = {}
+        self._variants: dict[int, Callable[[Any, Any, int], Any] | None] = {0: None}
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
+        heads = network.weights.block_heads
+        self.slot_heads = None if heads is None else SlotHeads(heads, executor)
         self.reranker: Classifier | YesNo | None = None  # of a cross-encoder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
@@ -116,12 +121,12 @@ class Transformer:
         Raises:
             InvalidRequestError: Rows are invalid: a missing input, an unknown token or adapter, or
                 a wrong range of layers.
-            UnsupportedCombinationError: Layers cannot run in parallel with this executor or with
+            UnsupportedCombinationError: This executor has no variants of layers, or none with
                 adapters.
         """
         self._check(rows, output_spec)
-        if rows.parallel is not None:
-            return self._run_parallel(rows, cache, output_spec)
+        if rows.variant is not None:
+            return self._run_variants(rows, cache, output_spec)
         if cache.states is None:
             return self.executor.run(rows, cache, output_spec)
         try:
@@ -151,6 +156,12 @@ class Transformer:
         weights = self.network.weights.states
         assert weights is not None, "a drafter that reads states"
         return weights.project(taps, self.spec, getattr(self.executor, "linear", None))
+
+    def mask_state(self) -> np.ndarray:
+        """The state that mask tokens read, float32 `[hidden_size]`."""
+        weights, states = self.network.weights.states, self.spec.states
+        assert weights is not None and weights.mask is not None and states is not None
+        return self.project_states(np.split(weights.mask[None], states.num_taps, -1))[0]
 
     def own_states(self, hidden: np.ndarray) -> np.ndarray:
         """The states of a drafter's own that stand in for those of its target, from its last hidden
@@ -183,20 +194,22 @@ class Transformer:
         copies free them in the next pass with adapters."""
         self.network.adapters[index] = {}
 
-    def _run_parallel(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """Run a pass in which some rows run layers in parallel: one part per group size, and one
-        for the rows that do not."""
+    def _run_variants(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
+        """Run a pass of rows with several variants of the layers: one part per variant, in the
+        order of their numbers, so that what rows only store is there for the others."""
         regroup = getattr(self.executor, "regroup", None)
         if regroup is None or rows.adapters is not None:
             raise UnsupportedCombinationError(
-                "running layers in parallel (easyspec) works on CPUs and without adapters"
+                "layers in parallel (easyspec) and rows that are only stored (dflash) work on CPUs"
+                " and without adapters"
             )
-        assert rows.parallel is not None
+        assert rows.variant is not None
 
-        def run(size: int, part: Rows, part_spec: OutputSpec) -> Output:
-            if size and size not in self._parallel_layers:
-                self._parallel_layers[size] = self.network.parallel_layers(size)
-            regroup(self._parallel_layers.get(size))
+        def run(number: int, part: Rows, part_spec: OutputSpec) -> Output:
+            variant = number + STORE_ONLY
+            if variant not in self._variants:
+                self._variants[variant] = self.network.variant(variant)
+            regroup(self._variants[variant])
             try:
                 return self.run(part, cache, part_spec)
             finally:
@@ -207,7 +220,8 @@ class Transformer:
             depth: np.empty((len(index), self.spec.hidden_size), np.float32)
             for depth, index in output_spec.hidden.items()
         }
-        run_parts(rows, rows.parallel, output_spec, run, Output(logits, hidden))
+        numbers = rows.variant - STORE_ONLY  # counted from 0
+        run_parts(rows, numbers, output_spec, run, Output(logits, hidden))
         return Output(logits, hidden)
 
     def _check(self, rows: Rows, output_spec: OutputSpec) -> None:
@@ -217,7 +231,7 @@ class Transformer:
         tokens, start, stop = rows.tokens.tolist(), rows.start.tolist(), rows.stop.tolist()
         if min(tokens, default=0) < 0 and (rows.inputs is None or len(rows.inputs) != len(tokens)):
             raise InvalidRequestError("rows with token -1 need one row of inputs each")
-        if self.spec.states is not None and (rows.inputs is None or min(tokens, default=0) < 0):
+        if self.spec.starts_from_states and (rows.inputs is None or min(tokens, default=0) < 0):
             raise InvalidRequestError(f"{self.name} reads a state beside each token")
         if max(tokens, default=0) >= self.spec.vocab_size:
             raise InvalidRequestError(
@@ -280,8 +294,8 @@ def run_parts(
 
 
 def _part(rows: Rows, index: np.ndarray) -> Rows:
-    """The rows of `index`, without parallel layers."""
+    """The rows of `index`, without variants."""
     names = "tokens positions slots table prefix tail_start tail_length start stop".split()
     fields = {name: getattr(rows, name)[index] for name in names}
     inputs = None if rows.inputs is None else to_host(rows.inputs)[index]
-    return replace(rows, **fields, inputs=inputs, parallel=None)
+    return replace(rows, **fields, inputs=inputs, variant=None)

@@ -1,10 +1,11 @@
-"""The states that a drafter reads beside the tokens of one sequence (EAGLE and its kind).
+"""The states that a drafter reads of the target of one sequence (EAGLE, DFlash and their kind).
 
-The row of the drafter at position p reads the target's state at position p - 1. Where the target
-has not computed it, because the token there is a draft, the drafter's own state of that row stands
-in; such rows are computed again once the target's states are known. Positions without either (the
-first one, and those that the target took from its prefix cache) are left out of the drafter's
-cache.
+The row of EAGLE's drafter at position p reads the target's state at position p - 1 (`StateSpec.lag`
+is 1). Where the target has not computed it, because the token there is a draft, the drafter's own
+state of that row stands in; such rows are computed again once the target's states are known. The
+context of a block drafter (lag 0) has the target's state of each position, and no others. Positions
+without a state (the first one with lag 1, and those that the target took from its prefix cache) are
+left out of the drafter's cache.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class DraftStates:
         runner: See above.
         layers: The target's hidden states that are read, by number of layers.
         reads_tokens: See `StateSpec`.
+        has_own: Whether the drafter's own states stand in for those of the target.
         confirmed: Leading positions of the drafter's cache that were computed from the target's
             states; None while it has no cache.
         is_paused: Whether the target's passes leave their states out, since no drafts are wanted.
@@ -62,6 +64,7 @@ class DraftStates:
         self._drafter, self._normed = drafter, None if spec.taps else normed
         self._width = spec.num_taps * spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
+        self._lag, self.has_own = spec.lag, spec.lag > 0 and not spec.has_mask
         self.layers = spec.taps or (depth,)
         self.is_paused = False
         self.reset()
@@ -144,17 +147,19 @@ class DraftStates:
         return tokens[count:]
 
     def _has(self, position: int) -> bool:
-        if position > 0 and (self.knows(position - 1) or position - 1 in self._own):
+        source = position - self._lag
+        if source >= 0 and (self.knows(source) or source in self._own):
             return True
         return not self.reads_tokens and position > self._first + len(self._target) > self._first
 
     def for_chain(self, first: int, count: int) -> np.ndarray:
         """The states of the drafter's rows at the positions from `first` on, float32 `[count,
         hidden_size]`. Rows from the target's states are confirmed, and these are freed."""
-        num_known = max(0, min(count, self._first + len(self._target) + 1 - first))
+        lag = self._lag
+        num_known = max(0, min(count, self._first + len(self._target) + lag - first))
         parts = []
         if num_known:
-            start = first - 1 - self._first
+            start = first - lag - self._first
             taps = self._target[start : start + num_known]
             parts.append(self._project(taps))
             if self.confirmed == first:
@@ -164,7 +169,7 @@ class DraftStates:
         if num_known < count:
             positions = range(first + num_known, first + count)
             if self.reads_tokens or not num_known:
-                parts.append(np.stack([self._own[position - 1] for position in positions]))
+                parts.append(np.stack([self._own[position - lag] for position in positions]))
             else:
                 parts += self._following(parts[0][-1:], len(positions))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.interface import STORE_ONLY
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.sequence_data import TARGET, SequenceData
@@ -51,7 +52,7 @@ class Sequence(SequenceData):
             layers: The layer range `(0, k)` of an early exit; by default all layers.
             hidden: Layers whose hidden states to return for the same rows.
             embeddings: float32 `[rows, hidden_size]`, used in place of token embeddings.
-            parallel: If not 0, layers run in parallel groups of this size (`Network.grouped`): an
+            parallel: If not 0, layers run in parallel groups of this size (`Network.variant`): an
                 approximation for drafting.
             extra_tokens: Up to this many further tokens may be sampled and scored by the backend
                 in the same pass (`ScoreRequest.multi_step_tokens`), if nothing but the sampled
@@ -94,7 +95,7 @@ class Sequence(SequenceData):
                 min_probability=min_probability,
             )
         )
-        span.parallel = parallel
+        span.variant = parallel
         return self._build(
             runner,
             span,
@@ -199,6 +200,20 @@ class Sequence(SequenceData):
         row_parents = [parent - first if parent >= first else ROOT for parent in parents]
         return ScoreRequest(self, runner, [[span]], positions, row_parents, list(tokens))
 
+    def store_context(self, runner: str) -> list[Span]:
+        """Returns the spans that store the target's states in the cache of `runner`, whose drafter
+        attends to them, at all positions but that of the text's last token. Positions whose states
+        are not known are left out. There are no spans where everything is stored."""
+        kv_cache = self.kv_cache(runner)
+        tokens: Seq[int] = self.all_tokens[kv_cache.length : -1]
+        if not len(tokens):
+            return []
+        tokens, states = self._with_states(kv_cache, tokens)
+        depth = kv_cache.pool.model.spec.num_layers
+        span = ChainSpan(kv_cache, tokens, 0, depth, logits=False, inputs=states)
+        span.variant = STORE_ONLY
+        return [span]
+
     def complete(
         self,
         tokens: Seq[int] = (),
@@ -301,8 +316,8 @@ class Sequence(SequenceData):
         self, hidden: tuple[int, ...], runner: str, stop: int | None = None
     ) -> tuple[int, ...]:
         """`hidden`, plus the layers that the sampler reads of rows that run through all layers."""
-        sampler, depth = self.sampler, self.num_layers
-        if self._reads_states(runner):
+        sampler, depth, states = self.sampler, self.num_layers, self.draft_states
+        if states is not None and states.runner == runner and states.has_own:
             return tuple(sorted({*hidden, self.kv_cache(runner).pool.model.spec.num_layers}))
         if runner != TARGET or (stop is not None and stop < depth):
             return hidden

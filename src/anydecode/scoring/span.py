@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anydecode.kernels.interface import Rows
+from anydecode.kernels.interface import STORE_ONLY, Rows
 from anydecode.memory.pool import PoolFull
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
@@ -33,7 +33,8 @@ class Span(ABC):
         output_rows: Indices of the rows to return, ascending.
         capture_layers: Layers whose hidden states to return for the output rows.
         logits: Whether to return logits for the output rows.
-        inputs: float32 `[rows, hidden_size]`, used in place of `tokens`, or None.
+        inputs: float32 `[rows, hidden_size]`, used in place of `tokens`, or None. With the variant
+            `STORE_ONLY` they are what is stored for `tokens`.
         states: float32 `[rows, hidden_size]`, read beside `tokens` by a drafter, or None.
 
     Attributes:
@@ -53,7 +54,7 @@ class Span(ABC):
     state_layers: tuple[int, ...] = field(default=(), init=False)
     num_states: int = field(default=0, init=False)
     done: int = field(default=0, init=False)  # rows that have run
-    parallel: int = field(default=0, init=False)  # see `Network.grouped`
+    variant: int = field(default=0, init=False)  # see `Rows.variant`
     _append_start: int = field(default=0, init=False)  # first position appended in this pass
 
     #: Whether the rows may be divided among several passes.
@@ -110,7 +111,7 @@ class Span(ABC):
         """Store the tokens of the `count` appended rows that have run in the cache. Returns how
         many of these rows the cache still has: it may have been truncated during the pass."""
         num_kept = max(0, min(count, self.kv_cache.length - self._append_start))
-        if self.inputs is None:
+        if self.inputs is None or self.variant == STORE_ONLY:
             self.kv_cache.tokens += self.tokens[self.done : self.done + num_kept]
         else:
             self.kv_cache.tokens += [-1] * num_kept

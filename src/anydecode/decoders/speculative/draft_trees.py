@@ -152,35 +152,47 @@ class GrowingTree:
         self._samplers[node] = sampler
 
     def _store_candidates(self, node: int, row: np.ndarray) -> None:
-        sequence = self.sequence
-        position = sequence.length + (0 if node == ROOT else self.depths[node])
-        distribution = draft_distribution(self._samplers[node], fit_vocab(sequence, row))
-        tokens, scores = distribution.tokens, distribution.scores
-        possible = np.flatnonzero(scores > -np.inf)
-        if not len(possible):  # a head with fewer tokens may have none that is allowed
-            none = np.empty(0)
-            self.candidates[node] = DraftCandidates(none.astype(np.int64), none, none)
-            return
-        if len(possible) < len(scores):
-            scores = scores[possible]
-            tokens = possible if tokens is None else tokens[possible]
-        if len(scores) > NUM_CANDIDATES:
-            indices = largest(scores, NUM_CANDIDATES)
-            tokens, scores = indices if tokens is None else tokens[indices], scores[indices]
-        ids = np.arange(len(scores)) if tokens is None else np.asarray(tokens, np.int64)
-        shifted = scores.astype(np.float64) - float(scores.max())
-        log_probabilities = shifted - np.log(np.exp(shifted).sum())
-        keys = log_probabilities
-        if not sequence.sampler.is_greedy:
-            noise = (
-                sequence.noise.with_purpose("draft") if self.independent_noise else sequence.noise
-            )
-            attempt = node + 1 if self.independent_noise else 0
-            keys = log_probabilities + noise.gumbel(ids, position, attempt)
-        order = np.argsort(-keys, kind="stable")
-        self.candidates[node] = DraftCandidates(
-            ids[order], np.exp(log_probabilities[order]), keys[order]
+        position = self.sequence.length + (0 if node == ROOT else self.depths[node])
+        draw = node + 1 if self.independent_noise else None
+        self.candidates[node] = draft_candidates(
+            self.sequence, self._samplers[node], row, position, draw
         )
+
+
+def draft_candidates(
+    sequence: Sequence, sampler: Sampler, row: np.ndarray, position: int, draw: int | None = None
+) -> DraftCandidates:
+    """The candidates for the token at `position`.
+
+    Args:
+        sequence: The sequence to draft for.
+        sampler: Its sampler, advanced by all tokens before.
+        row: The draft model's logits, float32 `[vocab_size]`.
+        position: The position of the token.
+        draw: The number of a draw with noise of its own, as rejection sampling requires; None: the
+            target's noise.
+    """
+    distribution = draft_distribution(sampler, fit_vocab(sequence, row))
+    tokens, scores = distribution.tokens, distribution.scores
+    possible = np.flatnonzero(scores > -np.inf)
+    if not len(possible):  # a head with fewer tokens may have none that is allowed
+        none = np.empty(0)
+        return DraftCandidates(none.astype(np.int64), none, none)
+    if len(possible) < len(scores):
+        scores = scores[possible]
+        tokens = possible if tokens is None else tokens[possible]
+    if len(scores) > NUM_CANDIDATES:
+        indices = largest(scores, NUM_CANDIDATES)
+        tokens, scores = indices if tokens is None else tokens[indices], scores[indices]
+    ids = np.arange(len(scores)) if tokens is None else np.asarray(tokens, np.int64)
+    shifted = scores.astype(np.float64) - float(scores.max())
+    log_probabilities = shifted - np.log(np.exp(shifted).sum())
+    keys = log_probabilities
+    if not sequence.sampler.is_greedy:
+        noise = sequence.noise if draw is None else sequence.noise.with_purpose("draft")
+        keys = log_probabilities + noise.gumbel(ids, position, draw or 0)
+    order = np.argsort(-keys, kind="stable")
+    return DraftCandidates(ids[order], np.exp(log_probabilities[order]), keys[order])
 
 
 def draft_distribution(sampler: Sampler, row: np.ndarray) -> Distribution:

@@ -61,6 +61,8 @@ class Drafting:
         }
         self.config, self.target = checkpoint.config, target
         self.is_third = "d2t" in self.tensors
+        numbered = "layers.0.hidden_norm.weight" in self.tensors
+        self.first = "layers.0" if numbered else "midlayer"  # the name of EAGLE-3's first layer
         self.size, self.eps = self.config["hidden_size"], self.config["rms_norm_eps"]
 
     def target_state(self, states: list[np.ndarray], final: np.ndarray) -> np.ndarray:
@@ -81,13 +83,17 @@ class Drafting:
         self, cache: Cache, token: int, state: np.ndarray, position: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Adds a row to the cache; returns its logits, of all tokens, and the drafter's state."""
-        embedded = self.target.weights.embedding.data[token].astype(np.float64)
+        own = self.tensors.get("embed_tokens.weight", self.target.weights.embedding.data)
+        embedded = own[token].astype(np.float64)
         cache.positions.append(position)
         if self.is_third:
-            normed = self._norm(state, "midlayer.hidden_norm")
-            pair = np.concatenate([self._norm(embedded, "midlayer.input_layernorm"), normed])
+            normed = self._norm(state, f"{self.first}.hidden_norm")
+            pair = np.concatenate([self._norm(embedded, f"{self.first}.input_layernorm"), normed])
             x = normed if self.config.get("norm_before_residual") else state
-            x = self._layer(cache, 0, "midlayer", x, pair)
+            x = self._layer(cache, 0, self.first, x, pair)
+            for layer in range(1, self.config["num_hidden_layers"]):
+                name = f"layers.{layer}"
+                x = self._layer(cache, layer, name, x, self._norm(x, f"{name}.input_layernorm"))
             logits = np.full(self.config["vocab_size"], -np.inf)
             tokens = self.tensors["d2t"].astype(int) + np.arange(len(self.tensors["d2t"]))
             y = self._norm(x, "norm")

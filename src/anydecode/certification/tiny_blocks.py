@@ -1,0 +1,206 @@
+"""Random drafters that predict blocks, in the layouts in which such drafters are published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anydecode.api.llm import LLM
+from anydecode.certification.tiny import eagle3_checkpoint, with_drafter
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.network import Network
+
+_HEADS = 4
+
+
+def dflash_checkpoint(
+    target: Network, *, seed: int = 0, layers: int = 2, window: int = 0, **options: Any
+) -> Checkpoint:
+    """A random drafter in the layout of z-lab and SpecForge, which reads the outputs of three
+    layers. `window` is that of its first layer, 0 for none; `options` are keys of `dflash_config`.
+
+    The first layer's values are embeddings, so that with a small window the first mask row often
+    agrees with a target of small `residual`.
+    """
+    random, hidden = np.random.default_rng(seed + 2000), target.spec.hidden_size
+    depth, mask = target.spec.num_layers, target.spec.vocab_size - 1
+    tensors = {
+        "fc.weight": _matrix(random, hidden, 3 * hidden),
+        "hidden_norm.weight": 0.3 + _vector(random, hidden),
+        "norm.weight": 1 + _vector(random, hidden),
+    }
+    for layer in range(layers):
+        tensors |= _layer_tensors(random, f"layers.{layer}", hidden)
+    attention, one = "layers.0.self_attn", np.eye(hidden, dtype=np.float32)
+    embedding = target.weights.embedding.data[mask].astype(np.float32)
+    others = one - np.outer(embedding, embedding) / (embedding @ embedding)
+    value = tensors[f"{attention}.v_proj.weight"]
+    tensors |= {
+        f"{attention}.v_proj.weight": others + 0.1 * value,
+        f"{attention}.o_proj.weight": 20 * one,
+    }
+    own = {"mask_token_id": mask, "target_layer_ids": [0, 1, depth - 2], **options}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": target.spec.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "head_dim": hidden // _HEADS,
+        "max_position_embeddings": target.spec.max_positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "num_target_layers": depth,
+        "block_size": 8,
+        "dflash_config": own,
+    }
+    if window:
+        types = ["sliding_attention"] + ["full_attention"] * (layers - 1)
+        config |= {"layer_types": types, "sliding_window": window}
+    return Checkpoint("dflash", Path("dflash"), config, tensors)
+
+
+def dspark_checkpoint(target: Network, *, seed: int = 0, kind: str = "vanilla") -> Checkpoint:
+    """A random drafter in the layout of SpecForge's DSpark, with a Markov head of this kind and a
+    confidence head. The product of the Markov head's matrices is that of the target's embedding and
+    head, so that the drafts often agree with a target of small `residual`."""
+    base, random = dflash_checkpoint(target, seed=seed), np.random.default_rng(seed + 3000)
+    hidden, weights = target.spec.hidden_size, target.weights
+    tensors = {
+        **base.tensors,
+        "markov_head.markov_w1.weight": weights.embedding.data.astype(np.float32),
+        "markov_head.markov_w2.weight": weights.head.data.astype(np.float32),
+        "confidence_head.proj.weight": _matrix(random, 1, 2 * hidden),
+        "confidence_head.proj.bias": np.array([0.7], np.float32),
+    }
+    if kind == "gated":
+        tensors["markov_head.gate_proj.weight"] = _matrix(random, hidden, 2 * hidden)
+        tensors["markov_head.gate_proj.bias"] = 1 + _vector(random, hidden)
+    if kind == "rnn":  # its output is little more than the embedding of the token before
+        joint, bias = _matrix(random, 3 * hidden, 3 * hidden), _vector(random, 3 * hidden)
+        joint[2 * hidden :] *= 0.3
+        joint[2 * hidden :, hidden : 2 * hidden] += np.eye(hidden, dtype=np.float32)
+        tensors["markov_head.joint_proj.weight"] = joint
+        tensors["markov_head.joint_proj.bias"] = bias
+    dspark = {
+        "projector_type": "dspark",
+        "markov_rank": hidden,
+        "markov_head_type": kind,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    config = {**base.config, "architectures": ["DSparkDraftModel"]}
+    config["dflash_config"] = {**base.config["dflash_config"], **dspark}
+    return Checkpoint("dspark", Path("dspark"), config, tensors)
+
+
+def peagle_checkpoint(target: Network, *, seed: int = 0) -> Checkpoint:
+    """A random drafter in the layout of P-EAGLE (speculators): that of EAGLE-3 with a second layer,
+    an embedding of its own and the state of mask tokens, which drafts six tokens."""
+    base, random = eagle3_checkpoint(target, seed=seed), np.random.default_rng(seed + 4000)
+    hidden = target.spec.hidden_size
+    second = _layer_tensors(random, "layers.1", hidden)
+    tensors = {
+        **{name.replace("midlayer", "layers.0"): tensor for name, tensor in base.tensors.items()},
+        **{name: tensor for name, tensor in second.items() if "self_attn.q_norm" not in name},
+        "embed_tokens.weight": target.weights.embedding.data.astype(np.float32),
+        "mask_hidden": random.standard_normal((1, 1, 3 * hidden), np.float32),
+    }
+    del tensors["layers.1.self_attn.k_norm.weight"]
+    layers = {**base.config, "num_hidden_layers": 2}
+    config = {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "draft_vocab_size": layers.pop("draft_vocab_size"),
+        **layers.pop("eagle_config"),
+        "transformer_layer_config": layers,
+        "mask_token_id": target.spec.vocab_size - 1,
+        "norm_before_residual": True,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]},
+    }
+    return Checkpoint("peagle", Path("peagle"), config, tensors)
+
+
+def block_drafting_model() -> LLM:
+    """An engine over a tiny model and `dspark_checkpoint`."""
+    return with_drafter(dspark_checkpoint, cache_positions=4096)
+
+
+def as_deepspec(checkpoint: Checkpoint, target: Network) -> Checkpoint:
+    """A drafter of DSpark in the layout of DeepSpec: all keys of the config are on one level, and
+    the target's embedding and head are there as copies."""
+    config = {**checkpoint.config, **checkpoint.config["dflash_config"]}
+    del config["dflash_config"], config["projector_type"]
+    tensors = {
+        **checkpoint.tensors,
+        "embed_tokens.weight": target.weights.embedding.data.copy(),
+        "lm_head.weight": target.weights.head.data.copy(),
+    }
+    config |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+    return Checkpoint(checkpoint.name, checkpoint.path, config, tensors)
+
+
+def as_speculators(checkpoint: Checkpoint, target: Network, **options: Any) -> Checkpoint:
+    """A drafter in the layout of speculators, with an embedding of its own and a head for four of
+    five tokens. `options` are keys of its config."""
+    layers = dict(checkpoint.config)
+    own: dict[str, Any] = dict(layers.pop("dflash_config"))
+    kind = own.pop("projector_type", "dflash")
+    taps = [layer + 1 for layer in own.pop("target_layer_ids")]
+    vocabulary = np.arange(target.spec.vocab_size)
+    kept = vocabulary[vocabulary % 5 > 0]
+    tensors = {
+        **checkpoint.tensors,
+        "embed_tokens.weight": target.weights.embedding.data.copy(),
+        "lm_head.weight": target.weights.head.data[kept].copy(),
+        "d2t": kept - np.arange(len(kept)),
+        "t2d": vocabulary % 5 > 0,
+    }
+    second = "markov_head.markov_w2.weight"
+    if second in tensors:
+        tensors[second] = np.asarray(tensors[second])[kept]
+    config = {
+        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        "speculators_model_type": kind,
+        "transformer_layer_config": layers,
+        "draft_vocab_size": len(kept),
+        "block_size": layers.pop("block_size"),
+        "aux_hidden_state_layer_ids": taps,
+        "target_hidden_size": None,
+        "sample_from_anchor": kind == "dspark",
+        "sliding_window_non_causal": False,
+        **own,
+        **options,
+    }
+    return Checkpoint(checkpoint.name, checkpoint.path, config, tensors)
+
+
+def _matrix(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return random.standard_normal((rows, columns), np.float32) * columns**-0.5
+
+
+def _vector(random: np.random.Generator, size: int) -> np.ndarray:
+    return 0.1 * random.standard_normal(size, np.float32)
+
+
+def _layer_tensors(random: np.random.Generator, name: str, hidden: int) -> dict[str, np.ndarray]:
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    return {
+        f"{attention}.q_proj.weight": _matrix(random, hidden, hidden),
+        f"{attention}.k_proj.weight": _matrix(random, hidden, hidden),
+        f"{attention}.v_proj.weight": _matrix(random, hidden, hidden),
+        f"{attention}.o_proj.weight": 0.5 * _matrix(random, hidden, hidden),
+        f"{attention}.q_norm.weight": 2 + _vector(random, hidden // _HEADS),
+        f"{attention}.k_norm.weight": 1 + _vector(random, hidden // _HEADS),
+        f"{mlp}.gate_proj.weight": _matrix(random, 2 * hidden, hidden),
+        f"{mlp}.up_proj.weight": _matrix(random, 2 * hidden, hidden),
+        f"{mlp}.down_proj.weight": 0.5 * _matrix(random, hidden, 2 * hidden),
+        f"{name}.input_layernorm.weight": 1 + _vector(random, hidden),
+        f"{name}.post_attention_layernorm.weight": 1 + _vector(random, hidden),
+    }

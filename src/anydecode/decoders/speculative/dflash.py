@@ -1,0 +1,100 @@
+"""DFlash: a drafter that predicts a block of tokens in one pass, from the target's states of the
+text.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv:2602.06036; "DSpark",
+arXiv:2607.05147, whose drafters have heads that make each slot depend on the token before;
+"P-EAGLE", arXiv:2602.01469, which makes the drafter of EAGLE-3 predict a block; "DDTree",
+arXiv:2604.12989, the best-first tree over the slots.
+
+The drafter is the model of the runner "draft" (`models/block_drafters.py` and
+`models/draft_heads.py` open published ones). The context of DFlash and DSpark, the projected states
+of the target at every position that the target has computed, is stored once per token as the keys
+and values of every layer. The block is the text's last token, followed by mask tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.speculation import (
+    Drafter,
+    DraftSession,
+    Proposal,
+    Speculative,
+)
+from anydecode.decoders.speculative.draft_blocks import BlockTree, score_block
+from anydecode.decoders.speculative.draft_model import DRAFT
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+
+class _Session(DraftSession):
+    def __init__(self, sequence: Sequence, drafter: BlockDrafter) -> None:
+        self.sequence = sequence
+        self.drafter = drafter
+
+    def propose(self, size: int) -> Proposal:
+        if size < 1:
+            return TokenTree()
+        drafter, model = self.drafter, self.sequence.kv_cache(DRAFT).pool.model
+        block: Any = model.spec.block
+        scores = yield score_block(self.sequence, block, min(size, block.max_drafts))
+        tree = BlockTree(self.sequence, scores, not drafter.tree, drafter.threshold)
+        return tree.grow(size)
+
+
+class BlockDrafter(Drafter):
+    """Drafts the most likely token of each slot of a block, or with `tree` the best-first tree over
+    the slots' candidates; see `BlockTree` for `threshold`."""
+
+    requirements = Requirements(runners=(DRAFT,), reads_states=True, drafts_blocks=True)
+
+    def __init__(self, tree: bool = False, threshold: float = 0.1) -> None:
+        if not 0 <= threshold <= 1:
+            raise InvalidRequestError(f"threshold is {threshold}; allowed is a number from 0 to 1")
+        self.tree = tree
+        self.threshold = threshold
+
+    def open(self, sequence: Sequence) -> DraftSession:
+        return _Session(sequence, self)
+
+
+@register(
+    Card(
+        "dflash",
+        "speculative",
+        paper=(
+            "DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), P-EAGLE (arXiv:2602.01469),"
+            " DDTree (arXiv:2604.12989)"
+        ),
+        exactness="token-exact",
+        summary="A small drafter predicts a block of tokens in one pass from the target's states.",
+        needs=("block drafter",),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        deviations=(
+            "7 drafted tokens at most, in a block of as many rows as these need (the papers: the"
+            " block that the drafter was trained with, often 16 rows)",
+            "drafts end where the estimated probability that they are accepted falls below 0.1,"
+            " which pays on processors (threshold=0: they do not)",
+            "DSpark's confidences end drafts where their product along the path falls below that"
+            " threshold; its scheduler maximises the tokens of all requests of a batch",
+            "above temperature 0 a slot's token is sampled with the noise that the target will use",
+            "at most the last 2,048 tokens of a prompt that were not cached are read",
+        ),
+        remote={"size": Range(0, 64), "threshold": Range(0, 1)},
+    )
+)
+def dflash(size: int = 7, tree: bool = False, threshold: float = 0.1) -> Speculative:
+    """Blocks drafted in one pass (DFlash, DSpark, P-EAGLE).
+
+    Args:
+        size: Maximum number of drafted tokens; the block has no more slots than the drafter was
+            trained with.
+        tree: Draft the `size` best nodes of the tree over the slots' tokens (DDTree), instead of
+            one token per slot.
+        threshold: The estimated acceptance probability below which nothing is drafted.
+    """
+    return Speculative(BlockDrafter(tree, threshold), size)

@@ -1,0 +1,186 @@
+"""Blocks of a drafter that predicts several tokens in one pass from the target's states: the pass,
+and the draft tree that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from anydecode.decoders.framework.canvas_spans import CanvasSpan, causal_span, score_canvas
+from anydecode.decoders.speculative.draft_model import DRAFT
+from anydecode.decoders.speculative.draft_trees import DraftCandidates, draft_candidates
+from anydecode.kernels.interface import Rows
+from anydecode.models.spec import BlockSpec
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.score import ScoreRequest, Scores
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import ROOT, TokenTree
+
+
+@dataclass(eq=False)
+class BlockSpan(CanvasSpan):
+    """The rows of a block, which attend to the context and to each other; never kept.
+
+    Attributes:
+        causal_layers: The layers in which a row sees only the rows before it and itself.
+    """
+
+    causal_layers: tuple[int, ...] = ()
+
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
+        super().write_rows(rows, at, count)
+        if not self.causal_layers:
+            return
+        depth = self.kv_cache.pool.model.spec.num_layers
+        if len(self.causal_layers) == depth:
+            rows.prefix[at : at + count] = self.positions + 1
+            return
+        shared = rows.tables.pop()
+        for row, position in enumerate(self.positions):
+            table = np.tile(shared, (depth, 1))
+            table[list(self.causal_layers), position + 1 :] = -1
+            rows.table[at + row] = len(rows.tables)
+            rows.tables.append(table)
+
+
+def score_block(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest:
+    """A request to the runner "draft" whose row i predicts the i-th of `size` tokens after the
+    text. It stores what is not in the drafter's cache yet."""
+    sequence.align(DRAFT)
+    kv_cache, first = sequence.kv_cache(DRAFT), sequence.length - 1
+    model: Any = kv_cache.pool.model
+    if model.spec.states.has_mask:
+        return _score_masks(sequence, block, size)
+    shift = int(block.predicts_next)
+    positions = np.arange(first, first + size + 1 - shift, dtype=np.int32)
+    tokens = [sequence.all_tokens[-1], *[block.mask_token] * (len(positions) - 1)]
+    depth, heads = model.spec.num_layers, model.slot_heads
+    span = BlockSpan(
+        kv_cache,
+        tokens,
+        0,
+        depth,
+        capture_layers=(depth,) if heads is not None and heads.reads_hidden else (),
+        positions=positions,
+        visible=np.full(len(positions), positions[-1] + 1, np.int32),
+        causal_layers=block.causal_layers,
+    )
+    spans = [*sequence.store_context(DRAFT), span]
+    predicted = np.arange(first + 1, first + 1 + size)
+    return score_canvas(sequence, DRAFT, spans, 1, predicted, shift)
+
+
+def _score_masks(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest:
+    """The request of P-EAGLE: rows of the text's tokens, as those of EAGLE-3, then mask tokens."""
+    request, kv_cache = sequence.score(runner=DRAFT), sequence.kv_cache(DRAFT)
+    model: Any = kv_cache.pool.model
+    positions = np.arange(sequence.length - 1, sequence.length - 1 + size)
+    masks = [block.mask_token] * (size - 1)
+    if masks:
+        span = causal_span(kv_cache, positions[1:], np.array(masks))
+        span.states = np.tile(model.mask_state(), (len(masks), 1))
+        span.output_rows = range(len(masks))
+        request.groups[0].append(span)
+    request.positions, request.row_parents = positions, list(range(-1, size - 1))
+    request.row_tokens = [*request.row_tokens, *masks]
+    return request
+
+
+class BlockTree:
+    """The draft tree that follows from the scores of a block.
+
+    Each slot has one distribution for all nodes of its depth, unless the drafter has heads that
+    read the token before. The nodes are added in falling order of their weights, the product of the
+    estimated acceptance probabilities along their paths, as far as it is at least `threshold`. With
+    a confidence head, a node's children are left out instead where the product of the confidences
+    along its path is below `threshold`.
+
+    Args:
+        sequence: The sequence to draft for.
+        scores: The result of `score_block`.
+        is_chain: Whether a node has one child only.
+        threshold: See above.
+    """
+
+    def __init__(
+        self, sequence: Sequence, scores: Scores, is_chain: bool, threshold: float
+    ) -> None:
+        self.sequence = sequence
+        self.scores = scores
+        self.is_chain = is_chain
+        self.threshold = threshold
+        model: Any = sequence.kv_cache(DRAFT).pool.model
+        self._heads = model.slot_heads
+        self._head_tokens: Any = slice(None) if model.head_tokens is None else model.head_tokens
+        self._has_confidence = self._heads is not None and self._heads.has_confidence
+        self._tree = TokenTree()
+        self._depths = {ROOT: 0}
+        self._weights, self._confidences = {ROOT: 1.0}, {ROOT: 1.0}
+        self._samplers: dict[int, Sampler] = {ROOT: sequence.sampler.fork()}
+        self._states: dict[int, np.ndarray | None] = {ROOT: None}
+        self._candidates: dict[int, DraftCandidates] = {}
+        self._by_slot: dict[int, DraftCandidates] = {}
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._order = count()
+
+    def grow(self, size: int) -> TokenTree:
+        """The tree of the best `size` nodes."""
+        self._push(ROOT, 0)
+        while self._heap and len(self._tree) < size:
+            weight, _, parent, rank = heappop(self._heap)
+            node = self._tree.add(int(self._candidates[parent].tokens[rank]), parent)
+            self._depths[node], self._weights[node] = self._depths[parent] + 1, -weight
+            self._advance_sampler(node, parent)
+            if not self.is_chain:
+                self._push(parent, rank + 1)
+            if self._depths[node] < len(self.scores):
+                self._states[node] = self._states[parent]
+                self._confidences[node] = self._confidences[parent]
+                self._push(node, 0)
+        return self._tree
+
+    def _push(self, parent: int, rank: int) -> None:
+        """Add the candidate of this rank for a child of `parent`, if there is one."""
+        if rank == 0:
+            self._candidates[parent] = self._find_candidates(parent)
+        chances = self._candidates[parent].acceptance_probabilities
+        if rank >= len(chances):
+            return
+        weight = self._weights[parent] * float(chances[rank])
+        limit = self._confidences[parent] if self._has_confidence else weight
+        if limit >= self.threshold:
+            heappush(self._heap, (-weight, next(self._order), parent, rank))
+
+    def _find_candidates(self, node: int) -> DraftCandidates:
+        slot, sampler = self._depths[node], self._samplers[node]
+        if self._heads is not None or sampler.is_stateful:
+            return self._make_candidates(node)
+        if slot not in self._by_slot:
+            self._by_slot[slot] = self._make_candidates(node)
+        return self._by_slot[slot]
+
+    def _make_candidates(self, node: int) -> DraftCandidates:
+        slot = self._depths[node]
+        row = self.scores.row(slot)
+        if self._heads is not None:
+            token = self.sequence.all_tokens[-1] if node == ROOT else self._tree.tokens[node]
+            hidden = self.scores.last_state(slot) if self._heads.reads_hidden else None
+            step = self._heads.step(token, hidden, self._states[node])
+            self._states[node] = step.state
+            self._confidences[node] *= step.confidence
+            if step.bias is not None:
+                row = row.copy()
+                row[self._head_tokens] += step.bias
+        position = self.sequence.length + slot
+        return draft_candidates(self.sequence, self._samplers[node], row, position)
+
+    def _advance_sampler(self, node: int, parent: int) -> None:
+        sampler = self._samplers[parent]
+        if sampler.is_stateful:
+            sampler = sampler.fork()
+            sampler.advance(self._tree.tokens[node])
+        self._samplers[node] = sampler

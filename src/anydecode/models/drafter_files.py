@@ -1,0 +1,117 @@
+"""What the files of all drafters that read states have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES, plain_weight
+from anydecode.kernels.interface import Weight
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.weights import TensorReader
+
+#: The rows of a matrix for some tokens, float32 `[tokens, in_features]`.
+ReadRows = Callable[[Weight, np.ndarray], np.ndarray]
+
+#: The key with the kind of a drafter in the layout of speculators.
+SPECULATORS = "speculators_model_type"
+
+
+def drafter_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The keys of a drafter's config; in the layout of speculators those of its layers are
+    nested."""
+    config = dict(checkpoint.config)
+    nested = config.get("transformer_layer_config")
+    if not isinstance(nested, dict):
+        return config
+    merged = {**nested, **{key: value for key, value in config.items() if value is not None}}
+    merged["model_type"] = nested.get("model_type")
+    return merged
+
+
+def layer_config(config: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """The config of a drafter's layers alone, as of a usual model; `model_type` is the default."""
+    model_type = config.get("model_type") or model_type
+    return {
+        **config,
+        "architectures": None,
+        "model_type": model_type,
+        "tie_word_embeddings": False,
+    }
+
+
+def own_or_target(
+    reader: TensorReader,
+    name: str,
+    shape: tuple[int, int],
+    other: Weight,
+    packed: list[Weight],
+    source: str,
+) -> Weight:
+    """A drafter's embedding or head.
+
+    Args:
+        reader: The drafter's tensors.
+        name: "embed_tokens" or "lm_head".
+        shape: The shape of the matrix.
+        other: The target's, which is used, and added to `packed`, if the drafter has none.
+        packed: The matrices of the target that the drafter uses.
+        source: The drafter's name, for messages.
+    """
+    if reader.has(f"{name}.weight"):
+        return reader.matrix(name, shape, is_outer=True)
+    if other.in_features != shape[1]:
+        raise CheckpointError(
+            f"{source}: has no {name}, and the target's is for hidden size {other.in_features},"
+            f" not {shape[1]}"
+        )
+    packed.append(other)
+    return other
+
+
+def reduced_head(
+    reader: TensorReader,
+    tokens: np.ndarray,
+    hidden: int,
+    other: Weight,
+    read_rows: ReadRows,
+    source: str,
+) -> Weight:
+    """The head of a drafter for some tokens: its own, or their rows of the target's.
+
+    Args:
+        reader: The drafter's tensors.
+        tokens: The tokens of the head's rows.
+        hidden: The drafter's hidden size.
+        other: The target's head.
+        read_rows: Reads rows of it.
+        source: The drafter's name, for messages.
+    """
+    if reader.has("lm_head.weight"):
+        return reader.matrix("lm_head", (len(tokens), hidden), is_outer=True)
+    if other.in_features != hidden or not np.isin(tokens, range(other.out_features)).all():
+        raise CheckpointError(f"{source}: has no lm_head, and the target's does not fit")
+    rows = plain_weight(read_rows(other, tokens).astype(DTYPES["BF16"]))
+    return reader.convert(rows, "lm_head", is_outer=True)
+
+
+def head_tokens(checkpoint: Checkpoint, size: int) -> np.ndarray:
+    """The tokens of the `size` rows of a head, int64: d2t has their offsets from the row's number;
+    in some files the tokens themselves, which t2d tells."""
+    stored = np.asarray(checkpoint.tensors["d2t"])
+    if stored.shape != (size,) or stored.dtype.kind not in "iu":
+        raise CheckpointError(
+            f"{checkpoint.name}: d2t is {stored.dtype} of shape {stored.shape}, not {size} integers"
+        )
+    stored = stored.astype(np.int64)
+    tokens: np.ndarray = stored + np.arange(size)
+    if "t2d" not in checkpoint.tensors:
+        return tokens
+    kept = np.flatnonzero(np.asarray(checkpoint.tensors["t2d"]))
+    for reading in (tokens, stored):
+        if np.array_equal(np.sort(reading), kept):
+            return reading
+    raise CheckpointError(f"{checkpoint.name}: d2t and t2d name different tokens")

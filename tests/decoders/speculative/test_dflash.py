@@ -1,0 +1,437 @@
+"""DFlash, DSpark and P-EAGLE: the certificate, mistakes that it rejects, and exactness in company,
+with a small cache, in chunks, from cached prefixes and under constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapter_files import save_adapter
+from anydecode import Generation, JsonSchema, Regex
+from anydecode.api.llm import LLM
+from anydecode.certification.oracles.speculative import dflash as oracle
+from anydecode.certification.tiny import eagle_checkpoint, with_drafter
+from anydecode.certification.tiny_blocks import (
+    as_speculators,
+    dflash_checkpoint,
+    dspark_checkpoint,
+    peagle_checkpoint,
+)
+from anydecode.decoders.speculative import draft_blocks
+from anydecode.decoders.speculative.draft_blocks import BlockSpan, BlockTree
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models import block_drafters
+from anydecode.models.block_heads import SlotHeads, SlotStep
+from anydecode.models.network import Network
+from anydecode.models.states import StateWeights
+from anydecode.models.transformer import Transformer
+from anydecode.scoring.draft_states import DraftStates
+from anydecode.scoring.sequence import Sequence
+from certificates import assert_certified, assert_rejected, replace_defaults
+
+LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
+PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "maxLength": 8},
+        "b": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 4},
+    },
+    "required": ["a", "b"],
+}
+Checkpoint = Callable[..., Any]
+Patch = pytest.MonkeyPatch
+
+
+def speculators_dspark(target: Network) -> Any:
+    """A drafter whose head has a part of the tokens."""
+    return as_speculators(dspark_checkpoint(target), target)
+
+
+windowed = partial(dflash_checkpoint, window=4)
+DRAFTERS: dict[str, Checkpoint] = {
+    "windowed": windowed,
+    "dspark": dspark_checkpoint,
+    "p-eagle": peagle_checkpoint,
+}
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("dflash")
+
+
+def _only(monkeypatch: Patch, name: str) -> None:
+    """Restricts the oracle test to one drafter."""
+    monkeypatch.setattr(oracle, "DRAFTERS", {name: oracle.DRAFTERS[name]})
+
+
+@pytest.mark.parametrize("defaults", [{"size": 6}, {"tree": True}, {"threshold": 0.05}], ids=str)
+def test_certificate_rejects_other_defaults(monkeypatch: Patch, defaults: dict[str, Any]) -> None:
+    _only(monkeypatch, "DFlash")
+    replace_defaults(monkeypatch, "dflash", **defaults)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_causal_block(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "DFlash")
+    original = BlockSpan.__init__
+
+    def causal(self: BlockSpan, *given: Any, **named: Any) -> None:
+        original(self, *given, **{**named, "causal_layers": (0, 1)})
+
+    monkeypatch.setattr(BlockSpan, "__init__", causal)
+    assert_rejected("dflash")
+
+
+@pytest.mark.parametrize("name", ["DFlash, a window", "DFlash, causal"])
+def test_certificate_rejects_a_block_that_is_not_causal(monkeypatch: Patch, name: str) -> None:
+    _only(monkeypatch, name)
+    monkeypatch.setattr(BlockSpan, "write_rows", draft_blocks.CanvasSpan.write_rows)
+    assert_rejected("dflash")
+
+
+@pytest.mark.parametrize("name", ["DFlash", "DFlash of speculators"])
+def test_certificate_rejects_taps_of_the_layers_before(monkeypatch: Patch, name: str) -> None:
+    _only(monkeypatch, name)
+    taps = block_drafters._BlockDrafter._taps
+
+    def shifted(self: Any) -> tuple[int, ...]:
+        return tuple(max(0, tap - 1) for tap in taps(self))
+
+    monkeypatch.setattr(block_drafters._BlockDrafter, "_taps", shifted)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_states_of_the_position_before(monkeypatch: Patch) -> None:
+    """As EAGLE reads them."""
+    _only(monkeypatch, "DFlash")
+    project = DraftStates._project
+
+    def shifted(self: DraftStates, taps: np.ndarray) -> np.ndarray:
+        return project(self, np.concatenate([taps[:1], taps[:-1]]))
+
+    monkeypatch.setattr(DraftStates, "_project", shifted)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_context_without_its_norm(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "DFlash")
+    project = StateWeights.project
+
+    def plain(self: StateWeights, *given: Any) -> np.ndarray:
+        norm, self.state_norm = self.state_norm, None
+        states = project(self, *given)
+        self.state_norm = norm
+        return states
+
+    monkeypatch.setattr(StateWeights, "project", plain)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_context_that_is_normed_in_each_layer(monkeypatch: Patch) -> None:
+    """As the layers' other inputs are."""
+    _only(monkeypatch, "DFlash")
+    store = Network.storing_layer
+
+    def normed(self: Network, backend: Any, x: Any, index: int) -> Any:
+        norm = self.weights.layers[index].attention_norm
+        store(self, backend, backend.rms_norm(x, norm, self.spec.norm_eps), index)
+        return x
+
+    monkeypatch.setattr(Network, "storing_layer", normed)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_context_that_goes_through_the_layers(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "DFlash")
+    monkeypatch.setattr(Network, "storing_layer", Network.layer)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_context_keys_without_rotation(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "DFlash")
+
+    def unrotated(self: Network, backend: Any, x: Any, index: int) -> Any:
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        shape = spec.attention
+        assert shape is not None and weights.key is not None and weights.value is not None
+        k = weights.key.apply(backend, x)
+        k = backend.rms_norm(k, weights.key_norm, self.spec.norm_eps, shape.num_kv_heads)
+        backend.store(k, weights.value.apply(backend, x), index, shape)
+        return x
+
+    monkeypatch.setattr(Network, "storing_layer", unrotated)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_context_of_the_new_tokens_only(monkeypatch: Patch) -> None:
+    """What earlier rounds have stored is part of the context."""
+    _only(monkeypatch, "DSpark")
+    store = Sequence.store_context
+
+    def fresh(self: Sequence, runner: str) -> Any:
+        kv_cache = self.kv_cache(runner)
+        kv_cache.evict(range(kv_cache.length))
+        return store(self, runner)
+
+    monkeypatch.setattr(Sequence, "store_context", fresh)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_block_that_starts_with_a_mask(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "DFlash")
+    original = BlockSpan.__init__
+
+    def masked(
+        self: BlockSpan, kv_cache: Any, tokens: list[int], *given: Any, **named: Any
+    ) -> None:
+        original(self, kv_cache, [tokens[-1]] * len(tokens), *given, **named)
+
+    monkeypatch.setattr(BlockSpan, "__init__", masked)
+    assert_rejected("dflash")
+
+
+@pytest.mark.parametrize("name", ["DSpark, recurrent"])
+def test_certificate_rejects_a_recurrence_that_forgets(monkeypatch: Patch, name: str) -> None:
+    _only(monkeypatch, name)
+    step = SlotHeads.step
+
+    def forgetful(self: SlotHeads, token: int, hidden: Any, state: Any = None) -> SlotStep:
+        return step(self, token, hidden)
+
+    monkeypatch.setattr(SlotHeads, "step", forgetful)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_bias_of_the_texts_last_token(monkeypatch: Patch) -> None:
+    """The bias depends on the token before the slot, which is drafted."""
+    _only(monkeypatch, "DSpark")
+    step = SlotHeads.step
+    monkeypatch.setattr(
+        SlotHeads, "step", lambda self, token, hidden, state=None: step(self, 97, hidden, state)
+    )
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_drafts_without_confidence(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "DSpark")
+    monkeypatch.setattr(SlotHeads, "_confidence", lambda self, previous, hidden: 1.0)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_best_first_tree_without_siblings(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "DFlash")
+    key = "dflash:size=9,tree=true,threshold=0"
+    checks = oracle._compare("DFlash", key, 9, None, 0.0)
+    assert all(check.passed for check in checks)
+    original = BlockTree.__init__
+
+    def chained(self: BlockTree, sequence: Any, scores: Any, is_chain: bool, low: float) -> None:
+        original(self, sequence, scores, True, low)
+
+    monkeypatch.setattr(BlockTree, "__init__", chained)
+    assert not all(check.passed for check in oracle._compare("DFlash", key, 9, None, 0.0))
+
+
+def test_certificate_rejects_mask_tokens_at_one_position(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "P-EAGLE")
+    span = draft_blocks.causal_span
+
+    def together(kv_cache: Any, positions: np.ndarray, tokens: np.ndarray) -> Any:
+        return span(kv_cache, np.full_like(positions, positions[0]), tokens)
+
+    monkeypatch.setattr(draft_blocks, "causal_span", together)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_mask_tokens_without_their_state(monkeypatch: Patch) -> None:
+    _only(monkeypatch, "P-EAGLE")
+    monkeypatch.setattr(
+        Transformer, "mask_state", lambda self: np.zeros(self.spec.hidden_size, np.float32)
+    )
+    assert_rejected("dflash")
+
+
+def _generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
+    shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
+    return llm.generate(prompts, decoder=decoder, **{**shared, **options})
+
+
+def _accepted(generations: list[Generation]) -> int:
+    return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({"cache_positions": 420}, 0.8),
+        ({"row_budget": 16}, 0.0),
+        ({"row_budget": 64, "backend": "torch"}, 0.8),
+        ({"prefix_cache": False}, 0.8),
+    ],
+    ids=["preempted", "chunked", "torch", "uncached"],
+)
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=list(DRAFTERS))
+def test_the_text_is_that_of_plain_decoding(
+    drafter: Checkpoint, options: dict[str, Any], temperature: float
+) -> None:
+    request: dict[str, Any] = {"temperature": temperature}
+    if "backend" in options:
+        pytest.importorskip("torch")
+        request["max_tokens"] = 12
+    with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
+        plain = _generate(llm, PROMPTS, "autoregressive", **request)
+        alone = [_generate(llm, one, "dflash", **request) for one in PROMPTS]
+        together = _generate(llm, PROMPTS, "dflash:tree=true", **request)
+        llm.engine.check_integrity()
+    expected = [one.tokens for one in plain]
+    assert [one.tokens for one in alone] == expected
+    assert [one.tokens for one in together] == expected
+    assert _accepted(alone) > 3 and _accepted(together) > 3
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+def test_the_backends_draft_the_same(backend: str | None) -> None:
+    if backend is not None:
+        pytest.importorskip("torch")
+    _assert_equals_oracle("DFlash, a window", backend=backend)
+
+
+def _assert_equals_oracle(name: str, **options: Any) -> None:
+    """Asserts that a drafter drafts what the oracle does, with these options of the engine."""
+    with with_drafter(oracle.DRAFTERS[name], cache_positions=1024, **options) as llm:
+        network = llm.model.network  # type: ignore[attr-defined]
+        drafting = oracle.make_drafting(name, network)
+        _, *trace = oracle.rounds(llm, "dflash", oracle.PROMPTS[0], 12)
+    for one in trace:
+        assert set(one.paths) == oracle.drafted(drafting, one.text, 0.0, 7, 1, 0.1)
+
+
+def test_drafts_of_a_context_in_chunks_are_those_of_a_whole_one() -> None:
+    _assert_equals_oracle("DSpark", row_budget=16)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=list(DRAFTERS))
+def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Checkpoint) -> None:
+    """The drafter's context of a prefix is found with the target's cache."""
+    prompt = LONG + "one"
+    with with_drafter(drafter, cache_positions=2048) as llm:
+        first, second = (_generate(llm, prompt, "dflash") for _ in range(2))
+        assert llm.engine.runners["draft"].prefixes.num_hits
+        assert second.stats.num_cached_tokens > len(prompt) // 2
+    drafts = [[event["drafted"] for event in one.trace[1:]] for one in (first, second)]
+    assert drafts[1] == drafts[0] and any(drafts[0])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=list(DRAFTERS))
+def test_a_prefix_that_only_the_target_knows_is_left_out(drafter: Checkpoint) -> None:
+    with with_drafter(drafter, cache_positions=2048) as llm:
+        plain = _generate(llm, LONG, "autoregressive")
+        drafted = _generate(llm, LONG, "dflash")
+        assert drafted.stats.num_cached_tokens > len(LONG) // 2
+        assert not llm.engine.runners["draft"].prefixes.num_hits
+        llm.engine.check_integrity()
+    assert drafted.tokens == plain.tokens
+    assert _accepted([drafted]) > 2
+
+
+@pytest.mark.parametrize("decoder", ["dflash", "dflash:tree=true"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "drafter", [dflash_checkpoint, speculators_dspark], ids=["dflash", "dspark"]
+)
+def test_constraints_hold_and_the_text_is_exact(
+    drafter: Checkpoint, temperature: float, decoder: str
+) -> None:
+    options = {"temperature": temperature, "seed": 4, "max_tokens": 60, "ignore_eos": False}
+    with with_drafter(drafter, cache_positions=1024) as llm:
+        for constraint in (JsonSchema(SCHEMA), Regex("[0-9]{3,9}\\n?x")):
+            plain, drafted = (
+                _generate(llm, "x", key, constraint=constraint, **options)
+                for key in ("autoregressive", decoder)
+            )
+            assert drafted.text == plain.text
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"top_p": 0.8, "min_p": 0.05}])
+def test_samplers_keep_the_text(options: dict[str, Any]) -> None:
+    with with_drafter(dspark_checkpoint, cache_positions=1024) as llm:
+        plain, drafted = (
+            _generate(llm, "zq", key, temperature=0.8, **options)
+            for key in ("autoregressive", "dflash:tree=true")
+        )
+    assert drafted.tokens == plain.tokens
+    assert _accepted([drafted]) > 3
+
+
+@pytest.mark.parametrize(
+    ("drafter", "decoder"), [(dspark_checkpoint, "dflash"), (eagle_checkpoint, "eagle")]
+)
+def test_drafters_serve_a_target_with_an_adapter(
+    drafter: Checkpoint, decoder: str, tmp_path: Path
+) -> None:
+    """They have no adapter themselves, and read the states of the adapted target."""
+    options = {"temperature": 0.8, "adapter": "a"}
+    with with_drafter(drafter, cache_positions=1024) as llm:
+        llm.add_adapter("a", save_adapter(tmp_path / "a", 1))
+        plain, drafted = (
+            _generate(llm, "zq", key, **options) for key in ("autoregressive", decoder)
+        )
+        other = _generate(llm, "zq", "autoregressive", temperature=0.8)
+    assert drafted.tokens == plain.tokens != other.tokens
+    assert any(event["drafted"] for event in drafted.trace)
+
+
+@pytest.mark.parametrize("size", [0, 1, 20])
+def test_blocks_have_at_most_the_drafters_slots(size: int) -> None:
+    """Its first row predicts nothing (DFlash)."""
+    with with_drafter(dflash_checkpoint, cache_positions=512) as llm:
+        if not size:
+            with pytest.raises(InvalidRequestError, match="at least one"):
+                llm.generate("x", decoder="dflash:size=0")
+            return
+        drafted = _generate(llm, "x", f"dflash:size={size},threshold=0", max_tokens=8)
+    lengths = {len(event["drafted"]) for event in drafted.trace[1:]}
+    assert lengths == {min(size, 7)}
+
+
+def test_a_full_cache_ends_no_answer() -> None:
+    """The block needs slots behind the text."""
+    with with_drafter(dspark_checkpoint, cache_positions=64) as llm:
+        plain = _generate(llm, "x" * 20, "autoregressive", max_tokens=99)
+        drafted = _generate(llm, "x" * 20, "dflash", max_tokens=99)
+    assert drafted.tokens == plain.tokens and drafted.finish_reason == plain.finish_reason
+
+
+@pytest.mark.parametrize("decoder", ["eagle", "speculative-sampling", "pearl", "opt-tree"])
+def test_methods_that_draft_token_by_token_refuse(decoder: str) -> None:
+    with (
+        with_drafter(dflash_checkpoint, cache_positions=256) as llm,
+        pytest.raises(UnsupportedCombinationError, match="'dflash'") as refused,
+    ):
+        llm.generate("x", decoder=decoder, max_tokens=4)
+    assert "\n" not in str(refused.value)
+
+
+def test_other_drafters_are_refused() -> None:
+    with (
+        with_drafter(eagle_checkpoint, cache_positions=256) as llm,
+        pytest.raises(UnsupportedCombinationError, match="drafts blocks") as refused,
+    ):
+        llm.generate("x", decoder="dflash", max_tokens=4)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_invalid_threshold_is_refused() -> None:
+    with (
+        with_drafter(dflash_checkpoint, cache_positions=256) as llm,
+        pytest.raises(InvalidRequestError, match="threshold is 2"),
+    ):
+        llm.generate("x", decoder="dflash:threshold=2", max_tokens=4)
