@@ -167,6 +167,26 @@ def test_a_race_has_two_to_four_columns(browser: Browser) -> None:
     assert browser.script(shown) == 3
 
 
+@pytest.mark.parametrize("width", [1440, 375])
+def test_the_columns_of_a_race_show_whole_names(browser: Browser, width: int) -> None:
+    browser.size(width, 900)
+    race(browser, *((key, "") for key in ("autoregressive", "prompt-lookup", "lookahead")))
+    heights = browser.script(
+        "return [...document.querySelectorAll('article .facts div:first-child dd')]"
+        ".map((one) => one.offsetHeight)"
+    )
+    assert len(set(heights)) == 1 and heights[0] < 30  # no name is broken into two lines
+    select = "document.querySelector('article select')"
+    text = (
+        f"const style = getComputedStyle({select});"
+        "const context = document.createElement('canvas').getContext('2d');"
+        "context.font = style.font; return context.measureText('token-recycling').width"
+    )
+    room = browser.script(f"return {select}.clientWidth")
+    browser.size(1440, 900)
+    assert browser.script(text) + 40 <= room  # with the padding and the arrow
+
+
 def test_a_constraint_is_validated_while_it_is_typed(browser: Browser, llm: LLM) -> None:
     show(browser, "constraints")
     browser.until(f"{STATE}.startsWith('Valid')")
@@ -289,6 +309,19 @@ def test_the_gallery_shows_the_card_behind_a_decoder(browser: Browser) -> None:
     assert browser.script("return document.getElementById('decoder').value") == "prompt-lookup"
     hint = browser.script("return document.getElementById('decoder-hint').innerText")
     assert "max_ngram: 1 to 32" in hint
+
+
+def test_names_in_the_text_of_a_card_are_code(browser: Browser) -> None:
+    show(browser, "decoders")
+    assert any("`start`" in text for text in catalogue.find("aggressive").card.deviations)
+    browser.script(
+        "[...document.querySelectorAll('.entry')].find((one) =>"
+        " one.querySelector('strong').textContent === 'aggressive').open = true"
+    )
+    browser.until("document.querySelector('.card')")
+    codes = "[...document.querySelectorAll('.card li code')].map((one) => one.textContent)"
+    assert {"start", "size"} <= set(browser.script(f"return {codes}"))
+    assert "`" not in browser.script("return document.querySelector('.card').innerText")
 
 
 def test_the_gallery_lists_what_cannot_run_only_if_asked(browser: Browser) -> None:

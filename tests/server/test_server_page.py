@@ -170,6 +170,55 @@ def test_views_and_a_chat_work_with_the_keyboard_alone(browser: Any, url: str) -
 
 
 @pytest.mark.parametrize("browser", ["light"], indirect=True)
+@pytest.mark.parametrize("view", VIEWS[1:])
+def test_a_view_that_the_address_selects_begins_with_the_header(
+    browser: Any, url: str, view: str
+) -> None:
+    opened(browser, url, 375)
+    browser.script(f"location.hash = '{view}'")
+    browser.until(f"document.activeElement.id === '{view}-title'")
+    time.sleep(0.2)  # the browser scrolls to fragments after it has drawn a frame
+    assert browser.script("return scrollY") == 0
+
+
+#: Expression: how far the form covers the end of `element`, in pixels.
+COVERED = "element.getBoundingClientRect().bottom - at('ask').getBoundingClientRect().top"
+
+
+@pytest.mark.parametrize("browser", ["light"], indirect=True)
+def test_the_form_of_the_chat_covers_no_focused_control(browser: Any, url: str) -> None:
+    opened(browser, url, 375)
+    browser.size(375, 500)
+    for number in range(6):
+        button = f"document.querySelectorAll('#examples button')[{number}]"
+        browser.tab_to(f"element === {button}")
+        covered = browser.script(f"{AT} const element = document.activeElement; return {COVERED}")
+        assert covered <= 1
+
+
+@pytest.mark.parametrize("browser", ["light"], indirect=True)
+def test_the_end_of_an_answer_stays_in_view_unless_the_reader_scrolls_away(
+    browser: Any, url: str
+) -> None:
+    opened(browser, url, 375)
+    browser.size(375, 600)
+    browser.script(
+        f"{AT} at('tokens').value = 200; at('message').value = 'x'; at('ask').requestSubmit()"
+    )
+    browser.until(f"document.querySelector('.assistant .facts button') && {IDLE}")
+    covered = f"{AT} const element = document.querySelector('.assistant'); return {COVERED}"
+    frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    grow = f"document.querySelector('.assistant .text').append('\\n'.repeat(9)); return {frame}"
+    browser.script(f"return {frame}")
+    assert browser.script(covered) <= 1
+    browser.script(grow)
+    assert browser.script(covered) <= 1
+    browser.script("scrollTo(0, 0)")
+    browser.script(grow)
+    assert browser.script("return scrollY") == 0
+
+
+@pytest.mark.parametrize("browser", ["light"], indirect=True)
 def test_an_api_key_is_asked_for_and_kept_in_the_tab_only(browser: Any) -> None:
     settings = Settings(name="keyed", port=0, api_keys=("secret",))
     with scripted_llm() as llm, LiveServer(llm, settings) as server:

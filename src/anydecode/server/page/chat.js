@@ -6,6 +6,8 @@ import { announce, at, make, onRun, stop } from "./dom.js";
 import { settings } from "./settings.js";
 
 const messages = [];
+let last = null; // the newest answer, and its height
+const growth = new ResizeObserver(follow);
 
 const isConversation = () => at("ask").elements.mode.value === "chat";
 
@@ -25,6 +27,20 @@ function turn(role, text) {
   return item;
 }
 
+// Keeps the end of the newest answer above the form while it grows, if it was there before.
+function follow() {
+  const { bottom, height } = last.item.getBoundingClientRect();
+  const limit = at("ask").getBoundingClientRect().top;
+  const wasInView = bottom - (height - last.height) < limit + 1; // scroll positions are rounded
+  last.height = height;
+  if (bottom > limit && wasInView) last.item.scrollIntoView({ block: "end" });
+}
+
+// What the form covers is not in view: neither for a focused control nor for the newest answer.
+function reserveForm() {
+  document.documentElement.style.scrollPaddingBottom = `${at("ask").offsetHeight}px`;
+}
+
 async function answer(signal) {
   const text = at("message").value.trim();
   if (!text) return;
@@ -32,6 +48,9 @@ async function answer(signal) {
   at("start").hidden = true;
   turn("user", text);
   const item = turn("assistant", "");
+  growth.disconnect();
+  last = { item, height: item.getBoundingClientRect().height };
+  growth.observe(item);
   const facts = item.querySelector(".facts");
   const message = { role: "user", content: text };
   const request = isConversation() ? { messages: [...messages, message] } : { prompt: text };
@@ -45,7 +64,6 @@ async function answer(signal) {
     showError(facts, inWords(error));
     announce(inWords(error));
   }
-  item.scrollIntoView({ block: "end" });
 }
 
 function sendOnEnter(key) {
@@ -63,6 +81,7 @@ export function clearChat() {
 
 export function startChat() {
   onRun(at("ask"), answer);
+  new ResizeObserver(reserveForm).observe(at("ask"));
   at("message").onkeydown = sendOnEnter;
   at("clear").onclick = () => {
     clearChat();

@@ -35,8 +35,8 @@ function showState(text, isValid) {
 }
 
 function described({ engine, masked, checked }) {
-  const parts = [`Valid. Masks: ${engine}${masked.length ? ` (${masked.join(", ")})` : ""}.`];
-  if (checked.length) parts.push(`Checked when a value is complete: ${checked.join(", ")}.`);
+  const parts = [`Valid. Enforced at every token by ${engine}${masked.length ? `: ${masked.join(", ")}` : ""}.`];
+  if (checked.length) parts.push(`Checked when a value is complete, and sampled again if wrong: ${checked.join(", ")}.`);
   return parts.join(" ");
 }
 

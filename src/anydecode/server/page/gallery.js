@@ -13,13 +13,17 @@ function paper(text) {
   });
 }
 
+// A text in which names between backticks are code.
+const withCode = (text) =>
+  text.split("`").map((part, index) => (index % 2 ? make("code", { textContent: part }) : part));
+
 function parameterTable(parameters) {
   const head = ["Parameter", "Default", "Values in requests", "Meaning"].map((text) => make("th", { scope: "col", textContent: text }));
   const rows = parameters.map((one) => make("tr", {},
     make("th", { scope: "row", textContent: one.name }),
     make("td", { textContent: one.default || "required" }),
     make("td", { textContent: one.remote || "not allowed" }),
-    make("td", { textContent: one.description })));
+    make("td", {}, ...withCode(one.description))));
   const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
   return make("div", { class: "scroll", tabIndex: 0, role: "region", ariaLabel: "Parameters" }, table);
 }
@@ -30,9 +34,9 @@ function facts(card) {
     ["Paper", paper(card.paper)],
     ["Needs", [card.needs.join(", ") || "nothing but a model"]],
     ["Works with", [card.works_with.join(", ")]],
-    ["Differs from the paper", card.deviations.length ? [make("ul", {}, ...card.deviations.map((text) => make("li", { textContent: text })))] : ["in nothing"]],
+    ["Differs from the paper", card.deviations.length ? [make("ul", {}, ...card.deviations.map((text) => make("li", {}, ...withCode(text))))] : ["in nothing"]],
   ];
-  if (card.reason) entries.unshift(["Cannot run here", [card.reason]]);
+  if (card.reason) entries.unshift(["Cannot run here", withCode(card.reason)]);
   return make("dl", { class: "card-facts" }, ...entries.flatMap(([name, parts]) => [make("dt", { textContent: name }), make("dd", {}, ...parts)]));
 }
 
