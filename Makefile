@@ -14,6 +14,7 @@ PROJECT := pyproject.toml constraints.txt hatch_build.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 LOCK := build/lock/bin/uv pip compile --no-config --quiet --upgrade --universal --python-version 3.10 \
 	--generate-hashes --no-annotate --custom-compile-command 'make lock' --constraints constraints.txt
+NPM := npm ci --ignore-scripts --no-audit --no-fund --silent
 SOURCES := $(shell find src -name '*.py' -o -name '*.c' -o -name '*.h')
 
 .PHONY: demo test test-clients test-full test-core test-wheel sanitize fuzz lint lock docs bench-compare clean
@@ -100,10 +101,14 @@ $(VENV)-clients/.test $(VENV)-inspect/.test: $(VENV)-%/.test: $(PROJECT) constra
 	$(VENV)-$*/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-$*.txt -e '.[$*]'
 	touch $@
 
-# Continue's library for Node.js 20 or newer. Where it cannot be installed, its tests are skipped.
-$(VENV)-clients/.npm: $(VENV)-clients/.test tests/clients/node/package.json tests/clients/node/package-lock.json
-	cp tests/clients/node/package.json tests/clients/node/package-lock.json $(VENV)-clients
-	-npm ci --prefix $(VENV)-clients --ignore-scripts --no-audit --no-fund --silent
+# Continue's library for Node.js 20 or newer, and promptfoo with a Node.js of its own (Linux on x86-64). Where one cannot
+# be installed, its tests are skipped.
+$(VENV)-clients/.npm: $(VENV)-clients/.test $(wildcard tests/clients/*/package*.json)
+	mkdir -p $(VENV)-clients/promptfoo
+	cp tests/clients/node/*.json $(VENV)-clients
+	cp tests/clients/promptfoo/*.json $(VENV)-clients/promptfoo
+	-$(NPM) --prefix $(VENV)-clients
+	-$(NPM) --prefix $(VENV)-clients/promptfoo --omit=optional
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.venv $(PROJECT)

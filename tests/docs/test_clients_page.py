@@ -40,6 +40,7 @@ CALLS = {
         "dspy.LM(",
         "openai-api/",
         "api.chatCompletionNonStream(",
+        "openai:chat:",
     ),
     "/v1/completions": (
         "client.completions.create(",
@@ -48,8 +49,13 @@ CALLS = {
         "plain.complete(",
         "{url}/completions",
         "api.completionStream(",
+        "openai:completion:",
     ),
-    "/v1/responses": ("agents.OpenAIResponsesModel", "client.responses.create("),
+    "/v1/responses": (
+        "agents.OpenAIResponsesModel",
+        "client.responses.create(",
+        "openai:responses:",
+    ),
     "/v1/responses/input_tokens": ("client.responses.input_tokens.",),
     "/v1/responses/{response_id}": ("client.responses.retrieve(",),
     "/v1/responses/{response_id}/cancel": ("client.responses.cancel(",),
@@ -61,6 +67,7 @@ CALLS = {
         "litellm.embedding(",
         "dspy.Embedder(",
         "api.embed(",
+        "openai:embedding:",
     ),
     "/v1/files": ("client.files.create(",),
     "/v1/files/{file_id}": ("client.files.retrieve(",),
@@ -70,11 +77,11 @@ CALLS = {
     "/v1/batches/{batch_id}/cancel": ("client.batches.cancel(",),
     "/v1/models": ("models.list()", "api.list()"),
     "/v1/models/{name}": ("client.models.retrieve(",),
-    "/v1/messages": ("client.messages.create(",),
+    "/v1/messages": ("client.messages.create(", "anthropic:messages:"),
     "/v1/messages/count_tokens": ("client.messages.count_tokens(",),
     "/tokenizer_info": ('"tokenizer_backend": "remote"',),
-    "/api/chat": ("client.chat(",),
-    "/api/generate": ("client.generate(",),
+    "/api/chat": ("client.chat(", "ollama:chat:"),
+    "/api/generate": ("client.generate(", "ollama:completion:"),
     "/api/embed": ("client.embed(",),
     "/api/embeddings": ("client.embeddings(",),
     "/api/tags": ("client.list(",),
@@ -107,9 +114,9 @@ def test_the_page_has_every_tested_client(repository: Path) -> None:
         (repository / f"constraints-{name}.txt").read_text("utf-8")
         for name in ("clients", "inspect")
     )
-    packages = json.loads((repository / "tests/clients/node/package.json").read_text("utf-8"))
-    for name, version in packages["dependencies"].items():
-        pins += f"\n{name}=={version}\n"
+    for file in (repository / "tests/clients").glob("*/package.json"):
+        for name, version in json.loads(file.read_text("utf-8"))["dependencies"].items():
+            pins += f"\n{name}=={version}\n"
     listed = set()
     for package, version, *_ in rows(page, "By client"):
         package = package.strip("`")
