@@ -13,8 +13,9 @@ import numpy as np
 
 from anydecode.constraints.background import BackgroundTask, BackgroundThread
 from anydecode.constraints.byte_cache import GrowingByteCache, allocated_bytes, measured_bytes
+from anydecode.constraints.compile_errors import compile_error
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.errors import ConstraintError, one_line
+from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
 #: Maximum size of the compiled grammars cached per tokenizer, in bytes.
@@ -176,7 +177,7 @@ class TokenizerBinding:
         allocated = allocated_bytes()
         matcher = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if matcher.is_error():
-            raise ConstraintError(_compile_error(matcher.get_error()))
+            raise ConstraintError(compile_error(matcher.get_error()))
         template = _Template(grammar, matcher)
         size = len(grammar) * (4 if allocated is not None else _BYTES_PER_CHARACTER)
         self._templates.put(grammar, template, measured_bytes(allocated, size))
@@ -202,17 +203,6 @@ def clear_templates() -> None:
         for bindings in _bindings.values():
             for binding in bindings.values():
                 binding.clear()
-
-
-def _compile_error(error: object) -> str:
-    """The message for an engine's error in compiling a grammar."""
-    message = one_line(error)
-    if "too many expressions" in message or "too big" in message:
-        return (
-            "the constraint is too large to be compiled: make the repetitions in its patterns"
-            " smaller or its alternatives fewer"
-        )
-    return message
 
 
 _mask_thread = BackgroundThread("anydecode-mask")
@@ -365,7 +355,7 @@ class GuidanceState(ConstraintState):
         return bits[:size].view(np.bool_)
 
     def _error(self) -> str:
-        message = _compile_error(self._matcher.get_error())
+        message = compile_error(self._matcher.get_error())
         if "NoExtensionBias" in message:  # the engine's error for an empty grammar
             return "the constraint cannot be met: it allows no text"
         return message

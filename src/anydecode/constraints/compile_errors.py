@@ -1,0 +1,36 @@
+"""Errors of llguidance in compiling a grammar, in one line: what is not valid, where, and why."""
+
+from __future__ import annotations
+
+import re
+
+from anydecode.errors import one_line
+
+#: The error of a regular expression: the pattern, a mark below the place, and the reason.
+_PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.*)")
+#: A line of the grammar that is quoted below an error, and a mark below one.
+_QUOTED = re.compile(r"^(?: *\d+ \| .*| +\^+)$", re.MULTILINE)
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+#: Longest part of a pattern before and behind the place of an error, in characters.
+_CONTEXT = 40
+
+
+def compile_error(error: object) -> str:
+    """The message for an error of llguidance in compiling a grammar."""
+    text = str(error)
+    if found := _PATTERN.search(text):
+        pattern, indent, reason = found.groups()
+        return _pattern_error(pattern, len(indent), reason)
+    if "too many expressions" in text or "too big" in text:
+        return (
+            "the constraint is too large to be compiled: make the repetitions in its patterns"
+            " smaller or its alternatives fewer"
+        )
+    return one_line(_PLACE.sub(r"line \1, column \2: ", _QUOTED.sub("", text)))
+
+
+def _pattern_error(pattern: str, place: int, reason: str) -> str:
+    start, end = max(0, place - _CONTEXT), place + _CONTEXT
+    quoted = "..." * (start > 0) + pattern[start:end] + "..." * (end < len(pattern))
+    message = f"the regular expression '{quoted}' is not valid at character {place + 1}: {reason}"
+    return one_line(message)

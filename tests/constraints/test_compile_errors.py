@@ -1,0 +1,43 @@
+"""Errors of invalid patterns and grammars: what is wrong, and where, in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from anydecode.constraints.languages import Grammar, Regex  # noqa: E402
+from anydecode.errors import ConstraintError  # noqa: E402
+from anydecode.models.scripted import ByteTokenizer  # noqa: E402
+
+LONG = "x" * 500
+
+
+def error_of(constraint: Regex | Grammar) -> str:
+    tokenizer = ByteTokenizer()
+    with pytest.raises(ConstraintError) as failure:
+        constraint.start(tokenizer, tokenizer.vocab_size)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("ab(", "'ab(' is not valid at character 3: unclosed group"),
+        ("(?=a)b", "'(?=a)b' is not valid at character 1: look-around, including look-ahead"),
+        (r"a\1", r"'a\1' is not valid at character 2: backreferences are not supported"),
+        (f"({LONG}", f"'({LONG[:39]}...' is not valid at character 1: unclosed group"),
+        (f"{LONG}(", f"'...{LONG[:40]}(' is not valid at character 501: unclosed group"),
+        ("too big(", "'too big(' is not valid at character 8: unclosed group"),
+    ],
+)
+def test_the_error_of_a_pattern_says_where_and_why(pattern: str, expected: str) -> None:
+    assert error_of(Regex(pattern)).startswith(f"the regular expression {expected}")
+    error = error_of(Grammar(f'start: "x" part\npart: /{pattern}/'))
+    assert error.startswith(f"the regular expression {expected}")
+
+
+def test_the_error_of_a_grammar_has_its_line_and_column() -> None:
+    assert error_of(Grammar('start: a b\na: "x"')) == 'line 1, column 8: unknown name: "b"'
+    assert error_of(Grammar('start: a\na: "x')) == "line 2, column 6: lexer error"
+    assert error_of(Grammar('other: "a"')) == "no start rule found"
