@@ -1,5 +1,5 @@
 """Open WebUI's requests, as its routers `openai` and `ollama` and its retrieval send them, and the
-parts of the answers that it reads. The program itself is not run."""
+parts of the answers that it reads. `test_open_webui_program` runs the program."""
 
 from __future__ import annotations
 
