@@ -239,6 +239,13 @@ def test_fields_without_effect_are_listed(client: Client) -> None:
     assert found == ["cache_control", "metadata", "output_config.effort"]
 
 
+def test_fields_of_tools_without_effect_are_listed(client: Client) -> None:
+    unread = {"defer_loading": True, "eager_input_streaming": True, "input_examples": [{"a": 1}]}
+    tool = {**TOOL, **unread, "cache_control": {"type": "ephemeral"}, "strict": True}
+    found = post(client, tools=[tool], tool_choice={"type": "none"})["anydecode"]
+    assert found["ignored"] == sorted(f"tools.{name}" for name in unread)
+
+
 def test_json_schemas_are_enforced(client: Client) -> None:
     config = {"format": {"type": "json_schema", "schema": TOWN}}
     message = post(client, output_config=config, max_tokens=60)
@@ -316,6 +323,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
          "tools.0 has type 'web_search_20250305'; this server accepts custom tools only"),
         ({"tools": [{"name": "f"}]}, "tools.0 needs an input_schema"),
+        ({"tools": [{**TOOL, "wings": 2}]}, "unknown field tools.0.wings"),
         ({"tool_choice": {"type": "any"}}, "tool_choice requires a call, but no tools are given"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type must be 'auto', 'any'"),
         ({"thinking": {"type": "on"}}, "thinking.type must be 'enabled', 'disabled'"),

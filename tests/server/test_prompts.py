@@ -96,6 +96,13 @@ def test_a_prompt_contains_the_calls_of_its_conversation() -> None:
     assert bytes(tokens).decode() == f"user: go\nassistant: {text}\ntool: done\n"
 
 
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
+def test_calls_without_arguments_have_an_empty_object(arguments: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (turn,) = conversation([Message(role="assistant", content=None, tool_calls=[call])])
+    assert turn["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_prompts_are_texts_or_lists_of_tokens() -> None:
     assert prompt_list("a") == ["a"]
     assert prompt_list(["a", "b"]) == ["a", "b"]

@@ -149,6 +149,6 @@ def check_texts(count: int, settings: Settings, param: str) -> None:
 
 
 def _encode(vector: list[float], body: EmbeddingRequest) -> Any:
-    if body.encoding_format == "float":
+    if body.encoding_format != "base64":
         return vector
     return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

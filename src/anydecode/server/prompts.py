@@ -101,7 +101,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, "a tool call needs a function with a name", param="messages")
-    arguments = function.get("arguments", "{}")
+    arguments = function.get("arguments") or "{}"  # some clients send an empty text for none
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -121,7 +121,7 @@ def with_tools(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The messages and template variables that describe `tools` to the model: through its template,
     or in a system message if the template does not support tools."""
-    described = [tool.model_dump(exclude_none=True) for tool in tools]
+    described = [{**tool.model_dump(exclude_none=True), "type": "function"} for tool in tools]
     if template is not None and "tools" in template:
         return messages, {"tools": described}
     functions = json.dumps([tool["function"] for tool in described], ensure_ascii=False)

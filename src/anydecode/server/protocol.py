@@ -266,7 +266,7 @@ class Tool(Body):
     """A tool. Functions are the only supported type."""
 
     model_config = ConfigDict(extra="allow")
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: Function
 
 
@@ -282,13 +282,14 @@ class ChatRequest(Options):
     """`POST /v1/chat/completions`. With `continue_final_message`, as in vLLM, the answer continues
     the last message, which is the assistant's."""
 
-    IGNORED = {**_IGNORED, "verbosity": ("medium",), "web_search_options": ()}
+    IGNORED = {**_IGNORED, "verbosity": ("medium",)}
     REFUSED = {
         "audio": ((), "answers are text"),
         "modalities": ((["text"], []), 'answers are text; leave it out or send ["text"]'),
         "functions": (([],), "send them as tools"),
         "function_call": (("none", "auto"), "use tools and tool_choice"),
         "moderation": ((), _MODERATION),
+        "web_search_options": ((), "nothing is searched; leave it out"),
     }
     messages: Messages
     max_completion_tokens: Count | None = None
@@ -335,7 +336,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
@@ -379,7 +380,7 @@ class EmbeddingRequest(Body):
     input: Prompts
     model: Name | None = None
     user: Name | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
     prompt_name: Name | None = None
     truncate_prompt_tokens: Truncation | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anydecode.server.anthropic.protocol import CountTokensRequest, ToolChoice
+from anydecode.server.anthropic.protocol import CountTokensRequest, MessagesTool, ToolChoice
 from anydecode.server.errors import ApiError
 from anydecode.server.options import check_extra_fields, ignored_fields
 from anydecode.server.prompts import effort_variables
@@ -13,6 +13,11 @@ from anydecode.server.translation import chat_request, thinking_variables
 
 Block = dict[str, Any]
 
+#: Fields of a tool without effect: those that answers do not name, and those that they name.
+_UNNAMED_OF_TOOL = frozenset({"cache_control", "strict"})
+_UNREAD_OF_TOOL = frozenset(
+    {"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"}
+)
 #: Types of `tool_choice`, as those of OpenAI's API; "tool" names one.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -31,7 +36,9 @@ def translate(body: CountTokensRequest, template: str | None) -> tuple[ChatReque
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
     if body.tools is not None:
-        fields["tools"] = _tools(body)
+        fields["tools"] = [_tool(tool, number) for number, tool in enumerate(body.tools)]
+        extra = (tool.model_extra or {} for tool in body.tools)
+        ignored += (f"tools.{name}" for one in extra for name in _UNREAD_OF_TOOL if one.get(name))
     if (choice := body.tool_choice) is not None:
         fields["tool_choice"] = _tool_choice(choice)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -62,18 +69,19 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _tools(body: CountTokensRequest) -> list[Tool]:
-    tools = []
-    for number, tool in enumerate(body.tools or ()):
-        if tool.type not in (None, "custom"):
-            raise _unsupported(f"tools.{number}", tool.type, "custom tools only")
-        if tool.input_schema is None:
-            raise ApiError(400, f"tools.{number} needs an input_schema, an object", param="tools")
-        function = Function(
+def _tool(tool: MessagesTool, number: int) -> Tool:
+    where = f"tools.{number}"
+    if tool.type not in (None, "custom"):
+        raise _unsupported(where, tool.type, "custom tools only")
+    for name in (tool.model_extra or {}).keys() - _UNNAMED_OF_TOOL - _UNREAD_OF_TOOL:
+        raise ApiError(400, f"unknown field {where}.{name}", code="unknown_parameter")
+    if tool.input_schema is None:
+        raise ApiError(400, f"{where} needs an input_schema, an object", param="tools")
+    return Tool(
+        function=Function(
             name=tool.name, description=tool.description, parameters=tool.input_schema
         )
-        tools.append(Tool(function=function))
-    return tools
+    )
 
 
 def _messages(body: CountTokensRequest) -> list[Message]:

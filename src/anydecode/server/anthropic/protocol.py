@@ -39,9 +39,9 @@ class MessagesMessage(Closed):
 
 
 class MessagesTool(Body):
-    """A tool of the client's. Fields such as `cache_control` have no effect."""
+    """A tool of the client's. `anthropic.prompts` checks the other fields."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     name: FunctionName
     type: Name | None = None
     description: str | None = None

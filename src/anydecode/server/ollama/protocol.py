@@ -52,7 +52,7 @@ class CalledFunction(Body):
 
     model_config = ConfigDict(extra="ignore")
     name: Name
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | None = None
 
 
 class Call(Body):
