@@ -215,3 +215,22 @@ def test_a_batch_has_the_answers_of_direct_requests(client: Any) -> None:
         message = json.loads(line)["response"]["body"]["choices"][0]["message"]
         direct = client.chat.completions.create(**body)
         assert message["content"] == direct.choices[0].message.content
+
+
+def test_files_are_described_and_deleted_and_a_batch_is_cancelled(client: Any) -> None:
+    url = "/v1/chat/completions"
+    body = {**GREEDY, "max_tokens": 4000, "ignore_eos": True}
+    line = json.dumps({"custom_id": "long", "method": "POST", "url": url, "body": body})
+    file = client.files.create(file=("requests.jsonl", line.encode()), purpose="batch")
+    assert client.files.retrieve(file.id).bytes == len(line)
+    assert file.id in [one.id for one in client.files.list()]
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    end = time.monotonic() + 60
+    while (batch := client.batches.retrieve(batch.id)).status != "cancelled":
+        assert time.monotonic() < end, batch
+        time.sleep(0.05)
+    assert batch.id in [one.id for one in client.batches.list()]
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
