@@ -73,6 +73,16 @@ _ATTENTION: dict[str, tuple[int, ...]] = {
     "self_attn.v_proj.weight": (32, 64),
     "self_attn.o_proj.weight": (64, 64),
 }
+_MPT: dict[str, tuple[int, ...]] = {
+    "norm_1.weight": (64,),
+    "norm_2.weight": (64,),
+    "attn.Wqkv.weight": (192, 64),
+    "attn.out_proj.weight": (64, 64),
+    "ffn.up_proj.weight": (128, 64),
+    "ffn.down_proj.weight": (64, 128),
+}
+#: The names of the embedding, the final norm and the list of layers in a layout of its own.
+_OWN_NAMES = {"mpt": ("transformer.wte", "transformer.norm_f", "transformer.blocks")}
 #: By name: the config, and the shapes of the tensors of the two layers.
 _FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...]]] = {
     "latent": (
@@ -207,6 +217,32 @@ _FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...
             },
         ),
     ),
+    "biases": (
+        {
+            "model_type": "mpt",
+            "architectures": ["MPTForCausalLM"],
+            "vocab_size": 40,
+            "d_model": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "expansion_ratio": 2,
+            "max_seq_len": 64,
+            "no_bias": True,
+            "norm_type": "low_precision_layernorm",
+            "attn_config": {
+                "alibi": True,
+                "alibi_bias_max": 8,
+                "attn_type": "multihead_attention",
+                "clip_qkv": 6,
+                "prefix_lm": False,
+                "qk_ln": False,
+                "softmax_scale": None,
+            },
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+        },
+        (_MPT, _MPT),
+    ),
     "selective": (
         {
             "model_type": "falcon_mamba",
@@ -240,11 +276,12 @@ def write_folders(root: Path) -> dict[str, Path]:
     generator = np.random.default_rng(0)
     for name, (config, layers) in _FAMILIES.items():
         names, shapes = FAMILIES[config["model_type"]].names, dict(_OUTER)
-        for module in ("embed_tokens", "norm"):
-            shape = shapes.pop(f"model.{module}.weight")
-            shapes[f"model.{names.get(module, module)}.weight"] = shape
+        usual = [f"model.{names.get(module, module)}" for module in ("embed_tokens", "norm")]
+        *outer, blocks = _OWN_NAMES.get(config["model_type"], (*usual, "model.layers"))
+        for module, own in zip(("embed_tokens", "norm"), outer, strict=True):
+            shapes[f"{own}.weight"] = shapes.pop(f"model.{module}.weight")
         for number, layer in enumerate(layers):
-            shapes |= {f"model.layers.{number}.{key}": shape for key, shape in layer.items()}
+            shapes |= {f"{blocks}.{number}.{key}": shape for key, shape in layer.items()}
         tensors = {
             key: 0.3 * generator.standard_normal(shape, np.float32) for key, shape in shapes.items()
         }

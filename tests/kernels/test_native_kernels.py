@@ -400,6 +400,8 @@ SHAPES: list[dict[str, Any]] = [
     {"routing": Routing(2, False, "sigmoid", 2), "biases": True},
     {"routing": Routing(3, True, "softmax", 2, 1), "biases": True},
     {"routing": Routing(3, False, "softmax", 4, 2, scores_per_group=1)},
+    {"slopes": (0.5, 0.25, 1.0, 0.0)},
+    {"slopes": (2.0, 0.25, 0.5, 0.1), "head_dim": 20, "kv": 1, "sinks": True, "softcap": 2.0},
     {"latent_dim": 32, "head_dim": 40},
     {"latent_dim": 13, "head_dim": 19, "window": 5, "sinks": True},
     {"latent_dim": 64, "head_dim": 80, "softcap": 2.0},

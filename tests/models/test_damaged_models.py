@@ -171,6 +171,25 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"n_embd": 96}, "c_attn.weight has shape"),
         ("falcon", {"alibi": True}, "alibi True is not supported"),
+        ("bloom", {"n_head": 5}, "num_attention_heads is 5; allowed is"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm True is not supported",
+        ),
+        ("bloom", {"seq_length": 0}, "max_position_embeddings is 0; allowed is"),
+        ("mpt", {"attn_config": 3}, "attn_config is 3; allowed is an object"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi False is not supported"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln True is not supported"),
+        ("mpt", {"attn_config": {"attn_type": "x"}}, "attn_type 'x' is not supported"),
+        ("mpt", {"attn_config": {"alibi_bias_max": "x"}}, "alibi_bias_max is 'x'; allowed is"),
+        ("mpt", {"attn_config": {"clip_qkv": 0}}, "clip_qkv is 0; allowed is"),
+        ("mpt", {"attn_config": {"softmax_scale": [1]}}, "softmax_scale is [1]; allowed is"),
+        ("mpt", {"expansion_ratio": "x"}, "expansion_ratio is 'x'; allowed is"),
+        ("mpt", {"expansion_ratio": 1e-9}, "intermediate_size is 0; allowed is"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is not supported"),
+        ("mpt", {"no_bias": False}, "no_bias False is not supported"),
+        ("mpt", {"logit_scale": 0.5}, "logit_scale 0.5 is not supported"),
         ("falcon", {"multi_query": "x"}, "multi_query is 'x'; allowed is"),
         ("falcon", {"new_decoder_architecture": 1}, "new_decoder_architecture is 1; allowed is"),
     ],
@@ -178,7 +197,8 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
 def test_invalid_configs_of_gpt_layouts_are_rejected(
     family: str, change: dict[str, Any], message: str
 ) -> None:
-    model = hf_model({"gpt2": "GPT2", "falcon": "Falcon"}[family])
+    names = {"gpt2": "GPT2", "falcon": "Falcon", "bloom": "Bloom", "mpt": "Mpt"}
+    model = hf_model(names[family])
     with pytest.raises(CheckpointError) as caught:
         built(checkpoint_of(model, **change))
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -213,6 +233,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2": {},
     "GPTNeoX": {"hidden_size": 64},
     "Falcon": {},
+    "Bloom": {},
+    "Mpt": {},
     "GptOss": {"num_local_experts": 4},
     "Glm4Moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},
     "DeepseekV2": DEEPSEEK,

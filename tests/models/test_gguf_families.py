@@ -336,6 +336,17 @@ CASES = {
         {"rope.dimension_count": 12, "use_parallel_residual": False},
     ),
     "falcon": Case("Falcon", "falcon", {"ffn_hidden_size": 192}),
+    "bloom": Case("Bloom", "bloom", {"num_attention_heads": 6}),
+    "mpt": Case("Mpt", "mpt", {}, {"attention.max_alibi_bias": 8.0}),
+    "mpt odd": Case(
+        "Mpt",
+        "mpt",
+        {
+            "num_attention_heads": 6,
+            "attn_config": {"clip_qkv": 0.7},
+        },
+        {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.7},
+    ),
     "falcon new": Case(
         "Falcon", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
     ),
@@ -411,6 +422,8 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         tensor = -np.exp(tensor) if name.endswith("A_log") else tensor
         if "." not in name.removeprefix("model.layers.")[2:] or ".experts." in name:
             name = f"{name}.weight"
+        if case.family == "Bloom":
+            name = name.removeprefix("transformer.")
         module, _, leaf = name.rpartition(".")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if module.endswith(".router") and leaf in _ROUTER_SCALES:
@@ -510,6 +523,8 @@ def test_quantised_experts_of_gemma4_keep_their_factors(tmp_path: Path) -> None:
         ("gpt neox", {"use_parallel_residual": False}),
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
         ("falcon mamba", {"ssm.dt_b_c_rms": None}),
+        ("mpt", {"attention.max_alibi_bias": 16.0}),
+        ("mpt odd", {"attention.clamp_kqv": None}),
         ("gemma4", {"rope.freq_base_swa": None}),
         ("gemma4", {"rope.freq_base": 500.0}),
         ("gemma4", {"attention.sliding_window": 5}),
@@ -550,6 +565,10 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
         ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
         ("gpt2", {"context_length": 300}, "embed_positions"),
+        ("mpt", {"attention.max_alibi_bias": 0.0}, "alibi_bias_max is 0.0"),
+        ("mpt", {"attention.max_alibi_bias": None}, "max_alibi_bias is missing"),
+        ("mpt odd", {"attention.clamp_kqv": -1.0}, "clip_qkv is -1.0"),
+        ("bloom", {"attention.head_count": 7}, "has shape|divis"),
         ("gemma4", {"attention.shared_kv_layers": 6}, "shared_kv_layers is 6"),
         ("gemma4", {"attention.shared_kv_layers": 5}, "no earlier layer of type full_attention"),
         ("gemma4", {"attention.shared_kv_layers": 4}, "layers.2.mlp|layers.5|no earlier"),

@@ -16,6 +16,7 @@ from anydecode.kernels.formats import quantize
 from anydecode.kernels.library import load_library
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network, spec_from_config
+from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.network import Experts, Network
 from anydecode.models.opening import choose_executor, torch_executor
 from anydecode.models.transformer import Transformer
@@ -193,6 +194,8 @@ DEEPSEEK_ROPE: dict[str, Any] = {
     "mscale": 0.707,
     "mscale_all_dim": 0.5,
 }
+
+MPT_ATTENTION: dict[str, Any] = {"clip_qkv": 0.7, "softmax_scale": 0.4}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -552,6 +555,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_parallel_residual": False, "hidden_size": 64, "tie_word_embeddings": True},
     ),
     "falcon": ("Falcon", {"ffn_hidden_size": 72}),
+    "bloom": ("Bloom", {}),
+    "bloom odd": (
+        "Bloom",
+        {"num_attention_heads": 12, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False},
+    ),
+    "bloom few heads": ("Bloom", {"num_attention_heads": 3, "num_hidden_layers": 2}),
+    "mpt": ("Mpt", {}),
+    "mpt odd": ("Mpt", {"num_attention_heads": 12, "attn_config": MPT_ATTENTION}),
     "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon one norm": (
         "Falcon",
@@ -732,6 +743,19 @@ def test_logits_and_greedy_tokens_match_transformers(case: str, backend: str) ->
     assert greedy(ours, PROMPT, NUM_TOKENS) == tokens
     whole = logits(ours, chain(PROMPT + tokens[:-1]))
     assert np.abs(whole - reference).max() < 1e-4
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 6, 12, 112])
+def test_slopes_of_linear_biases(num_heads: int) -> None:
+    """The two functions of `transformers`; MPT's config has the largest bias, which `transformers`
+    does not read."""
+    pytest.importorskip("torch")
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    theirs = bloom._get_alibi_slopes(num_heads, "cpu").numpy()
+    assert np.allclose(alibi_slopes(num_heads), theirs, rtol=1e-5)
+    theirs = -mpt.build_mpt_alibi_tensor(num_heads, 2, 16)[:, 0, 0].numpy()
+    assert np.allclose(alibi_slopes(num_heads, 16.0), theirs, rtol=1e-5)
 
 
 def test_minicpm_is_granite_with_other_names_of_its_factors() -> None:
@@ -1101,6 +1125,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "window beside shared caches": ("gemma4", {"sliding_window": 7}),
     "experts beside the mlp": ("gemma4 experts", {"top_k_experts": 2}),
+    "slopes": ("mpt", {"attn_config": {"alibi_bias_max": 16}}),
+    "qkv limit": ("mpt odd", {"attn_config": {**MPT_ATTENTION, "clip_qkv": 1.0}}),
+    "softmax scale": ("mpt odd", {"attn_config": {**MPT_ATTENTION, "softmax_scale": None}}),
     "swiglu limit": ("gpt oss", {"swiglu_limit": 0.2}),
     "swiglu alpha": ("gpt oss", {"swiglu_alpha": 1.0}),
 }
@@ -1120,13 +1147,24 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
     assert np.abs(logits(wrong_model, chain(tokens)) - expected).max() > 1e-3
 
 
-#: Changes of a model of Gemma 4, each of one mechanism. The parts of the weights that a wrong twin
+#: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "no embeddings of tokens per layer": ("gemma4", lambda network: _zero_table(network)),
     "keys and values of the first layer of the type": (
         "gemma4",
         lambda network: _share(network, {3: 0, 4: 0, 5: 2}),
+    ),
+    "no linear biases": ("bloom", lambda network: _each_shape(network, slopes=None)),
+    "slopes of a power of two": (
+        "bloom odd",
+        lambda network: _each_shape(
+            network, slopes=tuple(2.0 ** (-8 * i / 12) for i in range(1, 13))
+        ),
+    ),
+    "embeddings without a norm": (
+        "bloom",
+        lambda network: setattr(network, "spec", replace(network.spec, has_embedding_norm=False)),
     ),
     "no scale of layers": ("gemma4", lambda network: _each(network, scale=1.0)),
     "values without a norm": ("gemma4", lambda network: _each_spec(network, has_value_norm=False)),
@@ -1144,6 +1182,12 @@ def _each(network: Network, **changes: Any) -> None:
 def _each_spec(network: Network, **changes: Any) -> None:
     layers = tuple(replace(layer, **changes) for layer in network.spec.layers)
     network.spec = replace(network.spec, layers=layers)
+
+
+def _each_shape(network: Network, **changes: Any) -> None:
+    for layer in network.spec.layers:
+        assert layer.attention is not None
+        object.__setattr__(layer, "attention", replace(layer.attention, **changes))
 
 
 def _share(network: Network, sources: dict[int, int]) -> None:

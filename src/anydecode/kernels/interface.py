@@ -103,6 +103,9 @@ class Attention:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     chunk: int | None = None  # a row at position p attends to positions >= p // chunk * chunk
     is_two_sided: bool = False  # the window also ends at positions < p + window
+    # Linear biases (ALiBi, arXiv:2108.12409): slopes[h] * (the key's position - the row's position)
+    # is added to the scores of head h. None: no biases.
+    slopes: tuple[float, ...] | None = None
     # The value of a position is the first so many numbers of its only key, and no values are stored
     # (DeepSeek-V2, arXiv:2405.04434); None: values of head_dim numbers are stored.
     latent_dim: int | None = None
@@ -483,6 +486,10 @@ class Backend(ABC):
     @abstractmethod
     def softcap(self, x: Any, cap: float) -> Any:
         """cap * tanh(x / cap)"""
+
+    @abstractmethod
+    def clamp(self, x: Any, limit: float) -> Any:
+        """x, limited to [-limit, limit]"""
 
     @abstractmethod
     def experts(

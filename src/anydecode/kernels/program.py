@@ -158,6 +158,8 @@ class NativeBackend(Backend):
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
         if sinks is not None:
             limits["weight"] = self._keep_vector(sinks)
+        if shape.slopes is not None:
+            limits["slopes"] = self._keep_vector(np.array(shape.slopes, np.float32))
         width = shape.num_heads * shape.value_dim
         out = self._record(Code.ATTEND, (q,), width, **fields, **limits)
         self.steps[-1].cache = "read"
@@ -232,6 +234,9 @@ class NativeBackend(Backend):
 
     def softcap(self, x: Value, cap: float) -> Value:
         return self._record(Code.SOFTCAP, (x,), x.width, x=cap)
+
+    def clamp(self, x: Value, limit: float) -> Value:
+        return self._record(Code.CLAMP, (x,), x.width, x=limit)
 
     def experts(
         self,

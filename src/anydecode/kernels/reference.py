@@ -203,8 +203,17 @@ class ReferenceBackend(Backend):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
-            out[index] = _attend(q[index], keys, values, format, table, shape, sink_scores)
+            biases = self._biases(shape, bound.positions[index], visible.width)
+            out[index] = _attend(q[index], keys, values, format, table, shape, biases, sink_scores)
         return out
+
+    def _biases(self, shape: Attention, positions: torch.Tensor, width: int) -> torch.Tensor | None:
+        """The linear biases of the scores, `[m, kv_heads, group, width]`."""
+        if shape.slopes is None:
+            return None
+        distance = torch.arange(width, device=self.device) - positions[:, None]
+        slopes = torch.tensor(shape.slopes, dtype=torch.float32, device=self.device)
+        return slopes.view(1, shape.num_kv_heads, -1, 1) * distance[:, None, None, :].float()
 
     def convolution(
         self, x: torch.Tensor, layer: int, shape: Recurrence, weights: RecurrenceWeights
@@ -259,6 +268,9 @@ class ReferenceBackend(Backend):
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return elementary.tanh(x / cap) * cap
+
+    def clamp(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        return x.clamp(-limit, limit)
 
     def experts(
         self,
@@ -416,6 +428,7 @@ def _attend(
     format: str,
     table: torch.Tensor,
     shape: Attention,
+    biases: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of q `[m, heads * head_dim]` over the slots in `table` `[m, width]`; -1 is masked.
@@ -432,6 +445,8 @@ def _attend(
     scores = elementary.tree_sum(query * key) * shape.scale
     if shape.softcap is not None:
         scores = elementary.tanh(scores / shape.softcap) * shape.softcap
+    if biases is not None:
+        scores = scores + biases
     scores = scores.masked_fill(~mask, float("-inf"))
     if not scores.shape[-1]:
         return q.new_zeros(rows, shape.num_heads * shape.value_dim)

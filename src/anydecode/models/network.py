@@ -354,7 +354,7 @@ class Network:
         assert spec.attention is not None and weights.query is not None
         heads, rope = spec.attention.num_heads, spec.query_rope or spec.rope
         if spec.latent is None:
-            q = weights.query.apply(backend, x)
+            q = _limited(backend, weights.query.apply(backend, x), spec)
             return self._positioned(backend, q, spec, heads, weights.query_norm, rope)
         latent = weights.latent
         assert latent is not None and rope is not None, "checked by `_check_latent`"
@@ -492,8 +492,10 @@ class Network:
     ) -> tuple[Any, Any]:
         """The keys and values of a layer for the normed inputs x."""
         assert weights.key is not None, "checked by `_check_attention`"
-        k, heads = weights.key.apply(backend, x), shape.num_kv_heads
-        v = k if weights.value is None else weights.value.apply(backend, x)
+        k, heads = _limited(backend, weights.key.apply(backend, x), spec), shape.num_kv_heads
+        v = k
+        if weights.value is not None:
+            v = _limited(backend, weights.value.apply(backend, x), spec)
         k = self._positioned(backend, k, spec, heads, weights.key_norm, spec.rope)
         if spec.has_value_norm:
             v = backend.rms_norm(v, None, self.spec.norm_eps, heads)
@@ -531,6 +533,11 @@ class Network:
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         return x
+
+
+def _limited(backend: Backend, x: Any, spec: LayerSpec) -> Any:
+    """Queries, keys or values, clamped if the layer says so."""
+    return x if spec.qkv_limit is None else backend.clamp(x, spec.qkv_limit)
 
 
 def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:

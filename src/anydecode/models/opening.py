@@ -135,6 +135,8 @@ def _triton_executor(
             missing = "attention sinks (gpt-oss)"
         elif any(shape.is_two_sided for shape in shapes):
             missing = "windows on both sides (ModernBERT)"
+        elif any(shape.slopes is not None for shape in shapes):
+            missing = "linear biases of attention (ALiBi)"
         elif any(shape.latent_dim is not None for shape in shapes):
             missing = "latent attention (DeepSeek)"
         elif any(shape.chunk is not None for shape in shapes):

@@ -115,6 +115,8 @@ class LayerSpec:
             norm and rotary position embedding (Gemma 4).
         has_value_norm: Whether each head's values are normed, without weights.
         has_scale: Whether the output of the layer is multiplied by a number of its weights.
+        qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
+            their products (MPT); None: no limit.
     """
 
     attention: Attention | None
@@ -138,6 +140,7 @@ class LayerSpec:
     has_value: bool = True
     has_value_norm: bool = False
     has_scale: bool = False
+    qkv_limit: float | None = None
 
     @property
     def query_dim(self) -> int:
@@ -345,6 +348,8 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
+    if layer.qkv_limit is not None:
+        number(f"{prefix}qkv_limit", layer.qkv_limit)
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
     _check_routing(prefix, layer)
 
@@ -403,6 +408,11 @@ def _check_attention(prefix: str, shape: Attention) -> None:
             raise refusal(f"{prefix}window", shape.window, "None with chunks")
     if shape.softcap is not None:
         number(f"{prefix}softcap", shape.softcap)
+    if shape.slopes is not None:
+        if len(shape.slopes) != heads:
+            raise refusal(f"{prefix}the number of slopes", len(shape.slopes), f"{heads}")
+        for slope in shape.slopes:
+            number(f"{prefix}slope", slope, 0.0)
 
 
 def _check_latent(prefix: str, layer: LayerSpec) -> None:
@@ -424,7 +434,8 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     if latent.query_rank is not None:
         integer(f"{prefix}query_rank", latent.query_rank)
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
-    for name in ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm"):
+    names = ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
+    for name in names:
         if getattr(layer, name):
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")
 

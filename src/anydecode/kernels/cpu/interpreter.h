@@ -151,6 +151,7 @@ static void run_row(const Step *s, int r) {
     case OP_ADD: add_rows(a + from, b + from, wide, out + from); break;
     case OP_SCALE: scale_row(a + from, op->width, op->x, out + from); break;
     case OP_SOFTCAP: softcap_row(a + from, op->width, op->x, out + from); break;
+    case OP_CLAMP: clamp_row(a + from, op->width, op->x, out + from); break;
     case OP_LAYER_NORM:
       layer_norm(a + from, op->width, op->weight, op->x, out + from);
       break;

@@ -167,6 +167,14 @@ static void softcap_row(const float *x, int width, float cap, float *out) {
   }
 }
 
+static void clamp_row(const float *x, int width, float limit, float *out) {
+  f8 high = f8_set(limit), low = f8_set(-limit);
+  for (int i = 0; i < width; i += 8) {
+    f8 y = f8_max(f8_min(f8_load_part(x + i, width - i), high), low);
+    f8_store_part(out + i, y, width - i);
+  }
+}
+
 /* y += up.T @ (down @ x), for one row. */
 static void lora_row(const Lora *lora, const float *x, int width, int width_out, float *y) {
   for (int r = 0; r < lora->rank; r++) {

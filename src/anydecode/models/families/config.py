@@ -12,6 +12,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
+from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
 from anydecode.models.families.patterns import FULL, MLP, SLIDING, cache_layers
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
@@ -156,7 +157,7 @@ def spec_from_config(
         raise CheckpointError("sparse attention (sparse_config) is not supported")
     if config.get("use_qk_norm") and family.qk_norm is None:
         raise CheckpointError("layer norms of queries and keys (use_qk_norm) are not supported")
-    if config.get("clip_qkv") is not None:
+    if config.get("clip_qkv") is not None and not family.has_qkv_limit:
         raise refusal("clip_qkv", config["clip_qkv"], "null")
     if config.get("moe_layer_freq") not in (None, 1):
         raise refusal("moe_layer_freq", config["moe_layer_freq"], "1")
@@ -389,6 +390,7 @@ def _layers(
                 has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),
                 has_value_norm=family.has_value_norm,
                 has_scale=family.has_layer_scale,
+                qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
             )
         )
     return layers
@@ -421,7 +423,12 @@ def _attention(
         softcap=optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap
         else None,
+        slopes=alibi_slopes(heads, _max_bias(config)) if family.has_alibi else None,
     )
+
+
+def _max_bias(config: Config) -> float:
+    return number("alibi_bias_max", value_or(config, "alibi_bias_max", 8.0))
 
 
 def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:

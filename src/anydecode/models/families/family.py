@@ -107,6 +107,9 @@ class Family:
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
         has_value_norm: See `LayerSpec.has_value_norm`.
         has_layer_scale: See `LayerSpec.has_scale`.
+        has_alibi: Whether attention has linear biases, see `Attention.slopes`. The key
+            `alibi_bias_max` has the exponent of the smallest slope.
+        has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
     """
 
     architectures: tuple[str, ...]
@@ -151,3 +154,5 @@ class Family:
     has_latent_attention: bool = False
     has_value_norm: bool = False
     has_layer_scale: bool = False
+    has_alibi: bool = False
+    has_qkv_limit: bool = False

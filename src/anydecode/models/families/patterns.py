@@ -15,6 +15,7 @@ from anydecode.models.families.values import (
     list_value,
     mapping_value,
     num_layers,
+    optional_number,
     value_or,
 )
 from anydecode.models.limits import number, refusal
@@ -263,6 +264,10 @@ def dense_layers(config: Config) -> dict[str, Any]:
 
 def cohere_scales(config: Config) -> Scales:
     return Scales(logits=number("logit_scale", value_or(config, "logit_scale", 0.0625)))
+
+
+def mpt_scales(config: Config) -> Scales:
+    return Scales(attention=optional_number(config, "softmax_scale"))
 
 
 def minicpm_scales(config: Config) -> Scales:

@@ -37,6 +37,8 @@ _OUTER = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+#: Modules outside the layers that have another meaning in one architecture.
+_OWN_OUTER = {"bloom": {"token_embd_norm": "model.embed_norm"}}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -88,6 +90,8 @@ _OVERRIDES = {
     "gpt2": {"attn_qkv": "self_attn.qkv_proj"},
     "gptneox": {"attn_qkv": "self_attn.qkv_proj"},
     "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
+    "bloom": {"attn_qkv": "self_attn.qkv_proj"},
+    "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
@@ -234,9 +238,10 @@ def _convert(
     if leaf not in ("weight", "bias", "") and not is_own:
         raise _unknown_tensor(file, info, architecture)
     if not module.startswith("blk."):
-        if module not in _OUTER:
+        outer = {**_OUTER, **_OWN_OUTER.get(architecture, {})}
+        if module not in outer:
             raise _unknown_tensor(file, info, architecture)
-        root, _, part = _OUTER[module].rpartition(".")
+        root, _, part = outer[module].rpartition(".")
         target = f"{root}.{FAMILIES[config['model_type']].names.get(part, part)}".lstrip(".")
         prefix, part = "", module
     else:
@@ -444,6 +449,9 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
     yield "lm_head.weight", (vocab, hidden), False
     if family.has_norm_bias:
         yield "model.norm.bias", (hidden,), True
+    if family.has_embedding_norm:
+        for leaf in ("weight", "bias"):
+            yield f"model.embed_norm.{leaf}", (hidden,), True
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True

@@ -37,6 +37,8 @@ ARCHITECTURES = {
     "gpt2": ("gpt2", "GPT2LMHeadModel"),
     "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
     "falcon": ("falcon", "FalconForCausalLM"),
+    "bloom": ("bloom", "BloomForCausalLM"),
+    "mpt": ("mpt", "MptForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
@@ -142,6 +144,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "gpt2": _gpt2,
         "gptneox": _gpt_neox,
         "falcon": _falcon,
+        "bloom": _gpt2,
+        "mpt": _mpt,
         "gpt-oss": _gpt_oss,
         "qwen2moe": _qwen2_moe,
         "olmoe": _olmoe,
@@ -613,6 +617,16 @@ def _gpt_neox(keys: Keys, config: dict[str, Any]) -> None:
     if not isinstance(is_parallel, bool):
         raise refusal("use_parallel_residual", is_parallel, "true or false")
     config["use_parallel_residual"] = is_parallel
+
+
+def _mpt(keys: Keys, config: dict[str, Any]) -> None:
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    config["hidden_act"] = "gelu"
+    config["alibi_bias_max"] = keys.number("attention.max_alibi_bias")
+    limit = keys.number("attention.clamp_kqv", 0.0)
+    config["clip_qkv"] = limit or None  # 0 means no limit
+    if any(name.endswith("norm.bias") for name in keys.file.tensors):
+        raise CheckpointError(f"{keys.file.path}: norms with biases are not supported in mpt files")
 
 
 def _falcon(keys: Keys, config: dict[str, Any]) -> None:
