@@ -1,5 +1,6 @@
 """The engine's promises for models whose layers differ: shared keys and values, embeddings of
-tokens in every layer, heads of several sizes, linear biases. The text is the same whatever the
+tokens in every layer, heads of several sizes, chunked attention,
+linear biases. The text is the same whatever the
 batch, the cache, the drafter and the number of restarts."""
 
 from __future__ import annotations
@@ -39,9 +40,21 @@ GEMMA_4: dict[str, Any] = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+#: With chunks and growing queries within a few positions.
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 5,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 24,
+    "floor_scale": 10,
+    "no_rope_layers": [1, 0, 1, 1],
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4", GEMMA_4),
     "bloom": ("Bloom", {"num_attention_heads": 6}),
+    "llama4": ("Llama4", LLAMA_4),
 }
 #: Families whose layers share keys and values, and read embeddings of tokens in every layer.
 SHARED = ("gemma4",)

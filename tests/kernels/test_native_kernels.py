@@ -398,6 +398,8 @@ SHAPES: list[dict[str, Any]] = [
     {"sinks": True, "experts": True, "biases": True},
     {"routing": Routing(3, scoring="sigmoid", num_groups=4, groups_per_token=2, scale=1.5)},
     {"routing": Routing(2, False, "sigmoid", 2), "biases": True},
+    {"routing": Routing(1, False, "sigmoid", scales_inputs=True)},
+    {"routing": Routing(3, False, "sigmoid", scales_inputs=True), "chunk": 9},
     {"routing": Routing(3, True, "softmax", 2, 1), "biases": True},
     {"routing": Routing(3, False, "softmax", 4, 2, scores_per_group=1)},
     {"slopes": (0.5, 0.25, 1.0, 0.0)},

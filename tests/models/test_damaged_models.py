@@ -204,6 +204,29 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_chunk_size": 0}, "attention_chunk_size is 0; allowed is"),
+        ({"floor_scale": 0}, "floor_scale is 0; allowed is"),
+        ({"attn_scale": -1.0}, "attn_scale is -1.0; allowed is"),
+        ({"attn_temperature_tuning": "x"}, "attn_temperature_tuning is 'x'; allowed is"),
+        ({"no_rope_layers": [1, 0]}, "has fewer entries"),
+        ({"layer_types": ["chunked_attention"] * 2}, "has fewer entries"),
+        ({"moe_layers": 3}, "moe_layers is 3; allowed is"),
+        ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0; allowed is"),
+        ({"intermediate_size_mlp": None}, "lacks 'intermediate_size_mlp'"),
+        ({"num_experts_per_tok": 9}, "experts_per_token is 9; allowed is"),
+        ({"head_dim": 15}, "rotary size is 15; allowed is"),
+    ],
+)
+def test_invalid_settings_of_llama4_are_rejected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        model = hf_model("Llama4", num_local_experts=4, no_rope_layer_interval=2)
+        built(checkpoint_of(model, **change))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 DEEPSEEK: dict[str, Any] = {
     **LATENT_SIZES,
     "num_key_value_heads": 4,
@@ -234,6 +257,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_size": 64},
     "Falcon": {},
     "Bloom": {},
+    "Llama4": {"num_local_experts": 4},
     "Mpt": {},
     "GptOss": {"num_local_experts": 4},
     "Glm4Moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},

@@ -3,6 +3,7 @@ against the same models in `transformers`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,20 @@ GEMMA_4_EXPERTS_METADATA: dict[str, Any] = {
     "expert_count": 7,
     "expert_used_count": 3,
     "expert_feed_forward_length": 24,
+}
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 5,
+}
+LLAMA_4_METADATA: dict[str, Any] = {
+    "feed_forward_length": 72,
+    "expert_count": 5,
+    "expert_used_count": 1,
+    "expert_feed_forward_length": 80,
+    "interleave_moe_layer_step": 1,
+    "rope.dimension_count": 12,
 }
 LONG = [1.0, 1.1, 1.3, 1.5, 1.7, 2.0]
 CASES = {
@@ -336,6 +351,18 @@ CASES = {
         {"rope.dimension_count": 12, "use_parallel_residual": False},
     ),
     "falcon": Case("Falcon", "falcon", {"ffn_hidden_size": 192}),
+    "llama4": Case("Llama4", "llama4", LLAMA_4, LLAMA_4_METADATA),
+    "llama4 dense": Case(
+        "Llama4",
+        "llama4",
+        {
+            **LLAMA_4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
+        {**LLAMA_4_METADATA, "interleave_moe_layer_step": 2, "expert_used_count": 2},
+    ),
     "bloom": Case("Bloom", "bloom", {"num_attention_heads": 6}),
     "mpt": Case("Mpt", "mpt", {}, {"attention.max_alibi_bias": 8.0}),
     "mpt odd": Case(
@@ -404,7 +431,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture
     )
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for name, parameter in model.state_dict().items():
+    for name, parameter in _stored(model):
         if name in ("lm_head.weight", "embed_out.weight") and config["tie_word_embeddings"]:
             continue
         tensor = parameter.numpy()
@@ -438,6 +465,18 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * 2 + [1e30] * 6, np.float32))
     finish(writer)
     return path
+
+
+def _stored(model: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a model; the experts of Llama 4 as matrices `[experts, out, in]`."""
+    for name, parameter in model.state_dict().items():
+        if "feed_forward.experts.gate_up_proj" in name:
+            for part, half in zip(("gate", "up"), parameter.chunk(2, -1), strict=True):
+                yield name.replace("gate_up", part), half.transpose(1, 2)
+        elif "feed_forward.experts" in name:
+            yield name, parameter.transpose(1, 2)
+        else:
+            yield name, parameter
 
 
 def original(case: Case) -> Any:
@@ -524,6 +563,8 @@ def test_quantised_experts_of_gemma4_keep_their_factors(tmp_path: Path) -> None:
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
         ("falcon mamba", {"ssm.dt_b_c_rms": None}),
         ("mpt", {"attention.max_alibi_bias": 16.0}),
+        ("llama4", {"rope.freq_base": 500.0}),
+        ("llama4 dense", {"expert_used_count": 1}),
         ("mpt odd", {"attention.clamp_kqv": None}),
         ("gemma4", {"rope.freq_base_swa": None}),
         ("gemma4", {"rope.freq_base": 500.0}),
@@ -565,6 +606,12 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
         ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
         ("gpt2", {"context_length": 300}, "embed_positions"),
+        ("llama4", {"attention.sliding_window": 0}, "without chunked attention"),
+        ("llama4", {"expert_count": None}, "expert_count is missing"),
+        ("llama4", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
+        ("llama4", {"interleave_moe_layer_step": 2}, "feed_forward.*is missing"),
+        ("llama4", {"expert_feed_forward_length": 72}, "has shape"),
+        ("llama4", {"expert_used_count": 9}, "experts_per_token is 9"),
         ("mpt", {"attention.max_alibi_bias": 0.0}, "alibi_bias_max is 0.0"),
         ("mpt", {"attention.max_alibi_bias": None}, "max_alibi_bias is missing"),
         ("mpt odd", {"attention.clamp_kqv": -1.0}, "clip_qkv is -1.0"),

@@ -17,9 +17,11 @@ from anydecode.kernels.library import load_library
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network, spec_from_config
 from anydecode.models.families.alibi import alibi_slopes
+from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Experts, Network
 from anydecode.models.opening import choose_executor, torch_executor
 from anydecode.models.transformer import Transformer
+from gguf_models import write_folder
 from tiny_models import (
     LATENT_SIZES,
     built,
@@ -196,6 +198,36 @@ DEEPSEEK_ROPE: dict[str, Any] = {
 }
 
 MPT_ATTENTION: dict[str, Any] = {"clip_qkv": 0.7, "softmax_scale": 0.4}
+
+#: As Scout, with the chunks and the growth of queries within the test's positions.
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 5,
+    "attention_chunk_size": 8,
+    "floor_scale": 5,
+    "attn_scale": 0.4,
+    "rms_norm_eps": 1e-2,
+}
+#: As Maverick: every second layer has experts, and queries and keys have no norms.
+LLAMA_4_DENSE: dict[str, Any] = {
+    **LLAMA_4,
+    "num_hidden_layers": 4,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "no_rope_layers": [1, 0, 0, 1],
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -561,6 +593,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_attention_heads": 12, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False},
     ),
     "bloom few heads": ("Bloom", {"num_attention_heads": 3, "num_hidden_layers": 2}),
+    "llama4": ("Llama4", LLAMA_4),
+    "llama4 dense": ("Llama4", LLAMA_4_DENSE),
+    "llama4 plain": (
+        "Llama4",
+        {**LLAMA_4, "attn_temperature_tuning": False, "moe_layers": [1, 4], "head_dim": 12},
+    ),
     "mpt": ("Mpt", {}),
     "mpt odd": ("Mpt", {"num_attention_heads": 12, "attn_config": MPT_ATTENTION}),
     "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
@@ -885,6 +923,23 @@ def test_gemma4_inside_a_multimodal_model() -> None:
     assert np.abs(logits(ours, chain(PROMPT)) - hf_logits(theirs, PROMPT)).max() < 1e-4
 
 
+def test_llama4_inside_a_multimodal_model(tmp_path: Any) -> None:
+    """As it is published: an empty list of layers without rope, and a number for the switch of the
+    growth of queries."""
+    theirs = hf_model("Llama4", **LLAMA_4)
+    tensors = {f"language_model.{name}": x.numpy() for name, x in theirs.state_dict().items()}
+    text = theirs.config.to_dict()
+    changes = {"no_rope_layers": [], "layer_types": None, "attn_temperature_tuning": 4}
+    config = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {**text, **changes, "moe_layers": None},
+    }
+    checkpoint = load_checkpoint(write_folder(tmp_path / "nested", tensors, **config))
+    found = logits(built(checkpoint, "float32"), chain(PROMPT))
+    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4
+
+
 def test_gemma3_inside_a_multimodal_model() -> None:
     model = hf_model("Gemma3", head_dim=16)
     inner = checkpoint_of(model)
@@ -1125,6 +1180,13 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "window beside shared caches": ("gemma4", {"sliding_window": 7}),
     "experts beside the mlp": ("gemma4 experts", {"top_k_experts": 2}),
+    "chunks": ("llama4", {"attention_chunk_size": 9}),
+    "growth of queries": ("llama4", {"attn_scale": 0.3}),
+    "period of growth": ("llama4", {"floor_scale": 6}),
+    "temperature": ("llama4", {"attn_temperature_tuning": False}),
+    "layers without rope": ("llama4 dense", {"no_rope_layers": [1, 0, 1, 1]}),
+    "norms of queries": ("llama4 plain", {"use_qk_norm": False}),
+    "top one": ("llama4 dense", {"num_experts_per_tok": 1}),
     "slopes": ("mpt", {"attn_config": {"alibi_bias_max": 16}}),
     "qkv limit": ("mpt odd", {"attn_config": {**MPT_ATTENTION, "clip_qkv": 1.0}}),
     "softmax scale": ("mpt odd", {"attn_config": {**MPT_ATTENTION, "softmax_scale": None}}),
@@ -1154,6 +1216,20 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "keys and values of the first layer of the type": (
         "gemma4",
         lambda network: _share(network, {3: 0, 4: 0, 5: 2}),
+    ),
+    "weights of outputs": (
+        "llama4",
+        lambda network: _each_spec(
+            network, routing=replace(network.spec.layers[0].routing, scales_inputs=False)
+        ),
+    ),
+    "growth from position 0": (
+        "llama4",
+        lambda network: object.__setattr__(network.spec.layers[3].query_rope, "growth_start", 0),
+    ),
+    "norms in layers without rotation": (
+        "llama4",
+        lambda network: _each_spec(network, qk_norm="plain"),
     ),
     "no linear biases": ("bloom", lambda network: _each_shape(network, slopes=None)),
     "slopes of a power of two": (
@@ -1257,3 +1333,15 @@ def test_equal_router_scores_choose_the_lower_experts(backend: str, tmp_path: An
     assert np.array_equal(outputs(2, 3), expected)
     for expert in (0, 1):
         assert np.abs(outputs(expert) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_saturated_scores_of_llama4_choose_the_largest_logit(backend: str) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    theirs = hf_model("Llama4", **LLAMA_4)
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("router.weight"):
+            parameter.data *= 100
+    found = logits(own_model(theirs, executor=choose_executor(backend)), chain(PROMPT))
+    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4

@@ -220,7 +220,8 @@ class Routing:
         scale: A factor of the weights, after normalisation.
         scores_per_group: 2, or 1 for the largest score alone (DeepSeek-V2).
         scales_inputs: Whether the weights multiply the inputs of experts, not their outputs
-            (Llama 4).
+            (Llama 4). Without a selection bias and groups, experts are then chosen by their logits,
+            which differ where sigmoids are rounded to 1.
     """
 
     experts_per_token: int

@@ -368,6 +368,8 @@ def expert_shares(
     is_sigmoid = routing.scoring == "sigmoid"
     shares = elementary.sigmoid(router) if is_sigmoid else elementary.softmax(router)
     choice = shares if selection_bias is None else shares + selection_bias
+    if routing.scales_inputs and selection_bias is None and routing.num_groups == 1:
+        choice = router
     if routing.num_groups > 1:
         groups = choice.view(len(choice), routing.num_groups, -1)
         largest = torch.sort(groups, dim=-1, descending=True).values

@@ -14,7 +14,7 @@ from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import FULL, MLP, SLIDING, cache_layers
+from anydecode.models.families.patterns import CHUNKED, FULL, MLP, SLIDING, cache_layers
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
 from anydecode.models.families.table import FAMILIES, GROUP
@@ -58,6 +58,7 @@ _MULTIMODAL = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
@@ -260,6 +261,7 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         groups_per_token=int_value(config, "topk_group", 1) if has_groups else 1,
         scale=number("routed_scaling_factor", value_or(config, "routed_scaling_factor", 1.0)),
         scores_per_group=1 if method == "group_limited_greedy" else 2,
+        scales_inputs=moe.scales_inputs,
     )
 
 
@@ -332,6 +334,7 @@ def _layers(
 
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
     query_ropes: dict[Rope, Rope | None] = {}
+    temperature: Rope | None = None
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
@@ -367,17 +370,22 @@ def _layers(
         rope = rope_of(kind, dim)
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
+        if temperature is None and not has_rope[layer]:
+            temperature = _temperature(config, dim)
+        has_qk_norm = bool_value(config, "use_qk_norm", True)
+        if family.qk_norm == "plain":
+            has_qk_norm = has_qk_norm and has_rope[layer]
         layers.append(
             LayerSpec(
                 attention=attention,
                 rope=rope if has_rope[layer] else None,
                 norms=family.norms,
-                qk_norm=family.qk_norm if bool_value(config, "use_qk_norm", True) else None,
+                qk_norm=family.qk_norm if has_qk_norm else None,
                 activation=activation,
                 num_experts=num_experts(config) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
                 has_sinks=family.has_sinks,
-                query_rope=query_ropes[rope] if has_rope[layer] else None,
+                query_rope=query_ropes[rope] if has_rope[layer] else temperature,
                 norm_after_rope=family.norm_after_rope,
                 interleaved_rope=bool_value(config, "rope_interleave", family.interleaved_rope),
                 mlp=mlp,
@@ -407,11 +415,28 @@ def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
     return replace(rope, growth=growth, growth_period=period) if growth else None
 
 
+def _temperature(config: Config, dim: int) -> Rope | None:
+    """The growth of Llama 4's queries in layers without a rotary position embedding: an embedding
+    that rotates nothing."""
+    if config["model_type"] != "llama4_text":
+        return None
+    is_tuned = value_or(config, "attn_temperature_tuning", True)  # early configs have a number
+    if not isinstance(is_tuned, bool) and is_tuned != 4:
+        raise refusal("attn_temperature_tuning", is_tuned, "true or false")
+    growth = number("attn_scale", value_or(config, "attn_scale", 0.1), 0.0)
+    period = int_value(config, "floor_scale", 8192)
+    if not is_tuned or not growth:
+        return None
+    return Rope(np.zeros(dim // 2, np.float32), growth=growth, growth_period=period, growth_start=1)
+
+
 def _attention(
     config: Config, family: Family, layer_type: str, dim: int, scale: float | None
 ) -> Attention:
     heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
-    if layer_type not in (SLIDING, FULL) and (layer_type != HYBRID or family.recurrent is None):
+    if layer_type not in (SLIDING, FULL, CHUNKED) and (
+        layer_type != HYBRID or family.recurrent is None
+    ):
         raise CheckpointError(f"attention of type {layer_type!r} is not supported")
     return Attention(
         num_heads=heads,
@@ -419,6 +444,7 @@ def _attention(
         head_dim=dim,
         scale=scale or (optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
         window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
+        chunk=int_value(config, "attention_chunk_size") if layer_type == CHUNKED else None,
         is_two_sided=family.is_encoder and layer_type == SLIDING,
         softcap=optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap

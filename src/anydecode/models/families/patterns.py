@@ -20,7 +20,7 @@ from anydecode.models.families.values import (
 )
 from anydecode.models.limits import number, refusal
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 #: The type of layers that are an MLP only.
 MLP = "mlp"
 #: The letters of Nemotron-H's patterns.
@@ -84,6 +84,28 @@ def rope_if_sliding(config: Config, layer_types: list[str]) -> list[bool]:
     if config.get("sliding_window") is None:
         return [True] * len(layer_types)
     return [kind == SLIDING for kind in layer_types]
+
+
+def chunked_if_rope(config: Config) -> list[str]:
+    """Llama 4: chunked attention in the layers with a rotary position embedding."""
+    return [CHUNKED if has_rope else FULL for has_rope in rope_flags(config, [])]
+
+
+def llama4_layers(config: Config) -> dict[str, Any]:
+    """Llama 4: the sizes of MLPs and of experts, and which layers have experts."""
+    flags = list_value(config, "no_rope_layers", int) or None  # an empty list is none
+    if "moe_intermediate_size" in config:
+        return {"no_rope_layers": flags}
+    sparse, count = list_value(config, "moe_layers", int), num_layers(config)
+    dense = [] if sparse is None else [layer for layer in range(count) if layer not in sparse]
+    step = int_value(config, "interleave_moe_layer_step", 1)
+    return {
+        "no_rope_layers": flags,
+        "moe_intermediate_size": config.get("intermediate_size"),
+        "intermediate_size": int_value(config, "intermediate_size_mlp"),
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": step if sparse is None else 1,
+    }
 
 
 def no_rope(config: Config, layer_types: list[str]) -> list[bool]:

@@ -14,6 +14,7 @@ from anydecode.models.families.patterns import (
     all_sliding_if_enabled,
     alternating_before_layer,
     attention_every_nth,
+    chunked_if_rope,
     cohere_scales,
     deepseek_v2_routing,
     dense_layers,
@@ -26,6 +27,7 @@ from anydecode.models.families.patterns import (
     hybrid_pattern,
     lfm2_sizes,
     listed_attention,
+    llama4_layers,
     minicpm_scales,
     mpt_scales,
     nemotron_h_layers,
@@ -296,6 +298,36 @@ FAMILIES |= {
 }
 
 FAMILIES |= {
+    "llama4_text": Family(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        chunked_if_rope,
+        qk_norm="plain",
+        norm_after_rope=True,
+        interleaved_rope=True,
+        rope_layers=rope_flags,
+        derived=llama4_layers,
+        moe=MixtureOfExperts(
+            is_normalised=False,
+            is_transposed=True,
+            scoring="sigmoid",
+            scales_inputs=True,
+            shared_module="shared_expert",
+            shared_size="moe_intermediate_size",
+        ),
+        names={
+            f"mlp.{module}{part}_proj": f"feed_forward.{module}{part}_proj"
+            for module in ("", "shared_expert.")
+            for part in ("gate", "up", "down")
+        },
+        defaults={
+            "head_dim": 128,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+            "attention_chunk_size": 8192,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+        },
+    ),
     "granite": Family(("GraniteForCausalLM",), all_full, scales=granite_scales),
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),

@@ -126,6 +126,12 @@ _OVERRIDES = {
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
+    "llama4": {
+        "ffn_gate_inp": "feed_forward.router",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -151,6 +157,7 @@ _EXPERTS = {
         "ffn_down": "block_sparse_moe.experts.{}.w2",
     },
     "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
+    "llama4": {part: name.replace("mlp", "feed_forward") for part, name in _MLP_EXPERTS.items()},
     **dict.fromkeys(
         ("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2"), _MLP_EXPERTS
     ),
@@ -547,7 +554,7 @@ def _attention_shapes(
     else:
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             matrices[f"self_attn.{part}_proj"] = (rows, hidden)
-    if family.qk_norm is None or not config.get("use_qk_norm", True):
+    if family.qk_norm in (None, "plain") or not config.get("use_qk_norm", True):
         return matrices, {}
     full = family.qk_norm == "full"
     norms = {"self_attn.q_norm": q if full else head, "self_attn.k_norm": kv if full else head}

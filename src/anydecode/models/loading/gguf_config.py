@@ -14,6 +14,7 @@ from anydecode.models.loading.gguf_file import GGUFFile
 #: GGUF architecture -> (model_type, architecture) of Hugging Face.
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
+    "llama4": ("llama4_text", "Llama4ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
@@ -130,6 +131,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "phi3": _phi3,
         "qwen3moe": _qwen3_moe,
         "smollm3": _smollm3,
+        "llama4": _llama4,
         "qwen2": _qwen2,
         "llama": _llama,
         "olmo2": _olmo2,
@@ -251,6 +253,22 @@ def _llama(keys: Keys, config: dict[str, Any]) -> None:
         config["model_type"], config["architectures"] = "mixtral", ["MixtralForCausalLM"]
         config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
         config["num_experts_per_tok"] = keys.count("expert_used_count")
+
+
+def _llama4(keys: Keys, config: dict[str, Any]) -> None:
+    if keys.get("attention.sliding_window", 1) == 0:
+        raise CheckpointError(f"{keys.file.path}: llama4 without chunked attention is unsupported")
+    count = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_local_experts"] = count
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["decoder_sparse_step"] = keys.count("interleave_moe_layer_step")
+    # The file does not store these: every fourth layer has no position embedding and full
+    # attention, and Maverick, the model with 128 experts, has no norms of queries and keys.
+    config["no_rope_layer_interval"] = 4
+    config["attention_chunk_size"] = config["floor_scale"] = 8192
+    config["attn_scale"] = 0.1
+    config["use_qk_norm"] = count != 128
 
 
 def _smollm3(keys: Keys, config: dict[str, Any]) -> None:
