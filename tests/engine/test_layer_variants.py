@@ -40,6 +40,18 @@ GEMMA_4: dict[str, Any] = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+GEMMA_3N: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": ByteTokenizer().vocab_size,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.0, 0.0],
+}
 #: With chunks and growing queries within a few positions.
 LLAMA_4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -53,11 +65,12 @@ LLAMA_4: dict[str, Any] = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4", GEMMA_4),
+    "gemma3n": ("Gemma3n", GEMMA_3N),
     "bloom": ("Bloom", {"num_attention_heads": 6}),
     "llama4": ("Llama4", LLAMA_4),
 }
 #: Families whose layers share keys and values, and read embeddings of tokens in every layer.
-SHARED = ("gemma4",)
+SHARED = ("gemma3n", "gemma4")
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
@@ -181,15 +194,24 @@ def test_gear_and_rows_that_start_later(family: str) -> None:
     if family not in SHARED:
         assert texts(family, PROMPTS[:1], {"cache_positions": 512}, decoder="gear")
         return
-    for decoder, message in (("gear", "keys and values"), ("layer-draft", "start at layer 0")):
+    cases = [("gear", "keys and values"), ("layer-draft", "start at layer 0")]
+    if family == "gemma3n":
+        cases.append(("easyspec", "in parallel"))
+    for decoder, message in cases:
         with pytest.raises(UnsupportedCombinationError, match=message) as caught:
-            texts(family, PROMPTS[:1], {"cache_positions": 512}, decoder=decoder)
+            engine = {"cache_positions": 512, "draft": model(family, 1)}
+            texts(family, PROMPTS[:1], engine, decoder=decoder)
         assert "\n" not in str(caught.value)
 
 
 def test_attention_weights_of_single_rows(family: str) -> None:
     """Of a layer that attends to the keys of another one, if there is such a layer."""
     torch = pytest.importorskip("torch")
+    if family == "gemma3n":
+        with pytest.raises(UnsupportedCombinationError, match="several streams") as caught:
+            AttentionProbe(own_model(theirs(family)))
+        assert "\n" not in str(caught.value)
+        return
     tokens = np.random.default_rng(0).integers(3, 250, 7)
     ours, positions, last = own_model(theirs(family)), np.arange(7), -1
     with torch.inference_mode():

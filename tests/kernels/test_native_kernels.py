@@ -562,6 +562,47 @@ def test_the_reference_reads_packed_caches_too(library: Library, format: str) ->
     assert relative_error(exact, expected) > 5e-3 or format == "int8"
 
 
+@pytest.mark.parametrize("width", [7, 16, 40])
+def test_operations_of_streams_match_the_reference(library: Library, width: int) -> None:
+    """And those of rows, on widths with and without a rest."""
+    pytest.importorskip("torch")
+    from anydecode.kernels.reference import ReferenceBackend
+    from anydecode.kernels.torch_arrays import as_numpy, as_tensor
+
+    groups, random = 3, np.random.default_rng(width)
+    factors = random.standard_normal(width, np.float32)
+    constants = random.standard_normal(groups, np.float32)
+    coefficients = small_weight(groups * groups, width, 1)
+    rows_of = small_weight(groups, width, 2)
+    embedding = small_weight(20, width, 3)
+
+    def layer(b: Any, x: Any, index: int) -> Any:
+        first = b.columns(x, 0, width)
+        x = b.add(x, b.spread(first, b.linear(first, rows_of), groups))
+        x = b.mix(x, b.linear(first, coefficients), groups)
+        y = b.cut_off(b.multiply(b.columns(x, width, width), factors), 0.3)
+        y = b.match_magnitude(b.clamp(b.columns(x, 2 * width, width), 0.5), y)
+        return b.add(x, b.spread(y, constants, groups))
+
+    executor = NativeExecutor(
+        embedding, 20, 1, layer, lambda b, x: b.linear(b.columns(x, 0, width), embedding),
+        width=groups * width, threads=2,
+    )  # fmt: skip
+    rows = sequence_rows(np.arange(9), np.arange(9), layers=1)
+    cache = new_cache("float32", 9, [None])
+    every = ints(np.arange(9))
+    output = executor.run(rows, cache, OutputSpec(every, {0: every, 1: every}))
+    embedded = np.zeros((9, groups * width), np.float32)
+    embedded[:, :width] = embedding.data[:9]
+    assert np.array_equal(output.hidden[0], embedded)
+    assert np.array_equal(executor.embed(rows.tokens), embedding.data[:9])
+    expected = as_numpy(layer(ReferenceBackend(), as_tensor(embedded), 0))
+    assert relative_error(output.hidden[1], expected) < 1e-5
+    alone = sequence_rows([4], np.arange(9), layers=1)
+    one = executor.run(alone, cache, OutputSpec(ints([0]), {1: ints([0])}))
+    assert np.array_equal(one.hidden[1][0], output.hidden[1][4])
+
+
 @pytest.mark.parametrize("format", CACHE_FORMATS)
 def test_a_latent_is_stored_once(library: Library, format: str) -> None:
     """And read as keys and values, in every format."""

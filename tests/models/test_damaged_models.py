@@ -207,6 +207,33 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"altup_num_inputs": 0}, "altup_num_inputs is 0; allowed is"),
+        ({"altup_num_inputs": 3}, "modality_router.weight has shape"),
+        ({"altup_num_inputs": 99}, "num_streams is 99; allowed is"),
+        ({"altup_active_idx": 4}, "active_stream is 4; allowed is"),
+        ({"laurel_rank": 7}, "laurel.linear_left.weight has shape"),
+        ({"altup_correct_scale": 1}, "altup_correct_scale is 1; allowed is"),
+        ({"activation_sparsity_pattern": [0.1]}, "activation_sparsity_pattern is [0.1]; allowed"),
+        ({"activation_sparsity_pattern": 1.0}, "activation_sparsity_pattern is 1.0; allowed is"),
+        ({"activation_sparsity_pattern": ["x"] * 3}, "activation_sparsity_pattern is 'x'"),
+        ({"intermediate_size": [80]}, "intermediate_size is [80]; allowed is"),
+        ({"intermediate_size": [80, 80, 79]}, "mlp.gate_proj.weight has shape"),
+        ({"gate_cutoffs": 3}, "gate_cutoffs is 3; allowed is"),
+        ({"gate_cutoffs": ["x"] * 3}, "gate_cutoff is 'x'; allowed is"),
+        ({"hidden_size_per_layer_input": 0}, "streams need embeddings of tokens in every layer"),
+    ],
+)
+def test_invalid_settings_of_gemma3n_are_rejected(change: dict[str, Any], message: str) -> None:
+    sizes = {"num_kv_shared_layers": 0, "laurel_rank": 6, "hidden_size_per_layer_input": 12}
+    model = hf_model("Gemma3n", **sizes, vocab_size_per_layer_input=131)
+    with pytest.raises(CheckpointError) as caught:
+        built(checkpoint_of(model, **change))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"attention_chunk_size": 0}, "attention_chunk_size is 0; allowed is"),
         ({"floor_scale": 0}, "floor_scale is 0; allowed is"),
         ({"attn_scale": -1.0}, "attn_scale is -1.0; allowed is"),
@@ -258,6 +285,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Falcon": {},
     "Bloom": {},
     "Llama4": {"num_local_experts": 4},
+    "Gemma3n": {"num_kv_shared_layers": 0},
     "Mpt": {},
     "GptOss": {"num_local_experts": 4},
     "Glm4Moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},

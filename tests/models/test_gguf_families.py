@@ -3,6 +3,7 @@ against the same models in `transformers`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,37 @@ GEMMA_4_EXPERTS_METADATA: dict[str, Any] = {
     "expert_used_count": 3,
     "expert_feed_forward_length": 24,
 }
+GEMMA_3N: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": GEMMA_LAYERS,
+    "head_dim": 8,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 6,
+    "intermediate_size": [80, 80, 80, 56, 56, 56],
+    "activation_sparsity_pattern": [0.95, 0.7, 0.0, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 9.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+GEMMA_3N_METADATA: dict[str, Any] = {
+    "feed_forward_length": [80, 80, 80, 56, 56, 56],
+    "attention.shared_kv_layers": 3,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, True, False] * 2,
+    "embedding_length_per_layer_input": 12,
+    "final_logit_softcapping": 9.0,
+    "altup.active_idx": 0,
+    "altup.num_inputs": 4,
+    "activation_sparsity_scale": [1.6448536, 0.5244005] + [-math.inf] * 4,
+    "rope.freq_base": 1e5,
+    "rope.freq_base_swa": 500.0,
+}
 LLAMA_4: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 12,
@@ -210,6 +242,7 @@ CASES = {
         {"tie_word_embeddings": False, "use_bias": True},
         {**MAMBA, "ssm.dt_b_c_rms": True},
     ),
+    "gemma3n": Case("Gemma3n", "gemma3n", GEMMA_3N, GEMMA_3N_METADATA),
     "gemma4": Case("Gemma4", "gemma4", GEMMA_4, GEMMA_4_METADATA),
     "gemma4 experts": Case(
         "Gemma4",
@@ -468,15 +501,25 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
 
 
 def _stored(model: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors of a model; the experts of Llama 4 as matrices `[experts, out, in]`."""
+    """The tensors of a model; the experts of Llama 4 as matrices `[experts, out, in]`, and the
+    projections of streams of Gemma 3n as stacks."""
+    import torch
+
+    stacks: dict[str, list[Any]] = {}
     for name, parameter in model.state_dict().items():
         if "feed_forward.experts.gate_up_proj" in name:
             for part, half in zip(("gate", "up"), parameter.chunk(2, -1), strict=True):
                 yield name.replace("gate_up", part), half.transpose(1, 2)
         elif "feed_forward.experts" in name:
             yield name, parameter.transpose(1, 2)
+        elif name.startswith(("model.altup_projections", "model.altup_unembed_projections")):
+            stacks.setdefault(name.split(".")[1], []).append(parameter)
+        elif name.endswith("correct_output_scale"):
+            yield f"{name}.weight", parameter
         else:
             yield name, parameter
+    for name, parts in stacks.items():
+        yield f"model.{name}.weight", torch.stack(parts)
 
 
 def original(case: Case) -> Any:
@@ -540,6 +583,26 @@ def test_quantised_experts_of_gemma4_keep_their_factors(tmp_path: Path) -> None:
     assert 0 < np.abs(found - expected).mean() < 0.1 * np.abs(expected).mean()
 
 
+def test_the_small_matrices_of_streams_are_not_quantised(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "laurel_rank": 32}
+    metadata = {**GEMMA_3N_METADATA, "feed_forward_length": 96}
+    settings = {**GEMMA_3N, **sizes, "hidden_size_per_layer_input": 32}
+    case = Case(
+        "Gemma3n", "gemma3n", settings, {**metadata, "embedding_length_per_layer_input": 32}
+    )
+    model = original(case)
+    path = converted(model, case, tmp_path / "tiny.gguf")
+    quantize_file(path, tmp_path / "small.gguf", "q8_0")
+    network = built(load_checkpoint(tmp_path / "small.gguf"))
+    block = network.network.weights.layers[0].streams
+    assert block is not None
+    names = ("residual_down", "residual_up", "router", "prediction", "correction")
+    formats = [getattr(block, name).weight.format for name in names]
+    assert formats == ["Q8_0"] * 2 + ["F32"] * 3
+    found, expected = logits(network, chain(TOKENS)), hf_logits(model, TOKENS)
+    assert 0 < np.abs(found - expected).mean() < 0.1 * np.abs(expected).mean()
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -563,6 +626,11 @@ def test_quantised_experts_of_gemma4_keep_their_factors(tmp_path: Path) -> None:
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
         ("falcon mamba", {"ssm.dt_b_c_rms": None}),
         ("mpt", {"attention.max_alibi_bias": 16.0}),
+        ("gemma3n", {"altup.active_idx": 1}),
+        ("gemma3n", {"activation_sparsity_scale": [-math.inf] * 6}),
+        ("gemma3n", {"rope.freq_base_swa": None}),
+        ("gemma3n", {"final_logit_softcapping": None}),
+        ("gemma3n", {"attention.sliding_window": 5}),
         ("llama4", {"rope.freq_base": 500.0}),
         ("llama4 dense", {"expert_used_count": 1}),
         ("mpt odd", {"attention.clamp_kqv": None}),
@@ -606,6 +674,13 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
         ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
         ("gpt2", {"context_length": 300}, "embed_positions"),
+        ("gemma3n", {"altup.num_inputs": 3}, "allowed are 2 matrices"),
+        ("gemma3n", {"altup.num_inputs": 1}, "altup.num_inputs is 1"),
+        ("gemma3n", {"altup.active_idx": 4}, "active_stream is 4"),
+        ("gemma3n", {"activation_sparsity_scale": [1.0]}, "a list of 6 numbers"),
+        ("gemma3n", {"activation_sparsity_scale": [math.nan] * 6}, "gate_cutoff is nan"),
+        ("gemma3n", {"activation_sparsity_scale": None}, "activation_sparsity_scale is missing"),
+        ("gemma3n", {"attention.shared_kv_layers": 4}, "no earlier layer|is missing"),
         ("llama4", {"attention.sliding_window": 0}, "without chunked attention"),
         ("llama4", {"expert_count": None}, "expert_count is missing"),
         ("llama4", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),

@@ -176,6 +176,31 @@ GEMMA_4_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
 }
 
+GEMMA_3N: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 6,
+    "intermediate_size": [80, 80, 80, 56, 56, 56],
+    "activation_sparsity_pattern": [0.95, 0.7, 0.3, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 9.0,
+}
+GEMMA_3N_ODD: dict[str, Any] = {
+    **GEMMA_3N,
+    "altup_num_inputs": 3,
+    "altup_active_idx": 1,
+    "altup_correct_scale": False,
+    "num_kv_shared_layers": 0,
+    "intermediate_size": 77,
+    "attention_bias": True,
+    "vocab_size_per_layer_input": 100,
+    "tie_word_embeddings": False,
+}
 DEEPSEEK: dict[str, Any] = {
     **LATENT_SIZES,
     "num_key_value_heads": 4,
@@ -311,6 +336,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 6.0,
         },
     ),
+    "gemma3n": ("Gemma3n", GEMMA_3N),
+    "gemma3n odd": ("Gemma3n", GEMMA_3N_ODD),
     "gemma4": ("Gemma4", GEMMA_4),
     "gemma4 keys as values": ("Gemma4", GEMMA_4_KEYS_AS_VALUES),
     "gemma4 experts": ("Gemma4", GEMMA_4_EXPERTS),
@@ -923,6 +950,23 @@ def test_gemma4_inside_a_multimodal_model() -> None:
     assert np.abs(logits(ours, chain(PROMPT)) - hf_logits(theirs, PROMPT)).max() < 1e-4
 
 
+def test_gemma3n_inside_a_multimodal_model(tmp_path: Any) -> None:
+    theirs = hf_model("Gemma3n", **GEMMA_3N)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.numpy()
+        for name, tensor in theirs.state_dict().items()
+    }
+    config = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": theirs.config.to_dict(),
+        "audio_config": {},
+    }
+    checkpoint = load_checkpoint(write_folder(tmp_path / "nested", tensors, **config))
+    found = logits(built(checkpoint, "float32"), chain(PROMPT))
+    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4
+
+
 def test_llama4_inside_a_multimodal_model(tmp_path: Any) -> None:
     """As it is published: an empty list of layers without rope, and a number for the switch of the
     growth of queries."""
@@ -1180,6 +1224,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "window beside shared caches": ("gemma4", {"sliding_window": 7}),
     "experts beside the mlp": ("gemma4 experts", {"top_k_experts": 2}),
+    "active stream": ("gemma3n odd", {"altup_active_idx": 0}),
+    "scale of corrections": ("gemma3n", {"altup_correct_scale": False}),
+    "sparsity": ("gemma3n", {"activation_sparsity_pattern": [0.95, 0.7, 0.35, 0.0, 0.0, 0.0]}),
     "chunks": ("llama4", {"attention_chunk_size": 9}),
     "growth of queries": ("llama4", {"attn_scale": 0.3}),
     "period of growth": ("llama4", {"floor_scale": 6}),
@@ -1216,6 +1263,17 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "keys and values of the first layer of the type": (
         "gemma4",
         lambda network: _share(network, {3: 0, 4: 0, 5: 2}),
+    ),
+    "no low-rank residual": ("gemma3n", lambda network: _zero(network, "residual_norm")),
+    "no prediction": ("gemma3n", lambda network: _zero(network, "prediction")),
+    "correction without one": ("gemma3n", lambda network: _zero(network, "correction")),
+    "no threshold of gates": (
+        "gemma3n",
+        lambda network: _each_spec(network, gate_cutoff=None),
+    ),
+    "the last states of the first stream": (
+        "gemma3n",
+        lambda network: _zero_last(network),
     ),
     "weights of outputs": (
         "llama4",
@@ -1258,6 +1316,22 @@ def _each(network: Network, **changes: Any) -> None:
 def _each_spec(network: Network, **changes: Any) -> None:
     layers = tuple(replace(layer, **changes) for layer in network.spec.layers)
     network.spec = replace(network.spec, layers=layers)
+
+
+def _zero(network: Network, name: str) -> None:
+    """Set a matrix or a norm of each layer's streams to zero, or the bias of the correction."""
+    for layer in network.weights.layers:
+        value = getattr(layer.streams, name)
+        if name == "correction":
+            value.bias = None
+        else:
+            (value if isinstance(value, np.ndarray) else value.weight.data)[:] = 0
+
+
+def _zero_last(network: Network) -> None:
+    assert network.weights.streams is not None
+    for linear in network.weights.streams.last:
+        linear.weight.data[:] = 0
 
 
 def _each_shape(network: Network, **changes: Any) -> None:

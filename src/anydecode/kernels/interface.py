@@ -493,6 +493,33 @@ class Backend(ABC):
         """x, limited to [-limit, limit]"""
 
     @abstractmethod
+    def multiply(self, x: Any, factors: np.ndarray) -> Any:
+        """x * factors, float32 `[width]`"""
+
+    @abstractmethod
+    def cut_off(self, x: Any, multiplier: float) -> Any:
+        """max(x - c, 0), where c is the mean of a row of x plus `multiplier` times its standard
+        deviation."""
+
+    @abstractmethod
+    def match_magnitude(self, x: Any, like: Any) -> Any:
+        """x * sqrt(mean(like^2)) / sqrt(max(mean(x^2), 1e-5)) over the last axis."""
+
+    @abstractmethod
+    def mix(self, x: Any, coefficients: Any, groups: int) -> Any:
+        """Each of `groups` equal parts of x plus a weighted sum of all of them.
+
+        `coefficients` has `groups` numbers per part, and a row per row of x.
+        """
+
+    @abstractmethod
+    def spread(self, x: Any, factors: Any, groups: int) -> Any:
+        """`groups` multiples of x side by side.
+
+        `factors` has `groups` numbers per row of x, or is float32 `[groups]`.
+        """
+
+    @abstractmethod
     def experts(
         self,
         x: Any,

@@ -238,6 +238,25 @@ class NativeBackend(Backend):
     def clamp(self, x: Value, limit: float) -> Value:
         return self._record(Code.CLAMP, (x,), x.width, x=limit)
 
+    def multiply(self, x: Value, factors: np.ndarray) -> Value:
+        return self._record(Code.MULTIPLY, (x,), x.width, weight=self._keep_vector(factors))
+
+    def cut_off(self, x: Value, multiplier: float) -> Value:
+        return self._record(Code.CUT_OFF, (x,), x.width, x=multiplier)
+
+    def match_magnitude(self, x: Value, like: Value) -> Value:
+        return self._record(Code.MATCH_MAGNITUDE, (x, like), x.width)
+
+    def mix(self, x: Value, coefficients: Value, groups: int) -> Value:
+        return self._record(Code.MIX, (x, coefficients), x.width, groups=groups)
+
+    def spread(self, x: Value, factors: Value | np.ndarray, groups: int) -> Value:
+        fields: dict[str, Any] = {"groups": groups}
+        inputs = (x, factors) if isinstance(factors, Value) else (x,)
+        if isinstance(factors, np.ndarray):
+            fields["weight"] = self._keep_vector(factors)
+        return self._record(Code.SPREAD, inputs, groups * x.width, **fields)
+
     def experts(
         self,
         x: Value,

@@ -272,6 +272,33 @@ class ReferenceBackend(Backend):
     def clamp(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         return x.clamp(-limit, limit)
 
+    def multiply(self, x: torch.Tensor, factors: np.ndarray) -> torch.Tensor:
+        return x * self._vector(factors)
+
+    def cut_off(self, x: torch.Tensor, multiplier: float) -> torch.Tensor:
+        mean = elementary.tree_sum(x).unsqueeze(-1) / x.shape[-1]
+        centred = x - mean
+        variance = elementary.tree_sum(centred * centred).unsqueeze(-1) / x.shape[-1]
+        return (centred - torch.sqrt(variance) * multiplier).clamp(min=0.0)
+
+    def match_magnitude(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        size, target = (elementary.tree_sum(y * y).unsqueeze(-1) / y.shape[-1] for y in (x, like))
+        return x * (torch.sqrt(target) / torch.sqrt(size.clamp(min=1e-5)))
+
+    def mix(self, x: torch.Tensor, coefficients: torch.Tensor, groups: int) -> torch.Tensor:
+        parts, out = x.view(len(x), groups, -1), x.view(len(x), groups, -1)
+        factors = coefficients.view(len(x), groups, groups)
+        for part in range(groups):
+            out = out + factors[:, :, part : part + 1] * parts[:, part : part + 1]
+        return out.flatten(-2)
+
+    def spread(
+        self, x: torch.Tensor, factors: torch.Tensor | np.ndarray, groups: int
+    ) -> torch.Tensor:
+        if isinstance(factors, np.ndarray):
+            factors = self._vector(factors).expand(len(x), groups)
+        return (factors[:, :, None] * x[:, None, :]).flatten(-2)
+
     def experts(
         self,
         x: torch.Tensor,

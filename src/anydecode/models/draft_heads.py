@@ -62,6 +62,10 @@ def load_draft_head(
             does not fit the target.
     """
     with untrusted(checkpoint.path):
+        if target.spec.num_streams > 1:
+            raise CheckpointError(
+                "drafters cannot read the states of a target with several streams (Gemma 3n)"
+            )
         kind = checkpoint.config.get(_SPECULATORS)
         if kind not in (None, "eagle", "eagle3"):
             raise refusal(_SPECULATORS, kind, "eagle or eagle3")

@@ -143,6 +143,8 @@ def _triton_executor(
             missing = "chunked attention (Llama 4)"
         elif any(layer.cache_layer is not None for layer in network.spec.layers):
             missing = "layers that share keys and values (Gemma 4)"
+        elif network.spec.num_streams > 1:
+            missing = "several streams of hidden states (Gemma 3n)"
         elif network.spec.per_layer_size:
             missing = "embeddings of tokens in every layer (Gemma 4)"
         elif any(layer.has_value_norm for layer in network.spec.layers):
@@ -247,6 +249,7 @@ def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[
             network.head,
             embedding_scale=network.spec.embedding_scale,
             reads_states=network.spec.states is not None,
+            num_streams=network.spec.num_streams,
             adapters=network.adapters,
             backend=reference,
         )

@@ -56,6 +56,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
     "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
@@ -194,6 +195,8 @@ def spec_from_config(
         num_segments=int_value(config, "type_vocab_size", 0, low=0, high=MAX_COUNT)
         if family.has_segments
         else 0,
+        num_streams=int_value(config, "altup_num_inputs", 4) if family.has_streams else 1,
+        active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
     )
@@ -333,6 +336,7 @@ def _layers(
         return ropes[kind, dim]
 
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
+    cutoffs: list[float | None] = config["gate_cutoffs"] if family.has_streams else [None] * count
     query_ropes: dict[Rope, Rope | None] = {}
     temperature: Rope | None = None
     sources = cache_layers(config, layer_types[:count])
@@ -398,6 +402,7 @@ def _layers(
                 has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),
                 has_value_norm=family.has_value_norm,
                 has_scale=family.has_layer_scale,
+                gate_cutoff=cutoffs[layer],
                 qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
             )
         )
@@ -464,7 +469,7 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
     theta = value_or(config, "rope_theta", 10_000.0)
     if layer_type in parameters:
         rope = mapping_value(parameters, layer_type)
-    elif config["model_type"] == "gemma3_text" and layer_type == SLIDING:
+    elif config["model_type"] in ("gemma3_text", "gemma3n_text") and layer_type == SLIDING:
         rope, theta = {}, config["rope_local_base_freq"]
     elif config["model_type"] == "olmo3" and layer_type == SLIDING:
         rope = {}  # only full attention has a scaling

@@ -114,6 +114,7 @@ class Family:
         has_layer_scale: See `LayerSpec.has_scale`.
         has_alibi: Whether attention has linear biases, see `Attention.slopes`. The key
             `alibi_bias_max` has the exponent of the smallest slope.
+        has_streams: Whether hidden states have several streams, see `models/streams.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
     """
 
@@ -160,4 +161,5 @@ class Family:
     has_value_norm: bool = False
     has_layer_scale: bool = False
     has_alibi: bool = False
+    has_streams: bool = False
     has_qkv_limit: bool = False

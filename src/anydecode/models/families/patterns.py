@@ -4,6 +4,7 @@ rotary position embedding, and constant factors."""
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 from anydecode.errors import CheckpointError
@@ -239,6 +240,38 @@ def gemma4_layers(config: Config) -> dict[str, Any]:
         "num_experts_per_tok": config.get("top_k_experts"),
         "rope_parameters": mapping_value(config, "rope_parameters") or rope,
     }
+
+
+def gemma3n_layers(config: Config) -> dict[str, Any]:
+    """Gemma 3n: the sizes of its MLPs, and the thresholds of their gates in standard deviations."""
+    count, changes = num_layers(config), {}
+    inner = config.get("intermediate_size")
+    if isinstance(inner, list):
+        if len(inner) < count:
+            raise refusal(
+                "intermediate_size", inner, f"one size, or one for each of {count} layers"
+            )
+        sizes = {str(layer): {"intermediate_size": inner[layer]} for layer in range(count)}
+        changes = {"intermediate_size": inner[0], "per_layer_config": sizes}
+    cutoffs = config.get("gate_cutoffs")
+    if cutoffs is None:
+        cutoffs = [NormalDist().inv_cdf(x) if x else None for x in _sparsity(config, count)]
+    if not isinstance(cutoffs, list) or len(cutoffs) < count:
+        raise refusal("gate_cutoffs", cutoffs, f"a list of {count} numbers")
+    return {**changes, "gate_cutoffs": cutoffs}
+
+
+def _sparsity(config: Config, count: int) -> list[float]:
+    """The share of zeros in the gate of each layer of Gemma 3n."""
+    key = "activation_sparsity_pattern"
+    values = config.get(key)
+    if values is None:
+        values = [0.95 if count > 10 and layer < 10 else 0.0 for layer in range(count)]
+    if not isinstance(values, list):
+        values = [values] * count
+    if len(values) < count:
+        raise refusal(key, values, f"one number, or one for each of {count} layers")
+    return [number(key, value, 0.0, 0.9999) for value in values[:count]]
 
 
 def listed_attention(config: Config) -> list[str]:

@@ -21,6 +21,7 @@ from anydecode.models.families.patterns import (
     falcon_h1_scales,
     full_every_nth,
     full_every_third,
+    gemma3n_layers,
     gemma4_layers,
     granite_scales,
     granite_sizes,
@@ -277,6 +278,30 @@ FAMILIES: dict[str, Family] = {
 }
 
 FAMILIES |= {
+    "gemma3n_text": Family(
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        full_every_nth,
+        norms="both",
+        qk_norm="head",
+        has_value_norm=True,
+        has_streams=True,
+        has_scaled_embedding=True,
+        derived=gemma3n_layers,
+        defaults={
+            **_GEMMA,
+            "query_pre_attn_scalar": 1,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+            "num_kv_shared_layers": 15,
+            "laurel_rank": 64,
+            "altup_correct_scale": True,
+            "final_logit_softcapping": 30.0,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+    ),
     "gemma4_text": Family(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         full_every_nth,

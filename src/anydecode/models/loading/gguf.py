@@ -72,9 +72,25 @@ _NEXTN = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
+#: Several streams of hidden states.
+_STREAMS = {
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+#: Stacks of matrices outside the layers.
+_STACKS = {
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
+}
 _OVERRIDES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma3n": {**_SANDWICH, **_PER_LAYER, **_STREAMS},
     "gemma4": {
         **_SANDWICH,
         **_PER_LAYER,
@@ -178,11 +194,12 @@ _VECTORS = {
 }
 #: Vectors of one architecture that have the names of factors of a weight elsewhere, or no suffix.
 _OWN_VECTORS = {
+    "gemma3n": {"altup_correct_scale.weight": "altup.correct_output_scale"},
     "gemma4": {
         "ffn_gate_inp.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",
         "layer_output_scale.weight": "layer_scalar",
-    }
+    },
 }
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 _SCALES = ("scale", "input_scale")
@@ -244,6 +261,8 @@ def _convert(
         module, leaf = info.name, ""
     if leaf not in ("weight", "bias", "") and not is_own:
         raise _unknown_tensor(file, info, architecture)
+    if module in _STACKS and config.get("altup_num_inputs"):
+        return _stack(file, info, _STACKS[module], config["altup_num_inputs"] - 1)
     if not module.startswith("blk."):
         outer = {**_OUTER, **_OWN_OUTER.get(architecture, {})}
         if module not in outer:
@@ -365,6 +384,21 @@ def _heads(
     ]
 
 
+def _stack(
+    file: GGUFFile, info: TensorInfo, module: str, count: int
+) -> list[tuple[str, _Shape, Reader]]:
+    """The matrices of a stack outside the layers."""
+    if len(info.shape) != 3 or info.shape[0] != count:
+        raise CheckpointError(
+            f"{file.path}: {info.name!r} has shape {list(info.shape)}; allowed are {count} matrices"
+        )
+    names = [module.format(index) for index in range(count)]
+    return [
+        (f"{name}.weight", info.shape[1:], partial(_read_part, file, info, index, name))
+        for index, name in enumerate(names)
+    ]
+
+
 def _read_part(file: GGUFFile, info: TensorInfo, index: int, module: str) -> np.ndarray | Weight:
     return _scaled(file, info, file.part(info.name, index, module), index)
 
@@ -469,6 +503,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
         yield "model.embed_tokens_per_layer.weight", (rows, width), True
         yield "model.per_layer_model_projection.weight", (width, hidden), True
         yield "model.per_layer_projection_norm.weight", (per_layer,), True
+    streams = config["altup_num_inputs"] if family.has_streams else 0
+    for name in _STACKS.values() if streams else ():
+        for index in range(streams - 1):
+            yield f"{name.format(index)}.weight", (hidden, hidden), True
     layer_types = config.get("layer_types") or []
     sources = cache_layers(config, layer_types) if config.get("num_kv_shared_layers") else []
     for layer in range(config["num_hidden_layers"]):
@@ -483,6 +521,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
         if per_layer:
             matrices["per_layer_input_gate"] = (per_layer, hidden)
             matrices["per_layer_projection"] = (hidden, per_layer)
+        if streams:
+            more_matrices, more_vectors = _stream_shapes(config)
+            matrices, vectors = matrices | more_matrices, vectors | more_vectors
+            yield f"{start}altup.correct_output_scale", (hidden,), True
         if layer_types[layer : layer + 1] == ["conv"]:
             yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
             matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
@@ -519,6 +561,21 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
         has_selection_bias = family.moe is not None and family.moe.has_selection_bias
         if has_selection_bias and is_expert_layer(config, layer):
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
+
+
+def _stream_shapes(config: Config) -> tuple[dict[str, _Shape], dict[str, int]]:
+    """The shapes of the matrices and norms by which a layer predicts and corrects streams."""
+    hidden, count, rank = (
+        config[key] for key in ("hidden_size", "altup_num_inputs", "laurel_rank")
+    )
+    matrices: dict[str, _Shape] = {
+        "altup.modality_router": (count, hidden),
+        "altup.prediction_coefs": (count * count, count),
+        "altup.correction_coefs": (count, count),
+        "laurel.linear_left": (rank, hidden),
+        "laurel.linear_right": (hidden, rank),
+    }
+    return matrices, {"altup.router_norm": hidden, "laurel.post_laurel_norm": hidden}
 
 
 def _norm_shapes(config: Config, layer: int) -> dict[str, int]:

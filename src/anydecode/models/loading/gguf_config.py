@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, integer, number, refusal
+from anydecode.models.limits import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_SIZE,
+    MAX_STREAMS,
+    integer,
+    number,
+    refusal,
+)
 from anydecode.models.loading.gguf_file import GGUFFile
 
 #: GGUF architecture -> (model_type, architecture) of Hugging Face.
@@ -21,6 +30,7 @@ ARCHITECTURES = {
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma3n": ("gemma3n_text", "Gemma3nForCausalLM"),
     "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
@@ -50,7 +60,7 @@ ARCHITECTURES = {
 }
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
-_VARIED = ("gemma4",)
+_VARIED = ("gemma3n", "gemma4")
 #: The values of `expert_gating_func`; 0 is none.
 _SOFTMAX, _SIGMOID = 1, 2
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
@@ -127,6 +137,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     extend = {
         "gemma2": _gemma2,
         "gemma3": _gemma3,
+        "gemma3n": _gemma3n,
         "gemma4": _gemma4,
         "phi3": _phi3,
         "qwen3moe": _qwen3_moe,
@@ -465,6 +476,32 @@ def _gemma4(keys: Keys, config: dict[str, Any]) -> None:
         config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
         config["top_k_experts"] = keys.count("expert_used_count")
         config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+
+
+def _gemma3n(keys: Keys, config: dict[str, Any]) -> None:
+    _windows(keys, config)
+    _shared_layers(keys, config)
+    file, layers = keys.file, config["num_hidden_layers"]
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 30.0) or None
+    config["rope_theta"] = keys.number("rope.freq_base", 1_000_000.0)
+    config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
+    config["intermediate_size"] = keys.counts("feed_forward_length")
+    config["per_layer_config"] = {
+        str(layer): {"intermediate_size": size}
+        for layer, size in enumerate(config["intermediate_size"])
+    }
+    config["intermediate_size"] = config["intermediate_size"][0]
+    config["altup_num_inputs"] = keys.count("altup.num_inputs", 4, MAX_STREAMS, low=2)
+    config["altup_active_idx"] = keys.count("altup.active_idx", 0, MAX_STREAMS, low=0)
+    down = file.tensors.get("blk.0.laurel_l.weight")
+    if down is None:
+        raise CheckpointError(f"{file.path}: tensor 'blk.0.laurel_l.weight' is missing")
+    config["laurel_rank"] = down.shape[0]
+    scales = keys.get("activation_sparsity_scale")
+    if not isinstance(scales, list) or len(scales) < layers:
+        name = f"{file.path}: metadata gemma3n.activation_sparsity_scale"
+        raise refusal(name, scales, f"a list of {layers} numbers")
+    config["gate_cutoffs"] = [None if scale == -math.inf else scale for scale in scales[:layers]]
 
 
 def _shared_layers(keys: Keys, config: dict[str, Any]) -> None:
