@@ -1,5 +1,6 @@
 """The engine's promises for models whose layers differ: shared keys and values, embeddings of
-tokens in every layer, heads of several sizes, chunked attention. The text is the same whatever the
+tokens in every layer, heads of several sizes, chunked attention,
+linear biases. The text is the same whatever the
 batch, the cache, the drafter and the number of restarts."""
 
 from __future__ import annotations
@@ -39,7 +40,37 @@ GEMMA_4: dict[str, Any] = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {"gemma4": ("Gemma4", GEMMA_4)}
+GEMMA_3N: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": ByteTokenizer().vocab_size,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.0, 0.0],
+}
+#: With chunks and growing queries within a few positions.
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 5,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 24,
+    "floor_scale": 10,
+    "no_rope_layers": [1, 0, 1, 1],
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": ("Gemma4", GEMMA_4),
+    "gemma3n": ("Gemma3n", GEMMA_3N),
+    "bloom": ("Bloom", {"num_attention_heads": 6}),
+    "llama4": ("Llama4", LLAMA_4),
+}
+#: Families whose layers share keys and values, and read embeddings of tokens in every layer.
+SHARED = ("gemma3n", "gemma4")
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +114,7 @@ def test_layers_that_share_have_no_cache_of_their_own(family: str) -> None:
         if layer.attention is not None and layer.cache_layer is None
     ]
     assert bytes_per_position(cache) == 2 * sum(sizes)
-    assert (len(sizes) < spec.num_layers) == (family != "llama4")
+    assert (len(sizes) < spec.num_layers) == (family in SHARED)
 
 
 @pytest.mark.parametrize("row_budget", [1, 5, 512])
@@ -160,12 +191,16 @@ def test_the_triton_kernels_refuse_it(family: str, monkeypatch: pytest.MonkeyPat
 
 def test_gear_and_rows_that_start_later(family: str) -> None:
     """What cannot work is refused in one line."""
-    if family == "llama4":
+    if family not in SHARED:
         assert texts(family, PROMPTS[:1], {"cache_positions": 512}, decoder="gear")
         return
-    for decoder, message in (("gear", "keys and values"), ("layer-draft", "start at layer 0")):
+    cases = [("gear", "keys and values"), ("layer-draft", "start at layer 0")]
+    if family == "gemma3n":
+        cases.append(("easyspec", "in parallel"))
+    for decoder, message in cases:
         with pytest.raises(UnsupportedCombinationError, match=message) as caught:
-            texts(family, PROMPTS[:1], {"cache_positions": 512}, decoder=decoder)
+            engine = {"cache_positions": 512, "draft": model(family, 1)}
+            texts(family, PROMPTS[:1], engine, decoder=decoder)
         assert "\n" not in str(caught.value)
 
 
@@ -173,7 +208,10 @@ def test_attention_weights_of_single_rows(family: str) -> None:
     """Of a layer that attends to the keys of another one, if there is such a layer."""
     torch = pytest.importorskip("torch")
     if family == "gemma3n":
-        pytest.skip("its layers read a prediction of their hidden states")
+        with pytest.raises(UnsupportedCombinationError, match="several streams") as caught:
+            AttentionProbe(own_model(theirs(family)))
+        assert "\n" not in str(caught.value)
+        return
     tokens = np.random.default_rng(0).integers(3, 250, 7)
     ours, positions, last = own_model(theirs(family)), np.arange(7), -1
     with torch.inference_mode():

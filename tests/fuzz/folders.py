@@ -73,6 +73,45 @@ _ATTENTION: dict[str, tuple[int, ...]] = {
     "self_attn.v_proj.weight": (32, 64),
     "self_attn.o_proj.weight": (64, 64),
 }
+_STREAMS: dict[str, tuple[int, ...]] = {
+    **_NORMS,
+    "pre_feedforward_layernorm.weight": (64,),
+    "post_feedforward_layernorm.weight": (64,),
+    "self_attn.q_proj.weight": (64, 64),
+    "self_attn.q_norm.weight": (16,),
+    "self_attn.o_proj.weight": (64, 64),
+    "per_layer_input_gate.weight": (8, 64),
+    "per_layer_projection.weight": (64, 8),
+    "post_per_layer_input_norm.weight": (64,),
+    "altup.modality_router.weight": (2, 64),
+    "altup.router_norm.weight": (64,),
+    "altup.prediction_coefs.weight": (4, 2),
+    "altup.correction_coefs.weight": (2, 2),
+    "altup.correct_output_scale": (64,),
+    "laurel.linear_left.weight": (6, 64),
+    "laurel.linear_right.weight": (64, 6),
+    "laurel.post_laurel_norm.weight": (64,),
+}
+#: Tensors outside the layers that only some models have.
+_MORE_OUTER: dict[str, dict[str, tuple[int, ...]]] = {
+    "gemma3n_text": {
+        "model.embed_tokens_per_layer.weight": (40, 16),
+        "model.per_layer_model_projection.weight": (16, 64),
+        "model.per_layer_projection_norm.weight": (8,),
+        "model.altup_projections.0.weight": (64, 64),
+        "model.altup_unembed_projections.0.weight": (64, 64),
+    }
+}
+_MPT: dict[str, tuple[int, ...]] = {
+    "norm_1.weight": (64,),
+    "norm_2.weight": (64,),
+    "attn.Wqkv.weight": (192, 64),
+    "attn.out_proj.weight": (64, 64),
+    "ffn.up_proj.weight": (128, 64),
+    "ffn.down_proj.weight": (64, 128),
+}
+#: The names of the embedding, the final norm and the list of layers in a layout of its own.
+_OWN_NAMES = {"mpt": ("transformer.wte", "transformer.norm_f", "transformer.blocks")}
 #: By name: the config, and the shapes of the tensors of the two layers.
 _FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...]]] = {
     "latent": (
@@ -207,6 +246,111 @@ _FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...
             },
         ),
     ),
+    "streams": (
+        {
+            **_SIZES,
+            "model_type": "gemma3n_text",
+            "architectures": ["Gemma3nForCausalLM"],
+            "head_dim": 16,
+            "intermediate_size": [96, 64],
+            "layer_types": ["full_attention", "full_attention"],
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 40,
+            "num_kv_shared_layers": 1,
+            "laurel_rank": 6,
+            "altup_num_inputs": 2,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "activation_sparsity_pattern": [0.9, 0.0],
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        (
+            {
+                **_STREAMS,
+                "mlp.gate_proj.weight": (96, 64),
+                "mlp.up_proj.weight": (96, 64),
+                "mlp.down_proj.weight": (64, 96),
+                "self_attn.k_proj.weight": (32, 64),
+                "self_attn.v_proj.weight": (32, 64),
+                "self_attn.k_norm.weight": (16,),
+            },
+            {
+                **_STREAMS,
+                "mlp.gate_proj.weight": (64, 64),
+                "mlp.up_proj.weight": (64, 64),
+                "mlp.down_proj.weight": (64, 64),
+            },
+        ),
+    ),
+    "chunks": (
+        {
+            **_SIZES,
+            "model_type": "llama4_text",
+            "architectures": ["Llama4ForCausalLM"],
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 8,
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+            "attn_scale": 0.1,
+            "use_qk_norm": True,
+            "rope_theta": 10000.0,
+        },
+        (
+            {
+                **_NORMS,
+                **_ATTENTION,
+                "feed_forward.gate_proj.weight": (96, 64),
+                "feed_forward.up_proj.weight": (96, 64),
+                "feed_forward.down_proj.weight": (64, 96),
+            },
+            {
+                **_NORMS,
+                **_ATTENTION,
+                "feed_forward.router.weight": (4, 64),
+                "feed_forward.experts.gate_up_proj": (4, 64, 64),
+                "feed_forward.experts.down_proj": (4, 32, 64),
+                "feed_forward.shared_expert.gate_proj.weight": (32, 64),
+                "feed_forward.shared_expert.up_proj.weight": (32, 64),
+                "feed_forward.shared_expert.down_proj.weight": (64, 32),
+            },
+        ),
+    ),
+    "biases": (
+        {
+            "model_type": "mpt",
+            "architectures": ["MPTForCausalLM"],
+            "vocab_size": 40,
+            "d_model": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "expansion_ratio": 2,
+            "max_seq_len": 64,
+            "no_bias": True,
+            "norm_type": "low_precision_layernorm",
+            "attn_config": {
+                "alibi": True,
+                "alibi_bias_max": 8,
+                "attn_type": "multihead_attention",
+                "clip_qkv": 6,
+                "prefix_lm": False,
+                "qk_ln": False,
+                "softmax_scale": None,
+            },
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+        },
+        (_MPT, _MPT),
+    ),
     "selective": (
         {
             "model_type": "falcon_mamba",
@@ -240,11 +384,13 @@ def write_folders(root: Path) -> dict[str, Path]:
     generator = np.random.default_rng(0)
     for name, (config, layers) in _FAMILIES.items():
         names, shapes = FAMILIES[config["model_type"]].names, dict(_OUTER)
-        for module in ("embed_tokens", "norm"):
-            shape = shapes.pop(f"model.{module}.weight")
-            shapes[f"model.{names.get(module, module)}.weight"] = shape
+        usual = [f"model.{names.get(module, module)}" for module in ("embed_tokens", "norm")]
+        *outer, blocks = _OWN_NAMES.get(config["model_type"], (*usual, "model.layers"))
+        for module, own in zip(("embed_tokens", "norm"), outer, strict=True):
+            shapes[f"{own}.weight"] = shapes.pop(f"model.{module}.weight")
+        shapes |= _MORE_OUTER.get(config["model_type"], {})
         for number, layer in enumerate(layers):
-            shapes |= {f"model.layers.{number}.{key}": shape for key, shape in layer.items()}
+            shapes |= {f"{blocks}.{number}.{key}": shape for key, shape in layer.items()}
         tensors = {
             key: 0.3 * generator.standard_normal(shape, np.float32) for key, shape in shapes.items()
         }

@@ -398,8 +398,12 @@ SHAPES: list[dict[str, Any]] = [
     {"sinks": True, "experts": True, "biases": True},
     {"routing": Routing(3, scoring="sigmoid", num_groups=4, groups_per_token=2, scale=1.5)},
     {"routing": Routing(2, False, "sigmoid", 2), "biases": True},
+    {"routing": Routing(1, False, "sigmoid", scales_inputs=True)},
+    {"routing": Routing(3, False, "sigmoid", scales_inputs=True), "chunk": 9},
     {"routing": Routing(3, True, "softmax", 2, 1), "biases": True},
     {"routing": Routing(3, False, "softmax", 4, 2, scores_per_group=1)},
+    {"slopes": (0.5, 0.25, 1.0, 0.0)},
+    {"slopes": (2.0, 0.25, 0.5, 0.1), "head_dim": 20, "kv": 1, "sinks": True, "softcap": 2.0},
     {"latent_dim": 32, "head_dim": 40},
     {"latent_dim": 13, "head_dim": 19, "window": 5, "sinks": True},
     {"latent_dim": 64, "head_dim": 80, "softcap": 2.0},
@@ -556,6 +560,47 @@ def test_the_reference_reads_packed_caches_too(library: Library, format: str) ->
     assert relative_error(output.logits, expected) < 5e-3  # a code may round the other way
     exact, _ = run_reference(network, rows, network.cache(80))
     assert relative_error(exact, expected) > 5e-3 or format == "int8"
+
+
+@pytest.mark.parametrize("width", [7, 16, 40])
+def test_operations_of_streams_match_the_reference(library: Library, width: int) -> None:
+    """And those of rows, on widths with and without a rest."""
+    pytest.importorskip("torch")
+    from anydecode.kernels.reference import ReferenceBackend
+    from anydecode.kernels.torch_arrays import as_numpy, as_tensor
+
+    groups, random = 3, np.random.default_rng(width)
+    factors = random.standard_normal(width, np.float32)
+    constants = random.standard_normal(groups, np.float32)
+    coefficients = small_weight(groups * groups, width, 1)
+    rows_of = small_weight(groups, width, 2)
+    embedding = small_weight(20, width, 3)
+
+    def layer(b: Any, x: Any, index: int) -> Any:
+        first = b.columns(x, 0, width)
+        x = b.add(x, b.spread(first, b.linear(first, rows_of), groups))
+        x = b.mix(x, b.linear(first, coefficients), groups)
+        y = b.cut_off(b.multiply(b.columns(x, width, width), factors), 0.3)
+        y = b.match_magnitude(b.clamp(b.columns(x, 2 * width, width), 0.5), y)
+        return b.add(x, b.spread(y, constants, groups))
+
+    executor = NativeExecutor(
+        embedding, 20, 1, layer, lambda b, x: b.linear(b.columns(x, 0, width), embedding),
+        width=groups * width, threads=2,
+    )  # fmt: skip
+    rows = sequence_rows(np.arange(9), np.arange(9), layers=1)
+    cache = new_cache("float32", 9, [None])
+    every = ints(np.arange(9))
+    output = executor.run(rows, cache, OutputSpec(every, {0: every, 1: every}))
+    embedded = np.zeros((9, groups * width), np.float32)
+    embedded[:, :width] = embedding.data[:9]
+    assert np.array_equal(output.hidden[0], embedded)
+    assert np.array_equal(executor.embed(rows.tokens), embedding.data[:9])
+    expected = as_numpy(layer(ReferenceBackend(), as_tensor(embedded), 0))
+    assert relative_error(output.hidden[1], expected) < 1e-5
+    alone = sequence_rows([4], np.arange(9), layers=1)
+    one = executor.run(alone, cache, OutputSpec(ints([0]), {1: ints([0])}))
+    assert np.array_equal(one.hidden[1][0], output.hidden[1][4])
 
 
 @pytest.mark.parametrize("format", CACHE_FORMATS)

@@ -278,15 +278,19 @@ def dense_attention(
     values: torch.Tensor,
     slots: list[int],
     shape: Attention,
+    positions: list[int],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one row in float64, by the definition."""
+    """Attention of one row, the last of `positions`, in float64, by the definition."""
     group = shape.num_heads // shape.num_kv_heads
     k = keys[slots].double().repeat_interleave(group, 1)
     v = values[slots].double().repeat_interleave(group, 1)
     scores = torch.einsum("hd,lhd->hl", q.double().view(shape.num_heads, -1), k) * shape.scale
     if shape.softcap:
         scores = shape.softcap * (scores / shape.softcap).tanh()
+    if shape.slopes:
+        distance = torch.tensor(positions) - positions[-1]
+        scores = scores + torch.tensor(shape.slopes).double()[:, None] * distance
     if sinks is not None:
         scores = torch.cat((scores, sinks.double()[:, None]), -1)
     return torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, : len(slots)], v).flatten()
@@ -294,12 +298,17 @@ def dense_attention(
 
 @pytest.mark.parametrize("length", [1, 5, 31, 32, 33, 64, 100])
 @pytest.mark.parametrize("sink", [None, -1.0, 9.0])
+@pytest.mark.parametrize("slopes", [None, (0.5, 0.01, 1.0, 0.0)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 1.5), (7, 1.0)])
 def test_attention_matches_float64(
-    length: int, window: int | None, softcap: float | None, sink: float | None
+    length: int,
+    window: int | None,
+    softcap: float | None,
+    slopes: tuple[float, ...] | None,
+    sink: float | None,
 ) -> None:
     """With masked positions, a tail, a window and a soft cap; other slots hold NaN and infinity."""
-    shape = Attention(4, 2, 6, 0.4, window, softcap)
+    shape = Attention(4, 2, 6, 0.4, window, softcap, slopes=slopes)
     generator = np.random.default_rng(length)
     slots = generator.permutation(200)[:length]
     masked = generator.random(length) < 0.2
@@ -322,10 +331,11 @@ def test_attention_matches_float64(
     sinks = None if sink is None else np.array([sink, 0.0, 1.0, -200.0], np.float32)
     result = bound(rows, KeyValues([keys], [values])).attention(q, k, v, 0, shape, sinks)[0]
     first = 0 if window is None else max(0, length - window)
-    visible = [int(slot) for slot in table[first:] if slot >= 0]
+    positions = [first + int(i) for i in np.flatnonzero(table[first:] >= 0)]
+    visible = table[positions].tolist()
     assert torch.equal(keys[slots[-1]], k.view(2, 6))
     tensor = None if sinks is None else torch.from_numpy(sinks)
-    expected = dense_attention(q[0], keys, values, visible, shape, tensor)
+    expected = dense_attention(q[0], keys, values, visible, shape, positions, tensor)
     assert (result - expected).abs().max() < 1e-5
 
 

@@ -171,6 +171,25 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"n_embd": 96}, "c_attn.weight has shape"),
         ("falcon", {"alibi": True}, "alibi True is not supported"),
+        ("bloom", {"n_head": 5}, "num_attention_heads is 5; allowed is"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm True is not supported",
+        ),
+        ("bloom", {"seq_length": 0}, "max_position_embeddings is 0; allowed is"),
+        ("mpt", {"attn_config": 3}, "attn_config is 3; allowed is an object"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi False is not supported"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln True is not supported"),
+        ("mpt", {"attn_config": {"attn_type": "x"}}, "attn_type 'x' is not supported"),
+        ("mpt", {"attn_config": {"alibi_bias_max": "x"}}, "alibi_bias_max is 'x'; allowed is"),
+        ("mpt", {"attn_config": {"clip_qkv": 0}}, "clip_qkv is 0; allowed is"),
+        ("mpt", {"attn_config": {"softmax_scale": [1]}}, "softmax_scale is [1]; allowed is"),
+        ("mpt", {"expansion_ratio": "x"}, "expansion_ratio is 'x'; allowed is"),
+        ("mpt", {"expansion_ratio": 1e-9}, "intermediate_size is 0; allowed is"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm' is not supported"),
+        ("mpt", {"no_bias": False}, "no_bias False is not supported"),
+        ("mpt", {"logit_scale": 0.5}, "logit_scale 0.5 is not supported"),
         ("falcon", {"multi_query": "x"}, "multi_query is 'x'; allowed is"),
         ("falcon", {"new_decoder_architecture": 1}, "new_decoder_architecture is 1; allowed is"),
     ],
@@ -178,8 +197,59 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
 def test_invalid_configs_of_gpt_layouts_are_rejected(
     family: str, change: dict[str, Any], message: str
 ) -> None:
-    model = hf_model({"gpt2": "GPT2", "falcon": "Falcon"}[family])
+    names = {"gpt2": "GPT2", "falcon": "Falcon", "bloom": "Bloom", "mpt": "Mpt"}
+    model = hf_model(names[family])
     with pytest.raises(CheckpointError) as caught:
+        built(checkpoint_of(model, **change))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"altup_num_inputs": 0}, "altup_num_inputs is 0; allowed is"),
+        ({"altup_num_inputs": 3}, "modality_router.weight has shape"),
+        ({"altup_num_inputs": 99}, "num_streams is 99; allowed is"),
+        ({"altup_active_idx": 4}, "active_stream is 4; allowed is"),
+        ({"laurel_rank": 7}, "laurel.linear_left.weight has shape"),
+        ({"altup_correct_scale": 1}, "altup_correct_scale is 1; allowed is"),
+        ({"activation_sparsity_pattern": [0.1]}, "activation_sparsity_pattern is [0.1]; allowed"),
+        ({"activation_sparsity_pattern": 1.0}, "activation_sparsity_pattern is 1.0; allowed is"),
+        ({"activation_sparsity_pattern": ["x"] * 3}, "activation_sparsity_pattern is 'x'"),
+        ({"intermediate_size": [80]}, "intermediate_size is [80]; allowed is"),
+        ({"intermediate_size": [80, 80, 79]}, "mlp.gate_proj.weight has shape"),
+        ({"gate_cutoffs": 3}, "gate_cutoffs is 3; allowed is"),
+        ({"gate_cutoffs": ["x"] * 3}, "gate_cutoff is 'x'; allowed is"),
+        ({"hidden_size_per_layer_input": 0}, "streams need embeddings of tokens in every layer"),
+    ],
+)
+def test_invalid_settings_of_gemma3n_are_rejected(change: dict[str, Any], message: str) -> None:
+    sizes = {"num_kv_shared_layers": 0, "laurel_rank": 6, "hidden_size_per_layer_input": 12}
+    model = hf_model("Gemma3n", **sizes, vocab_size_per_layer_input=131)
+    with pytest.raises(CheckpointError) as caught:
+        built(checkpoint_of(model, **change))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_chunk_size": 0}, "attention_chunk_size is 0; allowed is"),
+        ({"floor_scale": 0}, "floor_scale is 0; allowed is"),
+        ({"attn_scale": -1.0}, "attn_scale is -1.0; allowed is"),
+        ({"attn_temperature_tuning": "x"}, "attn_temperature_tuning is 'x'; allowed is"),
+        ({"no_rope_layers": [1, 0]}, "has fewer entries"),
+        ({"layer_types": ["chunked_attention"] * 2}, "has fewer entries"),
+        ({"moe_layers": 3}, "moe_layers is 3; allowed is"),
+        ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0; allowed is"),
+        ({"intermediate_size_mlp": None}, "lacks 'intermediate_size_mlp'"),
+        ({"num_experts_per_tok": 9}, "experts_per_token is 9; allowed is"),
+        ({"head_dim": 15}, "rotary size is 15; allowed is"),
+    ],
+)
+def test_invalid_settings_of_llama4_are_rejected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        model = hf_model("Llama4", num_local_experts=4, no_rope_layer_interval=2)
         built(checkpoint_of(model, **change))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
@@ -213,6 +283,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2": {},
     "GPTNeoX": {"hidden_size": 64},
     "Falcon": {},
+    "Bloom": {},
+    "Llama4": {"num_local_experts": 4},
+    "Gemma3n": {"num_kv_shared_layers": 0},
+    "Mpt": {},
     "GptOss": {"num_local_experts": 4},
     "Glm4Moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},
     "DeepseekV2": DEEPSEEK,

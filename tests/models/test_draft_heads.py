@@ -24,6 +24,7 @@ from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
 from draft_folders import Change, changed, set_keys, target_folder, tensor, without
+from tiny_models import checkpoint_of, hf_model
 
 VOCAB = 259
 #: The tokens of the head of `eagle3_checkpoint`.
@@ -89,6 +90,20 @@ def test_an_eagle_3_drafter_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError, match=message) as refused:
         load_draft_head(changed(eagle3_checkpoint(target), change), target)
     assert "\n" not in str(refused.value)
+
+
+def test_a_target_with_several_streams_has_no_drafters_that_read_states() -> None:
+    theirs = hf_model(
+        "Gemma3n",
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=131,
+        laurel_rank=6,
+    )
+    network = load_network(checkpoint_of(theirs))
+    with pytest.raises(CheckpointError, match="several streams") as caught:
+        load_draft_head(Checkpoint("drafter", Path("drafter"), {}, {}), network)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tokens", [[0] * len(TOKENS), [2**40] * len(TOKENS)])

@@ -3,6 +3,8 @@ against the same models in `transformers`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,51 @@ GEMMA_4_EXPERTS_METADATA: dict[str, Any] = {
     "expert_used_count": 3,
     "expert_feed_forward_length": 24,
 }
+GEMMA_3N: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": GEMMA_LAYERS,
+    "head_dim": 8,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 6,
+    "intermediate_size": [80, 80, 80, 56, 56, 56],
+    "activation_sparsity_pattern": [0.95, 0.7, 0.0, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 9.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+GEMMA_3N_METADATA: dict[str, Any] = {
+    "feed_forward_length": [80, 80, 80, 56, 56, 56],
+    "attention.shared_kv_layers": 3,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, True, False] * 2,
+    "embedding_length_per_layer_input": 12,
+    "final_logit_softcapping": 9.0,
+    "altup.active_idx": 0,
+    "altup.num_inputs": 4,
+    "activation_sparsity_scale": [1.6448536, 0.5244005] + [-math.inf] * 4,
+    "rope.freq_base": 1e5,
+    "rope.freq_base_swa": 500.0,
+}
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 5,
+}
+LLAMA_4_METADATA: dict[str, Any] = {
+    "feed_forward_length": 72,
+    "expert_count": 5,
+    "expert_used_count": 1,
+    "expert_feed_forward_length": 80,
+    "interleave_moe_layer_step": 1,
+    "rope.dimension_count": 12,
+}
 LONG = [1.0, 1.1, 1.3, 1.5, 1.7, 2.0]
 CASES = {
     "granite": Case(
@@ -195,6 +242,7 @@ CASES = {
         {"tie_word_embeddings": False, "use_bias": True},
         {**MAMBA, "ssm.dt_b_c_rms": True},
     ),
+    "gemma3n": Case("Gemma3n", "gemma3n", GEMMA_3N, GEMMA_3N_METADATA),
     "gemma4": Case("Gemma4", "gemma4", GEMMA_4, GEMMA_4_METADATA),
     "gemma4 experts": Case(
         "Gemma4",
@@ -336,6 +384,29 @@ CASES = {
         {"rope.dimension_count": 12, "use_parallel_residual": False},
     ),
     "falcon": Case("Falcon", "falcon", {"ffn_hidden_size": 192}),
+    "llama4": Case("Llama4", "llama4", LLAMA_4, LLAMA_4_METADATA),
+    "llama4 dense": Case(
+        "Llama4",
+        "llama4",
+        {
+            **LLAMA_4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
+        {**LLAMA_4_METADATA, "interleave_moe_layer_step": 2, "expert_used_count": 2},
+    ),
+    "bloom": Case("Bloom", "bloom", {"num_attention_heads": 6}),
+    "mpt": Case("Mpt", "mpt", {}, {"attention.max_alibi_bias": 8.0}),
+    "mpt odd": Case(
+        "Mpt",
+        "mpt",
+        {
+            "num_attention_heads": 6,
+            "attn_config": {"clip_qkv": 0.7},
+        },
+        {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.7},
+    ),
     "falcon new": Case(
         "Falcon", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
     ),
@@ -393,7 +464,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture
     )
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for name, parameter in model.state_dict().items():
+    for name, parameter in _stored(model):
         if name in ("lm_head.weight", "embed_out.weight") and config["tie_word_embeddings"]:
             continue
         tensor = parameter.numpy()
@@ -411,6 +482,8 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         tensor = -np.exp(tensor) if name.endswith("A_log") else tensor
         if "." not in name.removeprefix("model.layers.")[2:] or ".experts." in name:
             name = f"{name}.weight"
+        if case.family == "Bloom":
+            name = name.removeprefix("transformer.")
         module, _, leaf = name.rpartition(".")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if module.endswith(".router") and leaf in _ROUTER_SCALES:
@@ -425,6 +498,28 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * 2 + [1e30] * 6, np.float32))
     finish(writer)
     return path
+
+
+def _stored(model: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a model; the experts of Llama 4 as matrices `[experts, out, in]`, and the
+    projections of streams of Gemma 3n as stacks."""
+    import torch
+
+    stacks: dict[str, list[Any]] = {}
+    for name, parameter in model.state_dict().items():
+        if "feed_forward.experts.gate_up_proj" in name:
+            for part, half in zip(("gate", "up"), parameter.chunk(2, -1), strict=True):
+                yield name.replace("gate_up", part), half.transpose(1, 2)
+        elif "feed_forward.experts" in name:
+            yield name, parameter.transpose(1, 2)
+        elif name.startswith(("model.altup_projections", "model.altup_unembed_projections")):
+            stacks.setdefault(name.split(".")[1], []).append(parameter)
+        elif name.endswith("correct_output_scale"):
+            yield f"{name}.weight", parameter
+        else:
+            yield name, parameter
+    for name, parts in stacks.items():
+        yield f"model.{name}.weight", torch.stack(parts)
 
 
 def original(case: Case) -> Any:
@@ -488,6 +583,26 @@ def test_quantised_experts_of_gemma4_keep_their_factors(tmp_path: Path) -> None:
     assert 0 < np.abs(found - expected).mean() < 0.1 * np.abs(expected).mean()
 
 
+def test_the_small_matrices_of_streams_are_not_quantised(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "laurel_rank": 32}
+    metadata = {**GEMMA_3N_METADATA, "feed_forward_length": 96}
+    settings = {**GEMMA_3N, **sizes, "hidden_size_per_layer_input": 32}
+    case = Case(
+        "Gemma3n", "gemma3n", settings, {**metadata, "embedding_length_per_layer_input": 32}
+    )
+    model = original(case)
+    path = converted(model, case, tmp_path / "tiny.gguf")
+    quantize_file(path, tmp_path / "small.gguf", "q8_0")
+    network = built(load_checkpoint(tmp_path / "small.gguf"))
+    block = network.network.weights.layers[0].streams
+    assert block is not None
+    names = ("residual_down", "residual_up", "router", "prediction", "correction")
+    formats = [getattr(block, name).weight.format for name in names]
+    assert formats == ["Q8_0"] * 2 + ["F32"] * 3
+    found, expected = logits(network, chain(TOKENS)), hf_logits(model, TOKENS)
+    assert 0 < np.abs(found - expected).mean() < 0.1 * np.abs(expected).mean()
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -510,6 +625,15 @@ def test_quantised_experts_of_gemma4_keep_their_factors(tmp_path: Path) -> None:
         ("gpt neox", {"use_parallel_residual": False}),
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
         ("falcon mamba", {"ssm.dt_b_c_rms": None}),
+        ("mpt", {"attention.max_alibi_bias": 16.0}),
+        ("gemma3n", {"altup.active_idx": 1}),
+        ("gemma3n", {"activation_sparsity_scale": [-math.inf] * 6}),
+        ("gemma3n", {"rope.freq_base_swa": None}),
+        ("gemma3n", {"final_logit_softcapping": None}),
+        ("gemma3n", {"attention.sliding_window": 5}),
+        ("llama4", {"rope.freq_base": 500.0}),
+        ("llama4 dense", {"expert_used_count": 1}),
+        ("mpt odd", {"attention.clamp_kqv": None}),
         ("gemma4", {"rope.freq_base_swa": None}),
         ("gemma4", {"rope.freq_base": 500.0}),
         ("gemma4", {"attention.sliding_window": 5}),
@@ -550,6 +674,23 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
         ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
         ("gpt2", {"context_length": 300}, "embed_positions"),
+        ("gemma3n", {"altup.num_inputs": 3}, "allowed are 2 matrices"),
+        ("gemma3n", {"altup.num_inputs": 1}, "altup.num_inputs is 1"),
+        ("gemma3n", {"altup.active_idx": 4}, "active_stream is 4"),
+        ("gemma3n", {"activation_sparsity_scale": [1.0]}, "a list of 6 numbers"),
+        ("gemma3n", {"activation_sparsity_scale": [math.nan] * 6}, "gate_cutoff is nan"),
+        ("gemma3n", {"activation_sparsity_scale": None}, "activation_sparsity_scale is missing"),
+        ("gemma3n", {"attention.shared_kv_layers": 4}, "no earlier layer|is missing"),
+        ("llama4", {"attention.sliding_window": 0}, "without chunked attention"),
+        ("llama4", {"expert_count": None}, "expert_count is missing"),
+        ("llama4", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0"),
+        ("llama4", {"interleave_moe_layer_step": 2}, "feed_forward.*is missing"),
+        ("llama4", {"expert_feed_forward_length": 72}, "has shape"),
+        ("llama4", {"expert_used_count": 9}, "experts_per_token is 9"),
+        ("mpt", {"attention.max_alibi_bias": 0.0}, "alibi_bias_max is 0.0"),
+        ("mpt", {"attention.max_alibi_bias": None}, "max_alibi_bias is missing"),
+        ("mpt odd", {"attention.clamp_kqv": -1.0}, "clip_qkv is -1.0"),
+        ("bloom", {"attention.head_count": 7}, "has shape|divis"),
         ("gemma4", {"attention.shared_kv_layers": 6}, "shared_kv_layers is 6"),
         ("gemma4", {"attention.shared_kv_layers": 5}, "no earlier layer of type full_attention"),
         ("gemma4", {"attention.shared_kv_layers": 4}, "layers.2.mlp|layers.5|no earlier"),

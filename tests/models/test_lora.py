@@ -155,6 +155,31 @@ def test_adapters_of_gemma4(tmp_path: Path, backend: str) -> None:
     assert np.abs(plain - expected).max() > 1e-2
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_adapters_of_gemma3n(tmp_path: Path, backend: str) -> None:
+    """Of the low-rank residuals and of the matrices that predict and correct streams."""
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    settings = {
+        "initializer_range": 0.05,
+        "layer_types": ["full_attention"] * 3,
+        "head_dim": 12,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 131,
+        "num_kv_shared_layers": 1,
+        "laurel_rank": 6,
+    }
+    names = ["q_proj", "gate_proj", "linear_left", "linear_right", "modality_router"]
+    names += ["prediction_coefs", "correction_coefs", "per_layer_input_gate"]
+    options = {"r": 3, "lora_alpha": 7, "target_modules": names}
+    expected = hf_logits(save_peft_model("Gemma3n", options, tmp_path, **settings), PROMPT)
+    ours = own_model(hf_model("Gemma3n", **settings), executor=choose_executor(backend))
+    plain = logits(ours, chain(PROMPT))
+    ours.add_adapter(tmp_path)
+    assert np.abs(adapter_logits(ours, 0, PROMPT) - expected).max() < 1e-4
+    assert np.abs(plain - expected).max() > 1e-2
+
+
 @pytest.mark.parametrize("module", ["x_proj", "dt_proj"])
 def test_adapters_cannot_target_the_gates_of_mamba(module: str, tmp_path: Path) -> None:
     save_peft_model("Mamba", {"r": 4, "target_modules": [module]}, tmp_path)

@@ -16,9 +16,12 @@ from anydecode.kernels.formats import quantize
 from anydecode.kernels.library import load_library
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network, spec_from_config
+from anydecode.models.families.alibi import alibi_slopes
+from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Experts, Network
 from anydecode.models.opening import choose_executor, torch_executor
 from anydecode.models.transformer import Transformer
+from gguf_models import write_folder
 from tiny_models import (
     LATENT_SIZES,
     built,
@@ -173,6 +176,31 @@ GEMMA_4_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
 }
 
+GEMMA_3N: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 131,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 6,
+    "intermediate_size": [80, 80, 80, 56, 56, 56],
+    "activation_sparsity_pattern": [0.95, 0.7, 0.3, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 9.0,
+}
+GEMMA_3N_ODD: dict[str, Any] = {
+    **GEMMA_3N,
+    "altup_num_inputs": 3,
+    "altup_active_idx": 1,
+    "altup_correct_scale": False,
+    "num_kv_shared_layers": 0,
+    "intermediate_size": 77,
+    "attention_bias": True,
+    "vocab_size_per_layer_input": 100,
+    "tie_word_embeddings": False,
+}
 DEEPSEEK: dict[str, Any] = {
     **LATENT_SIZES,
     "num_key_value_heads": 4,
@@ -192,6 +220,38 @@ DEEPSEEK_ROPE: dict[str, Any] = {
     "beta_slow": 1,
     "mscale": 0.707,
     "mscale_all_dim": 0.5,
+}
+
+MPT_ATTENTION: dict[str, Any] = {"clip_qkv": 0.7, "softmax_scale": 0.4}
+
+#: As Scout, with the chunks and the growth of queries within the test's positions.
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 5,
+    "attention_chunk_size": 8,
+    "floor_scale": 5,
+    "attn_scale": 0.4,
+    "rms_norm_eps": 1e-2,
+}
+#: As Maverick: every second layer has experts, and queries and keys have no norms.
+LLAMA_4_DENSE: dict[str, Any] = {
+    **LLAMA_4,
+    "num_hidden_layers": 4,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "no_rope_layers": [1, 0, 0, 1],
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -276,6 +336,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 6.0,
         },
     ),
+    "gemma3n": ("Gemma3n", GEMMA_3N),
+    "gemma3n odd": ("Gemma3n", GEMMA_3N_ODD),
     "gemma4": ("Gemma4", GEMMA_4),
     "gemma4 keys as values": ("Gemma4", GEMMA_4_KEYS_AS_VALUES),
     "gemma4 experts": ("Gemma4", GEMMA_4_EXPERTS),
@@ -552,6 +614,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_parallel_residual": False, "hidden_size": 64, "tie_word_embeddings": True},
     ),
     "falcon": ("Falcon", {"ffn_hidden_size": 72}),
+    "bloom": ("Bloom", {}),
+    "bloom odd": (
+        "Bloom",
+        {"num_attention_heads": 12, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False},
+    ),
+    "bloom few heads": ("Bloom", {"num_attention_heads": 3, "num_hidden_layers": 2}),
+    "llama4": ("Llama4", LLAMA_4),
+    "llama4 dense": ("Llama4", LLAMA_4_DENSE),
+    "llama4 plain": (
+        "Llama4",
+        {**LLAMA_4, "attn_temperature_tuning": False, "moe_layers": [1, 4], "head_dim": 12},
+    ),
+    "mpt": ("Mpt", {}),
+    "mpt odd": ("Mpt", {"num_attention_heads": 12, "attn_config": MPT_ATTENTION}),
     "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon one norm": (
         "Falcon",
@@ -734,6 +810,19 @@ def test_logits_and_greedy_tokens_match_transformers(case: str, backend: str) ->
     assert np.abs(whole - reference).max() < 1e-4
 
 
+@pytest.mark.parametrize("num_heads", [1, 4, 6, 12, 112])
+def test_slopes_of_linear_biases(num_heads: int) -> None:
+    """The two functions of `transformers`; MPT's config has the largest bias, which `transformers`
+    does not read."""
+    pytest.importorskip("torch")
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    theirs = bloom._get_alibi_slopes(num_heads, "cpu").numpy()
+    assert np.allclose(alibi_slopes(num_heads), theirs, rtol=1e-5)
+    theirs = -mpt.build_mpt_alibi_tensor(num_heads, 2, 16)[:, 0, 0].numpy()
+    assert np.allclose(alibi_slopes(num_heads, 16.0), theirs, rtol=1e-5)
+
+
 def test_minicpm_is_granite_with_other_names_of_its_factors() -> None:
     """`transformers` has Granite, but not MiniCPM."""
     theirs = hf_model(
@@ -859,6 +948,40 @@ def test_gemma4_inside_a_multimodal_model() -> None:
     tensors["model.vision_tower.patch_embedder.weight"] = np.zeros((2, 2), np.float32)
     ours = built(replace(stored, config=outer, tensors=tensors))
     assert np.abs(logits(ours, chain(PROMPT)) - hf_logits(theirs, PROMPT)).max() < 1e-4
+
+
+def test_gemma3n_inside_a_multimodal_model(tmp_path: Any) -> None:
+    theirs = hf_model("Gemma3n", **GEMMA_3N)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.numpy()
+        for name, tensor in theirs.state_dict().items()
+    }
+    config = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": theirs.config.to_dict(),
+        "audio_config": {},
+    }
+    checkpoint = load_checkpoint(write_folder(tmp_path / "nested", tensors, **config))
+    found = logits(built(checkpoint, "float32"), chain(PROMPT))
+    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4
+
+
+def test_llama4_inside_a_multimodal_model(tmp_path: Any) -> None:
+    """As it is published: an empty list of layers without rope, and a number for the switch of the
+    growth of queries."""
+    theirs = hf_model("Llama4", **LLAMA_4)
+    tensors = {f"language_model.{name}": x.numpy() for name, x in theirs.state_dict().items()}
+    text = theirs.config.to_dict()
+    changes = {"no_rope_layers": [], "layer_types": None, "attn_temperature_tuning": 4}
+    config = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {**text, **changes, "moe_layers": None},
+    }
+    checkpoint = load_checkpoint(write_folder(tmp_path / "nested", tensors, **config))
+    found = logits(built(checkpoint, "float32"), chain(PROMPT))
+    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4
 
 
 def test_gemma3_inside_a_multimodal_model() -> None:
@@ -1101,6 +1224,19 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "window beside shared caches": ("gemma4", {"sliding_window": 7}),
     "experts beside the mlp": ("gemma4 experts", {"top_k_experts": 2}),
+    "active stream": ("gemma3n odd", {"altup_active_idx": 0}),
+    "scale of corrections": ("gemma3n", {"altup_correct_scale": False}),
+    "sparsity": ("gemma3n", {"activation_sparsity_pattern": [0.95, 0.7, 0.35, 0.0, 0.0, 0.0]}),
+    "chunks": ("llama4", {"attention_chunk_size": 9}),
+    "growth of queries": ("llama4", {"attn_scale": 0.3}),
+    "period of growth": ("llama4", {"floor_scale": 6}),
+    "temperature": ("llama4", {"attn_temperature_tuning": False}),
+    "layers without rope": ("llama4 dense", {"no_rope_layers": [1, 0, 1, 1]}),
+    "norms of queries": ("llama4 plain", {"use_qk_norm": False}),
+    "top one": ("llama4 dense", {"num_experts_per_tok": 1}),
+    "slopes": ("mpt", {"attn_config": {"alibi_bias_max": 16}}),
+    "qkv limit": ("mpt odd", {"attn_config": {**MPT_ATTENTION, "clip_qkv": 1.0}}),
+    "softmax scale": ("mpt odd", {"attn_config": {**MPT_ATTENTION, "softmax_scale": None}}),
     "swiglu limit": ("gpt oss", {"swiglu_limit": 0.2}),
     "swiglu alpha": ("gpt oss", {"swiglu_alpha": 1.0}),
 }
@@ -1120,13 +1256,49 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
     assert np.abs(logits(wrong_model, chain(tokens)) - expected).max() > 1e-3
 
 
-#: Changes of a model of Gemma 4, each of one mechanism. The parts of the weights that a wrong twin
+#: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "no embeddings of tokens per layer": ("gemma4", lambda network: _zero_table(network)),
     "keys and values of the first layer of the type": (
         "gemma4",
         lambda network: _share(network, {3: 0, 4: 0, 5: 2}),
+    ),
+    "no low-rank residual": ("gemma3n", lambda network: _zero(network, "residual_norm")),
+    "no prediction": ("gemma3n", lambda network: _zero(network, "prediction")),
+    "correction without one": ("gemma3n", lambda network: _zero(network, "correction")),
+    "no threshold of gates": (
+        "gemma3n",
+        lambda network: _each_spec(network, gate_cutoff=None),
+    ),
+    "the last states of the first stream": (
+        "gemma3n",
+        lambda network: _zero_last(network),
+    ),
+    "weights of outputs": (
+        "llama4",
+        lambda network: _each_spec(
+            network, routing=replace(network.spec.layers[0].routing, scales_inputs=False)
+        ),
+    ),
+    "growth from position 0": (
+        "llama4",
+        lambda network: object.__setattr__(network.spec.layers[3].query_rope, "growth_start", 0),
+    ),
+    "norms in layers without rotation": (
+        "llama4",
+        lambda network: _each_spec(network, qk_norm="plain"),
+    ),
+    "no linear biases": ("bloom", lambda network: _each_shape(network, slopes=None)),
+    "slopes of a power of two": (
+        "bloom odd",
+        lambda network: _each_shape(
+            network, slopes=tuple(2.0 ** (-8 * i / 12) for i in range(1, 13))
+        ),
+    ),
+    "embeddings without a norm": (
+        "bloom",
+        lambda network: setattr(network, "spec", replace(network.spec, has_embedding_norm=False)),
     ),
     "no scale of layers": ("gemma4", lambda network: _each(network, scale=1.0)),
     "values without a norm": ("gemma4", lambda network: _each_spec(network, has_value_norm=False)),
@@ -1144,6 +1316,28 @@ def _each(network: Network, **changes: Any) -> None:
 def _each_spec(network: Network, **changes: Any) -> None:
     layers = tuple(replace(layer, **changes) for layer in network.spec.layers)
     network.spec = replace(network.spec, layers=layers)
+
+
+def _zero(network: Network, name: str) -> None:
+    """Set a matrix or a norm of each layer's streams to zero, or the bias of the correction."""
+    for layer in network.weights.layers:
+        value = getattr(layer.streams, name)
+        if name == "correction":
+            value.bias = None
+        else:
+            (value if isinstance(value, np.ndarray) else value.weight.data)[:] = 0
+
+
+def _zero_last(network: Network) -> None:
+    assert network.weights.streams is not None
+    for linear in network.weights.streams.last:
+        linear.weight.data[:] = 0
+
+
+def _each_shape(network: Network, **changes: Any) -> None:
+    for layer in network.spec.layers:
+        assert layer.attention is not None
+        object.__setattr__(layer, "attention", replace(layer.attention, **changes))
 
 
 def _share(network: Network, sources: dict[int, int]) -> None:
@@ -1213,3 +1407,15 @@ def test_equal_router_scores_choose_the_lower_experts(backend: str, tmp_path: An
     assert np.array_equal(outputs(2, 3), expected)
     for expert in (0, 1):
         assert np.abs(outputs(expert) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_saturated_scores_of_llama4_choose_the_largest_logit(backend: str) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    theirs = hf_model("Llama4", **LLAMA_4)
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("router.weight"):
+            parameter.data *= 100
+    found = logits(own_model(theirs, executor=choose_executor(backend)), chain(PROMPT))
+    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4

@@ -188,6 +188,7 @@ def test_pre_tokenizer_splits() -> None:
     assert words("qwen2", "x;\ny") == ["x", ";\n", "y"]
     assert words("seed-coder", "x;\n12") == ["x", ";", "\n", "1", "2"]
     assert words("falcon", "x=1234`") == ["x", "=", "123", "4", "`"]
+    assert words("bloom", "it's (ok), 12") == ["it's", " (", "ok", "),", " 12"]
     text = "é x;1234\n日本 end  "
     found = ["é", " x", ";", "1234", "\n", "日本", " end", "  "]
     assert words("deepseek-llm", text) == found

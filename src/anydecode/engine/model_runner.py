@@ -18,6 +18,7 @@ from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import Array, Output, OutputSpec, Rows, SampleSpec
 from anydecode.memory.pool import KVPool, PoolFull
 from anydecode.memory.prefix import PrefixCache
+from anydecode.models.per_layer import late_start_error
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.span import MultiStepSpan, Span
 
@@ -186,6 +187,8 @@ class ModelRunner:
                 continue
             planned.add(request.sequence.root.id)
             try:
+                if span.start and self.model.spec.per_layer_size:
+                    raise late_start_error(self.model.name)
                 builder.add(item)
             except Exception as error:
                 self.failed.append((request, error))

@@ -90,6 +90,14 @@ class RowArithmetic:
         parts = [z.reshape(len(z), groups, z.shape[-1] // groups) for z in (x, y)]
         return np.concatenate(parts, -1).reshape(len(x), x.shape[-1] + y.shape[-1])
 
+    def columns(self, x: np.ndarray, first: int, size: int) -> np.ndarray:
+        """See `Backend.columns`."""
+        return x[:, first : first + size]
+
+    def clamp(self, x: np.ndarray, limit: float) -> np.ndarray:
+        """See `Backend.clamp`."""
+        return x.clip(-np.float32(limit), np.float32(limit))
+
     def rope(self, x: np.ndarray, num_heads: int, rope: Rope) -> np.ndarray:
         """See `Backend.rope`."""
         assert self._positions is not None

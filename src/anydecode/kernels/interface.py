@@ -106,6 +106,9 @@ class Attention:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     chunk: int | None = None  # a row at position p attends to positions >= p // chunk * chunk
     is_two_sided: bool = False  # the window also ends at positions < p + window
+    # Linear biases (ALiBi, arXiv:2108.12409): slopes[h] * (the key's position - the row's position)
+    # is added to the scores of head h. None: no biases.
+    slopes: tuple[float, ...] | None = None
     # The value of a position is the first so many numbers of its only key, and no values are stored
     # (DeepSeek-V2, arXiv:2405.04434); None: values of head_dim numbers are stored.
     latent_dim: int | None = None
@@ -220,7 +223,8 @@ class Routing:
         scale: A factor of the weights, after normalisation.
         scores_per_group: 2, or 1 for the largest score alone (DeepSeek-V2).
         scales_inputs: Whether the weights multiply the inputs of experts, not their outputs
-            (Llama 4).
+            (Llama 4). Without a selection bias and groups, experts are then chosen by their logits,
+            which differ where sigmoids are rounded to 1.
     """
 
     experts_per_token: int
@@ -486,6 +490,37 @@ class Backend(ABC):
     @abstractmethod
     def softcap(self, x: Any, cap: float) -> Any:
         """cap * tanh(x / cap)"""
+
+    @abstractmethod
+    def clamp(self, x: Any, limit: float) -> Any:
+        """x, limited to [-limit, limit]"""
+
+    @abstractmethod
+    def multiply(self, x: Any, factors: np.ndarray) -> Any:
+        """x * factors, float32 `[width]`"""
+
+    @abstractmethod
+    def cut_off(self, x: Any, multiplier: float) -> Any:
+        """max(x - c, 0), where c is the mean of a row of x plus `multiplier` times its standard
+        deviation."""
+
+    @abstractmethod
+    def match_magnitude(self, x: Any, like: Any) -> Any:
+        """x * sqrt(mean(like^2)) / sqrt(max(mean(x^2), 1e-5)) over the last axis."""
+
+    @abstractmethod
+    def mix(self, x: Any, coefficients: Any, groups: int) -> Any:
+        """Each of `groups` equal parts of x plus a weighted sum of all of them.
+
+        `coefficients` has `groups` numbers per part, and a row per row of x.
+        """
+
+    @abstractmethod
+    def spread(self, x: Any, factors: Any, groups: int) -> Any:
+        """`groups` multiples of x side by side.
+
+        `factors` has `groups` numbers per row of x, or is float32 `[groups]`.
+        """
 
     @abstractmethod
     def experts(

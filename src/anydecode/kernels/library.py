@@ -85,6 +85,7 @@ class Op(ctypes.Structure):
         ("experts", pointer),
         ("routing", pointer),
         ("recurrence", pointer),
+        ("slopes", pointer),
     ]
 
 

@@ -117,7 +117,8 @@ class NativeExecutor:
         carries_states: Whether, with `reads_states`, the hidden state of one step is the input of
             the next in a multi-step pass; without it such passes have one step.
         head_tokens: The tokens of a head that has fewer than the vocabulary, int64 `[num_logits]`.
-        width: Numbers per hidden state; None: as many as the embedding has.
+        width: Numbers per hidden state; None: as many as the embedding has. Where there are more,
+            those of the first layer start as an embedding and zeros.
         packer: The packer of another network with which this one shares weights.
         adapters: The loaded LoRA adapters; may grow later.
         threads: Number of threads; None: one per physical core.
@@ -158,6 +159,8 @@ class NativeExecutor:
         self._hidden_size, self._num_logits = width or embedding.in_features, num_logits
         self._network = (embedding, embedding_scale, num_layers, layer, head, self._hidden_size)
         self._adapters, self._loaded = adapters, list[Adapter]()
+        self._embedding_size = embedding.in_features
+        self._input_size = self._hidden_size if reads_states else self._embedding_size
         self._reads_states = reads_states
         self._num_layers = num_layers
         self.program = record(self.packer, *self._network, (), reads_states)
@@ -290,11 +293,11 @@ class NativeExecutor:
         x = np.zeros((len(rows), self._hidden_size), np.float32)
         with_token = np.flatnonzero(rows.tokens >= 0)
         if rows.inputs is not None:
-            x[:] = rows.inputs
+            x[:, : rows.inputs.shape[1]] = rows.inputs
         elif len(with_token) < len(rows):
             raise InvalidRequestError(_ERRORS[1])
         if len(with_token):
-            x[with_token] = self.embed(rows.tokens[with_token])
+            x[with_token, : self._embedding_size] = self.embed(rows.tokens[with_token])
         return x
 
     # --- ranges of layers
@@ -319,7 +322,7 @@ class NativeExecutor:
         self._pass.num_rows, self._pass.num_captures = count, 0
         self._pass.adapters = None
         self._call(0, 0, None)
-        return self._buffers.stream[:count].copy()
+        return self._buffers.stream[:count, : self._embedding_size].copy()
 
     def layers(self, x: np.ndarray, active: np.ndarray, first: int, last: int) -> np.ndarray:
         """Run layers [first, last) for some rows of the pass.
@@ -491,7 +494,7 @@ class NativeExecutor:
             self._pass.inputs = None
             return
         self._inputs = np.ascontiguousarray(inputs, np.float32)
-        if self._inputs.shape != (count, self._hidden_size):
+        if self._inputs.shape != (count, self._input_size):
             raise InvalidRequestError(_ERRORS[1])
         self._pass.inputs = address_of(self._inputs)
 

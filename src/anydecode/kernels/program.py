@@ -158,6 +158,8 @@ class NativeBackend(Backend):
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
         if sinks is not None:
             limits["weight"] = self._keep_vector(sinks)
+        if shape.slopes is not None:
+            limits["slopes"] = self._keep_vector(np.array(shape.slopes, np.float32))
         width = shape.num_heads * shape.value_dim
         out = self._record(Code.ATTEND, (q,), width, **fields, **limits)
         self.steps[-1].cache = "read"
@@ -232,6 +234,28 @@ class NativeBackend(Backend):
 
     def softcap(self, x: Value, cap: float) -> Value:
         return self._record(Code.SOFTCAP, (x,), x.width, x=cap)
+
+    def clamp(self, x: Value, limit: float) -> Value:
+        return self._record(Code.CLAMP, (x,), x.width, x=limit)
+
+    def multiply(self, x: Value, factors: np.ndarray) -> Value:
+        return self._record(Code.MULTIPLY, (x,), x.width, weight=self._keep_vector(factors))
+
+    def cut_off(self, x: Value, multiplier: float) -> Value:
+        return self._record(Code.CUT_OFF, (x,), x.width, x=multiplier)
+
+    def match_magnitude(self, x: Value, like: Value) -> Value:
+        return self._record(Code.MATCH_MAGNITUDE, (x, like), x.width)
+
+    def mix(self, x: Value, coefficients: Value, groups: int) -> Value:
+        return self._record(Code.MIX, (x, coefficients), x.width, groups=groups)
+
+    def spread(self, x: Value, factors: Value | np.ndarray, groups: int) -> Value:
+        fields: dict[str, Any] = {"groups": groups}
+        inputs = (x, factors) if isinstance(factors, Value) else (x,)
+        if isinstance(factors, np.ndarray):
+            fields["weight"] = self._keep_vector(factors)
+        return self._record(Code.SPREAD, inputs, groups * x.width, **fields)
 
     def experts(
         self,

@@ -203,8 +203,17 @@ class ReferenceBackend(Backend):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
-            out[index] = _attend(q[index], keys, values, format, table, shape, sink_scores)
+            biases = self._biases(shape, bound.positions[index], visible.width)
+            out[index] = _attend(q[index], keys, values, format, table, shape, biases, sink_scores)
         return out
+
+    def _biases(self, shape: Attention, positions: torch.Tensor, width: int) -> torch.Tensor | None:
+        """The linear biases of the scores, `[m, kv_heads, group, width]`."""
+        if shape.slopes is None:
+            return None
+        distance = torch.arange(width, device=self.device) - positions[:, None]
+        slopes = torch.tensor(shape.slopes, dtype=torch.float32, device=self.device)
+        return slopes.view(1, shape.num_kv_heads, -1, 1) * distance[:, None, None, :].float()
 
     def convolution(
         self, x: torch.Tensor, layer: int, shape: Recurrence, weights: RecurrenceWeights
@@ -259,6 +268,36 @@ class ReferenceBackend(Backend):
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return elementary.tanh(x / cap) * cap
+
+    def clamp(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        return x.clamp(-limit, limit)
+
+    def multiply(self, x: torch.Tensor, factors: np.ndarray) -> torch.Tensor:
+        return x * self._vector(factors)
+
+    def cut_off(self, x: torch.Tensor, multiplier: float) -> torch.Tensor:
+        mean = elementary.tree_sum(x).unsqueeze(-1) / x.shape[-1]
+        centred = x - mean
+        variance = elementary.tree_sum(centred * centred).unsqueeze(-1) / x.shape[-1]
+        return (centred - torch.sqrt(variance) * multiplier).clamp(min=0.0)
+
+    def match_magnitude(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        size, target = (elementary.tree_sum(y * y).unsqueeze(-1) / y.shape[-1] for y in (x, like))
+        return x * (torch.sqrt(target) / torch.sqrt(size.clamp(min=1e-5)))
+
+    def mix(self, x: torch.Tensor, coefficients: torch.Tensor, groups: int) -> torch.Tensor:
+        parts, out = x.view(len(x), groups, -1), x.view(len(x), groups, -1)
+        factors = coefficients.view(len(x), groups, groups)
+        for part in range(groups):
+            out = out + factors[:, :, part : part + 1] * parts[:, part : part + 1]
+        return out.flatten(-2)
+
+    def spread(
+        self, x: torch.Tensor, factors: torch.Tensor | np.ndarray, groups: int
+    ) -> torch.Tensor:
+        if isinstance(factors, np.ndarray):
+            factors = self._vector(factors).expand(len(x), groups)
+        return (factors[:, :, None] * x[:, None, :]).flatten(-2)
 
     def experts(
         self,
@@ -356,6 +395,8 @@ def expert_shares(
     is_sigmoid = routing.scoring == "sigmoid"
     shares = elementary.sigmoid(router) if is_sigmoid else elementary.softmax(router)
     choice = shares if selection_bias is None else shares + selection_bias
+    if routing.scales_inputs and selection_bias is None and routing.num_groups == 1:
+        choice = router
     if routing.num_groups > 1:
         groups = choice.view(len(choice), routing.num_groups, -1)
         largest = torch.sort(groups, dim=-1, descending=True).values
@@ -416,6 +457,7 @@ def _attend(
     format: str,
     table: torch.Tensor,
     shape: Attention,
+    biases: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of q `[m, heads * head_dim]` over the slots in `table` `[m, width]`; -1 is masked.
@@ -432,6 +474,8 @@ def _attend(
     scores = elementary.tree_sum(query * key) * shape.scale
     if shape.softcap is not None:
         scores = elementary.tanh(scores / shape.softcap) * shape.softcap
+    if biases is not None:
+        scores = scores + biases
     scores = scores.masked_fill(~mask, float("-inf"))
     if not scores.shape[-1]:
         return q.new_zeros(rows, shape.num_heads * shape.value_dim)

@@ -70,6 +70,10 @@ def load_draft_head(
             does not fit the target.
     """
     with untrusted(checkpoint.path):
+        if target.spec.num_streams > 1:
+            raise CheckpointError(
+                "drafters cannot read the states of a target with several streams (Gemma 3n)"
+            )
         if is_block_drafter(checkpoint):
             return load_block_drafter(checkpoint, target, dtype, read_rows)
         kind = checkpoint.config.get(SPECULATORS)

@@ -57,6 +57,7 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
 # Chinese characters are words of their own.
 _KIMI_K2 = r"\p{Han}+|" + _O200K.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace("/]", "]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
 
 #: Name of the pre-tokenizer -> regular expressions, each applied to the result of the one before.
@@ -88,6 +89,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     "seed-coder": (_SEED,),
     "falcon": _FALCON,
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), (_BLOOM,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,

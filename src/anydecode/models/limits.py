@@ -21,6 +21,8 @@ MAX_TOKENS = 1 << 24
 #: an entry for each, so these bound the memory that a small file can ask for.
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 17
+#: Maximum of the streams of hidden states.
+MAX_STREAMS = 64
 #: Range of factors: wider than any model needs, narrower than float32.
 MIN_FACTOR, MAX_FACTOR = 1e-9, 1e9
 

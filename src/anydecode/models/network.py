@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
+from anydecode.errors import CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import (
     STORE_ONLY,
@@ -31,6 +31,7 @@ from anydecode.models.linear import Linear
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 from anydecode.models.states import StateWeights
+from anydecode.models.streams import StreamBlock, StreamProjections
 
 
 @dataclass(eq=False)
@@ -193,6 +194,7 @@ class LayerWeights:
     latent: LatentWeights | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
+    streams: StreamBlock | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -200,8 +202,9 @@ class LayerWeights:
         linears = [self.query, self.key, self.value, self.output, self.attention_gate]
         if self.per_layer is not None:
             linears += [self.per_layer.gate, self.per_layer.projection]
+        weights = [] if self.streams is None else self.streams.matrices
         linears += [] if self.recurrent is None else self.recurrent.linears
-        weights = [linear.weight for linear in linears if linear is not None]
+        weights += [linear.weight for linear in linears if linear is not None]
         weights += [] if self.latent is None else self.latent.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
@@ -221,6 +224,7 @@ class ModelWeights:
     embedding_norm_bias: np.ndarray | None = None
     segments: np.ndarray | None = None  # float32 [num_segments, hidden_size]
     per_layer: PerLayerEmbeddings | None = None
+    streams: StreamProjections | None = None
     states: StateWeights | None = None  # of a drafter that reads its target's states
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
     block_heads: BlockHeads | None = None  # of a drafter that predicts blocks
@@ -275,17 +279,19 @@ class Network:
         if spec.has_position_table != (weights.position_table is not None):
             raise CheckpointError("only one of the spec and the weights has a position table")
         _check_per_layer(spec, weights.per_layer)
+        _check_streams(spec, weights.streams)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             width = spec.hidden_size
             if index == 0 and spec.attends_to_states:
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
+            _check_stream_block(f"layer {index}, ", spec, layer.streams)
 
     @property
     def width(self) -> int:
         """Numbers per hidden state between layers."""
-        return self.spec.hidden_size
+        return self.spec.hidden_size * self.spec.num_streams
 
     @property
     def carries_states(self) -> bool:
@@ -299,6 +305,8 @@ class Network:
         yield self.weights.head
         if self.weights.per_layer is not None:
             yield self.weights.per_layer.projection.weight
+        if self.weights.streams is not None:
+            yield from self.weights.streams.matrices
         if self.weights.states is not None:
             yield from self.weights.states.matrices
         for layer in self.weights.layers:
@@ -312,7 +320,37 @@ class Network:
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The hidden states after layer `index`, from those before it."""
         x = self._inputs(backend, x, index)
+        if self.spec.num_streams > 1:
+            return self._layer_of_streams(backend, x, index)
         return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
+
+    def _layer_of_streams(self, backend: Backend, x: Any, index: int) -> Any:
+        """The same for several streams. After the last layer their mean takes the place of the
+        first one, and the others are zero."""
+        spec, model, weights = self.spec.layers[index], self.spec, self.weights.layers[index]
+        block, projections = weights.streams, self.weights.streams
+        assert block is not None and projections is not None, "checked by `_check_streams`"
+        assert weights.per_layer is not None
+        if index == 0:
+            x = projections.expand(backend, backend.columns(x, 0, model.hidden_size))
+        predicted = block.predict(backend, x, model)
+        active = block.active(backend, predicted, model)
+        y = backend.rms_norm(active, weights.attention_norm, model.norm_eps)
+        residual = block.residual(backend, y, model.norm_eps)
+        y = self._attention(backend, y, spec, weights, index)
+        y = backend.rms_norm(y, weights.attention_post_norm, model.norm_eps)
+        y = backend.add(backend.add(active, y), residual)
+        y = backend.scale(y, 2**-0.5)
+        y = backend.add(y, self._mlp_block(backend, y, index))
+        x = block.correct(backend, predicted, y, model)
+        inputs = self._per_layer_inputs(backend, index)
+        x = block.add_embeddings(backend, x, weights.per_layer, inputs, model, spec)
+        if index + 1 < model.num_layers:
+            return x
+        merged = projections.merge(backend, x, model.hidden_size)
+        first = np.zeros(model.num_streams, np.float32)
+        first[0] = 1.0
+        return backend.spread(merged, first, model.num_streams)
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings, and
@@ -378,6 +416,11 @@ class Network:
         the first layer of a group computes the whole group; the calls for the others return their
         input.
         """
+        if self.spec.num_streams > 1:
+            raise UnsupportedCombinationError(
+                "layers of models with several streams of hidden states (Gemma 3n) do not run in"
+                " parallel (easyspec)"
+            )
         last = self.spec.num_layers - 1
 
         def layer(backend: Backend, x: Any, index: int) -> Any:
@@ -406,7 +449,7 @@ class Network:
         assert spec.attention is not None and weights.query is not None
         heads, rope = spec.attention.num_heads, spec.query_rope or spec.rope
         if spec.latent is None:
-            q = weights.query.apply(backend, x)
+            q = _limited(backend, weights.query.apply(backend, x), spec)
             return self._positioned(backend, q, spec, heads, weights.query_norm, rope)
         latent = weights.latent
         assert latent is not None and rope is not None, "checked by `_check_latent`"
@@ -472,6 +515,8 @@ class Network:
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
         """Hidden states after the final norm (if there is one), the input of the head's matrix."""
+        if self.spec.num_streams > 1:
+            x = backend.columns(x, 0, self.spec.hidden_size)
         if not self.spec.has_final_norm:
             return x
         return self._norm(backend, x, self.weights.final_norm, self.weights.final_norm_bias)
@@ -544,8 +589,10 @@ class Network:
     ) -> tuple[Any, Any]:
         """The keys and values of a layer for the normed inputs x."""
         assert weights.key is not None, "checked by `_check_attention`"
-        k, heads = weights.key.apply(backend, x), shape.num_kv_heads
-        v = k if weights.value is None else weights.value.apply(backend, x)
+        k, heads = _limited(backend, weights.key.apply(backend, x), spec), shape.num_kv_heads
+        v = k
+        if weights.value is not None:
+            v = _limited(backend, weights.value.apply(backend, x), spec)
         k = self._positioned(backend, k, spec, heads, weights.key_norm, spec.rope)
         if spec.has_value_norm:
             v = backend.rms_norm(v, None, self.spec.norm_eps, heads)
@@ -583,6 +630,11 @@ class Network:
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         return x
+
+
+def _limited(backend: Backend, x: Any, spec: LayerSpec) -> Any:
+    """Queries, keys or values, clamped if the layer says so."""
+    return x if spec.qkv_limit is None else backend.clamp(x, spec.qkv_limit)
 
 
 def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
@@ -644,6 +696,8 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
             shared = backend.sigmoid_scale(shared, backend.linear(x, mlp.shared_gate))
         return backend.add(y, shared)
     gate, up = mlp.gate.apply(backend, x), mlp.up.apply(backend, x)
+    if spec.gate_cutoff is not None:
+        gate = backend.cut_off(gate, spec.gate_cutoff)
     return mlp.down.apply(backend, backend.gated(gate, up, spec.activation))
 
 
@@ -749,6 +803,42 @@ def _check_per_layer(spec: ModelSpec, weights: PerLayerEmbeddings | None) -> Non
         shape = (width, spec.hidden_size)
         _check_linear("the projection of embeddings per layer", weights.projection, shape)
         _check_vector("the norm of embeddings per layer", weights.norm, size)
+
+
+def _check_streams(spec: ModelSpec, weights: StreamProjections | None) -> None:
+    if (weights is not None) != (spec.num_streams > 1):
+        raise CheckpointError("only one of the spec and the weights has streams")
+    if weights is None:
+        return
+    for name, linears in vars(weights).items():
+        if len(linears) != spec.num_streams - 1:
+            raise CheckpointError(
+                f"the weights have {len(linears)} {name} projections of streams;"
+                f" allowed are {spec.num_streams - 1}"
+            )
+        for linear in linears:
+            shape = (spec.hidden_size, spec.hidden_size)
+            _check_linear(f"a {name} projection of streams", linear, shape)
+
+
+def _check_stream_block(prefix: str, spec: ModelSpec, weights: StreamBlock | None) -> None:
+    count, hidden = spec.num_streams, spec.hidden_size
+    if (weights is not None) != (count > 1):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has streams")
+    if weights is None:
+        return
+    rank = weights.residual_down.weight.out_features
+    for name, shape in (
+        ("router", (count, hidden)),
+        ("prediction", (count * count, count)),
+        ("correction", (count, count)),
+        ("residual_down", (rank, hidden)),
+        ("residual_up", (hidden, rank)),
+    ):
+        _check_linear(prefix + name, getattr(weights, name), shape)
+    for name in ("router_norm", "residual_norm"):
+        _check_vector(prefix + name, getattr(weights, name), hidden)
+    _check_bias(f"{prefix}output_scale", weights.output_scale, hidden)
 
 
 def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock | None) -> None:

@@ -135,12 +135,16 @@ def _triton_executor(
             missing = "attention sinks (gpt-oss)"
         elif any(shape.is_two_sided for shape in shapes):
             missing = "windows on both sides (ModernBERT)"
+        elif any(shape.slopes is not None for shape in shapes):
+            missing = "linear biases of attention (ALiBi)"
         elif any(shape.latent_dim is not None for shape in shapes):
             missing = "latent attention (DeepSeek)"
         elif any(shape.chunk is not None for shape in shapes):
             missing = "chunked attention (Llama 4)"
         elif any(layer.cache_layer is not None for layer in network.spec.layers):
             missing = "layers that share keys and values (Gemma 4)"
+        elif network.spec.num_streams > 1:
+            missing = "several streams of hidden states (Gemma 3n)"
         elif network.spec.per_layer_size:
             missing = "embeddings of tokens in every layer (Gemma 4)"
         elif any(layer.has_value_norm for layer in network.spec.layers):
@@ -245,6 +249,7 @@ def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[
             network.head,
             embedding_scale=network.spec.embedding_scale,
             reads_states=network.spec.starts_from_states,
+            num_streams=network.spec.num_streams,
             adapters=network.adapters,
             backend=reference,
         )

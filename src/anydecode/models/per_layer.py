@@ -12,9 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import Activation, Backend, Weight
 from anydecode.models.linear import Linear
 from anydecode.models.spec import ModelSpec
+
+
+def late_start_error(name: str) -> UnsupportedCombinationError:
+    """The error for rows that start at a later layer of the model `name`."""
+    return UnsupportedCombinationError(
+        f"{name} has embeddings of tokens in every layer; its passes start at layer 0, so methods"
+        " that exit early and complete the layers later do not work with it"
+    )
 
 
 @dataclass(eq=False)

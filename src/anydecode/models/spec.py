@@ -20,7 +20,9 @@ from anydecode.kernels.interface import (
 from anydecode.models.limits import (
     MAX_COUNT,
     MAX_EXPERTS,
+    MAX_FACTOR,
     MAX_LAYERS,
+    MAX_STREAMS,
     MAX_TOKENS,
     MAX_WINDOW,
     integer,
@@ -115,6 +117,10 @@ class LayerSpec:
             norm and rotary position embedding (Gemma 4).
         has_value_norm: Whether each head's values are normed, without weights.
         has_scale: Whether the output of the layer is multiplied by a number of its weights.
+        gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
+            mean plus so many standard deviations (Gemma 3n). None: no threshold.
+        qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
+            their products (MPT); None: no limit.
     """
 
     attention: Attention | None
@@ -138,6 +144,8 @@ class LayerSpec:
     has_value: bool = True
     has_value_norm: bool = False
     has_scale: bool = False
+    qkv_limit: float | None = None
+    gate_cutoff: float | None = None
 
     @property
     def query_dim(self) -> int:
@@ -277,6 +285,9 @@ class ModelSpec:
     # Numbers of a token's embedding for each layer beside that of the first (Gemma 4); 0: none.
     per_layer_size: int = 0
     per_layer_scale: float = 1.0  # factor of these embeddings
+    # Streams of hidden states (Gemma 3n, see `models/streams.py`), and the one that layers compute.
+    num_streams: int = 1
+    active_stream: int = 0
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
     block: BlockSpec | None = None  # of a drafter that predicts several tokens per pass
@@ -298,6 +309,11 @@ class ModelSpec:
         size = integer("per_layer_size", self.per_layer_size, 0, MAX_COUNT)
         integer("per_layer_size * layers", size * len(self.layers), 0)
         number("per_layer_scale", self.per_layer_scale)
+        streams = integer("num_streams", self.num_streams, 1, MAX_STREAMS)
+        integer("hidden_size * num_streams", self.hidden_size * streams)
+        integer("active_stream", self.active_stream, 0, streams - 1)
+        if streams > 1:
+            _check_streams(self)
         integer("head_size", self.head_size, 0, self.vocab_size)
         if self.states is not None:
             _check_states(self.states, self.hidden_size)
@@ -348,6 +364,20 @@ class ModelSpec:
         return {index: spec.shape for index, spec in specs.items() if spec is not None}
 
 
+def _check_streams(spec: ModelSpec) -> None:
+    """Layers with streams are attention and a gated MLP, both normed before and after."""
+    for index, layer in enumerate(spec.layers):
+        is_plain = (
+            layer.attention is not None and layer.recurrence is None and not layer.num_experts
+        )
+        if not is_plain or layer.norms != "both" or layer.mlp != "gated" or layer.has_scale:
+            raise CheckpointError(
+                f"layer {index}: streams need attention and a gated MLP, normed before and after"
+            )
+    if not spec.per_layer_size or spec.residual_scale != 1.0 or spec.has_position_table:
+        raise CheckpointError("streams need embeddings of tokens in every layer")
+
+
 def _check_states(states: StateSpec, hidden_size: int) -> None:
     integer("target_size", states.target_size)
     for tap in states.taps:
@@ -394,6 +424,12 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
+    if layer.gate_cutoff is not None:
+        number(f"{prefix}gate_cutoff", layer.gate_cutoff, -MAX_FACTOR)
+        if layer.mlp != "gated" or layer.num_experts:
+            raise refusal(f"{prefix}gate_cutoff", layer.gate_cutoff, "None without a gated MLP")
+    if layer.qkv_limit is not None:
+        number(f"{prefix}qkv_limit", layer.qkv_limit)
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
     _check_routing(prefix, layer)
 
@@ -452,6 +488,11 @@ def _check_attention(prefix: str, shape: Attention) -> None:
             raise refusal(f"{prefix}window", shape.window, "None with chunks")
     if shape.softcap is not None:
         number(f"{prefix}softcap", shape.softcap)
+    if shape.slopes is not None:
+        if len(shape.slopes) != heads:
+            raise refusal(f"{prefix}the number of slopes", len(shape.slopes), f"{heads}")
+        for slope in shape.slopes:
+            number(f"{prefix}slope", slope, 0.0)
 
 
 def _check_latent(prefix: str, layer: LayerSpec) -> None:
@@ -473,7 +514,8 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     if latent.query_rank is not None:
         integer(f"{prefix}query_rank", latent.query_rank)
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
-    for name in ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm"):
+    names = ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
+    for name in names:
         if getattr(layer, name):
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")
 

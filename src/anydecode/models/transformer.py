@@ -29,6 +29,7 @@ from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
+from anydecode.models.per_layer import late_start_error
 from anydecode.models.pooling import Pooling
 from anydecode.models.spec import ModelSpec
 from anydecode.models.yes_no import YesNo
@@ -247,10 +248,7 @@ class Transformer:
         ):
             raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
         if self.spec.per_layer_size and any(start):
-            raise UnsupportedCombinationError(
-                f"{self.name} has embeddings of tokens in every layer; its passes start at layer 0,"
-                " so methods that exit early and complete the layers later do not work with it"
-            )
+            raise late_start_error(self.name)
         for depth, index in output_spec.hidden.items():
             if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():
                 raise InvalidRequestError(

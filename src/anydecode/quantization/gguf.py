@@ -37,7 +37,7 @@ _OUTER = ("token_embd.weight", "output.weight")
 #: Parts of the names of matrices that stay: they are small, or not read as matrices.
 _KEPT = (
     "norm", "ffn_gate_inp", "position_embd", "token_types", "conv", "ssm_a", "ssm_b", "ssm_dt",
-    "ssm_x", "time_mix",
+    "ssm_x", "time_mix", "altup_router", "altup_predict_coef", "altup_correct_coef",
 )  # fmt: skip
 #: Formats with blocks of 256 -> what llama.cpp writes where a row is no multiple of that.
 _SMALL_BLOCKS = {

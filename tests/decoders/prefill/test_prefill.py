@@ -68,12 +68,22 @@ def test_unsupported_requests_raise_an_error() -> None:
             llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
 
 
-def test_models_with_sliding_windows_raise_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("window", 8, "sliding window"),
+        ("chunk", 8, "chunked attention"),
+        ("slopes", (0.5, 0.25), "linear biases"),
+    ],
+)
+def test_models_that_read_positions_of_keys_raise_an_error(
+    name: str, value: object, message: str
+) -> None:
     model = tiny_model(layers=4)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
         kv_cache = prefilled.SequenceCache(llm.engine.runners["target"].pool)
         prefilled.check_compressible(kv_cache)
         shape = model.spec.layers[0].attention
-        object.__setattr__(shape, "window", 8)
-        with pytest.raises(UnsupportedCombinationError, match="sliding window"):
+        object.__setattr__(shape, name, value)
+        with pytest.raises(UnsupportedCombinationError, match=message):
             prefilled.check_compressible(kv_cache)

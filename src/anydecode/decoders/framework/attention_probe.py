@@ -56,6 +56,9 @@ class AttentionProbe:
         scores = queries.swapaxes(0, 1) @ keys.transpose(1, 2, 0) * np.float32(shape.scale)
         if shape.softcap is not None:
             scores = shape.softcap * np.tanh(scores / shape.softcap)
+        if shape.slopes is not None:
+            distance = key_positions[None, :] - row_positions[:, None]
+            scores = scores + np.array(shape.slopes, np.float32)[:, None, None] * distance
         stop = row_positions + 1 if visible is None else visible
         is_hidden = key_positions[None, :] >= stop[:, None]
         scores = np.where(is_hidden, np.float32(-np.inf), scores)
@@ -78,6 +81,11 @@ def attention_probe(model: Any) -> AttentionProbe:
 def _readable_network(model: Any) -> Network:
     """The model's network; loaded again from its file if the kernels have packed the weights."""
     network = getattr(model, "network", None)
+    if network is not None and network.spec.num_streams > 1:
+        raise UnsupportedCombinationError(
+            "attention weights cannot be computed for models with several streams of hidden states"
+            " (Gemma 3n)"
+        )
     if network is not None and network.weights.layers[0].query.weight.data.size:
         readable: Network = network
         return readable

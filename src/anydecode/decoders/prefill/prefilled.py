@@ -211,7 +211,12 @@ def check_compressible(kv_cache: SequenceCache) -> None:
     """Raise `UnsupportedCombinationError` if single positions cannot be removed from the cache."""
     check_float(kv_cache)
     layers = kv_cache.pool.model.spec.layers
-    if any(layer.attention and layer.attention.window for layer in layers):
-        raise UnsupportedCombinationError(
-            "prompts cannot be compressed in models with sliding window attention"
-        )
+    shapes = [layer.attention for layer in layers if layer.attention is not None]
+    # Keys move to the slots of other positions.
+    for is_met, kind in (
+        (any(shape.window is not None for shape in shapes), "sliding window attention"),
+        (any(shape.chunk is not None for shape in shapes), "chunked attention"),
+        (any(shape.slopes is not None for shape in shapes), "linear biases of attention (ALiBi)"),
+    ):
+        if is_met:
+            raise UnsupportedCombinationError(f"prompts cannot be compressed in models with {kind}")

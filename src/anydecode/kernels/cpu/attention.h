@@ -25,6 +25,8 @@ typedef struct {
   float *scores;        /* [rows, group, 32] */
   float *block_max;     /* [rows, group]: maximum scores of a block */
   float *rescale;       /* [rows, group, 8]: factor for the earlier sums, in every lane */
+  float *slopes, *row_positions; /* [rows, group]: of linear biases; else unused */
+  float start;                   /* the first position of the block */
   State segment, all;
 } Scratch;
 
@@ -53,7 +55,9 @@ static Scratch make_scratch(float *base, int padded, int group) {
   scratch.scores = scratch.q + (int64_t)heads * padded;
   scratch.rescale = scratch.scores + heads * KEY_BLOCK;
   scratch.block_max = scratch.rescale + heads * 8;
-  float *states = scratch.block_max + heads;
+  scratch.slopes = scratch.block_max + heads;
+  scratch.row_positions = scratch.slopes + heads;
+  float *states = scratch.row_positions + heads;
   scratch.segment = make_state(states, padded, heads);
   scratch.all = make_state(states + attention_state_floats(padded, heads), padded, heads);
   return scratch;
@@ -230,10 +234,20 @@ INLINE void four_scores(int format, int heads, const float *q, const char *const
   for (int i = 0; i < heads; i++) scores[i] = f8_fours(sum + TILE * i);
 }
 
-/* Scaled scores of the block for a few heads, -inf where not visible, and each head's maximum. */
-INLINE void block_scores(int format, int heads, const Op *op, const float *q,
-                         const Scratch *scratch, int padded, uint32_t mask, float *scores,
-                         float *block_max) {
+/* Scores of the positions [j, j + 8) of the block plus the linear biases of head `at`. */
+INLINE f8 add_biases(const Scratch *scratch, int at, int j, f8 scores) {
+  static const float lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+  float distance = scratch->start - scratch->row_positions[at] + (float)j;
+  f8 distances = f8_add(f8_set(distance), f8_load(lanes));
+  return f8_fma(f8_set(scratch->slopes[at]), distances, scores);
+}
+
+/* Scaled scores of the block for the heads [at, at + heads), -inf where not visible, and each head's
+ * maximum. */
+INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scratch, int at,
+                         int padded, uint32_t mask) {
+  const float *q = scratch->q + (int64_t)at * padded;
+  float *scores = scratch->scores + at * KEY_BLOCK, *block_max = scratch->block_max + at;
   f8 max[HEADS_AT_ONCE], low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
   for (int i = 0; i < heads; i++) max[i] = f8_set(-INFINITY);
   for (int j = 0; j < KEY_BLOCK; j += 8) {
@@ -250,6 +264,7 @@ INLINE void block_scores(int format, int heads, const Op *op, const float *q,
       }
       f8 s = f8_mul(f8_join(low[i], high[i]), f8_set(op->x));
       if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
+      if (op->slopes) s = add_biases(scratch, at + i, j, s);
       f8_store(to, s);
       if (eight != 255) {
         for (int k = 0; k < 8; k++)
@@ -307,8 +322,7 @@ INLINE void weigh_values(int format, int heads, const float *weights, const char
 
 INLINE void fold_scores(int format, int heads, const Heads *h, const Scratch *scratch, int at,
                         uint32_t mask) {
-  block_scores(format, heads, h->op, scratch->q + (int64_t)at * h->padded, scratch, h->padded, mask,
-               scratch->scores + at * KEY_BLOCK, scratch->block_max + at);
+  block_scores(format, heads, h->op, scratch, at, h->padded, mask);
 }
 
 INLINE void fold_values(int format, int heads, const Heads *h, const Scratch *scratch, int at,
@@ -376,6 +390,7 @@ static void attend_block(const Pass *pass, const Heads *h, int row, int rows, in
                          Scratch *scratch) {
   uint32_t masks[ATTENTION_ROWS];
   int shared = 0, has_tail = 0;
+  scratch->start = (float)start;
   for (int i = 0; i < rows; i++) {
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
     masks[i] = visible(pass, h->op, row + i, start);
@@ -411,13 +426,17 @@ static void clear(const State *state, int padded, int heads) {
   for (int i = 0; i < heads; i++) state->max[i] = -INFINITY;
 }
 
-static void load_queries(const Heads *h, int row, int rows, const float *q, Scratch *scratch) {
+static void load_queries(const Pass *pass, const Heads *h, int row, int rows, const float *q,
+                         Scratch *scratch) {
   int64_t width = (int64_t)h->op->heads * h->head_dim;
   if (h->padded > h->head_dim) memset(scratch->q, 0, (size_t)rows * h->group * h->padded * 4);
   for (int i = 0; i < rows * h->group; i++) {
     int64_t head = (int64_t)h->kv_head * h->group + i % h->group;
     memcpy(scratch->q + (int64_t)i * h->padded,
            q + (row + i / h->group) * width + head * h->head_dim, (size_t)h->head_dim * 4);
+    if (!h->op->slopes) continue;
+    scratch->slopes[i] = h->op->slopes[head];
+    scratch->row_positions[i] = (float)pass->positions[row + i / h->group];
   }
 }
 
@@ -485,7 +504,7 @@ static void attend_tile(const Plan *plan, const Heads *h, int tile, const float 
   int soon = plan->pass->prefix[row] - first * SEGMENT;
   prefetch_slots(h, h->table + first * SEGMENT,
                soon < BLOCKS_AHEAD * KEY_BLOCK ? soon : BLOCKS_AHEAD * KEY_BLOCK);
-  load_queries(h, row, rows, q, scratch);
+  load_queries(plan->pass, h, row, rows, q, scratch);
   clear(&scratch->all, h->padded, heads);
   for (int segment = first; segment < last; segment++) {
     attend_segment(plan->pass, h, row, rows, segment, scratch);
@@ -540,7 +559,7 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
     int segment = first + part % (last - first), left = pass->prefix[row] - segment * SEGMENT;
     Heads h = tile_heads(plan, op, tile, part / (last - first));
     prefetch_slots(&h, h.table + segment * SEGMENT, left < SEGMENT ? left : SEGMENT);
-    load_queries(&h, row, rows, q, &scratch);
+    load_queries(pass, &h, row, rows, q, &scratch);
     attend_segment(pass, &h, row, rows, segment, &scratch);
     return;
   }

@@ -84,7 +84,8 @@ static void route(const Op *op, const float *router, const ExpertScratch *scratc
   float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
   float sum = expert_scores(router, count, routing->is_sigmoid, score);
   const float *bias = routing->selection_bias;
-  int has_scores = routing->is_sigmoid || bias || routing->num_groups > 1;
+  int is_by_score = routing->is_sigmoid && !routing->scales_inputs;
+  int has_scores = is_by_score || bias || routing->num_groups > 1;
   for (int e = 0; e < count; e++)
     choice[e] = has_scores ? score[e] / sum + (bias ? bias[e] : 0.0f) : router[e];
   if (routing->num_groups > 1) drop_groups(count, routing, choice, scratch->group);

@@ -28,12 +28,17 @@ INLINE float *buffer(const Step *s, int64_t offset) {
 }
 
 /* Hidden states start as embeddings; as the pass's inputs in rows without a token, and in all rows
- * if `count` is set. */
+ * if `count` is set. Numbers after an embedding are zero. */
 static void run_embed(const Step *s) {
-  int width = s->op->width;
+  int width = s->op->matrix->in_features, size = s->op->width;
   for (int r = s->first; r < s->last; r++) {
-    float *out = s->pass->stream + (int64_t)r * width;
-    if (s->pass->tokens[r] < 0 || (s->op->count && s->pass->inputs)) {
+    float *out = s->pass->stream + (int64_t)r * size;
+    if (s->op->count && s->pass->inputs) {
+      memmove(out, s->pass->inputs + (int64_t)r * size, (size_t)size * 4);
+      continue;
+    }
+    if (size > width) memset(out + width, 0, (size_t)(size - width) * 4);
+    if (s->pass->tokens[r] < 0) {
       memmove(out, s->pass->inputs + (int64_t)r * width, (size_t)width * 4);
     } else {
       unpack_row(s->op->matrix, s->pass->tokens[r], out);
@@ -151,6 +156,17 @@ static void run_row(const Step *s, int r) {
     case OP_ADD: add_rows(a + from, b + from, wide, out + from); break;
     case OP_SCALE: scale_row(a + from, op->width, op->x, out + from); break;
     case OP_SOFTCAP: softcap_row(a + from, op->width, op->x, out + from); break;
+    case OP_CLAMP: clamp_row(a + from, op->width, op->x, out + from); break;
+    case OP_MULTIPLY: multiply_row(a + from, op->weight, op->width, out + from); break;
+    case OP_CUT_OFF: cut_off_row(a + from, op->width, op->x, out + from); break;
+    case OP_MATCH_MAGNITUDE: match_magnitude(a + from, b + from, op->width, out + from); break;
+    case OP_MIX:
+      mix(a + from, b + (int64_t)r * op->groups * op->groups, op->width, op->groups, out + from);
+      break;
+    case OP_SPREAD:
+      spread(a + from, op->weight ? op->weight : b + (int64_t)r * op->groups, op->width,
+             op->groups, out + to);
+      break;
     case OP_LAYER_NORM:
       layer_norm(a + from, op->width, op->weight, op->x, out + from);
       break;

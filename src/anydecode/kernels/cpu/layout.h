@@ -26,7 +26,8 @@ enum Code {
   OP_EMBED, OP_CAPTURE, OP_GATHER, OP_NORM, OP_QUANTISE, OP_LINEAR, OP_LORA, OP_ROPE_TABLE, OP_ROPE,
   OP_STORE, OP_ATTEND, OP_MERGE, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS,
   OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE, OP_STORE_INPUTS, OP_CONVOLVE,
-  OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN, OP_TOKEN_ROW
+  OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN, OP_TOKEN_ROW,
+  OP_CLAMP, OP_MULTIPLY, OP_CUT_OFF, OP_MATCH_MAGNITUDE, OP_MIX, OP_SPREAD
 };
 
 enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE }; /* interface.py: RULES */
@@ -88,6 +89,7 @@ typedef struct {
   const Matrix *const *experts; /* [gate, up, down][count]; of a grouped product: [count] */
   const Routing *routing;
   const Recurrence *recurrence;
+  const float *slopes; /* of linear biases: [heads]; NULL: none */
 } Op;
 
 /* Rows whose hidden states after `layer` layers are copied to `out` [count, hidden_size]. */
@@ -293,7 +295,7 @@ INLINE int64_t recurrence_floats(int head_dim, int state_size) {
 
 INLINE int64_t attention_scratch_floats(int head_dim, int group) {
   int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
-  return (2 * KEY_BLOCK + 1) * padded + heads * (padded + KEY_BLOCK + 8 + 1) + 16 +
+  return (2 * KEY_BLOCK + 1) * padded + heads * (padded + KEY_BLOCK + 8 + 3) + 16 +
          2 * attention_state_floats((int)padded, (int)heads);
 }
 

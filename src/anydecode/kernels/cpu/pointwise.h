@@ -167,6 +167,67 @@ static void softcap_row(const float *x, int width, float cap, float *out) {
   }
 }
 
+static void multiply_row(const float *x, const float *factors, int width, float *out) {
+  for (int i = 0; i < width; i += 8) {
+    f8 y = f8_mul(f8_load_part(x + i, width - i), f8_load_part(factors + i, width - i));
+    f8_store_part(out + i, y, width - i);
+  }
+}
+
+/* max(x - mean - multiplier * standard deviation, 0) */
+static void cut_off_row(const float *x, int width, float multiplier, float *out) {
+  f8 sum = f8_set(0.0f);
+  for (int i = 0; i < width; i += 8) sum = f8_add(sum, f8_load_part(x + i, width - i));
+  f8 mean = f8_set(f8_sum(sum) / (float)width);
+  for (int i = 0; i < width; i += 8)
+    f8_store_part(out + i, f8_sub(f8_load_part(x + i, width - i), mean), width - i);
+  f8 cut = f8_set(sqrtf(sum_of_squares(out, width) / (float)width) * multiplier);
+  for (int i = 0; i < width; i += 8) {
+    f8 y = f8_max(f8_sub(f8_load_part(out + i, width - i), cut), f8_set(0.0f));
+    f8_store_part(out + i, y, width - i);
+  }
+}
+
+/* x, scaled to the root mean square of `like`. */
+static void match_magnitude(const float *x, const float *like, int width, float *out) {
+  float size = sum_of_squares(x, width) / (float)width;
+  float target = sum_of_squares(like, width) / (float)width;
+  float factor = sqrtf(target) / sqrtf(size > 1e-5f ? size : 1e-5f);
+  for (int i = 0; i < width; i += 8)
+    f8_store_part(out + i, f8_mul(f8_load_part(x + i, width - i), f8_set(factor)), width - i);
+}
+
+/* Each of `groups` equal parts of x [width] plus the sum of all of them, times its `groups`
+ * coefficients. */
+static void mix(const float *x, const float *coefficients, int width, int groups, float *out) {
+  int part = width / groups;
+  for (int g = 0; g < groups; g++, coefficients += groups) {
+    const float *own = x + (int64_t)g * part;
+    for (int i = 0; i < part; i += 8) {
+      f8 sum = f8_load_part(own + i, part - i);
+      for (int k = 0; k < groups; k++)
+        sum = f8_fma(f8_set(coefficients[k]), f8_load_part(x + (int64_t)k * part + i, part - i),
+                     sum);
+      f8_store_part(out + (int64_t)g * part + i, sum, part - i);
+    }
+  }
+}
+
+/* `groups` multiples of x [width], side by side. */
+static void spread(const float *x, const float *factors, int width, int groups, float *out) {
+  for (int g = 0; g < groups; g++, out += width)
+    for (int i = 0; i < width; i += 8)
+      f8_store_part(out + i, f8_mul(f8_load_part(x + i, width - i), f8_set(factors[g])), width - i);
+}
+
+static void clamp_row(const float *x, int width, float limit, float *out) {
+  f8 high = f8_set(limit), low = f8_set(-limit);
+  for (int i = 0; i < width; i += 8) {
+    f8 y = f8_max(f8_min(f8_load_part(x + i, width - i), high), low);
+    f8_store_part(out + i, y, width - i);
+  }
+}
+
 /* y += up.T @ (down @ x), for one row. */
 static void lora_row(const Lora *lora, const float *x, int width, int width_out, float *y) {
   for (int r = 0; r < lora->rank; r++) {

@@ -30,6 +30,7 @@ from anydecode.models.network import (
 )
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LayerSpec, ModelSpec
+from anydecode.models.streams import StreamBlock, StreamProjections
 from anydecode.models.transformer import Executor, Transformer
 
 
@@ -111,7 +112,18 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         weights.segments = reader.tensor("embed_segments.weight", shape)
     if spec.per_layer_size:
         weights.per_layer = _read_per_layer(reader, spec, config)
+    if spec.num_streams > 1:
+        weights.streams = _read_streams(reader, spec)
     return weights
+
+
+def _read_streams(reader: TensorReader, spec: ModelSpec) -> StreamProjections:
+    shape = (spec.hidden_size, spec.hidden_size)
+    first, last = (
+        [reader.linear(f"{name}.{i}", shape, False) for i in range(spec.num_streams - 1)]
+        for name in ("altup_projections", "altup_unembed_projections")
+    )
+    return StreamProjections(first, last)
 
 
 def _read_per_layer(reader: TensorReader, spec: ModelSpec, config: Config) -> PerLayerEmbeddings:
@@ -139,6 +151,7 @@ class _LayerReader:
         self._family = FAMILIES[config["model_type"]]
         self._spec: LayerSpec = spec.layers[index]
         self._hidden, self._per_layer_size = spec.hidden_size, spec.per_layer_size
+        self._num_streams = spec.num_streams
         self._index = index
         self._name = f"layers.{index}"
 
@@ -155,6 +168,8 @@ class _LayerReader:
             layer.mlp = self._mlp()
         if self._per_layer_size:
             layer.per_layer = self._per_layer()
+        if self._num_streams > 1:
+            layer.streams = self._streams(self._num_streams)
         if self._spec.has_scale:
             name = f"{self._name}.layer_scalar"  # GGUF files may lack it
             layer.scale = float(self._reader.vector(name, 1)[0]) if self._reader.has(name) else 1.0
@@ -248,6 +263,32 @@ class _LayerReader:
             self._reader.linear(f"{self._name}.per_layer_input_gate", (size, hidden), False),
             self._reader.linear(f"{self._name}.per_layer_projection", (hidden, size), False),
             self._norm("post_per_layer_input_norm"),
+        )
+
+    def _streams(self, count: int) -> StreamBlock:
+        hidden, rank = self._hidden, int_value(self._config, "laurel_rank")
+
+        def small(name: str, rows: int, columns: int) -> Linear:
+            """A matrix too small to be worth converting."""
+            full = f"{self._name}.altup.{name}"
+            return Linear(self._reader.matrix(full, (rows, columns), keep_format=True))
+
+        router = small("modality_router", count, hidden)
+        router.scale = 1.0 / hidden
+        correction = small("correction_coefs", count, count)
+        correction.bias = np.ones(count, np.float32)
+        scale = None
+        if bool_value(self._config, "altup_correct_scale"):
+            scale = self._reader.vector(f"{self._name}.altup.correct_output_scale", hidden)
+        return StreamBlock(
+            router,
+            self._norm("altup.router_norm"),
+            small("prediction_coefs", count * count, count),
+            correction,
+            scale,
+            self._reader.linear(f"{self._name}.laurel.linear_left", (rank, hidden), False),
+            self._reader.linear(f"{self._name}.laurel.linear_right", (hidden, rank), False),
+            self._norm("laurel.post_laurel_norm"),
         )
 
     def _full(self, module: str) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
+from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import FULL, MLP, SLIDING, cache_layers
+from anydecode.models.families.patterns import CHUNKED, FULL, MLP, SLIDING, cache_layers
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
 from anydecode.models.families.table import FAMILIES, GROUP
@@ -55,8 +56,10 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
     "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
@@ -156,7 +159,7 @@ def spec_from_config(
         raise CheckpointError("sparse attention (sparse_config) is not supported")
     if config.get("use_qk_norm") and family.qk_norm is None:
         raise CheckpointError("layer norms of queries and keys (use_qk_norm) are not supported")
-    if config.get("clip_qkv") is not None:
+    if config.get("clip_qkv") is not None and not family.has_qkv_limit:
         raise refusal("clip_qkv", config["clip_qkv"], "null")
     if config.get("moe_layer_freq") not in (None, 1):
         raise refusal("moe_layer_freq", config["moe_layer_freq"], "1")
@@ -192,6 +195,8 @@ def spec_from_config(
         num_segments=int_value(config, "type_vocab_size", 0, low=0, high=MAX_COUNT)
         if family.has_segments
         else 0,
+        num_streams=int_value(config, "altup_num_inputs", 4) if family.has_streams else 1,
+        active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
     )
@@ -259,6 +264,7 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         groups_per_token=int_value(config, "topk_group", 1) if has_groups else 1,
         scale=number("routed_scaling_factor", value_or(config, "routed_scaling_factor", 1.0)),
         scores_per_group=1 if method == "group_limited_greedy" else 2,
+        scales_inputs=moe.scales_inputs,
     )
 
 
@@ -330,7 +336,9 @@ def _layers(
         return ropes[kind, dim]
 
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
+    cutoffs: list[float | None] = config["gate_cutoffs"] if family.has_streams else [None] * count
     query_ropes: dict[Rope, Rope | None] = {}
+    temperature: Rope | None = None
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
@@ -366,17 +374,22 @@ def _layers(
         rope = rope_of(kind, dim)
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
+        if temperature is None and not has_rope[layer]:
+            temperature = _temperature(config, dim)
+        has_qk_norm = bool_value(config, "use_qk_norm", True)
+        if family.qk_norm == "plain":
+            has_qk_norm = has_qk_norm and has_rope[layer]
         layers.append(
             LayerSpec(
                 attention=attention,
                 rope=rope if has_rope[layer] else None,
                 norms=family.norms,
-                qk_norm=family.qk_norm if bool_value(config, "use_qk_norm", True) else None,
+                qk_norm=family.qk_norm if has_qk_norm else None,
                 activation=activation,
                 num_experts=num_experts(config) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
                 has_sinks=family.has_sinks,
-                query_rope=query_ropes[rope] if has_rope[layer] else None,
+                query_rope=query_ropes[rope] if has_rope[layer] else temperature,
                 norm_after_rope=family.norm_after_rope,
                 interleaved_rope=bool_value(config, "rope_interleave", family.interleaved_rope),
                 mlp=mlp,
@@ -389,6 +402,8 @@ def _layers(
                 has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),
                 has_value_norm=family.has_value_norm,
                 has_scale=family.has_layer_scale,
+                gate_cutoff=cutoffs[layer],
+                qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
             )
         )
     return layers
@@ -405,11 +420,28 @@ def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
     return replace(rope, growth=growth, growth_period=period) if growth else None
 
 
+def _temperature(config: Config, dim: int) -> Rope | None:
+    """The growth of Llama 4's queries in layers without a rotary position embedding: an embedding
+    that rotates nothing."""
+    if config["model_type"] != "llama4_text":
+        return None
+    is_tuned = value_or(config, "attn_temperature_tuning", True)  # early configs have a number
+    if not isinstance(is_tuned, bool) and is_tuned != 4:
+        raise refusal("attn_temperature_tuning", is_tuned, "true or false")
+    growth = number("attn_scale", value_or(config, "attn_scale", 0.1), 0.0)
+    period = int_value(config, "floor_scale", 8192)
+    if not is_tuned or not growth:
+        return None
+    return Rope(np.zeros(dim // 2, np.float32), growth=growth, growth_period=period, growth_start=1)
+
+
 def _attention(
     config: Config, family: Family, layer_type: str, dim: int, scale: float | None
 ) -> Attention:
     heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
-    if layer_type not in (SLIDING, FULL) and (layer_type != HYBRID or family.recurrent is None):
+    if layer_type not in (SLIDING, FULL, CHUNKED) and (
+        layer_type != HYBRID or family.recurrent is None
+    ):
         raise CheckpointError(f"attention of type {layer_type!r} is not supported")
     return Attention(
         num_heads=heads,
@@ -417,11 +449,17 @@ def _attention(
         head_dim=dim,
         scale=scale or (optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
         window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
+        chunk=int_value(config, "attention_chunk_size") if layer_type == CHUNKED else None,
         is_two_sided=family.is_encoder and layer_type == SLIDING,
         softcap=optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap
         else None,
+        slopes=alibi_slopes(heads, _max_bias(config)) if family.has_alibi else None,
     )
+
+
+def _max_bias(config: Config) -> float:
+    return number("alibi_bias_max", value_or(config, "alibi_bias_max", 8.0))
 
 
 def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
@@ -431,7 +469,7 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
     theta = value_or(config, "rope_theta", 10_000.0)
     if layer_type in parameters:
         rope = mapping_value(parameters, layer_type)
-    elif config["model_type"] == "gemma3_text" and layer_type == SLIDING:
+    elif config["model_type"] in ("gemma3_text", "gemma3n_text") and layer_type == SLIDING:
         rope, theta = {}, config["rope_local_base_freq"]
     elif config["model_type"] == "olmo3" and layer_type == SLIDING:
         rope = {}  # only full attention has a scaling

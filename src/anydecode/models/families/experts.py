@@ -23,6 +23,7 @@ _ROUTERS = (
     "block_sparse_moe.router",
     "block_sparse_moe.router.layer",
     "feed_forward.gate",
+    "feed_forward.router",
     "router.proj",
 )
 #: The names of an expert's matrices: those of most families, and Mixtral's.
@@ -138,15 +139,17 @@ class _ExpertReader:
 
     def _stacks(self) -> ExpertWeights:
         """Experts stored as `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`, or
-        interleaved as `[experts, hidden, 2 * inner]` and `[experts, inner, hidden]`."""
+        transposed as `[experts, hidden, 2 * inner]` and `[experts, inner, hidden]`."""
         count, hidden, inner = self._count, self._hidden, self._inner
         is_interleaved = self._moe.is_interleaved
-        shape = (count, hidden, 2 * inner) if is_interleaved else (count, 2 * inner, hidden)
+        is_transposed = is_interleaved or self._moe.is_transposed
+        shape = (count, hidden, 2 * inner) if is_transposed else (count, 2 * inner, hidden)
         gate_up = self._reader.stacked(self._stacked[0], shape)
-        shape = (count, inner, hidden) if is_interleaved else (count, hidden, inner)
+        shape = (count, inner, hidden) if is_transposed else (count, hidden, inner)
         down = self._reader.stacked(self._stacked[1], shape)
-        if is_interleaved:
+        if is_transposed:
             gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
+        if is_interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:
             gate, up = gate_up[:, :inner], gate_up[:, inner:]

@@ -20,6 +20,8 @@ class MixtureOfExperts:
         has_biases: Whether the router and the experts have biases.
         is_interleaved: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
             and up alternating (gpt-oss).
+        is_transposed: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
+            before those of up (Llama 4).
         scoring: See `Routing.scoring`.
         has_selection_bias: See `ExpertWeights.selection_bias`.
         shared_module: The module of the MLP that every token runs through, if there is one.
@@ -27,6 +29,7 @@ class MixtureOfExperts:
             an expert.
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
         has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
+        scales_inputs: See `Routing.scales_inputs`.
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
             largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
             "greedy" (no groups). The first is the default.
@@ -36,12 +39,14 @@ class MixtureOfExperts:
     is_normalised: bool = True
     has_biases: bool = False
     is_interleaved: bool = False
+    is_transposed: bool = False
     scoring: str = "softmax"
     has_selection_bias: bool = False
     shared_module: str | None = None
     shared_size: str | None = None
     has_shared_gate: bool = False
     has_norms: bool = False
+    scales_inputs: bool = False
     methods: tuple[str, ...] = ("noaux_tc",)
 
 
@@ -107,6 +112,10 @@ class Family:
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
         has_value_norm: See `LayerSpec.has_value_norm`.
         has_layer_scale: See `LayerSpec.has_scale`.
+        has_alibi: Whether attention has linear biases, see `Attention.slopes`. The key
+            `alibi_bias_max` has the exponent of the smallest slope.
+        has_streams: Whether hidden states have several streams, see `models/streams.py`.
+        has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
     """
 
     architectures: tuple[str, ...]
@@ -151,3 +160,6 @@ class Family:
     has_latent_attention: bool = False
     has_value_norm: bool = False
     has_layer_scale: bool = False
+    has_alibi: bool = False
+    has_streams: bool = False
+    has_qkv_limit: bool = False

@@ -4,6 +4,7 @@ rotary position embedding, and constant factors."""
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 from anydecode.errors import CheckpointError
@@ -15,11 +16,12 @@ from anydecode.models.families.values import (
     list_value,
     mapping_value,
     num_layers,
+    optional_number,
     value_or,
 )
 from anydecode.models.limits import number, refusal
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 #: The type of layers that are an MLP only.
 MLP = "mlp"
 #: The letters of Nemotron-H's patterns.
@@ -83,6 +85,28 @@ def rope_if_sliding(config: Config, layer_types: list[str]) -> list[bool]:
     if config.get("sliding_window") is None:
         return [True] * len(layer_types)
     return [kind == SLIDING for kind in layer_types]
+
+
+def chunked_if_rope(config: Config) -> list[str]:
+    """Llama 4: chunked attention in the layers with a rotary position embedding."""
+    return [CHUNKED if has_rope else FULL for has_rope in rope_flags(config, [])]
+
+
+def llama4_layers(config: Config) -> dict[str, Any]:
+    """Llama 4: the sizes of MLPs and of experts, and which layers have experts."""
+    flags = list_value(config, "no_rope_layers", int) or None  # an empty list is none
+    if "moe_intermediate_size" in config:
+        return {"no_rope_layers": flags}
+    sparse, count = list_value(config, "moe_layers", int), num_layers(config)
+    dense = [] if sparse is None else [layer for layer in range(count) if layer not in sparse]
+    step = int_value(config, "interleave_moe_layer_step", 1)
+    return {
+        "no_rope_layers": flags,
+        "moe_intermediate_size": config.get("intermediate_size"),
+        "intermediate_size": int_value(config, "intermediate_size_mlp"),
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": step if sparse is None else 1,
+    }
 
 
 def no_rope(config: Config, layer_types: list[str]) -> list[bool]:
@@ -218,6 +242,38 @@ def gemma4_layers(config: Config) -> dict[str, Any]:
     }
 
 
+def gemma3n_layers(config: Config) -> dict[str, Any]:
+    """Gemma 3n: the sizes of its MLPs, and the thresholds of their gates in standard deviations."""
+    count, changes = num_layers(config), {}
+    inner = config.get("intermediate_size")
+    if isinstance(inner, list):
+        if len(inner) < count:
+            raise refusal(
+                "intermediate_size", inner, f"one size, or one for each of {count} layers"
+            )
+        sizes = {str(layer): {"intermediate_size": inner[layer]} for layer in range(count)}
+        changes = {"intermediate_size": inner[0], "per_layer_config": sizes}
+    cutoffs = config.get("gate_cutoffs")
+    if cutoffs is None:
+        cutoffs = [NormalDist().inv_cdf(x) if x else None for x in _sparsity(config, count)]
+    if not isinstance(cutoffs, list) or len(cutoffs) < count:
+        raise refusal("gate_cutoffs", cutoffs, f"a list of {count} numbers")
+    return {**changes, "gate_cutoffs": cutoffs}
+
+
+def _sparsity(config: Config, count: int) -> list[float]:
+    """The share of zeros in the gate of each layer of Gemma 3n."""
+    key = "activation_sparsity_pattern"
+    values = config.get(key)
+    if values is None:
+        values = [0.95 if count > 10 and layer < 10 else 0.0 for layer in range(count)]
+    if not isinstance(values, list):
+        values = [values] * count
+    if len(values) < count:
+        raise refusal(key, values, f"one number, or one for each of {count} layers")
+    return [number(key, value, 0.0, 0.9999) for value in values[:count]]
+
+
 def listed_attention(config: Config) -> list[str]:
     """LFM2: attention in the layers of `full_attn_idxs` (all without it), convolution in others."""
     count = num_layers(config)
@@ -263,6 +319,10 @@ def dense_layers(config: Config) -> dict[str, Any]:
 
 def cohere_scales(config: Config) -> Scales:
     return Scales(logits=number("logit_scale", value_or(config, "logit_scale", 0.0625)))
+
+
+def mpt_scales(config: Config) -> Scales:
+    return Scales(attention=optional_number(config, "softmax_scale"))
 
 
 def minicpm_scales(config: Config) -> Scales:

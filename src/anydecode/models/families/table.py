@@ -14,19 +14,23 @@ from anydecode.models.families.patterns import (
     all_sliding_if_enabled,
     alternating_before_layer,
     attention_every_nth,
+    chunked_if_rope,
     cohere_scales,
     deepseek_v2_routing,
     dense_layers,
     falcon_h1_scales,
     full_every_nth,
     full_every_third,
+    gemma3n_layers,
     gemma4_layers,
     granite_scales,
     granite_sizes,
     hybrid_pattern,
     lfm2_sizes,
     listed_attention,
+    llama4_layers,
     minicpm_scales,
+    mpt_scales,
     nemotron_h_layers,
     no_rope,
     rope_flags,
@@ -274,6 +278,30 @@ FAMILIES: dict[str, Family] = {
 }
 
 FAMILIES |= {
+    "gemma3n_text": Family(
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        full_every_nth,
+        norms="both",
+        qk_norm="head",
+        has_value_norm=True,
+        has_streams=True,
+        has_scaled_embedding=True,
+        derived=gemma3n_layers,
+        defaults={
+            **_GEMMA,
+            "query_pre_attn_scalar": 1,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+            "num_kv_shared_layers": 15,
+            "laurel_rank": 64,
+            "altup_correct_scale": True,
+            "final_logit_softcapping": 30.0,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+    ),
     "gemma4_text": Family(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         full_every_nth,
@@ -295,6 +323,36 @@ FAMILIES |= {
 }
 
 FAMILIES |= {
+    "llama4_text": Family(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        chunked_if_rope,
+        qk_norm="plain",
+        norm_after_rope=True,
+        interleaved_rope=True,
+        rope_layers=rope_flags,
+        derived=llama4_layers,
+        moe=MixtureOfExperts(
+            is_normalised=False,
+            is_transposed=True,
+            scoring="sigmoid",
+            scales_inputs=True,
+            shared_module="shared_expert",
+            shared_size="moe_intermediate_size",
+        ),
+        names={
+            f"mlp.{module}{part}_proj": f"feed_forward.{module}{part}_proj"
+            for module in ("", "shared_expert.")
+            for part in ("gate", "up", "down")
+        },
+        defaults={
+            "head_dim": 128,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+            "attention_chunk_size": 8192,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+        },
+    ),
     "granite": Family(("GraniteForCausalLM",), all_full, scales=granite_scales),
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
@@ -438,6 +496,25 @@ FAMILIES |= {
         has_partial_rotary=True,
         defaults={"partial_rotary_factor": 0.25, "mlp_bias": True},
         **_GPT,
+    ),
+    "bloom": Family(
+        ("BloomForCausalLM",),
+        all_full,
+        rope_layers=no_rope,
+        has_alibi=True,
+        has_embedding_norm=True,
+        defaults={"attention_bias": True, "mlp_bias": True},
+        **_GPT,
+    ),
+    "mpt": Family(
+        ("MptForCausalLM", "MPTForCausalLM"),
+        all_full,
+        rope_layers=no_rope,
+        has_alibi=True,
+        has_qkv_limit=True,
+        scales=mpt_scales,
+        norm="layer",
+        mlp="plain",
     ),
     "falcon": Family(("FalconForCausalLM", "RWForCausalLM"), all_full, is_parallel=True, **_GPT),
 }

@@ -37,6 +37,8 @@ _OUTER = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+#: Modules outside the layers that have another meaning in one architecture.
+_OWN_OUTER = {"bloom": {"token_embd_norm": "model.embed_norm"}}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -70,9 +72,25 @@ _NEXTN = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
+#: Several streams of hidden states.
+_STREAMS = {
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+#: Stacks of matrices outside the layers.
+_STACKS = {
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
+}
 _OVERRIDES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma3n": {**_SANDWICH, **_PER_LAYER, **_STREAMS},
     "gemma4": {
         **_SANDWICH,
         **_PER_LAYER,
@@ -88,6 +106,8 @@ _OVERRIDES = {
     "gpt2": {"attn_qkv": "self_attn.qkv_proj"},
     "gptneox": {"attn_qkv": "self_attn.qkv_proj"},
     "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
+    "bloom": {"attn_qkv": "self_attn.qkv_proj"},
+    "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
@@ -122,6 +142,12 @@ _OVERRIDES = {
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
+    "llama4": {
+        "ffn_gate_inp": "feed_forward.router",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -147,6 +173,7 @@ _EXPERTS = {
         "ffn_down": "block_sparse_moe.experts.{}.w2",
     },
     "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
+    "llama4": {part: name.replace("mlp", "feed_forward") for part, name in _MLP_EXPERTS.items()},
     **dict.fromkeys(
         ("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2"), _MLP_EXPERTS
     ),
@@ -167,11 +194,12 @@ _VECTORS = {
 }
 #: Vectors of one architecture that have the names of factors of a weight elsewhere, or no suffix.
 _OWN_VECTORS = {
+    "gemma3n": {"altup_correct_scale.weight": "altup.correct_output_scale"},
     "gemma4": {
         "ffn_gate_inp.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",
         "layer_output_scale.weight": "layer_scalar",
-    }
+    },
 }
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 _SCALES = ("scale", "input_scale")
@@ -233,10 +261,13 @@ def _convert(
         module, leaf = info.name, ""
     if leaf not in ("weight", "bias", "") and not is_own:
         raise _unknown_tensor(file, info, architecture)
+    if module in _STACKS and config.get("altup_num_inputs"):
+        return _stack(file, info, _STACKS[module], config["altup_num_inputs"] - 1)
     if not module.startswith("blk."):
-        if module not in _OUTER:
+        outer = {**_OUTER, **_OWN_OUTER.get(architecture, {})}
+        if module not in outer:
             raise _unknown_tensor(file, info, architecture)
-        root, _, part = _OUTER[module].rpartition(".")
+        root, _, part = outer[module].rpartition(".")
         target = f"{root}.{FAMILIES[config['model_type']].names.get(part, part)}".lstrip(".")
         prefix, part = "", module
     else:
@@ -353,6 +384,21 @@ def _heads(
     ]
 
 
+def _stack(
+    file: GGUFFile, info: TensorInfo, module: str, count: int
+) -> list[tuple[str, _Shape, Reader]]:
+    """The matrices of a stack outside the layers."""
+    if len(info.shape) != 3 or info.shape[0] != count:
+        raise CheckpointError(
+            f"{file.path}: {info.name!r} has shape {list(info.shape)}; allowed are {count} matrices"
+        )
+    names = [module.format(index) for index in range(count)]
+    return [
+        (f"{name}.weight", info.shape[1:], partial(_read_part, file, info, index, name))
+        for index, name in enumerate(names)
+    ]
+
+
 def _read_part(file: GGUFFile, info: TensorInfo, index: int, module: str) -> np.ndarray | Weight:
     return _scaled(file, info, file.part(info.name, index, module), index)
 
@@ -444,6 +490,9 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
     yield "lm_head.weight", (vocab, hidden), False
     if family.has_norm_bias:
         yield "model.norm.bias", (hidden,), True
+    if family.has_embedding_norm:
+        for leaf in ("weight", "bias"):
+            yield f"model.embed_norm.{leaf}", (hidden,), True
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True
@@ -454,6 +503,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
         yield "model.embed_tokens_per_layer.weight", (rows, width), True
         yield "model.per_layer_model_projection.weight", (width, hidden), True
         yield "model.per_layer_projection_norm.weight", (per_layer,), True
+    streams = config["altup_num_inputs"] if family.has_streams else 0
+    for name in _STACKS.values() if streams else ():
+        for index in range(streams - 1):
+            yield f"{name.format(index)}.weight", (hidden, hidden), True
     layer_types = config.get("layer_types") or []
     sources = cache_layers(config, layer_types) if config.get("num_kv_shared_layers") else []
     for layer in range(config["num_hidden_layers"]):
@@ -468,6 +521,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
         if per_layer:
             matrices["per_layer_input_gate"] = (per_layer, hidden)
             matrices["per_layer_projection"] = (hidden, per_layer)
+        if streams:
+            more_matrices, more_vectors = _stream_shapes(config)
+            matrices, vectors = matrices | more_matrices, vectors | more_vectors
+            yield f"{start}altup.correct_output_scale", (hidden,), True
         if layer_types[layer : layer + 1] == ["conv"]:
             yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
             matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
@@ -506,6 +563,21 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
 
 
+def _stream_shapes(config: Config) -> tuple[dict[str, _Shape], dict[str, int]]:
+    """The shapes of the matrices and norms by which a layer predicts and corrects streams."""
+    hidden, count, rank = (
+        config[key] for key in ("hidden_size", "altup_num_inputs", "laurel_rank")
+    )
+    matrices: dict[str, _Shape] = {
+        "altup.modality_router": (count, hidden),
+        "altup.prediction_coefs": (count * count, count),
+        "altup.correction_coefs": (count, count),
+        "laurel.linear_left": (rank, hidden),
+        "laurel.linear_right": (hidden, rank),
+    }
+    return matrices, {"altup.router_norm": hidden, "laurel.post_laurel_norm": hidden}
+
+
 def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
     """The sizes of a layer's norms, but for those of its attention."""
     family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
@@ -539,7 +611,7 @@ def _attention_shapes(
     else:
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             matrices[f"self_attn.{part}_proj"] = (rows, hidden)
-    if family.qk_norm is None or not config.get("use_qk_norm", True):
+    if family.qk_norm in (None, "plain") or not config.get("use_qk_norm", True):
         return matrices, {}
     full = family.qk_norm == "full"
     norms = {"self_attn.q_norm": q if full else head, "self_attn.k_norm": kv if full else head}

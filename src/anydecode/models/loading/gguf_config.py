@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, integer, number, refusal
+from anydecode.models.limits import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_SIZE,
+    MAX_STREAMS,
+    integer,
+    number,
+    refusal,
+)
 from anydecode.models.loading.gguf_file import GGUFFile
 
 #: GGUF architecture -> (model_type, architecture) of Hugging Face.
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
+    "llama4": ("llama4_text", "Llama4ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma3n": ("gemma3n_text", "Gemma3nForCausalLM"),
     "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
@@ -37,6 +48,8 @@ ARCHITECTURES = {
     "gpt2": ("gpt2", "GPT2LMHeadModel"),
     "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
     "falcon": ("falcon", "FalconForCausalLM"),
+    "bloom": ("bloom", "BloomForCausalLM"),
+    "mpt": ("mpt", "MptForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
@@ -47,7 +60,7 @@ ARCHITECTURES = {
 }
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
-_VARIED = ("gemma4",)
+_VARIED = ("gemma3n", "gemma4")
 #: The values of `expert_gating_func`; 0 is none.
 _SOFTMAX, _SIGMOID = 1, 2
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
@@ -124,10 +137,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     extend = {
         "gemma2": _gemma2,
         "gemma3": _gemma3,
+        "gemma3n": _gemma3n,
         "gemma4": _gemma4,
         "phi3": _phi3,
         "qwen3moe": _qwen3_moe,
         "smollm3": _smollm3,
+        "llama4": _llama4,
         "qwen2": _qwen2,
         "llama": _llama,
         "olmo2": _olmo2,
@@ -142,6 +157,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "gpt2": _gpt2,
         "gptneox": _gpt_neox,
         "falcon": _falcon,
+        "bloom": _gpt2,
+        "mpt": _mpt,
         "gpt-oss": _gpt_oss,
         "qwen2moe": _qwen2_moe,
         "olmoe": _olmoe,
@@ -247,6 +264,22 @@ def _llama(keys: Keys, config: dict[str, Any]) -> None:
         config["model_type"], config["architectures"] = "mixtral", ["MixtralForCausalLM"]
         config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
         config["num_experts_per_tok"] = keys.count("expert_used_count")
+
+
+def _llama4(keys: Keys, config: dict[str, Any]) -> None:
+    if keys.get("attention.sliding_window", 1) == 0:
+        raise CheckpointError(f"{keys.file.path}: llama4 without chunked attention is unsupported")
+    count = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_local_experts"] = count
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["decoder_sparse_step"] = keys.count("interleave_moe_layer_step")
+    # The file does not store these: every fourth layer has no position embedding and full
+    # attention, and Maverick, the model with 128 experts, has no norms of queries and keys.
+    config["no_rope_layer_interval"] = 4
+    config["attention_chunk_size"] = config["floor_scale"] = 8192
+    config["attn_scale"] = 0.1
+    config["use_qk_norm"] = count != 128
 
 
 def _smollm3(keys: Keys, config: dict[str, Any]) -> None:
@@ -445,6 +478,32 @@ def _gemma4(keys: Keys, config: dict[str, Any]) -> None:
         config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
 
 
+def _gemma3n(keys: Keys, config: dict[str, Any]) -> None:
+    _windows(keys, config)
+    _shared_layers(keys, config)
+    file, layers = keys.file, config["num_hidden_layers"]
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 30.0) or None
+    config["rope_theta"] = keys.number("rope.freq_base", 1_000_000.0)
+    config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
+    config["intermediate_size"] = keys.counts("feed_forward_length")
+    config["per_layer_config"] = {
+        str(layer): {"intermediate_size": size}
+        for layer, size in enumerate(config["intermediate_size"])
+    }
+    config["intermediate_size"] = config["intermediate_size"][0]
+    config["altup_num_inputs"] = keys.count("altup.num_inputs", 4, MAX_STREAMS, low=2)
+    config["altup_active_idx"] = keys.count("altup.active_idx", 0, MAX_STREAMS, low=0)
+    down = file.tensors.get("blk.0.laurel_l.weight")
+    if down is None:
+        raise CheckpointError(f"{file.path}: tensor 'blk.0.laurel_l.weight' is missing")
+    config["laurel_rank"] = down.shape[0]
+    scales = keys.get("activation_sparsity_scale")
+    if not isinstance(scales, list) or len(scales) < layers:
+        name = f"{file.path}: metadata gemma3n.activation_sparsity_scale"
+        raise refusal(name, scales, f"a list of {layers} numbers")
+    config["gate_cutoffs"] = [None if scale == -math.inf else scale for scale in scales[:layers]]
+
+
 def _shared_layers(keys: Keys, config: dict[str, Any]) -> None:
     """Gemma 3n and 4: how many layers share keys and values, and the embeddings of each layer."""
     layers = config["num_hidden_layers"]
@@ -613,6 +672,16 @@ def _gpt_neox(keys: Keys, config: dict[str, Any]) -> None:
     if not isinstance(is_parallel, bool):
         raise refusal("use_parallel_residual", is_parallel, "true or false")
     config["use_parallel_residual"] = is_parallel
+
+
+def _mpt(keys: Keys, config: dict[str, Any]) -> None:
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    config["hidden_act"] = "gelu"
+    config["alibi_bias_max"] = keys.number("attention.max_alibi_bias")
+    limit = keys.number("attention.clamp_kqv", 0.0)
+    config["clip_qkv"] = limit or None  # 0 means no limit
+    if any(name.endswith("norm.bias") for name in keys.file.tensors):
+        raise CheckpointError(f"{keys.file.path}: norms with biases are not supported in mpt files")
 
 
 def _falcon(keys: Keys, config: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Converts the layouts of GPT-2, GPT-NeoX and Falcon to the usual one: names of modules, separate
-queries, keys and values, and matrices of shape [out, in]."""
+"""Converts the layouts of GPT-2, GPT-NeoX, Falcon, BLOOM and MPT to the usual one: module names,
+separate queries, keys and values, and matrices of shape [out, in]."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.models.families.values import bool_value
-from anydecode.models.limits import MAX_COUNT, integer, refusal
+from anydecode.models.families.values import bool_value, mapping_value, value_or
+from anydecode.models.limits import MAX_COUNT, integer, number, refusal
 from anydecode.models.loading.lazy import Reader
 
 
@@ -150,7 +150,81 @@ _FALCON = _Layout(
     qkv="self_attention.query_key_value",
     rows=_by_group,
 )
-_LAYOUTS = {"gpt2": _GPT2, "gpt_neox": _GPT_NEOX, "falcon": _FALCON}
+_BLOOM = _Layout(
+    keys={
+        "n_embed": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size",
+        "seq_length": "max_position_embeddings",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    defaults={
+        "hidden_act": "gelu_new",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    fixed={"apply_residual_connection_post_layernorm": False},
+    prefixes=("transformer.", ""),
+    blocks="h",
+    outer={
+        "word_embeddings": "embed_tokens",
+        "word_embeddings_layernorm": "embed_norm",
+        "ln_f": "norm",
+    },
+    inner={
+        "input_layernorm": ("input_layernorm",),
+        "post_attention_layernorm": ("post_attention_layernorm",),
+        "self_attention.dense": ("self_attn.o_proj",),
+        "mlp.dense_h_to_4h": ("mlp.up_proj",),
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+    },
+    qkv="self_attention.query_key_value",
+    rows=_by_group,
+)
+_MPT = _Layout(
+    keys={
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "max_seq_len": "max_position_embeddings",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    defaults={
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    fixed={"no_bias": True, "logit_scale": None},
+    prefixes=("transformer.",),
+    blocks="blocks",
+    outer={"wte": "embed_tokens", "norm_f": "norm"},
+    inner={
+        "norm_1": ("input_layernorm",),
+        "norm_2": ("post_attention_layernorm",),
+        "attn.out_proj": ("self_attn.o_proj",),
+        "ffn.up_proj": ("mlp.up_proj",),
+        "ffn.down_proj": ("mlp.down_proj",),
+    },
+    qkv="attn.Wqkv",
+    rows=_in_sequence,
+)
+_LAYOUTS = {
+    "gpt2": _GPT2,
+    "gpt_neox": _GPT_NEOX,
+    "falcon": _FALCON,
+    "bloom": _BLOOM,
+    "mpt": _MPT,
+}
+#: Options of MPT's attention, and the only value that is supported.
+_MPT_ATTENTION = {
+    "alibi": True,
+    "qk_ln": False,
+    "qk_gn": False,
+    "prefix_lm": False,
+    "rope": False,
+    "sliding_window_size": -1,
+}
 #: The list of layers, the number of a layer, and a module in it.
 _LAYER = re.compile(r"(\w+)\.(\d+)\.(.+)")
 _HEADS = {"lm_head": "lm_head", "embed_out": "lm_head"}
@@ -170,16 +244,14 @@ def to_hf_layout(
         CheckpointError: A size is invalid, or an option is not supported.
     """
     layout = _LAYOUTS[config["model_type"]]
-    for key, value in layout.fixed.items():
-        if config.get(key) not in (None, value):
-            raise CheckpointError(
-                f"{key} {config[key]!r} is not supported in a {config['model_type']} config"
-            )
+    _check_fixed(config, layout.fixed, config["model_type"])
     usual = {**layout.defaults, **_usual_config(config, layout)}
     inner = dict(layout.inner)
     usual["num_key_value_heads"] = usual.get("num_attention_heads")
     if config["model_type"] == "falcon":
         inner |= _complete_falcon(usual)
+    if config["model_type"] == "mpt":
+        _complete_mpt(usual)
     own = [key for key, other in layout.keys.items() if other == "intermediate_size"]
     if own and config.get(own[0]) is None:
         usual["intermediate_size"] = 4 * integer("hidden_size", usual.get("hidden_size"))
@@ -188,6 +260,15 @@ def to_hf_layout(
     for name, reader in readers.items():
         result.update(_converted(name, reader, layout, inner, rows))
     return usual, result
+
+
+def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], model_type: str) -> None:
+    """Raise CheckpointError if an option has another value than the one supported."""
+    for key, value in fixed.items():
+        if config.get(key) not in (None, value):
+            raise CheckpointError(
+                f"{key} {config[key]!r} is not supported in a {model_type} config"
+            )
 
 
 def _usual_config(config: dict[str, Any], layout: _Layout) -> dict[str, Any]:
@@ -215,6 +296,27 @@ def _complete_falcon(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
             "post_attention_layernorm": ("post_attention_layernorm",),
         }
     return {"input_layernorm": ("input_layernorm", "post_attention_layernorm")}
+
+
+def _complete_mpt(config: dict[str, Any]) -> None:
+    """Complete a config of MPT, whose options of attention are an object of their own."""
+    attention = mapping_value(config, "attn_config")
+    _check_fixed(attention, _MPT_ATTENTION, "mpt")
+    kind = value_or(attention, "attn_type", "multihead_attention")
+    if kind == "multiquery_attention":
+        config["num_key_value_heads"] = 1
+    elif kind == "grouped_query_attention":
+        config["num_key_value_heads"] = attention.get("kv_n_heads")
+    elif kind != "multihead_attention":
+        raise CheckpointError(f"attn_type {kind!r} is not supported in an mpt config")
+    norm = str(value_or(config, "norm_type", "layernorm")).lower()
+    if norm not in ("layernorm", "low_precision_layernorm"):
+        raise CheckpointError(f"norm_type {norm!r} is not supported in an mpt config")
+    for key in ("alibi_bias_max", "clip_qkv", "softmax_scale"):
+        config[key] = attention.get(key)
+    ratio = number("expansion_ratio", value_or(config, "expansion_ratio", 4))
+    hidden = integer("hidden_size", config.get("hidden_size"))
+    config["intermediate_size"] = int(ratio * hidden)
 
 
 def _converted(
