@@ -95,8 +95,8 @@ class LLM:
         draft: A smaller model for methods that need one, in any of the forms of `model`, the folder
             of a drafter that reads the states of `model` (EAGLE, DFlash, Medusa, Hydra, modules for
             further tokens), or a copy of `model`: "self:int4", "self:layers=10" or both
-            ("self:int4,layers=10"). By default the drafter that ships for `model`, if there is one;
-            "none" is none.
+            ("self:int4,layers=10"). "none" also leaves out the modules in the folder of `model`
+            that a method may find there.
         cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
             None (the backend's default). Methods that are token-exact give equal texts within one
             format.
@@ -148,8 +148,6 @@ class LLM:
     ) -> None:
         from anydecode.models.opening import WeightFormat, open_model, open_tokenizer
         from anydecode.models.self_drafts import open_draft, open_own_draft
-        from anydecode.models.shipped_drafters import DTYPE, shipped_drafter
-        from anydecode.models.transformer import Transformer
 
         options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
         format = weight_format(dtype)
@@ -181,12 +179,9 @@ class LLM:
             open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
         )
         draft_tokenizer: Tokenizer | None = None
-        draft_dtype = dtype
-        if draft is None and device in (None, "cpu") and isinstance(self.model, Transformer):
-            draft, draft_dtype = shipped_drafter(self.model.network), DTYPE
         if draft not in (None, "none"):
             draft_model, draft_tokenizer = open_draft(
-                draft, self.model, dtype=draft_dtype, threads=threads, backend=backend
+                draft, self.model, dtype=dtype, threads=threads, backend=backend
             )
             self.add_runner("draft", draft_model)
         self.resources = Resources(
