@@ -29,9 +29,9 @@ from anydecode.models.step_heads import StepNetwork
 
 #: The names of a head's first module by layout: heads alone, heads in the target's folder, vLLM.
 _BLOCKS = (
-    (r"(\d+)\.(\d+)\.linear\.weight", "{head}.{block}.linear"),
-    (r"medusa_head\.(\d+)\.(\d+)\.linear\.weight", "medusa_head.{head}.{block}.linear"),
-    (r"blocks\.(\d+)\.layers\.(\d+)\.weight", "blocks.{head}.layers.{block}"),
+    (re.compile(r"(\d+)\.(\d+)\.linear\.weight"), "{head}.{block}.linear"),
+    (re.compile(r"medusa_head\.(\d+)\.(\d+)\.linear\.weight"), "medusa_head.{head}.{block}.linear"),
+    (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight"), "blocks.{head}.layers.{block}"),
 )
 
 
@@ -78,8 +78,8 @@ def load_medusa(checkpoint: Checkpoint, target: Network, dtype: str | None = Non
         return _Medusa(checkpoint, target, dtype).read()
 
 
-def _layout(tensors: Mapping[str, Any]) -> tuple[str, str] | None:
-    return next((one for one in _BLOCKS if any(re.fullmatch(one[0], x) for x in tensors)), None)
+def _layout(tensors: Mapping[str, Any]) -> tuple[re.Pattern[str], str] | None:
+    return next((one for one in _BLOCKS if any(one[0].fullmatch(x) for x in tensors)), None)
 
 
 class _Medusa:
@@ -127,7 +127,7 @@ class _Medusa:
         """The number of blocks of each head: configs may name another number of heads."""
         blocks: dict[int, set[int]] = {}
         for name in self.checkpoint.tensors:
-            match = re.fullmatch(self.pattern, name)
+            match = self.pattern.fullmatch(name)
             if match:
                 blocks.setdefault(int(match[1]), set()).add(int(match[2]))
         counts = [len(blocks.get(head, ())) for head in range(len(blocks))]
