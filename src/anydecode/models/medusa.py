@@ -168,9 +168,9 @@ class _Medusa:
             is_one = bool_value(self.checkpoint.config, "original_lm_head")
             options = [f"lm_heads.{0 if is_one else head}", *(["lm_head"] if is_one else ())]
         else:
-            start = re.escape(self.name.partition("{head}")[0] + str(head))
+            start = f"{self.name.partition('{head}')[0]}{head}."
             names = (name.removesuffix(".weight") for name in self.checkpoint.tensors)
-            options = [name for name in names if re.fullmatch(rf"{start}\.\d+", name)]
+            options = [one for one in names if one.startswith(start) and one[len(start) :].isdecimal()]
         return next((name for name in options if self.reader.has(f"{name}.weight")), None)
 
     def _tokens(self) -> tuple[np.ndarray | None, int]:
