@@ -134,11 +134,11 @@ class _Hydra:
             has_final_norm=False,
         )
 
-    def _numbers(self, pattern: str) -> dict[int, list[int]]:
+    def _numbers(self, pattern: re.Pattern[str]) -> dict[int, list[int]]:
         """The numbers of a head's modules, by head: files saved with dropout skip some."""
         numbers: dict[int, list[int]] = {}
         for name in self.checkpoint.tensors:
-            match = re.fullmatch(pattern, name)
+            match = pattern.fullmatch(name)
             if match:
                 numbers.setdefault(int(match[1]), []).append(int(match[2]))
         return {head: sorted(found) for head, found in sorted(numbers.items())}

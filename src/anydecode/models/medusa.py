@@ -170,7 +170,9 @@ class _Medusa:
         else:
             start = f"{self.name.partition('{head}')[0]}{head}."
             names = (name.removesuffix(".weight") for name in self.checkpoint.tensors)
-            options = [one for one in names if one.startswith(start) and one[len(start) :].isdecimal()]
+            options = [
+                one for one in names if one.startswith(start) and one[len(start) :].isdecimal()
+            ]
         return next((name for name in options if self.reader.has(f"{name}.weight")), None)
 
     def _tokens(self) -> tuple[np.ndarray | None, int]:
