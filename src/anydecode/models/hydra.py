@@ -27,8 +27,8 @@ from anydecode.models.network import LayerWeights, ModelWeights, Network
 from anydecode.models.spec import MAX_STEPS, LayerSpec, ModelSpec, StateSpec
 from anydecode.models.step_heads import StepNetwork
 
-_BLOCK = r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"
-_OUTPUT = r"hydra_lm_head\.(\d+)\.(\d+)\.weight"
+_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
+_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(\d+)\.weight")
 _PREFIX = "prefix_embeding_layer"  # as it is spelt in the files
 
 
