@@ -12,42 +12,45 @@ import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
+from anydecode.benchmarks import speculative_answers as answers
 from anydecode.benchmarks import speculative_bench as bench
 from anydecode.benchmarks.baselines import Worker
-from anydecode.benchmarks.speculative_bench import (
+from anydecode.benchmarks.speculative_answers import (
+    MULTI_STEP,
     PLAIN,
-    Question,
     TimedAnswer,
-    interval,
     loops,
     memory,
-    questions,
-    summary,
 )
 from anydecode.benchmarks.speculative_report import draw, print_report
+from anydecode.benchmarks.speculative_summary import interval, summary
 from anydecode.certification import rounds
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.tasks.spec_bench import Question, questions
 
 
 def answer(
     method: str, prompt: int, seconds: float, category: str = "a", **facts: object
 ) -> TimedAnswer:
     values = {"passes": 11, "draft_seconds": 0.1, "modelled": 1.5, "loops": False,
-              "same_text": True, **facts}  # fmt: skip
+              "same_text": True, "digest": "", **facts}  # fmt: skip
     return TimedAnswer(category, prompt, method, 0.0, False, 21, seconds=seconds, **values)
 
 
 def test_speed_ups_are_ratios_prompt_by_prompt() -> None:
     runs = [
         answer(PLAIN, 0, 2.0),
+        answer(MULTI_STEP, 0, 1.5),
         answer("m", 0, 1.0),
         answer(PLAIN, 1, 2.0),
+        answer(MULTI_STEP, 1, 1.0),
         answer("m", 1, 4.0, passes=31),
         answer(PLAIN, 2, 3.0, "b"),
+        answer(MULTI_STEP, 2, 2.0, "b"),
         answer("m", 2, 1.0, "b"),
     ]
-    rows = {row["category"]: row for row in summary(runs) if row["loops"]}
+    rows = {row["category"]: row for row in summary(runs) if row["loops"] and row["method"] == "m"}
     assert rows["a"]["speedup"] == pytest.approx(1.25)
     assert rows["b"]["speedup"] == pytest.approx(3.0)
     assert rows["overall"]["speedup"] == pytest.approx((1.25 + 3.0) / 2)
@@ -55,16 +58,29 @@ def test_speed_ups_are_ratios_prompt_by_prompt() -> None:
     assert rows["overall"]["modelled"] == pytest.approx(1.5)
     assert rows["a"]["draft_share"] == pytest.approx(0.2 / 5.0)
     assert rows["overall"]["fifth_percentile"] == pytest.approx(np.percentile([2, 0.5, 3], 5))
+    over = {category: row["over_multi_step"] for category, row in rows.items()}
+    assert over["a"]["speedup"] == pytest.approx((1.5 + 0.25) / 2)
+    assert over["a"]["interval"] == pytest.approx([0.25, 1.5])
+    assert over["b"]["speedup"] == pytest.approx(2.0)
+    assert over["b"]["interval"] is None  # of one prompt
+    assert over["overall"]["speedup"] == pytest.approx((0.875 + 2.0) / 2)
+    assert over["overall"]["smallest"] == pytest.approx(0.25)
+    assert over["overall"]["fifth_percentile"] == pytest.approx(np.percentile([1.5, 0.25, 2], 5))
+    assert over["overall"]["interval"] == pytest.approx([0.25, 2])  # from all three prompts
 
 
 def test_looping_answers_are_excluded_on_request() -> None:
     runs = [
         answer(PLAIN, 0, 2.0, loops=True),
+        answer(MULTI_STEP, 0, 2.0, loops=True),
         answer("m", 0, 0.1, loops=True),
         answer(PLAIN, 1, 2.0),
+        answer(MULTI_STEP, 1, 2.0),
         answer("m", 1, 2.0),
     ]
-    found = {row["loops"]: row["speedup"] for row in summary(runs) if row["category"] == "overall"}
+    rows = [row for row in summary(runs) if (row["method"], row["category"]) == ("m", "overall")]
+    assert [row["loops"] for row in rows] == [False, True]
+    found = {row["loops"]: row["speedup"] for row in rows}
     assert found[False] == pytest.approx(1.0)
     assert found[True] == pytest.approx(10.5)
 
@@ -83,6 +99,8 @@ def test_the_interval_contains_the_mean_and_narrows() -> None:
     few, many = random.normal(2, 0.5, 10), random.normal(2, 0.5, 1000)
     low, high = interval([few])
     assert low < few.mean() < high
+    assert interval([few, np.array([2.0])]) != interval([few, np.array([2.0, 2.0])])
+    assert interval([np.array([1.0, 3.0]), np.array([2.0, 2.0])]) == pytest.approx((1.5, 2.5))
     narrow = interval([many])
     assert narrow[1] - narrow[0] < (high - low) / 3
 
@@ -120,18 +138,18 @@ def test_a_run_reports_all_methods(
     count: list[str] = []
     with scripted() as llm:
         methods = ["prompt-lookup", "auto"]
-        runs = list(bench.run(llm, asked, methods, [0.0, 0.8], 12, True, count.append))
+        runs = list(answers.run(llm, asked, methods, [0.0, 0.8], 12, True, count.append))
         extra_memory = memory(llm, asked[0], methods, 8)
-        more = list(bench.run(llm, asked[:1], ["auto"], [0.0], 12, True, rounds=3))
-    assert len(runs) == len(count) == 2 * 2 * (1 + 2 * 2)
-    assert len(more) == 3
+        more = list(answers.run(llm, asked[:1], ["auto"], [0.0], 12, True, rounds=3))
+    assert len(runs) == len(count) == 2 * 2 * (2 + 2 * 2)
+    assert len(more) == 4
     assert all(one.modelled > 0 for one in runs)
     assert all(one.same_text for one in runs)
     assert {(one.method, one.warm) for one in runs} == {
-        (PLAIN, False), ("prompt-lookup", False), ("prompt-lookup", True), ("auto", False),
-        ("auto", True),
+        (PLAIN, False), (MULTI_STEP, False), ("prompt-lookup", False), ("prompt-lookup", True),
+        ("auto", False), ("auto", True),
     }  # fmt: skip
-    assert all(one.draft_seconds > 0 for one in runs if one.method != PLAIN)
+    assert all(one.draft_seconds > 0 for one in runs if one.method not in (PLAIN, MULTI_STEP))
     assert set(extra_memory) == set(methods)
     report = {
         "machine": {"cpu": "c", "cores": 2, "threads": 0},
@@ -139,16 +157,20 @@ def test_a_run_reports_all_methods(
         "tokens": 12,
         "data": "two",
         "rows": summary(runs),
+        "company": [],
         "memory": extra_memory,
         "runs": [],
     }
     print_report(report)
-    assert "prompt-lookup" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "prompt-lookup" in printed and "differ" not in printed
+    assert printed.index("answers that do not loop") < printed.index("all answers")
+    assert max(map(len, printed.splitlines())) <= 100
     draw(report, tmp_path / "x.svg")
     (figure,) = figures
     (panel,) = figure.axes
-    assert len(panel.patches) == 2 * 3  # two methods; two categories and overall
-    first = next(row for row in report["rows"] if not row["warm"] and row["loops"])
+    assert len(panel.patches) == 3 * 3  # three methods; two categories and overall
+    first = next(row for row in report["rows"] if not row["warm"] and not row["loops"])
     assert panel.patches[0].get_height() == first["speedup"]
     assert [text.get_text() for text in panel.get_xticklabels()][-1] == "overall"
     json.dumps(report)
@@ -157,7 +179,7 @@ def test_a_run_reports_all_methods(
 def test_cold_answers_start_without_drafter_state() -> None:
     asked = [Question("a", "q")] * 2
     with scripted() as llm:
-        runs = list(bench.run(llm, asked, ["auto"], [0.0], 24))
+        runs = list(answers.run(llm, asked, ["auto"], [0.0], 24))
         cold = [one.passes for one in runs if one.method == "auto" and not one.warm]
         warm = [one.passes for one in runs if one.method == "auto" and one.warm]
     assert cold[0] == cold[1]
@@ -231,9 +253,9 @@ def test_an_interrupted_run_resumes_to_the_same_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     texts = _questions(tmp_path)
-    monkeypatch.setattr(bench, "decode_seconds", lambda answer: 0.01 * answer.stats.passes)
+    monkeypatch.setattr(answers, "decode_seconds", lambda answer: 0.01 * answer.stats.passes)
     monkeypatch.setattr(
-        bench, "modelled_speedup", lambda answer, cost_model: float(answer.stats.passes)
+        answers, "modelled_speedup", lambda answer, cost_model: float(answer.stats.passes)
     )
     _RecordingLLM(monkeypatch)
     whole = _run_rows(tmp_path, None)
@@ -241,8 +263,8 @@ def test_an_interrupted_run_resumes_to_the_same_table(
     keep = tmp_path / "answers.jsonl"
     with pytest.raises(KeyboardInterrupt):
         _RecordingLLM(
-            monkeypatch, stop_at=4
-        )  # three variants per question: within the second question
+            monkeypatch, stop_at=5
+        )  # four variants per question: within the second question
         _run_rows(tmp_path, keep)
     held = keep.read_text()
     assert len(held.splitlines()) == 2  # the settings and the first question
@@ -250,7 +272,7 @@ def test_an_interrupted_run_resumes_to_the_same_table(
         out.write('[{"category": "qa", "prom')  # as after a kill during a write
     recording = _RecordingLLM(monkeypatch)
     assert _run_rows(tmp_path, keep) == whole
-    assert recording.asked == [text for text in (texts * 2)[1:] for _ in range(3)]
+    assert recording.asked == [text for text in (texts * 2)[1:] for _ in range(4)]
     assert keep.read_text().startswith(held) and len(keep.read_text().splitlines()) == 1 + 2 * 3
     again = _RecordingLLM(monkeypatch)
     assert _run_rows(tmp_path, keep) == whole
@@ -301,16 +323,16 @@ def test_baseline_answers_are_recorded_one_by_one(
         asked(_FakeBaseline(names[0]), _FakeBaseline(names[1], fails=2))
     captured = capsys.readouterr()
     assert "interrupted: the results cover the answers so far" in captured.err
-    assert "1 of 12 answers: question 1 of 3, T=0: autoregressive" in captured.err
-    assert "3 of 12 answers: question 1 of 3, T=0: openvino-genai" in captured.err
+    assert "1 of 15 answers: question 1 of 3, T=0: autoregressive" in captured.err
+    assert "4 of 15 answers: question 1 of 3, T=0: openvino-genai" in captured.err
     assert "copyspec" in captured.out and names[0] in captured.out  # the first question's table
-    assert [len(json.loads(line)) for line in keep.read_text().splitlines()[1:]] == [2, 1, 1, 2]
+    assert [len(json.loads(line)) for line in keep.read_text().splitlines()[1:]] == [3, 1, 1, 3]
     made = len(recording.asked)
     baselines = [_FakeBaseline(name) for name in names]
     report = asked(*baselines)
-    assert len(recording.asked) == made + 2  # the last question, with plain decoding and drafting
+    assert len(recording.asked) == made + 3  # the last question, with both baselines and drafting
     assert [len(baseline.asked) for baseline in baselines] == [2, 2]
-    assert len(report["runs"]) == len(texts) * 4
+    assert len(report["runs"]) == len(texts) * 5
     again = [_FakeBaseline(name) for name in names]
     assert asked(*again)["runs"] == report["runs"]
     assert not any(baseline.asked for baseline in again)
