@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from adapter_files import save_adapter
-from anydecode import Generation, JsonSchema, Regex
-from anydecode.api.llm import LLM
+from anydecode import JsonSchema, Regex
 from anydecode.certification.oracles.speculative import dflash as oracle
 from anydecode.certification.tiny import eagle_checkpoint, with_drafter
 from anydecode.certification.tiny_blocks import (
@@ -33,9 +32,8 @@ from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.sequence import Sequence
 from certificates import assert_certified, assert_rejected, replace_defaults
+from drafted_texts import LONG, assert_text_of_plain_decoding, generate, num_accepted, only_drafter
 
-LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
-PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -66,20 +64,15 @@ def test_certificate() -> None:
     assert_certified("dflash")
 
 
-def _only(monkeypatch: Patch, name: str) -> None:
-    """Restricts the oracle test to one drafter."""
-    monkeypatch.setattr(oracle, "DRAFTERS", {name: oracle.DRAFTERS[name]})
-
-
 @pytest.mark.parametrize("defaults", [{"size": 6}, {"tree": True}, {"threshold": 0.05}], ids=str)
 def test_certificate_rejects_other_defaults(monkeypatch: Patch, defaults: dict[str, Any]) -> None:
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     replace_defaults(monkeypatch, "dflash", **defaults)
     assert_rejected("dflash")
 
 
 def test_certificate_rejects_a_causal_block(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     original = BlockSpan.__init__
 
     def causal(self: BlockSpan, *given: Any, **named: Any) -> None:
@@ -91,14 +84,14 @@ def test_certificate_rejects_a_causal_block(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("name", ["DFlash, a window", "DFlash, causal"])
 def test_certificate_rejects_a_block_that_is_not_causal(monkeypatch: Patch, name: str) -> None:
-    _only(monkeypatch, name)
+    only_drafter(monkeypatch, oracle, name)
     monkeypatch.setattr(BlockSpan, "write_rows", draft_blocks.CanvasSpan.write_rows)
     assert_rejected("dflash")
 
 
 @pytest.mark.parametrize("name", ["DFlash", "DFlash of speculators"])
 def test_certificate_rejects_taps_of_the_layers_before(monkeypatch: Patch, name: str) -> None:
-    _only(monkeypatch, name)
+    only_drafter(monkeypatch, oracle, name)
     taps = block_drafters._BlockDrafter._taps
 
     def shifted(self: Any) -> tuple[int, ...]:
@@ -110,7 +103,7 @@ def test_certificate_rejects_taps_of_the_layers_before(monkeypatch: Patch, name:
 
 def test_certificate_rejects_states_of_the_position_before(monkeypatch: Patch) -> None:
     """As EAGLE reads them."""
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     project = DraftStates._project
 
     def shifted(self: DraftStates, taps: np.ndarray) -> np.ndarray:
@@ -121,7 +114,7 @@ def test_certificate_rejects_states_of_the_position_before(monkeypatch: Patch) -
 
 
 def test_certificate_rejects_a_context_without_its_norm(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     project = StateWeights.project
 
     def plain(self: StateWeights, *given: Any) -> np.ndarray:
@@ -136,7 +129,7 @@ def test_certificate_rejects_a_context_without_its_norm(monkeypatch: Patch) -> N
 
 def test_certificate_rejects_a_context_that_is_normed_in_each_layer(monkeypatch: Patch) -> None:
     """As the layers' other inputs are."""
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     store = Network.storing_layer
 
     def normed(self: Network, backend: Any, x: Any, index: int) -> Any:
@@ -149,13 +142,13 @@ def test_certificate_rejects_a_context_that_is_normed_in_each_layer(monkeypatch:
 
 
 def test_certificate_rejects_a_context_that_goes_through_the_layers(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     monkeypatch.setattr(Network, "storing_layer", Network.layer)
     assert_rejected("dflash")
 
 
 def test_certificate_rejects_context_keys_without_rotation(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
 
     def unrotated(self: Network, backend: Any, x: Any, index: int) -> Any:
         spec, weights = self.spec.layers[index], self.weights.layers[index]
@@ -172,7 +165,7 @@ def test_certificate_rejects_context_keys_without_rotation(monkeypatch: Patch) -
 
 def test_certificate_rejects_a_context_of_the_new_tokens_only(monkeypatch: Patch) -> None:
     """What earlier rounds have stored is part of the context."""
-    _only(monkeypatch, "DSpark")
+    only_drafter(monkeypatch, oracle, "DSpark")
     store = Sequence.store_context
 
     def fresh(self: Sequence, runner: str) -> Any:
@@ -185,7 +178,7 @@ def test_certificate_rejects_a_context_of_the_new_tokens_only(monkeypatch: Patch
 
 
 def test_certificate_rejects_a_block_that_starts_with_a_mask(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     original = BlockSpan.__init__
 
     def masked(
@@ -199,7 +192,7 @@ def test_certificate_rejects_a_block_that_starts_with_a_mask(monkeypatch: Patch)
 
 @pytest.mark.parametrize("name", ["DSpark, recurrent"])
 def test_certificate_rejects_a_recurrence_that_forgets(monkeypatch: Patch, name: str) -> None:
-    _only(monkeypatch, name)
+    only_drafter(monkeypatch, oracle, name)
     step = SlotHeads.step
 
     def forgetful(self: SlotHeads, token: int, hidden: Any, state: Any = None) -> SlotStep:
@@ -211,7 +204,7 @@ def test_certificate_rejects_a_recurrence_that_forgets(monkeypatch: Patch, name:
 
 def test_certificate_rejects_a_bias_of_the_texts_last_token(monkeypatch: Patch) -> None:
     """The bias depends on the token before the slot, which is drafted."""
-    _only(monkeypatch, "DSpark")
+    only_drafter(monkeypatch, oracle, "DSpark")
     step = SlotHeads.step
     monkeypatch.setattr(
         SlotHeads, "step", lambda self, token, hidden, state=None: step(self, 97, hidden, state)
@@ -220,13 +213,13 @@ def test_certificate_rejects_a_bias_of_the_texts_last_token(monkeypatch: Patch) 
 
 
 def test_certificate_rejects_drafts_without_confidence(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "DSpark")
+    only_drafter(monkeypatch, oracle, "DSpark")
     monkeypatch.setattr(SlotHeads, "_confidence", lambda self, previous, hidden: 1.0)
     assert_rejected("dflash")
 
 
 def test_certificate_rejects_a_best_first_tree_without_siblings(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "DFlash")
+    only_drafter(monkeypatch, oracle, "DFlash")
     key = "dflash:size=9,tree=true,threshold=0"
     checks = oracle._compare("DFlash", key, 9, None, 0.0)
     assert all(check.passed for check in checks)
@@ -240,7 +233,7 @@ def test_certificate_rejects_a_best_first_tree_without_siblings(monkeypatch: Pat
 
 
 def test_certificate_rejects_mask_tokens_at_one_position(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "P-EAGLE")
+    only_drafter(monkeypatch, oracle, "P-EAGLE")
     span = draft_blocks.causal_span
 
     def together(kv_cache: Any, positions: np.ndarray, tokens: np.ndarray) -> Any:
@@ -251,20 +244,11 @@ def test_certificate_rejects_mask_tokens_at_one_position(monkeypatch: Patch) -> 
 
 
 def test_certificate_rejects_mask_tokens_without_their_state(monkeypatch: Patch) -> None:
-    _only(monkeypatch, "P-EAGLE")
+    only_drafter(monkeypatch, oracle, "P-EAGLE")
     monkeypatch.setattr(
         Transformer, "mask_state", lambda self: np.zeros(self.spec.hidden_size, np.float32)
     )
     assert_rejected("dflash")
-
-
-def _generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
-    shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
-    return llm.generate(prompts, decoder=decoder, **{**shared, **options})
-
-
-def _accepted(generations: list[Generation]) -> int:
-    return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
 
 
 @pytest.mark.parametrize(
@@ -283,17 +267,11 @@ def test_the_text_is_that_of_plain_decoding(
 ) -> None:
     request: dict[str, Any] = {"temperature": temperature}
     if "backend" in options:
-        pytest.importorskip("torch")
         request["max_tokens"] = 12
-    with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
-        plain = _generate(llm, PROMPTS, "autoregressive", **request)
-        alone = [_generate(llm, one, "dflash", **request) for one in PROMPTS]
-        together = _generate(llm, PROMPTS, "dflash:tree=true", **request)
-        llm.engine.check_integrity()
-    expected = [one.tokens for one in plain]
-    assert [one.tokens for one in alone] == expected
-    assert [one.tokens for one in together] == expected
-    assert _accepted(alone) > 3 and _accepted(together) > 3
+    accepted = assert_text_of_plain_decoding(
+        drafter, ("dflash", "dflash:tree=true"), options, **request
+    )
+    assert min(accepted) > 3
 
 
 @pytest.mark.parametrize("backend", ["torch", None])
@@ -322,7 +300,7 @@ def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Checkpoint) -> No
     """The drafter's context of a prefix is found with the target's cache."""
     prompt = LONG + "one"
     with with_drafter(drafter, cache_positions=2048) as llm:
-        first, second = (_generate(llm, prompt, "dflash") for _ in range(2))
+        first, second = (generate(llm, prompt, "dflash") for _ in range(2))
         assert llm.engine.runners["draft"].prefixes.num_hits
         assert second.stats.num_cached_tokens > len(prompt) // 2
     drafts = [[event["drafted"] for event in one.trace[1:]] for one in (first, second)]
@@ -332,13 +310,13 @@ def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Checkpoint) -> No
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=list(DRAFTERS))
 def test_a_prefix_that_only_the_target_knows_is_left_out(drafter: Checkpoint) -> None:
     with with_drafter(drafter, cache_positions=2048) as llm:
-        plain = _generate(llm, LONG, "autoregressive")
-        drafted = _generate(llm, LONG, "dflash")
+        plain = generate(llm, LONG, "autoregressive")
+        drafted = generate(llm, LONG, "dflash")
         assert drafted.stats.num_cached_tokens > len(LONG) // 2
         assert not llm.engine.runners["draft"].prefixes.num_hits
         llm.engine.check_integrity()
     assert drafted.tokens == plain.tokens
-    assert _accepted([drafted]) > 2
+    assert num_accepted([drafted]) > 2
 
 
 @pytest.mark.parametrize("decoder", ["dflash", "dflash:tree=true"])
@@ -353,7 +331,7 @@ def test_constraints_hold_and_the_text_is_exact(
     with with_drafter(drafter, cache_positions=1024) as llm:
         for constraint in (JsonSchema(SCHEMA), Regex("[0-9]{3,9}\\n?x")):
             plain, drafted = (
-                _generate(llm, "x", key, constraint=constraint, **options)
+                generate(llm, "x", key, constraint=constraint, **options)
                 for key in ("autoregressive", decoder)
             )
             assert drafted.text == plain.text
@@ -364,11 +342,11 @@ def test_constraints_hold_and_the_text_is_exact(
 def test_samplers_keep_the_text(options: dict[str, Any]) -> None:
     with with_drafter(dspark_checkpoint, cache_positions=1024) as llm:
         plain, drafted = (
-            _generate(llm, "zq", key, temperature=0.8, **options)
+            generate(llm, "zq", key, temperature=0.8, **options)
             for key in ("autoregressive", "dflash:tree=true")
         )
     assert drafted.tokens == plain.tokens
-    assert _accepted([drafted]) > 3
+    assert num_accepted([drafted]) > 3
 
 
 @pytest.mark.parametrize(
@@ -382,9 +360,9 @@ def test_drafters_serve_a_target_with_an_adapter(
     with with_drafter(drafter, cache_positions=1024) as llm:
         llm.add_adapter("a", save_adapter(tmp_path / "a", 1))
         plain, drafted = (
-            _generate(llm, "zq", key, **options) for key in ("autoregressive", decoder)
+            generate(llm, "zq", key, **options) for key in ("autoregressive", decoder)
         )
-        other = _generate(llm, "zq", "autoregressive", temperature=0.8)
+        other = generate(llm, "zq", "autoregressive", temperature=0.8)
     assert drafted.tokens == plain.tokens != other.tokens
     assert any(event["drafted"] for event in drafted.trace)
 
@@ -397,7 +375,7 @@ def test_blocks_have_at_most_the_drafters_slots(size: int) -> None:
             with pytest.raises(InvalidRequestError, match="at least one"):
                 llm.generate("x", decoder="dflash:size=0")
             return
-        drafted = _generate(llm, "x", f"dflash:size={size},threshold=0", max_tokens=8)
+        drafted = generate(llm, "x", f"dflash:size={size},threshold=0", max_tokens=8)
     lengths = {len(event["drafted"]) for event in drafted.trace[1:]}
     assert lengths == {min(size, 7)}
 
@@ -405,8 +383,8 @@ def test_blocks_have_at_most_the_drafters_slots(size: int) -> None:
 def test_a_full_cache_ends_no_answer() -> None:
     """The block needs slots behind the text."""
     with with_drafter(dspark_checkpoint, cache_positions=64) as llm:
-        plain = _generate(llm, "x" * 20, "autoregressive", max_tokens=99)
-        drafted = _generate(llm, "x" * 20, "dflash", max_tokens=99)
+        plain = generate(llm, "x" * 20, "autoregressive", max_tokens=99)
+        drafted = generate(llm, "x" * 20, "dflash", max_tokens=99)
     assert drafted.tokens == plain.tokens and drafted.finish_reason == plain.finish_reason
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from anydecode import Generation, JsonSchema
-from anydecode.api.llm import LLM
+from anydecode import JsonSchema
 from anydecode.certification.oracles.speculative import medusa as oracle
 from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_heads import medusa_checkpoint
@@ -19,9 +18,16 @@ from anydecode.models.step_heads import StepTransformer
 from anydecode.scoring.draft_states import DraftStates
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 from draft_folders import drafted_paths
+from drafted_texts import (
+    CONDITIONS,
+    LONG,
+    PROMPTS,
+    assert_text_of_plain_decoding,
+    generate,
+    num_accepted,
+    only_drafter,
+)
 
-LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
-PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
 SHARED = partial(medusa_checkpoint, own_heads=False)
 Patch = pytest.MonkeyPatch
 
@@ -31,21 +37,16 @@ def test_certificate() -> None:
     assert_certified("medusa")
 
 
-def _only(monkeypatch: Patch, name: str) -> None:
-    """Restricts the oracle test to one drafter."""
-    monkeypatch.setattr(oracle, "DRAFTERS", {name: oracle.DRAFTERS[name]})
-
-
 @pytest.mark.parametrize("defaults", [{"size": 7}, {"depth": 3}], ids=str)
 def test_certificate_rejects_other_defaults(monkeypatch: Patch, defaults: dict[str, Any]) -> None:
-    _only(monkeypatch, "5 heads of 2 blocks")
+    only_drafter(monkeypatch, oracle, "5 heads of 2 blocks")
     replace_defaults(monkeypatch, "medusa", **defaults)
     assert_rejected("medusa")
 
 
 @pytest.mark.parametrize("other", ["speculative-sampling", "eagle"])
 def test_certificate_rejects_other_methods(monkeypatch: Patch, other: str) -> None:
-    _only(monkeypatch, "3 heads")
+    only_drafter(monkeypatch, oracle, "3 heads")
     replace_method(monkeypatch, "medusa", other)
     assert_rejected("medusa")
 
@@ -105,47 +106,22 @@ def test_certificate_rejects_a_tree_of_equal_levels(monkeypatch: Patch) -> None:
     assert_rejected("medusa")
 
 
-def _generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
-    shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
-    return llm.generate(prompts, decoder=decoder, **{**shared, **options})
-
-
-def _accepted(generations: list[Generation]) -> int:
-    return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
-
-
-@pytest.mark.parametrize(
-    ("options", "temperature"),
-    [
-        ({"cache_positions": 420}, 0.8),
-        ({"row_budget": 16}, 0.0),
-        ({"row_budget": 16, "backend": "torch"}, 0.8),
-        ({"prefix_cache": False}, 0.8),
-    ],
-    ids=["preempted", "chunked", "torch", "uncached"],
-)
+@CONDITIONS
 @pytest.mark.parametrize("drafter", [medusa_checkpoint, SHARED], ids=["own", "shared"])
 def test_the_text_is_that_of_plain_decoding(
     drafter: Any, options: dict[str, Any], temperature: float
 ) -> None:
-    if "backend" in options:
-        pytest.importorskip("torch")
     prompts = PROMPTS[2:4] if "backend" in options else PROMPTS
-    with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
-        plain = _generate(llm, prompts, "autoregressive", temperature=temperature)
-        alone = [_generate(llm, one, "medusa", temperature=temperature) for one in prompts]
-        together = _generate(llm, prompts, "medusa", temperature=temperature)
-        llm.engine.check_integrity()
-    expected = [one.tokens for one in plain]
-    assert [one.tokens for one in alone] == expected
-    assert [one.tokens for one in together] == expected
+    accepted = assert_text_of_plain_decoding(
+        drafter, ("medusa", "medusa"), options, prompts, temperature=temperature
+    )
     if drafter is medusa_checkpoint:
-        assert _accepted(alone) > 5 and _accepted(together) > 5
+        assert min(accepted) > 5
 
 
 def test_a_draft_takes_one_pass() -> None:
     with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
-        rounds = _generate(llm, LONG, "medusa").trace
+        rounds = generate(llm, LONG, "medusa").trace
         runner = llm.engine.runners["draft"]
         assert runner.num_passes == sum(bool(one["drafted"]) for one in rounds)
 
@@ -154,7 +130,7 @@ def test_other_methods_draft_the_same_with_heads() -> None:
     """Level by level, in a pass each, heads give what they give in one pass."""
     with with_drafter(medusa_checkpoint, cache_positions=1024, prefix_cache=False) as llm:
         plain, best, other = (
-            _generate(llm, "a quick zebra", key, temperature=0.8)
+            generate(llm, "a quick zebra", key, temperature=0.8)
             for key in ("autoregressive", "medusa:depth=3", "opt-tree:size=8,delta=0,depth=3")
         )
     assert plain.tokens == best.tokens == other.tokens
@@ -168,7 +144,7 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
     options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
     with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
         plain, drafted = (
-            _generate(llm, "x", key, constraint=JsonSchema(schema), **options)
+            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
             for key in ("autoregressive", "medusa")
         )
         llm.engine.check_integrity()
@@ -178,7 +154,7 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
 def test_other_acceptance_rules_run(rule: str) -> None:
     with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
-        drafted = _generate(llm, PROMPTS, f"medusa:acceptance={rule}", temperature=0.8)
+        drafted = generate(llm, PROMPTS, f"medusa:acceptance={rule}", temperature=0.8)
     assert all(len(one.tokens) == 40 for one in drafted)
-    assert _accepted(drafted) > 20
+    assert num_accepted(drafted) > 20
     assert all(event["drafted"] for one in drafted for event in one.trace[1:-1])

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode import Generation, JsonSchema
-from anydecode.api.llm import LLM
+from anydecode import JsonSchema
 from anydecode.certification.oracles.speculative import mtp as oracle
 from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_heads import mtp_checkpoint
@@ -18,9 +17,16 @@ from anydecode.models.states import StateWeights
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
+from drafted_texts import (
+    CONDITIONS,
+    LONG,
+    PROMPTS,
+    assert_text_of_plain_decoding,
+    generate,
+    num_accepted,
+    only_drafter,
+)
 
-LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
-PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
 QWEN = partial(mtp_checkpoint, layout="qwen")
 Patch = pytest.MonkeyPatch
 
@@ -28,11 +34,6 @@ Patch = pytest.MonkeyPatch
 @pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("mtp")
-
-
-def _only(monkeypatch: Patch, name: str) -> None:
-    """Restricts the oracle test to one layout."""
-    monkeypatch.setattr(oracle, "DRAFTERS", {name: oracle.DRAFTERS[name]})
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -60,7 +61,7 @@ def _pairs(monkeypatch: Patch, change: Any) -> None:
 
 def test_certificate_rejects_the_other_order(monkeypatch: Patch) -> None:
     """MiMo's projection reads the state first; the loader exchanges its columns."""
-    _only(monkeypatch, "mimo")
+    only_drafter(monkeypatch, oracle, "mimo")
     size = 64
     _pairs(
         monkeypatch,
@@ -97,48 +98,23 @@ def test_certificate_rejects_rows_from_own_states_that_stay(monkeypatch: Patch) 
     assert_rejected("mtp")
 
 
-def _generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
-    shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
-    return llm.generate(prompts, decoder=decoder, **{**shared, **options})
-
-
-def _accepted(generations: list[Generation]) -> int:
-    return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
-
-
-@pytest.mark.parametrize(
-    ("options", "temperature"),
-    [
-        ({"cache_positions": 420}, 0.8),
-        ({"row_budget": 16}, 0.0),
-        ({"row_budget": 16, "backend": "torch"}, 0.8),
-        ({"prefix_cache": False}, 0.8),
-    ],
-    ids=["preempted", "chunked", "torch", "uncached"],
-)
+@CONDITIONS
 @pytest.mark.parametrize("drafter", [mtp_checkpoint, QWEN], ids=["nextn", "qwen"])
 def test_the_text_is_that_of_plain_decoding(
     drafter: Any, options: dict[str, Any], temperature: float
 ) -> None:
-    if "backend" in options:
-        pytest.importorskip("torch")
     prompts = PROMPTS[2:4] if "backend" in options else PROMPTS
-    with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
-        plain = _generate(llm, prompts, "autoregressive", temperature=temperature)
-        alone = [_generate(llm, one, "mtp", temperature=temperature) for one in prompts]
-        together = _generate(llm, prompts, "mtp", temperature=temperature)
-        llm.engine.check_integrity()
-    expected = [one.tokens for one in plain]
-    assert [one.tokens for one in alone] == expected
-    assert [one.tokens for one in together] == expected
-    assert _accepted(alone) > 20 and _accepted(together) > 20
+    accepted = assert_text_of_plain_decoding(
+        drafter, ("mtp", "mtp"), options, prompts, temperature=temperature
+    )
+    assert min(accepted) > 20
 
 
 @pytest.mark.parametrize("drafter", [mtp_checkpoint, QWEN], ids=["nextn", "qwen"])
 def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Any) -> None:
     """The module has keys and values, which the prefix cache keeps."""
     with with_drafter(drafter, cache_positions=2048) as llm:
-        first, second = (_generate(llm, LONG + "one", "mtp") for _ in range(2))
+        first, second = (generate(llm, LONG + "one", "mtp") for _ in range(2))
         assert second.stats.num_cached_tokens > len(LONG) // 2
     drafts = [[event["drafted"] for event in one.trace[1:]] for one in (first, second)]
     assert drafts[1] == drafts[0] and any(drafts[0])
@@ -152,7 +128,7 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float, decoder: str
     options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
     with with_drafter(mtp_checkpoint, cache_positions=1024) as llm:
         plain, drafted = (
-            _generate(llm, "x", key, constraint=JsonSchema(schema), **options)
+            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
             for key in ("autoregressive", decoder)
         )
         llm.engine.check_integrity()
@@ -162,6 +138,6 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float, decoder: str
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
 def test_other_acceptance_rules_run(rule: str) -> None:
     with with_drafter(mtp_checkpoint, cache_positions=1024) as llm:
-        drafted = _generate(llm, PROMPTS, f"mtp:acceptance={rule}", temperature=0.8)
+        drafted = generate(llm, PROMPTS, f"mtp:acceptance={rule}", temperature=0.8)
     assert all(len(one.tokens) == 40 for one in drafted)
-    assert _accepted(drafted) > 20
+    assert num_accepted(drafted) > 20

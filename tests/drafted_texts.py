@@ -1,0 +1,67 @@
+"""Texts that are generated with a drafter that reads its target's states, and conditions under
+which they must be those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from anydecode import Generation
+from anydecode.api.llm import LLM
+from anydecode.certification.tiny import with_drafter
+
+LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
+PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
+#: Options of the engine, with a temperature.
+CONDITIONS = pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({"cache_positions": 420}, 0.8),
+        ({"row_budget": 16}, 0.0),
+        ({"row_budget": 16, "backend": "torch"}, 0.8),
+        ({"prefix_cache": False}, 0.8),
+    ],
+    ids=["preempted", "chunked", "torch", "uncached"],
+)
+
+
+def only_drafter(monkeypatch: pytest.MonkeyPatch, oracle: ModuleType, name: str) -> None:
+    """Restricts an oracle test to one of its `DRAFTERS`."""
+    drafters = vars(oracle)["DRAFTERS"]
+    monkeypatch.setattr(oracle, "DRAFTERS", {name: drafters[name]})
+
+
+def generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
+    """Texts with their traces."""
+    shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
+    return llm.generate(prompts, decoder=decoder, **{**shared, **options})
+
+
+def num_accepted(generations: Sequence[Generation]) -> int:
+    """The number of accepted drafts."""
+    return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
+
+
+def assert_text_of_plain_decoding(
+    drafter: Callable[..., Any],
+    decoders: tuple[str, str],
+    options: dict[str, Any],
+    prompts: Sequence[str] = PROMPTS,
+    **request: Any,
+) -> tuple[int, int]:
+    """Asserts that texts drafted alone, with the first of `decoders`, and together, with the
+    second, are those of plain decoding. Returns the numbers of accepted drafts of both."""
+    if "backend" in options:
+        pytest.importorskip("torch")
+    with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
+        plain = generate(llm, list(prompts), "autoregressive", **request)
+        alone = [generate(llm, one, decoders[0], **request) for one in prompts]
+        together = generate(llm, list(prompts), decoders[1], **request)
+        llm.engine.check_integrity()
+    expected = [one.tokens for one in plain]
+    assert [one.tokens for one in alone] == expected
+    assert [one.tokens for one in together] == expected
+    return num_accepted(alone), num_accepted(together)
