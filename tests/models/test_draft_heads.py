@@ -20,8 +20,12 @@ from anydecode.certification.tiny import (
 from anydecode.errors import AnydecodeError, CheckpointError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.draft_heads import load_draft_head
+from anydecode.models.drafters import Loader
 from anydecode.models.families import load_network
+from anydecode.models.hydra import load_hydra
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.medusa import load_medusa
+from anydecode.models.mtp import load_mtp
 from anydecode.models.network import Network
 from draft_folders import Change, changed, set_keys, target_folder, tensor, without
 from tiny_models import checkpoint_of, hf_model
@@ -92,7 +96,8 @@ def test_an_eagle_3_drafter_that_does_not_fit_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_a_target_with_several_streams_has_no_drafters_that_read_states() -> None:
+@pytest.mark.parametrize("load", [load_draft_head, load_medusa, load_hydra, load_mtp])
+def test_a_target_with_several_streams_has_no_drafters_that_read_states(load: Loader) -> None:
     theirs = hf_model(
         "Gemma3n",
         num_kv_shared_layers=0,
@@ -102,7 +107,7 @@ def test_a_target_with_several_streams_has_no_drafters_that_read_states() -> Non
     )
     network = load_network(checkpoint_of(theirs))
     with pytest.raises(CheckpointError, match="several streams") as caught:
-        load_draft_head(Checkpoint("drafter", Path("drafter"), {}, {}), network)
+        load(Checkpoint("drafter", Path("drafter"), {}, {}), network)
     assert "\n" not in str(caught.value)
 
 

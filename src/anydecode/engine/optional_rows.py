@@ -27,6 +27,8 @@ def without_useless_rows(scheduled: list[ScheduledSpan], cost: PassCost) -> list
     Returns:
         The pass without these rows.
     """
+    if not any(len(request.optional) for request, _, _ in scheduled):
+        return scheduled
     counts: dict[ScoreRequest, int] = {}
     for request, _, count in scheduled:
         counts[request] = counts.get(request, 0) + count

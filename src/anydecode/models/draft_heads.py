@@ -22,6 +22,7 @@ from anydecode.models.dense_layer import read_dense_layer
 from anydecode.models.drafter_files import (
     SPECULATORS,
     ReadRows,
+    check_target,
     drafter_config,
     head_tokens,
     layer_config,
@@ -70,10 +71,7 @@ def load_draft_head(
             does not fit the target.
     """
     with untrusted(checkpoint.path):
-        if target.spec.num_streams > 1:
-            raise CheckpointError(
-                "drafters cannot read the states of a target with several streams (Gemma 3n)"
-            )
+        check_target(target)
         if is_block_drafter(checkpoint):
             return load_block_drafter(checkpoint, target, dtype, read_rows)
         kind = checkpoint.config.get(SPECULATORS)

@@ -12,12 +12,21 @@ from anydecode.kernels.formats import DTYPES, plain_weight
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.weights import TensorReader
+from anydecode.models.network import Network
 
 #: The rows of a matrix for some tokens, float32 `[tokens, in_features]`.
 ReadRows = Callable[[Weight, np.ndarray], np.ndarray]
 
 #: The key with the kind of a drafter in the layout of speculators.
 SPECULATORS = "speculators_model_type"
+
+
+def check_target(target: Network) -> None:
+    """Raise CheckpointError for a target whose states no drafter reads."""
+    if target.spec.num_streams > 1:
+        raise CheckpointError(
+            "drafters cannot read the states of a target with several streams (Gemma 3n)"
+        )
 
 
 def drafter_config(checkpoint: Checkpoint) -> dict[str, Any]:

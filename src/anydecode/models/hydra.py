@@ -18,6 +18,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Attention, Backend, Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.dense_layer import read_dense_layer
+from anydecode.models.drafter_files import check_target
 from anydecode.models.families.values import bool_value, int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
@@ -88,12 +89,13 @@ class HydraNetwork(StepNetwork):
 
 def is_hydra(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint has Hydra heads."""
-    return any(re.fullmatch(_BLOCK, name) for name in checkpoint.tensors)
+    return any(_BLOCK.fullmatch(name) for name in checkpoint.tensors)
 
 
 def load_hydra(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> HydraNetwork:
     """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
+        check_target(target)
         return _Hydra(checkpoint, target, dtype).read()
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.drafter_files import check_target
 from anydecode.models.families.values import bool_value, optional_number
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
@@ -75,6 +76,7 @@ def is_medusa(checkpoint: Checkpoint) -> bool:
 def load_medusa(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> MedusaNetwork:
     """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
+        check_target(target)
         return _Medusa(checkpoint, target, dtype).read()
 
 

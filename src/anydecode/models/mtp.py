@@ -21,6 +21,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.drafter_files import check_target
 from anydecode.models.families.build import read_layer
 from anydecode.models.families.config import spec_from_config, text_config
 from anydecode.models.families.table import FAMILIES
@@ -71,6 +72,7 @@ def is_mtp(checkpoint: Checkpoint) -> bool:
 def load_mtp(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> Network:
     """The module of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
+        check_target(target)
         return _Mtp(checkpoint, target, dtype).read()
 
 

@@ -156,7 +156,7 @@ def with_chain(tree: CandidateTree, chain: Seq[tuple[int, float]], source: str) 
         chain's token at `depth` (the chain's length: it does not go on from here)."""
         nonlocal order
         own = chain[depth] if depth < len(chain) else None
-        scale = 1.0 if node == ROOT else tree.probabilities[node] if node >= 0 else 1.0
+        scale = tree.probabilities[node] if node >= 0 else 1.0
         options: dict[int, tuple[float, int, int, str]] = {}
         for child in children.get(node, ()):
             conditional = tree.probabilities[child] / scale
