@@ -140,6 +140,8 @@ class Clients:
     def __init__(self, host: str, port: int, cases: list[Case], seed: int, timeout: float) -> None:
         self.host, self.port, self.cases, self.timeout = host, port, cases, timeout
         self.generator = random.Random(seed)
+        #: Draws the kinds alone, so that a run has the same ones whatever the order of events.
+        self.kinds = random.Random(seed)
 
     async def run(self, soak: Soak, at_once: int, sample_memory: Any) -> None:
         """Send all requests of `soak`, `at_once` concurrently; call `sample_memory` about twenty
@@ -151,7 +153,7 @@ class Clients:
             for number in numbers:
                 if number % interval == 0:
                     sample_memory()
-                kind = self.generator.choices(list(KINDS), list(KINDS.values()))[0]
+                kind = self.kinds.choices(list(KINDS), list(KINDS.values()))[0]
                 soak.kinds[kind] += 1
                 try:
                     await asyncio.wait_for(self._one(kind, soak), self.timeout)
