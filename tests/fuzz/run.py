@@ -203,7 +203,16 @@ def fuzz_in_process(name: str, seconds: float, seed: int, is_native: bool) -> li
 
 def main() -> int:
     """Fuzz the surfaces that the arguments name; all without a name."""
-    names = ("gguf", "folders", "adapters", "bodies", "schemas", "patterns", "templates")
+    names = (
+        "gguf",
+        "folders",
+        "adapters",
+        "drafters",
+        "bodies",
+        "schemas",
+        "patterns",
+        "templates",
+    )
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("surfaces", nargs="*", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--seconds", type=float, default=10.0, help="processor time per surface")
@@ -217,7 +226,7 @@ def main() -> int:
     if options.here is not None:
         fuzz_here(options.surfaces[0], options.seconds, options.seed, options.here)
         return 0
-    native = {"gguf", "folders", "adapters"}
+    native = {"gguf", "folders", "adapters", "drafters"}
     found = [
         finding
         for name in options.surfaces or names

@@ -28,6 +28,7 @@ from anydecode.models.chat import render, time_limit
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.server.app import create_app
 from anydecode.server.settings import Settings
+from fuzz.drafters import DECODERS, write_drafters
 from fuzz.folders import NAMES, write_folders
 from fuzz.mutations import Mutator, mutate_bytes, mutate_json, mutate_safetensors, named
 from gguf_models import make_tensors, write_gguf
@@ -58,6 +59,21 @@ def _check_error(error: AnydecodeError) -> None:
 
 
 # --- model files
+
+
+@contextmanager
+def _replaced(file: Path, content: bytes) -> Iterator[None]:
+    """The file has `content` meanwhile; it may not exist before. It is not written in place: a
+    mapped file must not change."""
+    before = file.read_bytes() if file.exists() else None
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
+    try:
+        yield
+    finally:
+        file.unlink()
+        if before is not None:
+            file.write_bytes(before)
 
 
 def _gguf_seeds() -> list[bytes]:
@@ -123,16 +139,8 @@ def _folder() -> Iterator[Callable[[bytes], None]]:
         def run(case: bytes) -> None:
             name, _, content = case.partition(b"\n")
             folder, _, file_name = name.decode().partition("/")
-            file = folders[folder] / file_name
-            before = file.read_bytes() if file.exists() else None
-            file.unlink(missing_ok=True)  # a mapped file must not change
-            file.write_bytes(content)
-            try:
+            with _replaced(folders[folder] / file_name, content):
                 run_if_valid(folders[folder])
-            finally:
-                file.unlink()
-                if before is not None:
-                    file.write_bytes(before)
 
         yield run
 
@@ -169,19 +177,41 @@ def _adapters() -> Iterator[Callable[[bytes], None]]:
 
         def run(case: bytes) -> None:
             name, _, content = case.partition(b"\n")
-            file = path / name.decode()
-            before = file.read_bytes()
-            file.unlink()
-            file.write_bytes(content)
-            try:
-                with tiny_llm() as llm:
-                    llm.add_adapter("a", path)
-                    llm.generate("abc", max_tokens=2, adapter="a")
-            except AnydecodeError as error:
-                _check_error(error)
-            finally:
-                file.unlink()
-                file.write_bytes(before)
+            with _replaced(path / name.decode(), content):
+                try:
+                    with tiny_llm() as llm:
+                        llm.add_adapter("a", path)
+                        llm.generate("abc", max_tokens=2, adapter="a")
+                except AnydecodeError as error:
+                    _check_error(error)
+
+        yield run
+
+
+def _drafter_seeds() -> list[bytes]:
+    """The files of all drafters, each behind its layout and its name."""
+    with tempfile.TemporaryDirectory() as root:
+        return [
+            f"{layout}/{file.name}\n".encode() + file.read_bytes()
+            for layout, folder in write_drafters(Path(root))[1].items()
+            for file in sorted(folder.iterdir())
+        ]
+
+
+@contextmanager
+def _drafters() -> Iterator[Callable[[bytes], None]]:
+    with tempfile.TemporaryDirectory() as root:
+        model, folders = write_drafters(Path(root))
+
+        def run(case: bytes) -> None:
+            name, _, content = case.partition(b"\n")
+            layout, _, file_name = name.decode().partition("/")
+            with _replaced(folders[layout] / file_name, content):
+                try:
+                    with LLM(model, draft=folders[layout], threads=2) as llm:
+                        llm.generate([5, 6, 7], max_tokens=3, decoder=DECODERS[layout])
+                except AnydecodeError as error:
+                    _check_error(error)
 
         yield run
 
@@ -446,6 +476,7 @@ SURFACES = {
     "gguf": Surface(_gguf_seeds, _gguf, mutate_bytes, (b"Q4_0", b"gguf", b"llama."), True),
     "folders": Surface(_folder_seeds, _folder, named(_JSON_OR_BYTES), is_native=True),
     "adapters": Surface(_adapter_seeds, _adapters, named(_JSON_OR_BYTES), is_native=True),
+    "drafters": Surface(_drafter_seeds, _drafters, named(_JSON_OR_BYTES), is_native=True),
     "bodies": Surface(
         lambda: [f"{name}\n{json.dumps(body)}".encode() for name, body in _BODIES],
         _bodies,
