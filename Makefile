@@ -46,7 +46,7 @@ test-wheel: $(VENV)/.venv
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet --require-hashes -r requirements.lock
 	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps build/wheel/*.whl
-	cd build/wheel && venv/bin/anydecode generate --model tiny-autoregressive --prompt "copy: b a =" --max-tokens 8
+	cd build/wheel && venv/bin/anydecode generate --model tiny-autoregressive --prompt "copy Ada Ben Leo:" --max-tokens 16
 	cd build/wheel && venv/bin/anydecode certify prompt-lookup
 
 # The kernels with AddressSanitizer and UndefinedBehaviorSanitizer (gcc), in the tests of kernels and loading.
