@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anydecode.kernels.interface import FORMATS
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.loading.gguf_config import ARCHITECTURES
+from anydecode.models.loading.gguf_keys import ARCHITECTURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 

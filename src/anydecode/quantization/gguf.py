@@ -23,8 +23,8 @@ import numpy as np
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize, plain_weight, row_bytes
 from anydecode.kernels.interface import Weight
-from anydecode.models.loading.gguf import is_own_vector
 from anydecode.models.loading.gguf_file import FORMAT_CODES, GGUFFile, TensorInfo
+from anydecode.models.loading.gguf_names import is_own_vector
 from anydecode.quantization import encoders
 
 #: The formats that can be written, and their codes in `general.file_type`.

@@ -1,0 +1,141 @@
+"""The configs of dense transformers from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anydecode.errors import CheckpointError
+from anydecode.models.limits import MAX_EXPERTS, refusal
+from anydecode.models.loading.gguf_keys import Keys
+from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
+
+
+def llama(keys: Keys, config: dict[str, Any]) -> None:
+    """Llama, and Mixtral, which has experts."""
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    if keys.get("expert_count", 0):
+        config["model_type"], config["architectures"] = "mixtral", ["MixtralForCausalLM"]
+        config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+        config["num_experts_per_tok"] = keys.count("expert_used_count")
+
+
+def smollm3(keys: Keys, config: dict[str, Any]) -> None:
+    """SmolLM3."""
+    # Every fourth layer has no position embedding; the file does not store this.
+    config["no_rope_layer_interval"] = 4
+    config["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
+    config["use_sliding_window"] = False
+
+
+def qwen2(keys: Keys, config: dict[str, Any]) -> None:
+    """Qwen2: no windows."""
+    config["use_sliding_window"] = False
+
+
+def phi3(keys: Keys, config: dict[str, Any]) -> None:
+    """Phi-3 and Phi-4."""
+    has_window = keys.get("attention.sliding_window", 0) != 0
+    config["sliding_window"] = keys.count("attention.sliding_window") if has_window else None
+    partial_rotary(keys, config)
+    longrope(keys, config)
+
+
+def olmo2(keys: Keys, config: dict[str, Any]) -> None:
+    """OLMo 3 has the same architecture name, and windows."""
+    if keys.get("attention.sliding_window", None) is None:
+        return
+    config["model_type"], config["architectures"] = "olmo3", ["Olmo3ForCausalLM"]
+    windows(keys, config)
+    if config["rope_scaling"] and keys.get("rope.scaling.attn_factor", None) is not None:
+        config["rope_scaling"]["attention_factor"] = keys.number("rope.scaling.attn_factor")
+
+
+def hybrid(keys: Keys, config: dict[str, Any]) -> None:
+    """EXAONE 4: windows, if there are some."""
+    config["sliding_window"] = None
+    if keys.get("attention.sliding_window", None) is not None:
+        windows(keys, config)
+
+
+def granite(keys: Keys, config: dict[str, Any]) -> None:
+    """The factors of Granite."""
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    # A factor of 0, or none, means the usual one.
+    usual = config["head_dim"] ** -0.5
+    for key, name, default in (
+        ("attention.scale", "attention_multiplier", usual),
+        ("embedding_scale", "embedding_multiplier", 1.0),
+        ("residual_scale", "residual_multiplier", 1.0),
+        ("logit_scale", "logits_scaling", 1.0),
+    ):
+        config[name] = keys.number(key, 0.0) or default
+
+
+def minicpm(keys: Keys, config: dict[str, Any]) -> None:
+    """The file stores the factors of Granite instead of MiniCPM's keys. Old files lack them; they
+    are of the first models, which have these."""
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    config["scale_emb"] = keys.number("embedding_scale", 12.0)
+    config["scale_depth"] = keys.number("residual_scale", 1.4 / layers**0.5) * layers**0.5
+    logits = keys.number("logit_scale", hidden / 256)
+    config["dim_model_base"] = round(hidden / logits) if logits > 0 else 0
+    longrope(keys, config)
+
+
+def mistral3(keys: Keys, config: dict[str, Any]) -> None:
+    """Ministral 3: the growth of queries."""
+    scaling = config["rope_scaling"]
+    if scaling and keys.get("rope.scaling.yarn_log_multiplier", None) is not None:
+        multiplier = keys.number("rope.scaling.yarn_log_multiplier")
+        scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if keys.get("attention.temperature_scale", None) is not None:
+        scaling = config["rope_scaling"] = scaling or {"rope_type": "default"}
+        scaling["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+
+
+def starcoder2(keys: Keys, config: dict[str, Any]) -> None:
+    """StarCoder2."""
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    config["hidden_act"] = "gelu_pytorch_tanh"
+
+
+def cohere(keys: Keys, config: dict[str, Any]) -> None:
+    """Command R and Command R7B."""
+    if "blk.0.attn_q_norm.weight" in keys.file.tensors:
+        raise CheckpointError(f"{keys.file.path}: norms of queries and keys are not supported here")
+    config["logit_scale"] = keys.number("logit_scale")
+    if config["model_type"] == "cohere2":
+        windows(keys, config)
+
+
+def gpt2(keys: Keys, config: dict[str, Any]) -> None:
+    """GPT-2 and BLOOM."""
+    config["mlp_bias"] = True
+    config["hidden_act"] = "gelu_new"
+
+
+def gpt_neox(keys: Keys, config: dict[str, Any]) -> None:
+    """GPT-NeoX."""
+    partial_rotary(keys, config)
+    config["mlp_bias"] = True
+    config["hidden_act"] = "gelu"
+    is_parallel = keys.get("use_parallel_residual", True)
+    if not isinstance(is_parallel, bool):
+        raise refusal("use_parallel_residual", is_parallel, "true or false")
+    config["use_parallel_residual"] = is_parallel
+
+
+def mpt(keys: Keys, config: dict[str, Any]) -> None:
+    """MPT."""
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    config["hidden_act"] = "gelu"
+    config["alibi_bias_max"] = keys.number("attention.max_alibi_bias")
+    limit = keys.number("attention.clamp_kqv", 0.0)
+    config["clip_qkv"] = limit or None  # 0 means no limit
+    if any(name.endswith("norm.bias") for name in keys.file.tensors):
+        raise CheckpointError(f"{keys.file.path}: norms with biases are not supported in mpt files")
+
+
+def falcon(keys: Keys, config: dict[str, Any]) -> None:
+    """Falcon."""
+    config["hidden_act"] = "gelu"

@@ -1,0 +1,152 @@
+"""The configs of mixtures of experts from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anydecode.errors import CheckpointError
+from anydecode.models.limits import MAX_EXPERTS, refusal
+from anydecode.models.loading.gguf_keys import Keys
+from anydecode.models.loading.gguf_rope import partial_rotary
+
+#: The values of `expert_gating_func`; 0 is none.
+_SOFTMAX, _SIGMOID = 1, 2
+#: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
+#: that of those chosen, which files of 2024 and early 2025 do not store. V2 has 160, V3 256.
+_DEEPSEEK_GROUPS = {(160, False): (8, 3), (256, True): (8, 4)}
+
+
+def llama4(keys: Keys, config: dict[str, Any]) -> None:
+    """Llama 4."""
+    if keys.get("attention.sliding_window", 1) == 0:
+        raise CheckpointError(f"{keys.file.path}: llama4 without chunked attention is unsupported")
+    count = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_local_experts"] = count
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["decoder_sparse_step"] = keys.count("interleave_moe_layer_step")
+    # The file does not store these: every fourth layer has no position embedding and full
+    # attention, and Maverick, the model with 128 experts, has no norms of queries and keys.
+    config["no_rope_layer_interval"] = 4
+    config["attention_chunk_size"] = config["floor_scale"] = 8192
+    config["attn_scale"] = 0.1
+    config["use_qk_norm"] = count != 128
+
+
+def _experts(keys: Keys, config: dict[str, Any]) -> None:
+    config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+
+
+def olmoe(keys: Keys, config: dict[str, Any]) -> None:
+    """OLMoE."""
+    _experts(keys, config)
+    config["norm_topk_prob"] = False
+
+
+def qwen2_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """Qwen2-MoE."""
+    _experts(keys, config)
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["shared_expert_intermediate_size"] = keys.count("expert_shared_feed_forward_length")
+    config["norm_topk_prob"] = False
+    config["use_sliding_window"] = False
+    config["qkv_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+
+
+def glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """GLM-4.5 to 4.7."""
+    _experts(keys, config)
+    if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise CheckpointError(f"{keys.file.path}: experts of glm4moe without sigmoid scores")
+    # The count of blocks includes those that predict further tokens.
+    num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
+    config["num_hidden_layers"] -= num_unused
+    config["num_nextn_predict_layers"] = num_unused
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["n_shared_experts"] = keys.count("expert_shared_count", high=MAX_EXPERTS, low=0)
+    config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
+    config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = keys.get("expert_weights_norm", True)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in keys.file.tensors
+    partial_rotary(keys, config)
+
+
+def deepseek(keys: Keys, config: dict[str, Any]) -> None:
+    """DeepSeek-V2, and V3 if the scores of experts are sigmoids. Newer files describe the attention
+    in its compressed form, and have the sizes of a head under keys of their own."""
+    file = keys.file
+    rotary, rank = keys.count("rope.dimension_count"), keys.count("attention.kv_lora_rank")
+    suffix = "_mla" if keys.get("attention.key_length_mla", None) is not None else ""
+    length = keys.count(f"attention.key_length{suffix}")
+    if length <= rotary:
+        raise CheckpointError(
+            f"{file.path}: keys of {length} numbers, of which {rotary} are rotary; allowed is more"
+        )
+    config |= {
+        "kv_lora_rank": rank,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": length - rotary,
+        "v_head_dim": keys.count(f"attention.value_length{suffix}"),
+        "num_key_value_heads": config["num_attention_heads"],
+        "has_stacked_heads": "blk.0.attn_kv_b.weight" not in file.tensors,
+    }
+    if "blk.0.attn_q_a.weight" in file.tensors:
+        config["q_lora_rank"] = keys.count("attention.q_lora_rank")
+    scaling = config["rope_scaling"]
+    if scaling and keys.get("rope.scaling.yarn_log_multiplier", None) is not None:
+        # The file has 0.1 times `mscale_all_dim`, and the two factors are equal in every model.
+        scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
+        scaling |= {"mscale": scale, "mscale_all_dim": scale}
+    gating = keys.get("expert_gating_func", 0)
+    if gating not in (0, _SOFTMAX, _SIGMOID):
+        raise refusal(f"{file.path}: metadata deepseek2.expert_gating_func", gating, "1 or 2")
+    # Only V3 has selection biases; its first files lack the key.
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    _deepseek_experts(keys, config, gating == _SIGMOID or (not gating and has_bias))
+
+
+def _deepseek_experts(keys: Keys, config: dict[str, Any], is_sigmoid: bool) -> None:
+    num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
+    config["num_hidden_layers"] -= num_unused
+    config["num_nextn_predict_layers"] = num_unused
+    count = keys.count("expert_count", 0, high=MAX_EXPERTS, low=0)
+    config["n_routed_experts"] = config["num_experts"] = count
+    if is_sigmoid:
+        config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    if not count:
+        return
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["n_shared_experts"] = keys.count("expert_shared_count", high=MAX_EXPERTS, low=0)
+    config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
+    config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = keys.get("expert_weights_norm", False)
+    groups, kept = _DEEPSEEK_GROUPS.get((count, is_sigmoid), (1, 1))
+    config["n_group"] = keys.count("expert_group_count", groups)
+    config["topk_group"] = keys.count("expert_group_used_count", kept)
+    if not is_sigmoid:
+        is_limited = config["n_group"] > 1
+        config["topk_method"] = "group_limited_greedy" if is_limited else "greedy"
+
+
+def qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """Qwen3-MoE."""
+    _experts(keys, config)
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["norm_topk_prob"] = True
+    config["decoder_sparse_step"] = 1
+    config["mlp_only_layers"] = []
+
+
+def gpt_oss(keys: Keys, config: dict[str, Any]) -> None:
+    """gpt-oss."""
+    config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["intermediate_size"] = keys.count("expert_feed_forward_length")
+    # Every second layer has full attention; the file does not store this.
+    config["sliding_window"] = keys.count("attention.sliding_window")
+    config["sliding_window_pattern"] = 2
+    if config["rope_scaling"] is not None:
+        config["rope_scaling"]["truncate"] = False  # as published; the file does not store it

@@ -1,0 +1,109 @@
+"""The metadata of a GGUF file, by the names of its architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anydecode.errors import CheckpointError
+from anydecode.models.limits import MAX_LAYERS, MAX_SIZE, integer, number, refusal
+from anydecode.models.loading.gguf_file import GGUFFile
+
+#: GGUF architecture -> (model_type, architecture) of Hugging Face.
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "llama4": ("llama4_text", "Llama4ForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma3n": ("gemma3n_text", "Gemma3nForCausalLM"),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "minicpm": ("minicpm", "MiniCPMForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "mistral3": ("ministral3", "Ministral3ForCausalLM"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+    "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
+    "command-r": ("cohere", "CohereForCausalLM"),
+    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "gpt2": ("gpt2", "GPT2LMHeadModel"),
+    "gptneox": ("gpt_neox", "GPTNeoXForCausalLM"),
+    "falcon": ("falcon", "FalconForCausalLM"),
+    "bloom": ("bloom", "BloomForCausalLM"),
+    "mpt": ("mpt", "MptForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "mamba": ("mamba", "MambaForCausalLM"),
+}
+
+
+_MISSING = object()
+
+
+class Keys:
+    """The metadata of a file's architecture. Errors name the file and the key.
+
+    Raises:
+        CheckpointError: The architecture is not supported.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.architecture = str(file.metadata.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{file.path}: architecture {self.architecture!r} is not supported; "
+                f"supported are {', '.join(sorted(ARCHITECTURES))}"
+            )
+
+    def get(self, key: str, default: Any = _MISSING) -> Any:
+        """The value of `<architecture>.<key>`. Raises CheckpointError if it is missing without a
+        default."""
+        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
+        if value is _MISSING:
+            raise CheckpointError(f"{self._name(key)} is missing")
+        return value
+
+    def count(
+        self,
+        key: str,
+        default: Any = _MISSING,
+        high: int = MAX_SIZE,
+        low: int = 1,
+        skip_zeros: bool = False,
+    ) -> int:
+        """An integer from `low` to `high`; a list with the same value for every layer (or 0, if
+        `skip_zeros`) counts as that value."""
+        value = self.get(key, default)
+        if isinstance(value, list) and skip_zeros:
+            value = [entry for entry in value if entry != 0] or value
+        if isinstance(value, list) and value and all(entry == value[0] for entry in value):
+            value = value[0]
+        return integer(self._name(key), value, low, high)
+
+    def counts(self, key: str, default: Any = _MISSING) -> list[int]:
+        """The integer of each layer, from a list or one integer for all."""
+        value, count = self.get(key, default), self.count("block_count", high=MAX_LAYERS)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) < count:
+            raise refusal(self._name(key), value, f"a list of {count} integers")
+        return [integer(self._name(key), entry) for entry in values[:count]]
+
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        """A finite number."""
+        return number(self._name(key), self.get(key, default), -1e38, 1e38)
+
+    def _name(self, key: str) -> str:
+        """The name of a key in errors."""
+        return f"{self.file.path}: metadata {self.architecture}.{key}"

@@ -1,0 +1,226 @@
+"""The tensors that a GGUF file must have, and their shapes, from the config of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from anydecode.errors import CheckpointError
+from anydecode.models.families.config import is_expert_layer, num_experts, shared_size
+from anydecode.models.families.patterns import cache_layers
+from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import Config, layer_config
+from anydecode.models.loading.gguf_names import EXPERTS, OVERRIDES, STACKS
+
+Shape = tuple[int, ...]
+_KEYS_VALUES = ("k_proj", "v_proj")
+
+
+def check_shapes(path: Path, architecture: str, config: Config, shapes: dict[str, Shape]) -> None:
+    """Check that every tensor the config requires is present and has the right shape."""
+    for name, shape, required in _expected_shapes(architecture, config):
+        found = shapes.get(name)
+        if found is None and required:
+            raise CheckpointError(f"{path}: the tensor for {name!r} is missing")
+        if found is not None and found != shape:
+            raise CheckpointError(
+                f"{path}: {name!r} has shape {list(found)}; its metadata imply {list(shape)}"
+            )
+
+
+def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, Shape, bool]]:
+    """Yield names, shapes, and whether the tensor is required (most biases are not)."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    family = FAMILIES[config["model_type"]]
+    yield f"model.{family.names.get('embed_tokens', 'embed_tokens')}.weight", (vocab, hidden), True
+    yield f"model.{family.names.get('norm', 'norm')}.weight", (hidden,), True
+    yield "lm_head.weight", (vocab, hidden), False
+    if family.has_norm_bias:
+        yield "model.norm.bias", (hidden,), True
+    if family.has_embedding_norm:
+        for leaf in ("weight", "bias"):
+            yield f"model.embed_norm.{leaf}", (hidden,), True
+    if family.has_position_table:
+        positions = config["max_position_embeddings"]
+        yield "model.embed_positions.weight", (positions, hidden), True
+    per_layer = config.get("hidden_size_per_layer_input", 0)
+    if per_layer:
+        width = config["num_hidden_layers"] * per_layer
+        rows = config.get("vocab_size_per_layer_input", vocab)
+        yield "model.embed_tokens_per_layer.weight", (rows, width), True
+        yield "model.per_layer_model_projection.weight", (width, hidden), True
+        yield "model.per_layer_projection_norm.weight", (per_layer,), True
+    streams = config["altup_num_inputs"] if family.has_streams else 0
+    for name in STACKS.values() if streams else ():
+        for index in range(streams - 1):
+            yield f"{name.format(index)}.weight", (hidden, hidden), True
+    layer_types = config.get("layer_types") or []
+    sources = cache_layers(config, layer_types) if config.get("num_kv_shared_layers") else []
+    for layer in range(config["num_hidden_layers"]):
+        start, own = f"model.layers.{layer}.", layer_config(config, layer)
+        matrices, vectors = _attention_shapes(architecture, own)
+        vectors |= _norm_shapes(config, layer)
+        if sources and sources[layer] is not None:
+            matrices = {x: shape for x, shape in matrices.items() if x[-6:] not in _KEYS_VALUES}
+            del vectors["self_attn.k_norm"]
+        elif config.get("attention_k_eq_v") and layer_types[layer] == "full_attention":
+            del matrices["self_attn.v_proj"]
+        if per_layer:
+            matrices["per_layer_input_gate"] = (per_layer, hidden)
+            matrices["per_layer_projection"] = (hidden, per_layer)
+        if streams:
+            more_matrices, more_vectors = _stream_shapes(config)
+            matrices, vectors = matrices | more_matrices, vectors | more_vectors
+            yield f"{start}altup.correct_output_scale", (hidden,), True
+        if layer_types[layer : layer + 1] == ["conv"]:
+            yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
+            matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
+            vectors = {name: size for name, size in vectors.items() if "self_attn" not in name}
+        if architecture == "mamba":
+            inner, size, rank = (
+                config[key] for key in ("intermediate_size", "state_size", "time_step_rank")
+            )
+            matrices = {
+                "mixer.in_proj": (2 * inner, hidden),
+                "mixer.x_proj": (rank + 2 * size, inner),
+                "mixer.dt_proj": (inner, rank),
+                "mixer.out_proj": (hidden, inner),
+            }
+            vectors = {"input_layernorm": hidden}
+            yield f"{start}mixer.conv1d.weight", (inner, 1, config["conv_kernel"]), True
+            yield f"{start}mixer.conv1d.bias", (inner,), config["use_conv_bias"]
+            yield f"{start}mixer.dt_proj.bias", (inner,), True
+            yield f"{start}mixer.A", (inner, size), True
+            yield f"{start}mixer.D", (inner,), True
+        for module, shape in {**matrices, **_mlp_shapes(architecture, own, layer)}.items():
+            name = f"{start}{family.names.get(module, module)}"
+            yield f"{name}.weight", shape, True
+            has_bias = config.get("qkv_bias", family.qkv_bias)
+            required = has_bias and module[-6:] in ("q_proj", "k_proj", "v_proj")
+            yield f"{name}.bias", shape[:1], required
+        for module, size in vectors.items():
+            name = f"{start}{family.names.get(module, module)}"
+            yield f"{name}.weight", (size,), True
+            if family.has_norm_bias:
+                yield f"{name}.bias", (size,), True
+        if family.has_sinks:
+            yield f"{start}self_attn.sinks", (config["num_attention_heads"],), True
+        has_selection_bias = family.moe is not None and family.moe.has_selection_bias
+        if has_selection_bias and is_expert_layer(config, layer):
+            yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
+
+
+def _stream_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
+    """The shapes of the matrices and norms by which a layer predicts and corrects streams."""
+    hidden, count, rank = (
+        config[key] for key in ("hidden_size", "altup_num_inputs", "laurel_rank")
+    )
+    matrices: dict[str, Shape] = {
+        "altup.modality_router": (count, hidden),
+        "altup.prediction_coefs": (count * count, count),
+        "altup.correction_coefs": (count, count),
+        "laurel.linear_left": (rank, hidden),
+        "laurel.linear_right": (hidden, rank),
+    }
+    return matrices, {"altup.router_norm": hidden, "laurel.post_laurel_norm": hidden}
+
+
+def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
+    """The sizes of a layer's norms, but for those of its attention."""
+    family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
+    names = ["post_attention_layernorm"]
+    if family.norms != "post":
+        names.append("input_layernorm")
+    if family.norms != "pre":
+        names.append("post_feedforward_layernorm")
+    if family.norms == "both":
+        names.append("pre_feedforward_layernorm")
+    if config.get("hidden_size_per_layer_input"):
+        names.append("post_per_layer_input_norm")
+    if family.moe is not None and family.moe.has_norms and is_expert_layer(config, layer):
+        names += [f"post_feedforward_layernorm_{i}" for i in (1, 2)]
+        names.append("pre_feedforward_layernorm_2")
+    return {name: hidden for name in names}
+
+
+def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
+    """The shapes of the matrices and of the norms of a layer's attention."""
+    family = FAMILIES[config["model_type"]]
+    if family.has_latent_attention:
+        return _latent_shapes(config)
+    hidden, head = config["hidden_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    matrices: dict[str, Shape] = {"self_attn.o_proj": (hidden, q)}
+    if "attn_qkv" in OVERRIDES.get(architecture, {}):
+        matrices["self_attn.qkv_proj"] = (q + 2 * kv, hidden)
+    else:
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            matrices[f"self_attn.{part}_proj"] = (rows, hidden)
+    if family.qk_norm in (None, "plain") or not config.get("use_qk_norm", True):
+        return matrices, {}
+    full = family.qk_norm == "full"
+    norms = {"self_attn.q_norm": q if full else head, "self_attn.k_norm": kv if full else head}
+    return matrices, norms
+
+
+def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
+    """The same of latent attention."""
+    hidden, heads, rank = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    key, rotary, value = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    query, inner = heads * (key + rotary), config["q_lora_rank"]
+    matrices: dict[str, Shape] = {
+        "self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden),
+        "self_attn.o_proj": (hidden, heads * value),
+    }
+    norms = {"self_attn.kv_a_layernorm": rank}
+    if inner is None:
+        matrices["self_attn.q_proj"] = (query, hidden)
+    else:
+        matrices |= {
+            "self_attn.q_a_proj": (inner, hidden),
+            "self_attn.q_b_proj": (query, inner),
+        }
+        norms["self_attn.q_a_layernorm"] = inner
+    if config["has_stacked_heads"]:
+        for head in range(heads):
+            matrices[f"self_attn.k_b_proj.{head}"] = (rank, key)
+            matrices[f"self_attn.v_b_proj.{head}"] = (value, rank)
+    else:
+        matrices["self_attn.kv_b_proj"] = (heads * (key + value), rank)
+    return matrices, norms
+
+
+def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shape]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if architecture in ("phi3", "glm4"):
+        return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
+    if FAMILIES[config["model_type"]].mlp == "none":
+        return {}
+    if FAMILIES[config["model_type"]].mlp == "plain":
+        return {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    moe = FAMILIES[config["model_type"]].moe
+    dense = _gated_shapes("mlp", inner, hidden)
+    if moe is None or not is_expert_layer(config, layer):
+        return dense
+    experts, inner = num_experts(config), config[moe.inner_size]
+    shapes: dict[str, Shape] = dense if moe.has_norms else {}
+    shapes |= {OVERRIDES[architecture]["ffn_gate_inp"]: (experts, hidden)}
+    for part, module in EXPERTS[architecture].items():
+        shape = (hidden, inner) if part == "ffn_down" else (inner, hidden)
+        shapes |= {module.format(index): shape for index in range(experts)}
+    size, name = shared_size(config, moe), f"mlp.{moe.shared_module}"
+    if size:
+        shapes |= _gated_shapes(name, size, hidden)
+        if moe.has_shared_gate:
+            shapes[f"{name}_gate"] = (1, hidden)
+    return shapes
+
+
+def _gated_shapes(name: str, inner: int, hidden: int) -> dict[str, Shape]:
+    """The shapes of the matrices of a gated MLP."""
+    up = (inner, hidden)
+    return {f"{name}.gate_proj": up, f"{name}.up_proj": up, f"{name}.down_proj": (hidden, inner)}
