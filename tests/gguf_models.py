@@ -141,6 +141,34 @@ def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf
     return writer
 
 
+def writer_with(
+    path: Path, architecture: str, metadata: dict[str, Any], vocab: int
+) -> gguf.GGUFWriter:
+    """A writer with the metadata of an architecture, without those that are None, and `vocab`
+    tokens."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        name = f"{architecture}.{key}"
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif value is not None:
+            writer.add_float32(name, value)
+    tokens = ["<unk>", "<s>", "</s>", *(chr(200 + i) for i in range(vocab - 3))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([2, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    return writer
+
+
 def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -17,7 +17,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Experts
 from anydecode.quantization.gguf import quantize_file
-from gguf_models import finish, interleave
+from gguf_models import finish, interleave, writer_with
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 TOKENS = [(7 * i + 3) % 131 for i in range(24)]
@@ -440,26 +440,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
         **case.metadata,
         **changes,
     }
-    writer = gguf.GGUFWriter(path, case.architecture)
-    for key, value in metadata.items():
-        name = f"{case.architecture}.{key}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif value is not None:
-            writer.add_float32(name, value)
-    tokens = ["<unk>", "<s>", "</s>", *(chr(200 + i) for i in range(config["vocab_size"] - 3))]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * len(tokens))
-    writer.add_token_types([2, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer = writer_with(path, case.architecture, metadata, config["vocab_size"])
     architecture = next(
         key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture
     )
@@ -658,7 +639,7 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("minicpm", {"logit_scale": 0.0}, "dim_model_base"),
         ("glm4", {"rope.dimension_count": 99}, "rotary size"),
         ("lfm2", {"attention.head_count_kv": 2}, "head_count_kv is 2; allowed is a list"),
-        ("lfm2", {"attention.head_count_kv": [0, 2]}, "allowed is a list of 3 numbers"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, "allowed is a list of 3 integers"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 2]}, "layers.2.self_attn.out_proj"),
         ("lfm2", {"shortconv.l_cache": 0}, "shortconv.l_cache is 0"),
         ("lfm2", {"shortconv.l_cache": 4}, "conv.conv.weight.* has shape"),

@@ -424,6 +424,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite moe": (
+        "GraniteMoe",
+        {
+            **{key: value for key, value in GRANITE_4.items() if "multiplier" in key},
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "granite moe shared": (
+        "GraniteMoeShared",
+        {
+            "attention_multiplier": 0.3,
+            "shared_intermediate_size": 72,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "granite 4": ("GraniteMoeHybrid", {**GRANITE_4, "position_embedding_type": "rope"}),
     "granite 4 nope": ("GraniteMoeHybrid", {**GRANITE_4, "tie_word_embeddings": True}),
     "granite 4 hybrid": ("GraniteMoeHybrid", GRANITE_4_HYBRID),
@@ -871,7 +888,8 @@ def test_ministral3_inside_a_multimodal_model() -> None:
     "family",
     [
         *("Mixtral", "Qwen3Moe", "Phi3", "GptOss", "Glm4Moe", "Qwen2Moe", "Olmoe"),
-        *("GraniteMoeHybrid", "Lfm2Moe", "DeepseekV2", "DeepseekV3"),
+        *("GraniteMoeHybrid", "GraniteMoe", "GraniteMoeShared", "Lfm2Moe"),
+        *("DeepseekV2", "DeepseekV3"),
     ],
 )
 def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
@@ -881,8 +899,10 @@ def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
         settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     if family == "GptOss":
         settings = GPT_OSS
-    if family == "GraniteMoeHybrid":
-        settings = CASES["granite 4 moe"][1]
+    if family.startswith("GraniteMoe"):
+        kind = family.removeprefix("GraniteMoe")
+        case = {"Hybrid": "granite 4 moe", "Shared": "granite moe shared"}.get(kind, "granite moe")
+        settings = CASES[case][1]
     if family == "Lfm2Moe":
         settings = LFM2_MOE
     if family in ("DeepseekV2", "DeepseekV3"):

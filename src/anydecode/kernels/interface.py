@@ -130,9 +130,9 @@ class Recurrence:
     A row's inputs are `width` channels and `num_gates` gates. A depthwise convolution over the last
     `window` positions and an activation come first. With the rule "conv" they are all there is.
     With the others the channels are, in this order, the values `[num_heads, head_dim]`, the keys
-    and the queries `[num_groups, state_size]`; consecutive heads share a key and a query. Each head
-    has a state S `[head_dim, state_size]`, zero before the first position, and the row's output is
-    S @ query of the new state:
+    and the queries `[num_groups, state_size]`; consecutive heads share a key and a query, or with
+    `has_tiled_keys` every `num_groups`-th head. Each head has a state S `[head_dim, state_size]`,
+    zero before the first position, and the row's output is S @ query of the new state:
 
     - "ssd" (Mamba-2; Dao and Gu, arXiv:2405.21060): S = exp(step * decay) * S + step * value @ key,
       with one gate per head and step = softplus(gate + step_bias), limited to `step_limits`. The
@@ -155,6 +155,7 @@ class Recurrence:
     num_groups: int = 0
     state_size: int = 0
     step_limits: tuple[float, float] = (0.0, math.inf)
+    has_tiled_keys: bool = False
 
     @property
     def num_gates(self) -> int:

@@ -65,7 +65,7 @@ class Recurrence(ctypes.Structure):
         *((name, c_int32) for name in ("heads", "head_dim", "groups", "state_size", "num_gates")),
         ("min_step", c_float),
         ("max_step", c_float),
-        ("reserved", c_int32),
+        ("has_tiled_keys", c_int32),
     ]
 
 

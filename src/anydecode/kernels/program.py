@@ -213,6 +213,7 @@ class NativeBackend(Backend):
             num_gates=shape.num_gates,
             min_step=shape.step_limits[0],
             max_step=shape.step_limits[1],
+            has_tiled_keys=int(shape.has_tiled_keys),
             conv=self._keep_vector(np.ascontiguousarray(weights.conv.T)),
         )
         for name in ("conv_bias", "decay", "step_bias", "skip"):

@@ -106,9 +106,9 @@ class _Steps:
         key, query = (x.view(-1, groups, shape.state_size) for x in (keys, queries))
         if self._is_delta:
             key, query = _unit(key), _unit(query) * shape.state_size**-0.5
-        self._key, self._query = (
-            x.repeat_interleave(heads // groups, 1).unsqueeze(-2) for x in (key, query)
-        )
+        group = torch.arange(heads, device=key.device)
+        group = group % groups if shape.has_tiled_keys else group // (heads // groups)
+        self._key, self._query = (x[:, group].unsqueeze(-2) for x in (key, query))
         decay, bias, skip = weights["decay"], weights["step_bias"], weights["skip"]
         assert decay is not None and bias is not None
         # Of each head, or of each of its channels: [heads, 1] or [heads, head_dim].

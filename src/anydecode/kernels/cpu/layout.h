@@ -71,7 +71,7 @@ typedef struct {
   const float *conv_bias, *decay, *step_bias, *skip; /* conv_bias, skip: NULL: none */
   int32_t rule, width, window, activation, heads, head_dim, groups, state_size, num_gates;
   float min_step, max_step;
-  int32_t reserved;
+  int32_t has_tiled_keys;
 } Recurrence;
 
 typedef struct {

@@ -69,6 +69,12 @@ typedef struct {
   float decay, strength;
 } HeadStep;
 
+/* The number of the key and the query of a head. */
+INLINE int key_group(const Recurrence *shape, int head) {
+  if (shape->has_tiled_keys) return head % shape->groups;
+  return head / (shape->heads / shape->groups);
+}
+
 /* Advance the state of one head, [head_dim, state_size], by one step. `out` receives the output,
  * unless it is NULL. */
 INLINE void advance(const Recurrence *shape, const HeadStep *step, float skip, float *state,
@@ -101,7 +107,7 @@ INLINE void advance(const Recurrence *shape, const HeadStep *step, float skip, f
 INLINE void advance_selective(const Recurrence *shape, int head, const float *value,
                               const float *gates, float *times, float *state, float *out) {
   int dim = shape->head_dim, size = shape->state_size, first = head * dim;
-  int group = head / (shape->heads / shape->groups), keys = shape->groups * size;
+  int group = key_group(shape, head), keys = shape->groups * size;
   const float *key = gates + group * size, *query = key + keys, *gate = gates + 2 * keys + first;
   const float *decay = shape->decay + (int64_t)first * size;
   for (int p = 0; p < dim; p += 8) {
@@ -129,7 +135,7 @@ static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slo
                     const float *gates, HeadStep *step) {
   const Recurrence *shape = op->recurrence;
   int size = shape->state_size, is_delta = shape->rule == RULE_DELTA;
-  int group = head / (shape->heads / shape->groups), keys = shape->heads * shape->head_dim;
+  int group = key_group(shape, head), keys = shape->heads * shape->head_dim;
   convolve(pass, op, slots, keys + group * size, size, step->key);
   convolve(pass, op, slots, keys + (shape->groups + group) * size, size, step->query);
   f8 gate = f8_set(gates[shape->num_gates - shape->heads + head] + shape->step_bias[head]);

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.kernels.formats import dequantize, plain_weight
 from anydecode.kernels.interface import Recurrence, RecurrenceWeights, Weight
 from anydecode.models.families.values import Config, bool_value, int_value, value_or
 from anydecode.models.families.weights import TensorReader
@@ -45,6 +46,13 @@ def _conv(
     kernel = reader.tensor(f"{name}.weight", (shape.width, 1, shape.window))
     bias = reader.vector(f"{name}.bias", shape.width) if has_bias else None
     return kernel.reshape(shape.width, shape.window), bias
+
+
+def _decay(reader: TensorReader, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The decay, which is stored as its logarithm, or (GGUF) as it is."""
+    if reader.has(f"{name}.A"):
+        return reader.tensor(f"{name}.A", shape)
+    return -np.exp(reader.tensor(f"{name}.A_log", shape))
 
 
 def _parts(
@@ -142,7 +150,7 @@ def _read_mamba(
     vectors = RecurrenceWeights(
         conv,
         bias,
-        decay=-np.exp(reader.vector(f"{name}.A_log", heads)),
+        decay=_decay(reader, name, (heads,)),
         step_bias=reader.vector(f"{name}.dt_bias", heads),
         skip=reader.vector(f"{name}.D", heads),
     )
@@ -186,14 +194,10 @@ def _read_selective(
     inputs, gate = _parts(reader, f"{name}.in_proj", sizes, hidden, has_bias)
     output = reader.linear(f"{name}.out_proj", (hidden, inner), has_bias)
     conv, bias = _conv(reader, f"{name}.conv1d", spec, bool_value(config, "mamba_conv_bias", True))
-    if reader.has(f"{name}.A"):  # GGUF
-        decay = reader.tensor(f"{name}.A", (inner, size))
-    else:
-        decay = -np.exp(reader.tensor(f"{name}.A_log", (inner, size)))
     vectors = RecurrenceWeights(
         conv,
         bias,
-        decay=decay,
+        decay=_decay(reader, name, (inner, size)),
         step_bias=reader.vector(f"{name}.dt_proj.bias", inner),
         skip=reader.vector(f"{name}.D", inner),
     )
@@ -286,7 +290,8 @@ def _delta_spec(config: Config) -> RecurrentSpec:
     dim = int_value(config, "linear_value_head_dim", 128, high=MAX_COUNT)
     size = int_value(config, "linear_key_head_dim", 128, high=MAX_COUNT)
     window = int_value(config, "linear_conv_kernel_dim", 4, high=MAX_COUNT)
-    shape = _shape("delta", window, (heads, dim), (groups, size))
+    is_tiled = bool_value(config, "has_tiled_keys")  # GGUF files of Qwen3.5
+    shape = _shape("delta", window, (heads, dim), (groups, size), has_tiled_keys=is_tiled)
     return RecurrentSpec(shape, norm="before", norm_groups=heads)
 
 
@@ -306,19 +311,17 @@ def _read_delta(
     if reader.has(f"{name}.in_proj_qkv.weight"):
         inputs = reader.linear(f"{name}.in_proj_qkv", (shape.width, hidden), False, rows=last_first)
         gate = reader.linear(f"{name}.in_proj_z", (num_values, hidden), False)
-        strengths, steps = (
-            reader.matrix(f"{name}.in_proj_{part}", (shape.num_heads, hidden)) for part in "ba"
-        )
-        data = np.concatenate([strengths.data, steps.data])
-        gates = Weight(strengths.format, shape.num_gates, hidden, data, f"{name}.in_proj_ba")
     else:
         inputs, gate = _interleaved_inputs(reader, name, shape, hidden)
+    if reader.has(f"{name}.in_proj_ba.weight"):
         gates = _interleaved_gates(reader, name, shape, hidden)
+    else:
+        gates = _separate_gates(reader, name, shape, hidden)
     conv, bias = _conv(reader, f"{name}.conv1d", spec, False)
     vectors = RecurrenceWeights(
         np.ascontiguousarray(conv[last_first]),
         bias,
-        decay=-np.exp(reader.vector(f"{name}.A_log", shape.num_heads)),
+        decay=_decay(reader, name, (shape.num_heads,)),
         step_bias=reader.vector(f"{name}.dt_bias", shape.num_heads),
     )
     output = reader.linear(f"{name}.out_proj", (hidden, num_values), False)
@@ -346,6 +349,16 @@ def _interleaved_gates(reader: TensorReader, name: str, shape: Recurrence, hidde
     """The strengths and steps of Qwen3-Next, which are stored per key head."""
     order = np.arange(shape.num_gates).reshape(shape.num_groups, 2, -1).swapaxes(0, 1).ravel()
     return reader.matrix(f"{name}.in_proj_ba", (shape.num_gates, hidden), rows=order)
+
+
+def _separate_gates(reader: TensorReader, name: str, shape: Recurrence, hidden: int) -> Weight:
+    """The strengths and steps of Qwen3.5, as one matrix."""
+    parts = [reader.matrix(f"{name}.in_proj_{part}", (shape.num_heads, hidden)) for part in "ba"]
+    if len({(part.format, part.scale) for part in parts}) > 1:  # GGUF
+        parts = [plain_weight(dequantize(part)) for part in parts]
+    data = np.concatenate([part.data for part in parts])
+    full = f"{name}.in_proj_ba"
+    return replace(parts[0], out_features=shape.num_gates, data=data, name=full)
 
 
 #: Qwen3-Next and Qwen3.5: the gated delta rule.

@@ -354,6 +354,23 @@ FAMILIES |= {
         },
     ),
     "granite": Family(("GraniteForCausalLM",), all_full, scales=granite_scales),
+    **{
+        model_type: Family(
+            (f"{name}ForCausalLM",),
+            all_full,
+            scales=granite_scales,
+            defaults={"shared_intermediate_size": 0},
+            moe=MixtureOfExperts(
+                "intermediate_size",
+                shared_module="shared_mlp",
+                shared_size="shared_intermediate_size",
+            ),
+        )
+        for model_type, name in (
+            ("granitemoe", "GraniteMoe"),
+            ("granitemoeshared", "GraniteMoeShared"),
+        )
+    },
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
         all_recurrent,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,13 @@ from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_names import (
     EXPERTS,
+    FLAT,
     HEADS,
     IN_CONFIG,
     INTERLEAVED,
     LAYER,
     NEXTN,
+    ONE_ADDED,
     OUTER,
     OVERRIDES,
     OWN_OUTER,
@@ -83,7 +86,7 @@ def _convert(
     is_own = is_own_vector(architecture, info.name)
     if leaf in SCALES and f"{module}.weight" in file.tensors and not is_own:
         return []
-    if leaf in VECTORS and architecture == "mamba":
+    if leaf in OWN_VECTORS.get(architecture, {}):
         module, leaf = info.name, ""
     if leaf not in ("weight", "bias", "") and not is_own:
         raise _unknown_tensor(file, info, architecture)
@@ -113,7 +116,7 @@ def _convert(
         vectors = {**VECTORS, **OWN_VECTORS.get(architecture, {})}
         vector = vectors.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:
-            return [(prefix + vector, info.shape, partial(_read, file, info, prefix + vector))]
+            return [_vector(file, info, vector, prefix)]
         names = {**LAYER, **OVERRIDES.get(architecture, {}), **(NEXTN if is_extra else {})}
         if is_extra and part not in names:
             return []
@@ -122,6 +125,8 @@ def _convert(
         target = FAMILIES[config["model_type"]].names.get(names[part], names[part])
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
+    if target.endswith(".norm") and f"{target}.{leaf}" in FLAT:
+        return [_vector(file, info, f"{target}.{leaf}", prefix)]
     if part in ("shortconv.conv", "ssm_conv1d") and leaf == "weight":
         shape = (info.shape[0], 1, *info.shape[1:])
         return [(name, shape, partial(_as_shape, reader, shape))]
@@ -131,7 +136,8 @@ def _convert(
     if architecture in INTERLEAVED and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         reader = partial(_deinterleaved, reader, heads)
-    if architecture in ("gemma2", "gemma3") and info.name.endswith("norm.weight"):
+    is_norm = info.name.endswith("norm.weight") and part != "ssm_norm"
+    if architecture in ONE_ADDED and is_norm:
         reader = partial(_minus_one, reader)
     found = [(name, info.shape, reader)]
     if architecture == "falcon" and part in ("attn_norm", "attn_norm_2"):
@@ -141,6 +147,15 @@ def _convert(
         if part == "attn_norm":
             found = [(second, info.shape, reader)] + ([] if has_both else found)
     return found
+
+
+def _vector(file: GGUFFile, info: TensorInfo, name: str, prefix: str) -> tuple[str, Shape, Reader]:
+    """A tensor of a layer under its whole name; those of Mamba-2 with one axis."""
+    reader: Reader = partial(_read, file, info, prefix + name)
+    if name not in FLAT:
+        return prefix + name, info.shape, reader
+    shape = (math.prod(info.shape),)
+    return prefix + name, shape, partial(_as_shape, reader, shape)
 
 
 def _unknown_tensor(file: GGUFFile, info: TensorInfo, architecture: str) -> CheckpointError:
@@ -283,7 +298,7 @@ def _as_shape(reader: Reader, shape: Shape) -> np.ndarray:
 
 
 def _minus_one(reader: Reader) -> np.ndarray:
-    """A norm weight of Gemma as Hugging Face stores it; GGUF stores it with 1 added."""
+    """A norm weight of Gemma or Qwen3.5 as Hugging Face stores it; GGUF stores it with 1 added."""
     tensor = reader()
     assert isinstance(tensor, np.ndarray), "norms are vectors"
     return tensor.astype(np.float32) - 1

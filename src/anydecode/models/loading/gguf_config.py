@@ -36,7 +36,17 @@ from anydecode.models.loading.gguf_experts import (
 from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.models.loading.gguf_gemma import gemma2, gemma3, gemma3n, gemma4
 from anydecode.models.loading.gguf_keys import ARCHITECTURES, Keys
-from anydecode.models.loading.gguf_recurrent import lfm2, mamba
+from anydecode.models.loading.gguf_recurrent import (
+    falcon_h1,
+    gated_delta,
+    granite_hybrid,
+    granite_moe,
+    lfm2,
+    lfm2_moe,
+    mamba,
+    mamba_2,
+    nemotron_h,
+)
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
@@ -82,7 +92,16 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "glm4moe": glm4_moe,
         "lfm2": lfm2,
         "deepseek2": deepseek,
+        "lfm2moe": lfm2_moe,
         "mamba": mamba,
+        "mamba2": mamba_2,
+        "granitemoe": granite_moe,
+        "granitehybrid": granite_hybrid,
+        "falcon-h1": falcon_h1,
+        "nemotron_h": nemotron_h,
+        "qwen3next": gated_delta,
+        "qwen35": gated_delta,
+        "qwen35moe": gated_delta,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -92,7 +111,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def _common(keys: Keys) -> dict[str, Any]:
     file = keys.file
     model_type, architecture = ARCHITECTURES[keys.architecture]
-    low = 0 if keys.architecture == "mamba" else 1  # it has no attention and no MLP
+    low = 0 if keys.architecture in ("mamba", "mamba2") else 1  # no attention and no MLP
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count", low=low)
     heads = max(1, heads)
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
@@ -110,7 +129,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": size or keys.count("feed_forward_length", 1, low=low),
+        "intermediate_size": size or keys.count("feed_forward_length", 1, low=low, skip_zeros=True),
         "num_hidden_layers": keys.count("block_count", high=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads

@@ -45,6 +45,15 @@ ARCHITECTURES = {
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
     "mamba": ("mamba", "MambaForCausalLM"),
+    "mamba2": ("mamba2", "Mamba2ForCausalLM"),
+    "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
+    "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    "falcon-h1": ("falcon_h1", "FalconH1ForCausalLM"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
+    "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
 }
 
 
@@ -72,7 +81,7 @@ class Keys:
         default."""
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
         if value is _MISSING:
-            raise CheckpointError(f"{self._name(key)} is missing")
+            raise CheckpointError(f"{self.name(key)} is missing")
         return value
 
     def count(
@@ -90,20 +99,20 @@ class Keys:
             value = [entry for entry in value if entry != 0] or value
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]
-        return integer(self._name(key), value, low, high)
+        return integer(self.name(key), value, low, high)
 
-    def counts(self, key: str, default: Any = _MISSING) -> list[int]:
-        """The integer of each layer, from a list or one integer for all."""
+    def counts(self, key: str, default: Any = _MISSING, low: int = 1) -> list[int]:
+        """The integer of each layer, from `low` on, from a list or one integer for all."""
         value, count = self.get(key, default), self.count("block_count", high=MAX_LAYERS)
         values = value if isinstance(value, list) else [value] * count
         if len(values) < count:
-            raise refusal(self._name(key), value, f"a list of {count} integers")
-        return [integer(self._name(key), entry) for entry in values[:count]]
+            raise refusal(self.name(key), value, f"a list of {count} integers")
+        return [integer(self.name(key), entry, low) for entry in values[:count]]
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         """A finite number."""
-        return number(self._name(key), self.get(key, default), -1e38, 1e38)
+        return number(self.name(key), self.get(key, default), -1e38, 1e38)
 
-    def _name(self, key: str) -> str:
+    def name(self, key: str) -> str:
         """The name of a key in errors."""
         return f"{self.file.path}: metadata {self.architecture}.{key}"

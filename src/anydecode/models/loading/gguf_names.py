@@ -62,6 +62,40 @@ STACKS = {
     "altup_proj": "model.altup_projections.{}",
     "altup_unembd_proj": "model.altup_unembed_projections.{}",
 }
+#: Mamba-2, alone and in hybrids.
+_MAMBA_2 = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+#: The gated delta rule. Old files of Qwen3-Next have `ssm_in` in place of two matrices.
+_GATED_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_SHORT_CONV = {
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
+
+
+def _shared(module: str) -> dict[str, str]:
+    """The router, and the matrices of an MLP that every token runs through."""
+    parts = {f"ffn_{part}_shexp": f"mlp.{module}.{part}_proj" for part in ("gate", "up", "down")}
+    return {"ffn_gate_inp": "mlp.gate", **parts}
+
+
+_QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 OVERRIDES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
@@ -91,11 +125,16 @@ OVERRIDES = {
         "ffn_gate_inp": "mlp.router",
     },
     "olmoe": {"ffn_gate_inp": "mlp.gate"},
-    "lfm2": {
-        "shortconv.in_proj": "conv.in_proj",
-        "shortconv.conv": "conv.conv",
-        "shortconv.out_proj": "conv.out_proj",
-    },
+    "granitemoe": _shared("shared_mlp"),
+    "granitehybrid": {**_MAMBA_2, **_shared("shared_mlp")},
+    "falcon-h1": _MAMBA_2,
+    "nemotron_h": _MAMBA_2,
+    "mamba2": _MAMBA_2,
+    "qwen3next": {**_GATED_DELTA, **_QWEN_EXPERTS},
+    "qwen35": _GATED_DELTA,
+    "qwen35moe": {**_GATED_DELTA, **_QWEN_EXPERTS},
+    "lfm2": _SHORT_CONV,
+    "lfm2moe": {**_SHORT_CONV, "ffn_gate_inp": "mlp.gate"},
     "mamba": {
         "ssm_in": "mixer.in_proj",
         "ssm_conv1d": "mixer.conv1d",
@@ -103,26 +142,12 @@ OVERRIDES = {
         "ssm_dt": "mixer.dt_proj",
         "ssm_out": "mixer.out_proj",
     },
-    "qwen2moe": {
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    },
+    "qwen2moe": _QWEN_EXPERTS,
     "glm4moe": {
         "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        **_shared("shared_experts"),
     },
-    "llama4": {
-        "ffn_gate_inp": "feed_forward.router",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    },
+    "llama4": {**_shared("shared_expert"), "ffn_gate_inp": "feed_forward.router"},
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -130,10 +155,7 @@ OVERRIDES = {
         "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
         "attn_kv_a_norm": "self_attn.kv_a_layernorm",
         "attn_kv_b": "self_attn.kv_b_proj",
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        **_shared("shared_experts"),
     },
 }
 _MLP_EXPERTS = {
@@ -150,7 +172,11 @@ EXPERTS = {
     "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
     "llama4": {part: name.replace("mlp", "feed_forward") for part, name in _MLP_EXPERTS.items()},
     **dict.fromkeys(
-        ("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2"), _MLP_EXPERTS
+        (
+            *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
+            *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe"),
+        ),
+        _MLP_EXPERTS,
     ),
 }
 #: Stacks of matrices, one for each head, of latent attention.
@@ -164,9 +190,9 @@ HEADS = {
 VECTORS = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ssm_a": "mixer.A",
-    "ssm_d": "mixer.D",
 }
+_MAMBA_2_VECTORS = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+_GATED_DELTA_VECTORS = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 #: Vectors of one architecture that have the names of factors of a weight elsewhere, or no suffix.
 OWN_VECTORS = {
     "gemma3n": {"altup_correct_scale.weight": "altup.correct_output_scale"},
@@ -175,13 +201,23 @@ OWN_VECTORS = {
         "ffn_down_exps.scale": "router.per_expert_scale",
         "layer_output_scale.weight": "layer_scalar",
     },
+    "mamba": {"ssm_a": "mixer.A", "ssm_d": "mixer.D"},
+    **dict.fromkeys(("granitehybrid", "nemotron_h", "mamba2"), _MAMBA_2_VECTORS),
+    "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
 }
+#: Tensors of Mamba-2 that are stored as matrices with one row per group or head.
+FLAT = ("mamba.A", "mamba.D", "mamba.norm.weight")
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 SCALES = ("scale", "input_scale")
 #: Rope factors, which are read into the config.
 IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
-INTERLEAVED = ("llama", "smollm3", "granite", "minicpm", "mistral3")
+INTERLEAVED = (
+    *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
+)
+#: Architectures whose norms are stored with 1 added, but for those of recurrences.
+ONE_ADDED = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 
 
 def is_own_vector(architecture: str, name: str) -> bool:

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from anydecode.models.limits import refusal
+from anydecode.errors import CheckpointError
+from anydecode.models.limits import MAX_COUNT, MAX_EXPERTS, refusal
+from anydecode.models.loading.gguf_dense import granite
 from anydecode.models.loading.gguf_keys import Keys
+from anydecode.models.loading.gguf_rope import partial_rotary
 
 
 def lfm2(keys: Keys, config: dict[str, Any]) -> None:
     """Layers without key heads are convolutions."""
-    heads, count = keys.get("attention.head_count_kv"), config["num_hidden_layers"]
-    if not isinstance(heads, list) or len(heads) < count:
-        raise refusal(
-            f"{keys.file.path}: metadata lfm2.attention.head_count_kv",
-            heads,
-            f"a list of {count} numbers",
-        )
-    config["layer_types"] = ["full_attention" if entry else "conv" for entry in heads[:count]]
+    config["layer_types"] = ["full_attention" if count else "conv" for count in _kv_heads(keys)]
     config["conv_L_cache"] = keys.count("shortconv.l_cache")
     config["block_auto_adjust_ff_dim"] = False
 
 
+def lfm2_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """LFM2 with experts in all layers but the first ones."""
+    lfm2(keys, config)
+    gating, sigmoid = keys.get("expert_gating_func"), 2
+    if gating != sigmoid:
+        raise refusal(keys.name("expert_gating_func"), gating, "2 (sigmoid)")
+    _experts(keys, config)
+    config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
+    config["use_expert_bias"] = _has(keys, "exp_probs_b.bias")
+
+
 def mamba(keys: Keys, config: dict[str, Any]) -> None:
     """Mamba, and Falcon-Mamba, which has norms of the gates."""
-    has_norms = keys.get("ssm.dt_b_c_rms", False)
-    if not isinstance(has_norms, bool):
-        name = f"{keys.file.path}: metadata mamba.ssm.dt_b_c_rms"
-        raise refusal(name, has_norms, "true or false")
-    if has_norms:
+    if _flag(keys, "ssm.dt_b_c_rms"):
         config["model_type"], config["architectures"] = "falcon_mamba", ["FalconMambaForCausalLM"]
     config["intermediate_size"] = keys.count("ssm.inner_size")
     for key, name in (
@@ -39,3 +42,134 @@ def mamba(keys: Keys, config: dict[str, Any]) -> None:
         config[name] = keys.count(key)
     config["use_conv_bias"] = "blk.0.ssm_conv1d.bias" in keys.file.tensors
     config["use_bias"] = "blk.0.ssm_in.bias" in keys.file.tensors
+
+
+def mamba_2(keys: Keys, config: dict[str, Any]) -> None:
+    """The sizes of Mamba-2, alone and in hybrids."""
+    inner, heads = keys.count("ssm.inner_size"), _heads(keys)
+    config |= {
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": keys.count("ssm.group_count", high=MAX_COUNT),
+        "mamba_d_state": keys.count("ssm.state_size", high=MAX_COUNT),
+        "mamba_d_conv": keys.count("ssm.conv_kernel", high=MAX_COUNT),
+        "mamba_conv_bias": _has(keys, "ssm_conv1d.bias"),
+    }
+    if config["model_type"] == "mamba2":
+        config["head_dim"] = inner // heads
+
+
+def granite_hybrid(keys: Keys, config: dict[str, Any]) -> None:
+    """Granite 4: layers without key heads are recurrent."""
+    granite_moe(keys, config)
+    mamba_2(keys, config)
+    config["layer_types"] = ["full_attention" if count else "mamba" for count in _kv_heads(keys)]
+    has_rope = _flag(keys, "rope.scaling.finetuned")
+    config["position_embedding_type"] = "rope" if has_rope else "nope"
+    if has_rope and keys.count("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        raise CheckpointError(f"{keys.file.path}: heads that rotate in part are not supported")
+
+
+def granite_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """The experts of Granite, and the MLP that every token runs through."""
+    granite(keys, config)
+    config["num_local_experts"] = keys.count("expert_count", 0, high=MAX_EXPERTS, low=0)
+    config["num_experts_per_tok"] = 0
+    if config["num_local_experts"]:
+        config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = config["intermediate_size"]
+    shared = keys.count("expert_shared_feed_forward_length", 0, low=0)
+    config["shared_intermediate_size"] = shared
+
+
+def falcon_h1(keys: Keys, config: dict[str, Any]) -> None:
+    """Falcon-H1, whose factors are part of the weights."""
+    mamba_2(keys, config)
+    config["mamba_rms_norm"] = _has(keys, "ssm_norm.weight")
+    config["mamba_norm_before_gate"] = False
+
+
+def nemotron_h(keys: Keys, config: dict[str, Any]) -> None:
+    """Nemotron-H: layers are an MLP, attention, or with the sizes of neither, recurrent."""
+    mamba_2(keys, config)
+    inner = keys.counts("feed_forward_length", low=0)
+    config["layer_types"] = [
+        "mlp" if size else "full_attention" if count else "linear_attention"
+        for size, count in zip(inner, _kv_heads(keys), strict=True)
+    ]
+    config["hidden_act"] = "relu2"
+
+
+def gated_delta(keys: Keys, config: dict[str, Any]) -> None:
+    """Qwen3-Next and Qwen3.5: one layer in some has attention, the others the gated delta rule."""
+    heads, count = _heads(keys), config["num_hidden_layers"]
+    # The count of blocks includes those that predict further tokens.
+    num_unused = keys.count("nextn_predict_layers", 0, count - 1, low=0)
+    config |= {
+        "num_hidden_layers": count - num_unused,
+        "num_nextn_predict_layers": num_unused,
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": keys.count("ssm.group_count", high=MAX_COUNT),
+        "linear_value_head_dim": keys.count("ssm.inner_size") // heads,
+        "linear_key_head_dim": keys.count("ssm.state_size", high=MAX_COUNT),
+        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel", high=MAX_COUNT),
+        "has_fused_inputs": _has(keys, "ssm_in.weight"),
+        "has_separate_gates": keys.architecture != "qwen3next",
+        # Value heads are stored in the order in which ggml repeats key heads.
+        "has_tiled_keys": keys.architecture != "qwen3next",
+        "layer_types": _delta_layers(keys, count - num_unused) + ["full_attention"] * num_unused,
+    }
+    partial_rotary(keys, config)
+    if keys.architecture == "qwen35":
+        return
+    _experts(keys, config)
+    shared = keys.count("expert_shared_feed_forward_length", config["intermediate_size"])
+    config["shared_expert_intermediate_size"] = shared
+
+
+def _delta_layers(keys: Keys, count: int) -> list[str]:
+    """The types of layers, from flags, or from the period of full attention."""
+    flags = keys.get("attention.recurrent_layers", None)
+    if flags is None:
+        period = keys.count("full_attention_interval", 4)
+        flags = [(layer + 1) % period != 0 for layer in range(count)]
+    if not isinstance(flags, list) or len(flags) < count:
+        raise refusal(keys.name("attention.recurrent_layers"), flags, f"a list of {count} flags")
+    return ["linear_attention" if flag else "full_attention" for flag in flags[:count]]
+
+
+def _experts(keys: Keys, config: dict[str, Any]) -> None:
+    config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["norm_topk_prob"] = True
+
+
+def _kv_heads(keys: Keys) -> list[int]:
+    """The number of key heads of each layer, from a list."""
+    key, count = "attention.head_count_kv", keys.count("block_count")
+    if not isinstance(keys.get(key), list):
+        raise refusal(keys.name(key), keys.get(key), f"a list of {count} integers")
+    return keys.counts(key, low=0)
+
+
+def _heads(keys: Keys) -> int:
+    """The number of heads of a recurrence."""
+    inner, heads = keys.count("ssm.inner_size"), keys.count("ssm.time_step_rank", high=MAX_COUNT)
+    if inner % heads:
+        allowed = f"a divisor of the inner size, {inner}"
+        raise refusal(keys.name("ssm.time_step_rank"), heads, allowed)
+    return heads
+
+
+def _flag(keys: Keys, key: str) -> bool:
+    value = keys.get(key, False)
+    if not isinstance(value, bool):
+        raise refusal(keys.name(key), value, "true or false")
+    return value
+
+
+def _has(keys: Keys, tensor: str) -> bool:
+    """Whether some layer has a tensor of this name."""
+    return any(name.endswith(f".{tensor}") for name in keys.file.tensors)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.config import is_expert_layer, num_experts, shared_size
-from anydecode.models.families.patterns import cache_layers
+from anydecode.models.families.patterns import MLP, cache_layers
+from anydecode.models.families.recurrent import HYBRID
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, layer_config
 from anydecode.models.loading.gguf_names import EXPERTS, OVERRIDES, STACKS
+from anydecode.models.loading.gguf_recurrent_shapes import has_recurrence, recurrent_shapes
 
 Shape = tuple[int, ...]
 _KEYS_VALUES = ("k_proj", "v_proj")
@@ -54,16 +56,17 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
     for name in STACKS.values() if streams else ():
         for index in range(streams - 1):
             yield f"{name.format(index)}.weight", (hidden, hidden), True
-    layer_types = config.get("layer_types") or []
+    layer_types = config.get("layer_types") or family.layer_types(config)
     sources = cache_layers(config, layer_types) if config.get("num_kv_shared_layers") else []
     for layer in range(config["num_hidden_layers"]):
         start, own = f"model.layers.{layer}.", layer_config(config, layer)
+        kind = layer_types[layer]
         matrices, vectors = _attention_shapes(architecture, own)
         vectors |= _norm_shapes(config, layer)
         if sources and sources[layer] is not None:
             matrices = {x: shape for x, shape in matrices.items() if x[-6:] not in _KEYS_VALUES}
             del vectors["self_attn.k_norm"]
-        elif config.get("attention_k_eq_v") and layer_types[layer] == "full_attention":
+        elif config.get("attention_k_eq_v") and kind == "full_attention":
             del matrices["self_attn.v_proj"]
         if per_layer:
             matrices["per_layer_input_gate"] = (per_layer, hidden)
@@ -72,27 +75,16 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
             more_matrices, more_vectors = _stream_shapes(config)
             matrices, vectors = matrices | more_matrices, vectors | more_vectors
             yield f"{start}altup.correct_output_scale", (hidden,), True
-        if layer_types[layer : layer + 1] == ["conv"]:
-            yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
-            matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
+        mlp = _mlp_shapes(architecture, own, layer)
+        if has_recurrence(config, kind):
+            for part, shape, required in recurrent_shapes(config):
+                yield start + part, shape, required
+        if kind == MLP or (has_recurrence(config, kind) and kind != HYBRID):
+            matrices = {}
             vectors = {name: size for name, size in vectors.items() if "self_attn" not in name}
-        if architecture == "mamba":
-            inner, size, rank = (
-                config[key] for key in ("intermediate_size", "state_size", "time_step_rank")
-            )
-            matrices = {
-                "mixer.in_proj": (2 * inner, hidden),
-                "mixer.x_proj": (rank + 2 * size, inner),
-                "mixer.dt_proj": (inner, rank),
-                "mixer.out_proj": (hidden, inner),
-            }
-            vectors = {"input_layernorm": hidden}
-            yield f"{start}mixer.conv1d.weight", (inner, 1, config["conv_kernel"]), True
-            yield f"{start}mixer.conv1d.bias", (inner,), config["use_conv_bias"]
-            yield f"{start}mixer.dt_proj.bias", (inner,), True
-            yield f"{start}mixer.A", (inner, size), True
-            yield f"{start}mixer.D", (inner,), True
-        for module, shape in {**matrices, **_mlp_shapes(architecture, own, layer)}.items():
+        if family.has_single_sublayers and kind != MLP:
+            mlp = {}
+        for module, shape in {**matrices, **mlp}.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", shape, True
             has_bias = config.get("qkv_bias", family.qkv_bias)
@@ -106,6 +98,7 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         if family.has_sinks:
             yield f"{start}self_attn.sinks", (config["num_attention_heads"],), True
         has_selection_bias = family.moe is not None and family.moe.has_selection_bias
+        has_selection_bias = has_selection_bias and config.get("use_expert_bias", True)
         if has_selection_bias and is_expert_layer(config, layer):
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
 
@@ -128,7 +121,7 @@ def _stream_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
     """The sizes of a layer's norms, but for those of its attention."""
     family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
-    names = ["post_attention_layernorm"]
+    names = [] if family.mlp == "none" else ["post_attention_layernorm"]
     if family.norms != "post":
         names.append("input_layernorm")
     if family.norms != "pre":
@@ -151,8 +144,11 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
     hidden, head = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     matrices: dict[str, Shape] = {"self_attn.o_proj": (hidden, q)}
-    if "attn_qkv" in OVERRIDES.get(architecture, {}):
-        matrices["self_attn.qkv_proj"] = (q + 2 * kv, hidden)
+    if family.has_attention_gate:
+        q *= 2
+    fused = "self_attn.qkv_proj"
+    if OVERRIDES.get(architecture, {}).get("attn_qkv") == fused:
+        matrices[fused] = (q + 2 * kv, hidden)
     else:
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
             matrices[f"self_attn.{part}_proj"] = (rows, hidden)

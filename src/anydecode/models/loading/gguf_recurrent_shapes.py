@@ -1,0 +1,84 @@
+"""The tensors of the recurrent sublayers of a GGUF file, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
+from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import Config
+
+#: The name of a tensor in its layer, its shape, and whether it is required.
+Expected = tuple[str, tuple[int, ...], bool]
+
+
+def has_recurrence(config: Config, kind: str) -> bool:
+    """Whether a layer of type `kind` has a recurrent sublayer."""
+    return FAMILIES[config["model_type"]].recurrent is not None and (
+        kind in (*RECURRENT_TYPES, HYBRID)
+    )
+
+
+def recurrent_shapes(config: Config) -> Iterator[Expected]:
+    """The tensors of a layer's recurrent sublayer."""
+    if "conv_L_cache" in config:
+        yield from _short_conv(config)
+    elif "linear_key_head_dim" in config:
+        yield from _gated_delta(config)
+    elif "time_step_rank" in config:
+        yield from _mamba(config)
+    else:
+        yield from _mamba_2(config)
+
+
+def _short_conv(config: Config) -> Iterator[Expected]:
+    hidden = config["hidden_size"]
+    yield "conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
+    yield "conv.in_proj.weight", (3 * hidden, hidden), True
+    yield "conv.out_proj.weight", (hidden, hidden), True
+
+
+def _mamba(config: Config) -> Iterator[Expected]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    size, rank = config["state_size"], config["time_step_rank"]
+    yield "mixer.in_proj.weight", (2 * inner, hidden), True
+    yield "mixer.x_proj.weight", (rank + 2 * size, inner), True
+    yield "mixer.dt_proj.weight", (inner, rank), True
+    yield "mixer.out_proj.weight", (hidden, inner), True
+    yield "mixer.conv1d.weight", (inner, 1, config["conv_kernel"]), True
+    yield "mixer.conv1d.bias", (inner,), config["use_conv_bias"]
+    yield "mixer.dt_proj.bias", (inner,), True
+    yield "mixer.A", (inner, size), True
+    yield "mixer.D", (inner,), True
+
+
+def _mamba_2(config: Config) -> Iterator[Expected]:
+    hidden, inner, heads = config["hidden_size"], config["mamba_d_ssm"], config["mamba_n_heads"]
+    width = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    yield "mamba.in_proj.weight", (inner + width + heads, hidden), True
+    yield "mamba.out_proj.weight", (hidden, inner), True
+    yield "mamba.conv1d.weight", (width, 1, config["mamba_d_conv"]), True
+    yield "mamba.conv1d.bias", (width,), config["mamba_conv_bias"]
+    yield "mamba.norm.weight", (inner,), config.get("mamba_rms_norm", True)
+    for vector in ("A", "D", "dt_bias"):
+        yield f"mamba.{vector}", (heads,), True
+
+
+def _gated_delta(config: Config) -> Iterator[Expected]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    num_keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    num_values, name = heads * config["linear_value_head_dim"], "linear_attn"
+    width = 2 * num_keys + num_values
+    is_fused = config["has_fused_inputs"]
+    yield f"{name}.in_proj_qkvz.weight", (width + num_values, hidden), is_fused
+    yield f"{name}.in_proj_qkv.weight", (width, hidden), not is_fused
+    yield f"{name}.in_proj_z.weight", (num_values, hidden), not is_fused
+    is_separate = config["has_separate_gates"]
+    yield f"{name}.in_proj_ba.weight", (2 * heads, hidden), not is_separate
+    for part in "ab":
+        yield f"{name}.in_proj_{part}.weight", (heads, hidden), is_separate
+    yield f"{name}.conv1d.weight", (width, 1, config["linear_conv_kernel_dim"]), True
+    yield f"{name}.norm.weight", (config["linear_value_head_dim"],), True
+    yield f"{name}.out_proj.weight", (hidden, num_values), True
+    for vector in ("A", "dt_bias"):
+        yield f"{name}.{vector}", (heads,), True

@@ -1,0 +1,628 @@
+"""GGUF files of models with recurrent layers, as llama.cpp's converter writes them, against the
+same models in `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.library import load_library
+from anydecode.models.families import load_network
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.mtp import has_mtp, load_mtp
+from anydecode.models.opening import choose_executor
+from anydecode.quantization.gguf import quantize_file
+from gguf_models import finish, interleave, writer_with
+from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
+
+TOKENS = [(7 * i + 3) % 131 for i in range(24)]
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+
+
+@dataclass
+class Case:
+    """A model of `transformers` and its GGUF file; `metadata` are the keys beside the usual."""
+
+    family: str
+    architecture: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+GRANITE: dict[str, Any] = {
+    "shared_intermediate_size": 80,
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.5,
+}
+GRANITE_METADATA: dict[str, Any] = {
+    "attention.scale": 0.3,
+    "embedding_scale": 2.0,
+    "residual_scale": 0.6,
+    "logit_scale": 1.5,
+}
+GRANITE_4: dict[str, Any] = {
+    **GRANITE,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+}
+SSM: dict[str, Any] = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 96,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 8,
+    "ssm.group_count": 2,
+}
+GRANITE_4_METADATA: dict[str, Any] = {
+    **GRANITE_METADATA,
+    **SSM,
+    "attention.head_count_kv": [0, 2, 0],
+    "rope.scaling.finetuned": False,
+}
+EXPERTS = {"expert_count": 5, "expert_used_count": 2}
+GATED_DELTA: dict[str, Any] = {
+    # With the usual eps, the outputs of a recurrence are small before their norm.
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+}
+GATED_DELTA_METADATA: dict[str, Any] = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 96,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 6,
+    "ssm.group_count": 2,
+    "full_attention_interval": 4,
+    "rope.dimension_count": 4,
+}
+QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+QWEN_EXPERTS_METADATA: dict[str, Any] = {
+    **EXPERTS,
+    "expert_feed_forward_length": 24,
+    "expert_shared_feed_forward_length": 40,
+}
+#: MRoPE, whose sections do not matter for texts.
+SECTIONS = {"rope.dimension_sections": [1, 1, 0, 0]}
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.2,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.7, 1.4, 0.8, 1.2, 0.6],
+    "mlp_multipliers": [0.9, 1.1],
+}
+FALCON_H1_METADATA = {**SSM, "ssm.inner_size": 64, "ssm.time_step_rank": 4}
+NEMOTRON_H: dict[str, Any] = {
+    "time_step_min": 1e-30,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+}
+NO_ATTENTION: dict[str, Any] = {
+    "context_length": 1 << 20,
+    "feed_forward_length": 0,
+    "attention.head_count": 0,
+    "attention.head_count_kv": None,
+    "attention.key_length": None,
+    "attention.value_length": None,
+    "rope.freq_base": None,
+}
+LFM2_MOE: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+LFM2_MOE_METADATA: dict[str, Any] = {
+    **EXPERTS,
+    "expert_feed_forward_length": 24,
+    "expert_gating_func": 2,
+    "leading_dense_block_count": 1,
+    "shortconv.l_cache": 3,
+    "attention.head_count_kv": [0, 2, 0],
+}
+CASES = {
+    "granite hybrid": Case("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_METADATA),
+    "granite hybrid experts": Case(
+        "GraniteMoeHybrid",
+        "granitehybrid",
+        {
+            **GRANITE_4,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 72,
+            "tie_word_embeddings": True,
+        },
+        {**GRANITE_4_METADATA, **EXPERTS, "expert_shared_feed_forward_length": 72},
+    ),
+    "granite hybrid rope": Case(
+        "GraniteMoeHybrid",
+        "granitehybrid",
+        {**GRANITE_4, "position_embedding_type": "rope"},
+        {**GRANITE_4_METADATA, "rope.scaling.finetuned": True},
+    ),
+    "granite moe": Case(
+        "GraniteMoe",
+        "granitemoe",
+        {
+            **{key: value for key, value in GRANITE.items() if "shared" not in key},
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        {**GRANITE_METADATA, **EXPERTS},
+    ),
+    "granite moe shared": Case(
+        "GraniteMoeShared",
+        "granitemoe",
+        {
+            **GRANITE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 72,
+        },
+        {**GRANITE_METADATA, **EXPERTS, "expert_shared_feed_forward_length": 72},
+    ),
+    "falcon h1": Case(
+        "FalconH1", "falcon-h1", {**FALCON_H1, "mamba_rms_norm": False}, FALCON_H1_METADATA
+    ),
+    "falcon h1 norm": Case(
+        "FalconH1",
+        "falcon-h1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        FALCON_H1_METADATA,
+    ),
+    "nemotron h": Case(
+        "NemotronH",
+        "nemotron_h",
+        NEMOTRON_H,
+        {
+            **SSM,
+            "ssm.inner_size": 72,
+            "ssm.time_step_rank": 6,
+            "feed_forward_length": [0, 80, 0, 80],
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "rope.freq_base": None,
+        },
+    ),
+    "mamba2": Case(
+        "Mamba2",
+        "mamba2",
+        {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2},
+        {**SSM, **NO_ATTENTION},
+    ),
+    "mamba2 odd": Case(
+        "Mamba2",
+        "mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 12,
+            "state_size": 16,
+            "n_groups": 1,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "tie_word_embeddings": True,
+        },
+        {**SSM, **NO_ATTENTION, "ssm.conv_kernel": 3, "ssm.group_count": 1},
+    ),
+    "qwen3 next": Case(
+        "Qwen3Next",
+        "qwen3next",
+        {**GATED_DELTA, **QWEN_EXPERTS},
+        {**GATED_DELTA_METADATA, **QWEN_EXPERTS_METADATA},
+    ),
+    "qwen3.5": Case("Qwen3_5", "qwen35", GATED_DELTA, {**GATED_DELTA_METADATA, **SECTIONS}),
+    "qwen3.5 moe": Case(
+        "Qwen3_5Moe",
+        "qwen35moe",
+        {**GATED_DELTA, **QWEN_EXPERTS, "full_attention_interval": 2},
+        {
+            **GATED_DELTA_METADATA,
+            **QWEN_EXPERTS_METADATA,
+            **SECTIONS,
+            "full_attention_interval": 2,
+        },
+    ),
+    "lfm2 moe": Case("Lfm2Moe", "lfm2moe", LFM2_MOE, LFM2_MOE_METADATA),
+}
+#: Names of `transformers` and those of the checkpoints from which the converter starts.
+RENAMED = {
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "mlp.experts.down_proj": "mlp.experts.down_proj.weight",
+    "feed_forward.experts.down_proj": "feed_forward.experts.w2.weight",
+    "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
+}
+#: Matrices that are stored as two.
+HALVES = {
+    "block_sparse_moe.experts.gate_up_proj": "_exps",
+    "mlp.experts.gate_up_proj": "_exps",
+    "feed_forward.experts.gate_up_proj": "_exps",
+    "shared_mlp.input_linear.weight": "",
+}
+
+
+def converted(
+    model: Any, case: Case, path: Path, extra: dict[str, np.ndarray] | None = None, **changes: Any
+) -> Path:
+    """Write the model of a case, and tensors `extra`, as a GGUF file; `changes` replace or remove
+    (None) metadata."""
+    config = checkpoint_of(model).config
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    head_dim = config.get("head_dim") or config["hidden_size"] // (heads or 1)
+    eps = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    metadata: dict[str, Any] = {
+        "block_count": model.config.num_hidden_layers,
+        "context_length": config.get("max_position_embeddings"),
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config.get("intermediate_size"),
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": next(config[key] for key in eps if key in config),
+        "rope.freq_base": 5000.0,
+        **case.metadata,
+        **changes,
+    }
+    writer = writer_with(path, case.architecture, metadata, config["vocab_size"])
+    architecture = next(
+        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture
+    )
+    names = gguf.get_tensor_name_map(architecture, metadata["block_count"])
+    is_tied = config.get("tie_word_embeddings")
+    tensors = {name: parameter.numpy() for name, parameter in model.state_dict().items()}
+    for name, original_tensor in {**tensors, **(extra or {})}.items():
+        if name == "lm_head.weight" and is_tied:
+            continue
+        for stored, tensor in prepared(case, config, name, original_tensor):
+            target = names.get_name(stored, try_suffixes=(".weight", ".bias")) or stored
+            assert not target.startswith(("model.", "backbone.")), stored
+            writer.add_tensor(target, np.ascontiguousarray(tensor, np.float32))
+    finish(writer)
+    return path
+
+
+def prepared(
+    case: Case, config: dict[str, Any], name: str, tensor: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors that the converter makes of one, by the names of checkpoints or of GGUF."""
+    start, _, rest = name.partition(".layers.")
+    layer, _, part = rest.partition(".")
+    if case.family == "NemotronH":
+        start = start.replace("model", "backbone")
+        name = name.replace("model.", "backbone.", 1)
+    if case.family == "FalconH1":
+        tensor = multiplied(config, name, tensor)
+    if case.family.startswith("Qwen"):
+        tensor = in_qwen_order(case, config, part, tensor)
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            tensor = tensor + 1
+    if case.family.startswith("Granite") and part[-13:] in ("q_proj.weight", "k_proj.weight"):
+        key = "num_attention_heads" if "q_proj" in part else "num_key_value_heads"
+        tensor = interleave(tensor, config[key])
+    if part in HALVES:
+        gate, up = np.split(tensor, 2, axis=-2)
+        is_dense = part.startswith("shared_mlp") and not config.get("num_local_experts")
+        suffix = HALVES[part] or ("" if is_dense else "_shexp")
+        yield f"blk.{layer}.ffn_gate{suffix}.weight", gate
+        yield f"blk.{layer}.ffn_up{suffix}.weight", up
+        return
+    if part == "shared_mlp.output_linear.weight" and not config.get("num_local_experts"):
+        yield f"blk.{layer}.ffn_down.weight", tensor
+        return
+    if part == "linear_attn.in_proj_qkvz.weight":
+        yield from separate(config, layer, tensor)
+        return
+    if part.endswith("A_log"):
+        tensor = -np.exp(tensor)
+    has_columns = "linear_attn" not in part and part.endswith((".A_log", ".D"))
+    if has_columns:
+        tensor = tensor[:, None]
+    if part in ("mamba.norm.weight", "mixer.norm.weight"):
+        tensor = tensor.reshape(case.metadata["ssm.group_count"], -1)
+    if "conv" in part and tensor.ndim == 3:
+        tensor = tensor.squeeze(1)
+    if part.endswith("shared_expert_gate.weight"):
+        tensor = tensor.squeeze(0)
+    part = RENAMED.get(part, part)
+    if part.endswith(".dt_bias"):
+        part = part.replace(".dt_bias", ".dt_proj.bias")
+    if part.startswith("feed_forward.experts"):
+        start = ""
+    yield f"{start}.layers.{layer}.{part}".lstrip(".") if layer else name, tensor
+
+
+def multiplied(config: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
+    """Falcon-H1: a weight times its factor."""
+    inner, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    if name.endswith("mamba.in_proj.weight"):
+        sizes = [inner, inner, keys, keys, config["mamba_n_heads"]]
+        factors = np.repeat(np.float32(config["ssm_multipliers"]), sizes)
+        return tensor * factors[:, None] * config["ssm_in_multiplier"]
+    before, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    for part, factor in (
+        ("down_proj", down),
+        ("gate_proj", gate),
+        ("k_proj", before * config["key_multiplier"]),
+        ("q_proj", before),
+        ("v_proj", before),
+        ("o_proj", config["attention_out_multiplier"]),
+        ("mamba.out_proj", config["ssm_out_multiplier"]),
+        ("lm_head", config["lm_head_multiplier"]),
+        ("embed_tokens", config["embedding_multiplier"]),
+    ):
+        if part in name:
+            return tensor * factor
+    return tensor
+
+
+def in_qwen_order(case: Case, config: dict[str, Any], part: str, tensor: np.ndarray) -> np.ndarray:
+    """Qwen3.5: value heads in the order in which ggml repeats key heads."""
+    if case.family == "Qwen3Next" or "linear_attn" not in part or part.endswith("norm.weight"):
+        return tensor
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    head_dim = config["linear_value_head_dim"]
+    is_small = part.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"))
+    size = 1 if is_small else head_dim
+    order = np.arange(heads * size).reshape(groups, -1, size).swapaxes(0, 1).ravel()
+    if part.endswith("out_proj.weight"):
+        return tensor[:, order]
+    first = len(tensor) - len(order)  # queries and keys come before
+    return np.concatenate([tensor[:first], tensor[first:][order]])
+
+
+def separate(
+    config: dict[str, Any], layer: str, tensor: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Qwen3-Next: queries, keys, values and gates, which are stored per key head."""
+    groups, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+    parts = np.split(tensor.reshape(groups, -1, 48), [size, 2 * size, 2 * size + values], axis=1)
+    query, key, value, gate = (part.reshape(-1, 48) for part in parts)
+    yield f"blk.{layer}.attn_qkv.weight", np.concatenate([query, key, value])
+    yield f"blk.{layer}.attn_gate.weight", gate
+
+
+@cache
+def original_of(name: str) -> Any:
+    return original(CASES[name])
+
+
+def original(case: Case) -> Any:
+    return hf_model(case.family, **{"rope_parameters": dict(ROPE), **case.settings})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = original_of(name)
+    checkpoint = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf"))
+    found = logits(built(checkpoint), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3 next", "qwen3.5", "granite hybrid experts"])
+def test_native_kernels_agree(name: str, tmp_path: Path) -> None:
+    """Value heads of Qwen3.5 take key heads in another order than those of Qwen3-Next."""
+    if load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    case = CASES[name]
+    model = original_of(name)
+    checkpoint = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf"))
+    found = logits(built(checkpoint, executor=choose_executor("native")), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() < 2e-4
+
+
+def test_old_files_of_qwen3_next_have_one_matrix_of_inputs(tmp_path: Path) -> None:
+    case = CASES["qwen3 next"]
+    model = original(case)
+    whole = load_checkpoint(converted(model, case, tmp_path / "new.gguf"))
+    monolith = {
+        f"blk.{name.split('.')[2]}.ssm_in.weight": tensor.numpy()
+        for name, tensor in model.state_dict().items()
+        if name.endswith("in_proj_qkvz.weight")
+    }
+    path = tmp_path / "old.gguf"
+    converted(model, case, path, monolith)
+    parts = ("attn_qkv", "attn_gate")
+    rewritten(path, [f"blk.{layer}.{part}.weight" for layer in range(4) for part in parts])
+    old = load_checkpoint(path)
+    assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in old.tensors
+    assert "model.layers.0.linear_attn.in_proj_z.weight" not in old.tensors
+    found, expected = (logits(built(x), chain(TOKENS)) for x in (old, whole))
+    assert np.array_equal(found, expected)
+
+
+def rewritten(path: Path, dropped: list[str]) -> None:
+    """Write a file again without some tensors."""
+    reader = gguf.GGUFReader(path)
+    kept = {t.name: np.array(t.data) for t in reader.tensors if t.name not in dropped}
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), architecture)
+    for key, stored in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        kind = stored.types[0]
+        inner = stored.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, stored.contents(), kind, sub_type=inner)
+    for name, tensor in kept.items():
+        writer.add_tensor(name, tensor)
+    finish(writer)
+    path.with_suffix(".new").replace(path)
+
+
+def test_the_module_of_qwen3_5_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:
+    """As in the layout of safetensors."""
+    case = CASES["qwen3.5"]
+    model = original(case)
+    random, size = np.random.default_rng(0), model.config.hidden_size
+    layer = {
+        name.removeprefix("model.layers.3."): random.random(tensor.shape, np.float32)
+        for name, tensor in model.state_dict().items()
+        if name.startswith("model.layers.3.")
+    }
+    norms = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    norms["norm"] = "shared_head_norm"
+    projection = random.random((size, 2 * size), np.float32)
+    module = {name: random.random(size, np.float32) for name in norms}
+    extra = {f"model.layers.4.{name}": tensor for name, tensor in layer.items()}
+    extra |= {f"blk.4.nextn.{name}.weight": module[key] for key, name in norms.items()}
+    extra["blk.4.nextn.eh_proj.weight"] = projection
+    path = tmp_path / "tiny.gguf"
+    opened = load_checkpoint(
+        converted(model, case, path, extra, block_count=5, nextn_predict_layers=1)
+    )
+    expected = checkpoint_of(model)
+    expected.tensors = {
+        **expected.tensors,
+        **{f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()},
+        **{f"mtp.{name}.weight": tensor for name, tensor in module.items()},
+        "mtp.fc.weight": projection,
+    }
+    assert has_mtp(opened)
+    found = logits(built(opened), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+    one, two = (load_mtp(x, load_network(x)) for x in (expected, opened))
+    for a, b in zip(one.matrices(), two.matrices(), strict=True):
+        assert np.array_equal(a.data, b.data)
+    assert one.weights.states is not None and two.weights.states is not None
+    for a, b in (
+        (one.weights.states.state_norm, two.weights.states.state_norm),
+        (one.weights.states.embedding_norm, two.weights.states.embedding_norm),
+        (one.weights.final_norm, two.weights.final_norm),
+        (one.weights.layers[0].attention_norm, two.weights.layers[0].attention_norm),
+    ):
+        assert a is not None and b is not None and np.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["granite hybrid experts", "qwen3.5 moe", "lfm2 moe", "mamba2"])
+def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> None:
+    """Convolutions, gates and routers stay; the other matrices stay packed."""
+    case = CASES[name]
+    sizes = {"hidden_size": 64, "shared_expert_intermediate_size": 64}
+    changes: dict[str, Any] = {}
+    if name == "mamba2":
+        sizes, changes = {"hidden_size": 64, "head_dim": 16}, {"ssm.inner_size": 128}
+    if name == "granite hybrid experts":
+        changes = {"ssm.inner_size": 128}
+    if name == "qwen3.5 moe":
+        changes = {"expert_shared_feed_forward_length": 64}
+    if name != "qwen3.5 moe":
+        sizes.pop("shared_expert_intermediate_size", None)
+    # All experts are used, so that rounding does not choose others.
+    if "expert_count" in case.metadata:
+        sizes["num_experts_per_tok"] = changes["expert_used_count"] = 5
+    case = Case(case.family, case.architecture, {**case.settings, **sizes}, case.metadata)
+    model = original(case)
+    quantize_file(
+        converted(model, case, tmp_path / "tiny.gguf", **changes), tmp_path / "small.gguf", "q8_0"
+    )
+    checkpoint = load_checkpoint(tmp_path / "small.gguf")
+    network = built(checkpoint)
+    formats = {weight.format for weight in network.network.matrices()}
+    assert "Q8_0" in formats
+    found, expected = logits(network, chain(TOKENS)), hf_logits(model, TOKENS)
+    assert 0 < np.abs(found - expected).mean() < 0.1 * np.abs(expected).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("granite hybrid", {"attention.scale": 0.2}),
+        ("granite hybrid", {"rope.scaling.finetuned": True}),
+        ("granite hybrid experts", {"expert_used_count": 1}),
+        ("granite hybrid rope", {"rope.scaling.finetuned": None}),
+        ("granite moe", {"residual_scale": None}),
+        ("granite moe", {"expert_used_count": 3}),
+        ("nemotron h", {"attention.layer_norm_rms_epsilon": 0.1}),
+        ("qwen3 next", {"rope.dimension_count": None}),
+        ("qwen3 next", {"expert_used_count": 1}),
+        ("qwen3.5", {"rope.freq_base": 500.0}),
+        ("lfm2 moe", {"expert_used_count": 1}),
+    ],
+)
+def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    """Negative controls: with one key changed or left out, the logits exceed the margin above."""
+    case = CASES[name]
+    model = original_of(name)
+    checkpoint = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf", **change))
+    found = logits(built(checkpoint), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("granite hybrid", {"attention.head_count_kv": 2}, "head_count_kv is 2; allowed is a list"),
+        ("granite hybrid", {"attention.head_count_kv": [0, 2, 2]}, "layers.2.self_attn.o_proj"),
+        ("granite hybrid", {"attention.head_count_kv": [0, 0, 0]}, "head_count_kv is 0"),
+        ("granite hybrid", {"ssm.time_step_rank": 7}, "time_step_rank is 7; allowed is a divisor"),
+        ("granite hybrid", {"ssm.time_step_rank": 0}, "time_step_rank is 0"),
+        ("granite hybrid", {"ssm.group_count": 3}, "num_groups is 3"),
+        ("granite hybrid", {"ssm.group_count": 1}, "mamba.* has shape"),
+        ("granite hybrid", {"ssm.state_size": None}, "ssm.state_size is missing"),
+        ("granite hybrid", {"ssm.conv_kernel": 3}, "conv1d.weight.* has shape"),
+        ("granite hybrid", {"rope.scaling.finetuned": 1}, "allowed is true or false"),
+        ("granite hybrid rope", {"rope.dimension_count": 6}, "rotate in part"),
+        ("granite hybrid experts", {"expert_used_count": 6}, "experts_per_token is 6"),
+        ("granite hybrid experts", {"expert_count": 4}, "has 5 experts; expert_count is 4"),
+        ("granite hybrid experts", {"expert_shared_feed_forward_length": 80}, "has shape"),
+        ("granite moe", {"expert_used_count": None}, "expert_used_count is missing"),
+        ("falcon h1", {"ssm.inner_size": 60}, "has shape"),
+        ("nemotron h", {"feed_forward_length": [0, 80]}, "a list of 4 integers"),
+        ("nemotron h", {"feed_forward_length": [0, 80, 0, 0]}, "layers.3.mamba"),
+        ("nemotron h", {"feed_forward_length": [0, 80, 80, 80]}, "mixer.up_proj.* is missing"),
+        ("mamba2", {"ssm.inner_size": None}, "ssm.inner_size is missing"),
+        ("qwen3 next", {"full_attention_interval": 0}, "full_attention_interval is 0"),
+        ("qwen3 next", {"full_attention_interval": 3}, "layers.2.self_attn.* is missing"),
+        ("qwen3 next", {"attention.recurrent_layers": [True]}, "a list of 4 flags"),
+        ("qwen3 next", {"ssm.time_step_rank": 4}, "num_groups|has shape"),
+        ("qwen3 next", {"expert_feed_forward_length": None}, "is missing"),
+        ("qwen3.5", {"nextn_predict_layers": 4}, "nextn_predict_layers is 4"),
+        ("lfm2 moe", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed is 2"),
+        ("lfm2 moe", {"leading_dense_block_count": 0}, "layers.0.mlp.gate.* is missing"),
+    ],
+)
+def test_invalid_metadata_are_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    path = converted(original_of(name), case, tmp_path / "tiny.gguf", **change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(path)
+    assert "\n" not in str(caught.value)
