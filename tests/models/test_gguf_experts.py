@@ -70,6 +70,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         },
     ),
 }
+FAMILIES["ernie4_5-moe"] = (
+    "Ernie4_5_Moe",
+    {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+        "moe_num_shared_experts": 2,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+    },
+    {
+        **FAMILIES["glm4moe"][2],
+        "post_attention_layernorm": "ffn_norm",
+    },
+)
 COMMON = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -114,6 +129,11 @@ def write(
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size // 2)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     if architecture == "glm4moe":
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
@@ -199,6 +219,7 @@ def test_a_layer_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:
         ("qwen2moe", "blk.1.ffn_up_shexp.weight", "shared_expert.up_proj.weight"),
         ("qwen2moe", "blk.2.attn_k.bias", "self_attn.k_proj.bias"),
         ("olmoe", "blk.1.attn_q_norm.weight", "self_attn.q_norm.weight"),
+        ("ernie4_5-moe", "blk.1.ffn_up_shexp.weight", "shared_experts.up_proj.weight"),
         ("glm4moe", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
         ("glm4moe", "blk.0.ffn_up.weight", "mlp.up_proj.weight"),
         ("glm4moe", "blk.2.ffn_down_exps.weight", "mlp.experts.0.down_proj.weight"),

@@ -101,6 +101,12 @@ NEMOTRON_H: dict[str, Any] = {
     "mamba_head_dim": 12,
     "n_groups": 2,
 }
+ERNIE_MOE: dict[str, Any] = {
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "moe_num_shared_experts": 2,
+}
 LFM2_MOE: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv"],
     "num_dense_layers": 1,
@@ -422,6 +428,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "mlp_bias": True,
             "tie_word_embeddings": True,
+        },
+    ),
+    "ernie 4.5 moe": ("Ernie4_5_Moe", ERNIE_MOE),
+    "ernie 4.5 moe odd": (
+        "Ernie4_5_Moe",
+        {
+            **ERNIE_MOE,
+            "num_hidden_layers": 5,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
         },
     ),
     "granite moe": (
@@ -888,7 +907,7 @@ def test_ministral3_inside_a_multimodal_model() -> None:
     "family",
     [
         *("Mixtral", "Qwen3Moe", "Phi3", "GptOss", "Glm4Moe", "Qwen2Moe", "Olmoe"),
-        *("GraniteMoeHybrid", "GraniteMoe", "GraniteMoeShared", "Lfm2Moe"),
+        *("GraniteMoeHybrid", "GraniteMoe", "GraniteMoeShared", "Lfm2Moe", "Ernie4_5_Moe"),
         *("DeepseekV2", "DeepseekV3"),
     ],
 )
@@ -903,8 +922,8 @@ def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
         kind = family.removeprefix("GraniteMoe")
         case = {"Hybrid": "granite 4 moe", "Shared": "granite moe shared"}.get(kind, "granite moe")
         settings = CASES[case][1]
-    if family == "Lfm2Moe":
-        settings = LFM2_MOE
+    if family in ("Lfm2Moe", "Ernie4_5_Moe"):
+        settings = {"Lfm2Moe": LFM2_MOE, "Ernie4_5_Moe": ERNIE_MOE}[family]
     if family in ("DeepseekV2", "DeepseekV3"):
         settings = {**DEEPSEEK, "n_group": 2, "topk_group": 1}
     if family in ("Glm4Moe", "Qwen2Moe", "Olmoe"):

@@ -52,9 +52,7 @@ def read_experts(
     inner = int_value(config, family.moe.inner_size)
     routed = _ExpertReader(reader, family.moe, block, shape[0], shape[1], inner).read()
     if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
-        name = f"{block}.expert_bias"
-        name = name if reader.has(name) else f"{router}.e_score_correction_bias"
-        routed.selection_bias = reader.vector(name, shape[0])
+        routed.selection_bias = _selection_bias(reader, router, block, shape[0])
     if family.moe.has_norms:
         routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])
     experts = Experts(Linear(weight, bias), routed)
@@ -66,6 +64,16 @@ def read_experts(
             gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
             experts.shared_gate = gate
     return experts
+
+
+def _selection_bias(reader: TensorReader, router: str, block: str, count: int) -> np.ndarray:
+    for module in (router, block):
+        name = f"{module}.moe_statics.e_score_correction_bias"  # ERNIE
+        if reader.has(name):
+            return reader.tensor(name, (1, count)).ravel()
+    name = f"{block}.expert_bias"
+    name = name if reader.has(name) else f"{router}.e_score_correction_bias"
+    return reader.vector(name, count)
 
 
 def read_expert_norms(reader: TensorReader, layer: str, hidden: int) -> ExpertNorms:

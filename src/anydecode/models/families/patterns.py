@@ -317,6 +317,13 @@ def dense_layers(config: Config) -> dict[str, Any]:
     return {"first_k_dense_replace": 0, "mlp_only_layers": dense}
 
 
+def ernie_layers(config: Config) -> dict[str, Any]:
+    """ERNIE 4.5 with experts: the layers after the last one that has some."""
+    last, count = value_or(config, "moe_layer_end_index", -1), num_layers(config)
+    last = count - 1 if last == -1 else int_value(config, "moe_layer_end_index", low=0)
+    return {"mlp_only_layers": list(range(last + 1, count))}
+
+
 def cohere_scales(config: Config) -> Scales:
     return Scales(logits=number("logit_scale", value_or(config, "logit_scale", 0.0625)))
 

@@ -18,6 +18,7 @@ from anydecode.models.families.patterns import (
     cohere_scales,
     deepseek_v2_routing,
     dense_layers,
+    ernie_layers,
     falcon_h1_scales,
     full_every_nth,
     full_every_third,
@@ -113,6 +114,11 @@ _QWEN_EXPERTS = MixtureOfExperts(
 )
 _GPT: dict[str, Any] = {"norm": "layer", "has_norm_bias": True, "mlp": "plain"}
 
+_ERNIE_DEFAULTS: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "rope_theta": 500_000.0,
+    "rms_norm_eps": 1e-5,
+}
 #: Both MLP and attention read the only norm of a layer.
 _COHERE: dict[str, Any] = {
     "norm": "layer",
@@ -414,12 +420,27 @@ FAMILIES |= {
         all_full,
         interleaved_rope=True,
         keys={"use_bias": ("attention_bias", "mlp_bias")},
-        defaults={
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            "rope_theta": 500_000.0,
-            "rms_norm_eps": 1e-5,
+        defaults={"head_dim": 128, **_ERNIE_DEFAULTS},
+    ),
+    "ernie4_5_moe": Family(
+        ("Ernie4_5_MoeForCausalLM",),
+        all_full,
+        interleaved_rope=True,
+        derived=ernie_layers,
+        keys={
+            "use_bias": ("attention_bias", "mlp_bias"),
+            "moe_num_experts": ("num_experts",),
+            "moe_k": ("num_experts_per_tok",),
+            "moe_num_shared_experts": ("n_shared_experts",),
+            "moe_layer_start_index": ("first_k_dense_replace",),
+            "moe_layer_interval": ("decoder_sparse_step",),
         },
+        defaults={
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            **_ERNIE_DEFAULTS,
+        },
+        moe=MixtureOfExperts(has_selection_bias=True, shared_module="shared_experts"),
     ),
     "seed_oss": Family(
         ("SeedOssForCausalLM",),

@@ -150,7 +150,7 @@ def _convert(
 
 
 def _vector(file: GGUFFile, info: TensorInfo, name: str, prefix: str) -> tuple[str, Shape, Reader]:
-    """A tensor of a layer under its whole name; those of Mamba-2 with one axis."""
+    """A tensor of a layer under its whole name; vectors have one axis."""
     reader: Reader = partial(_read, file, info, prefix + name)
     if name not in FLAT:
         return prefix + name, info.shape, reader

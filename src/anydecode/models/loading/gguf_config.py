@@ -26,6 +26,7 @@ from anydecode.models.loading.gguf_dense import (
 )
 from anydecode.models.loading.gguf_experts import (
     deepseek,
+    ernie_moe,
     glm4_moe,
     gpt_oss,
     llama4,
@@ -90,6 +91,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "qwen2moe": qwen2_moe,
         "olmoe": olmoe,
         "glm4moe": glm4_moe,
+        "ernie4_5-moe": ernie_moe,
         "lfm2": lfm2,
         "deepseek2": deepseek,
         "lfm2moe": lfm2_moe,

@@ -140,6 +140,17 @@ def qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
     config["mlp_only_layers"] = []
 
 
+def ernie_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """ERNIE 4.5 with experts."""
+    _experts(keys, config)
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["n_shared_experts"] = keys.count("expert_shared_count", 0, high=MAX_EXPERTS, low=0)
+    config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
+    config["decoder_sparse_step"] = keys.count("interleave_moe_layer_step")
+    config["use_expert_bias"] = any(".exp_probs_b." in name for name in keys.file.tensors)
+    config["norm_topk_prob"] = True
+
+
 def gpt_oss(keys: Keys, config: dict[str, Any]) -> None:
     """gpt-oss."""
     config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)

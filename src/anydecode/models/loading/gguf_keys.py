@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "minicpm": ("minicpm", "MiniCPMForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),
     "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
     "mistral3": ("ministral3", "Ministral3ForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),

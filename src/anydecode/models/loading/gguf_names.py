@@ -143,6 +143,7 @@ OVERRIDES = {
         "ssm_out": "mixer.out_proj",
     },
     "qwen2moe": _QWEN_EXPERTS,
+    "ernie4_5-moe": _shared("shared_experts"),
     "glm4moe": {
         "post_attention_norm": "post_attention_layernorm",
         **_shared("shared_experts"),
@@ -174,7 +175,7 @@ EXPERTS = {
     **dict.fromkeys(
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
-            *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe"),
+            *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
         ),
         _MLP_EXPERTS,
     ),
@@ -206,8 +207,11 @@ OWN_VECTORS = {
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
 }
-#: Tensors of Mamba-2 that are stored as matrices with one row per group or head.
-FLAT = ("mamba.A", "mamba.D", "mamba.norm.weight")
+#: Vectors that are stored as matrices, those of Mamba-2 with one row per group or head.
+FLAT = (
+    *("mamba.A", "mamba.D", "mamba.norm.weight"),
+    "mlp.gate.e_score_correction_bias",  # of ERNIE
+)
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 SCALES = ("scale", "input_scale")
 #: Rope factors, which are read into the config.
