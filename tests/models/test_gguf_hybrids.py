@@ -132,6 +132,34 @@ NEMOTRON_H: dict[str, Any] = {
     "mamba_head_dim": 12,
     "n_groups": 2,
 }
+NEMOTRON_METADATA: dict[str, Any] = {
+    **SSM,
+    "ssm.inner_size": 72,
+    "ssm.time_step_rank": 6,
+    "feed_forward_length": [0, 80, 0, 80],
+    "attention.head_count_kv": [0, 0, 2, 0],
+    "attention.layer_norm_epsilon": 1e-5,
+    "rope.freq_base": None,
+}
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}
+NEMOTRON_MOE_METADATA: dict[str, Any] = {
+    **NEMOTRON_METADATA,
+    **EXPERTS,
+    "feed_forward_length": [0, 24, 0, 24],
+    "expert_feed_forward_length": 24,
+    "expert_shared_feed_forward_length": 40,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+    "expert_group_count": 1,
+}
 NO_ATTENTION: dict[str, Any] = {
     "context_length": 1 << 20,
     "feed_forward_length": 0,
@@ -206,18 +234,18 @@ CASES = {
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
         FALCON_H1_METADATA,
     ),
-    "nemotron h": Case(
+    "nemotron h": Case("NemotronH", "nemotron_h", NEMOTRON_H, NEMOTRON_METADATA),
+    "nemotron h moe": Case(
         "NemotronH",
-        "nemotron_h",
-        NEMOTRON_H,
-        {
-            **SSM,
-            "ssm.inner_size": 72,
-            "ssm.time_step_rank": 6,
-            "feed_forward_length": [0, 80, 0, 80],
-            "attention.head_count_kv": [0, 0, 2, 0],
-            "rope.freq_base": None,
-        },
+        "nemotron_h_moe",
+        {**NEMOTRON_H, **NEMOTRON_EXPERTS},
+        NEMOTRON_MOE_METADATA,
+    ),
+    "nemotron h moe latent": Case(
+        "NemotronH",
+        "nemotron_h_moe",
+        {**NEMOTRON_H, **NEMOTRON_EXPERTS, "moe_latent_size": 20, "norm_topk_prob": False},
+        {**NEMOTRON_MOE_METADATA, "moe_latent_size": 20, "expert_weights_norm": False},
     ),
     "mamba2": Case(
         "Mamba2",
@@ -266,6 +294,9 @@ RENAMED = {
     "mlp.experts.down_proj": "mlp.experts.down_proj.weight",
     "feed_forward.experts.down_proj": "feed_forward.experts.w2.weight",
     "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
+    "mixer.gate.e_score_correction_bias": "mixer.gate.e_score_correction.bias",
+    "mixer.experts.up_proj": "mlp.experts.up_proj.weight",
+    "mixer.experts.down_proj": "mlp.experts.down_proj.weight",
 }
 #: Matrices that are stored as two.
 HALVES = {
@@ -364,6 +395,8 @@ def prepared(
         part = part.replace(".dt_bias", ".dt_proj.bias")
     if part.startswith("feed_forward.experts"):
         start = ""
+    if part.startswith("mlp.experts"):
+        start = "model"
     yield f"{start}.layers.{layer}.{part}".lstrip(".") if layer else name, tensor
 
 
@@ -436,7 +469,9 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3 next", "qwen3.5", "granite hybrid experts"])
+@pytest.mark.parametrize(
+    "name", ["qwen3 next", "qwen3.5", "granite hybrid experts", "nemotron h moe latent"]
+)
 def test_native_kernels_agree(name: str, tmp_path: Path) -> None:
     """Value heads of Qwen3.5 take key heads in another order than those of Qwen3-Next."""
     if load_library() is None:
@@ -466,6 +501,25 @@ def test_old_files_of_qwen3_next_have_one_matrix_of_inputs(tmp_path: Path) -> No
     assert "model.layers.0.linear_attn.in_proj_z.weight" not in old.tensors
     found, expected = (logits(built(x), chain(TOKENS)) for x in (old, whole))
     assert np.array_equal(found, expected)
+
+
+def test_the_block_of_nemotron_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    case = CASES["nemotron h moe"]
+    model = original_of("nemotron h moe")
+    extra = {
+        f"blk.4.{name}.weight": np.ones(48, np.float32)
+        for name in ("attn_norm", "ffn_norm", "nextn.enorm")
+    }
+    changes = {
+        "block_count": 5,
+        "nextn_predict_layers": 1,
+        "feed_forward_length": [0, 24, 0, 24, 24],
+        "attention.head_count_kv": [0, 0, 2, 0, 2],
+    }
+    opened = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf", extra, **changes))
+    assert not has_mtp(opened)
+    found = logits(built(opened), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
 
 
 def rewritten(path: Path, dropped: list[str]) -> None:
@@ -530,7 +584,9 @@ def test_the_module_of_qwen3_5_that_predicts_further_tokens_is_read(tmp_path: Pa
         assert a is not None and b is not None and np.allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["granite hybrid experts", "qwen3.5 moe", "lfm2 moe", "mamba2"])
+@pytest.mark.parametrize(
+    "name", ["granite hybrid experts", "qwen3.5 moe", "lfm2 moe", "mamba2", "nemotron h moe latent"]
+)
 def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> None:
     """Convolutions, gates and routers stay; the other matrices stay packed."""
     case = CASES[name]
@@ -540,6 +596,9 @@ def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> 
         sizes, changes = {"hidden_size": 64, "head_dim": 16}, {"ssm.inner_size": 128}
     if name == "granite hybrid experts":
         changes = {"ssm.inner_size": 128}
+    if name.startswith("nemotron"):
+        sizes |= {"moe_latent_size": 32, "moe_shared_expert_intermediate_size": 32}
+        changes = {"moe_latent_size": 32, "expert_shared_feed_forward_length": 32}
     if name == "qwen3.5 moe":
         changes = {"expert_shared_feed_forward_length": 64}
     if name != "qwen3.5 moe":
@@ -570,6 +629,8 @@ def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> 
         ("granite moe", {"residual_scale": None}),
         ("granite moe", {"expert_used_count": 3}),
         ("nemotron h", {"attention.layer_norm_rms_epsilon": 0.1}),
+        ("nemotron h moe", {"expert_weights_scale": 1.0}),
+        ("nemotron h moe", {"expert_weights_norm": None}),
         ("qwen3 next", {"rope.dimension_count": None}),
         ("qwen3 next", {"expert_used_count": 1}),
         ("qwen3.5", {"rope.freq_base": 500.0}),
@@ -607,6 +668,13 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("nemotron h", {"feed_forward_length": [0, 80]}, "a list of 4 integers"),
         ("nemotron h", {"feed_forward_length": [0, 80, 0, 0]}, "layers.3.mamba"),
         ("nemotron h", {"feed_forward_length": [0, 80, 80, 80]}, "mixer.up_proj.* is missing"),
+        ("nemotron h moe", {"expert_count": None}, "expert_count is missing"),
+        ("nemotron h moe", {"expert_weights_norm": 1}, "allowed is true or false"),
+        ("nemotron h moe", {"expert_weights_scale": -1.0}, "routed_scaling_factor|scale"),
+        ("nemotron h moe", {"expert_group_count": 2}, "num_groups is 2"),
+        ("nemotron h moe", {"expert_shared_feed_forward_length": 41}, "has shape"),
+        ("nemotron h moe latent", {"moe_latent_size": 21}, "fc1_latent_proj.* has shape"),
+        ("nemotron h moe latent", {"moe_latent_size": None}, "has shape"),
         ("mamba2", {"ssm.inner_size": None}, "ssm.inner_size is missing"),
         ("qwen3 next", {"full_attention_interval": 0}, "full_attention_interval is 0"),
         ("qwen3 next", {"full_attention_interval": 3}, "layers.2.self_attn.* is missing"),

@@ -101,6 +101,14 @@ NEMOTRON_H: dict[str, Any] = {
     "mamba_head_dim": 12,
     "n_groups": 2,
 }
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+}
 ERNIE_MOE: dict[str, Any] = {
     "moe_num_experts": 6,
     "moe_k": 2,
@@ -496,6 +504,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
             "use_conv_bias": False,
             "n_groups": 1,
+        },
+    ),
+    "nemotron h moe": ("NemotronH", {**NEMOTRON_H, **NEMOTRON_EXPERTS}),
+    "nemotron h moe latent": (
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            **NEMOTRON_EXPERTS,
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "mlp"],
+            "moe_latent_size": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "mlp_bias": True,
         },
     ),
     "lfm2 moe": ("Lfm2Moe", LFM2_MOE),
@@ -908,7 +930,7 @@ def test_ministral3_inside_a_multimodal_model() -> None:
     [
         *("Mixtral", "Qwen3Moe", "Phi3", "GptOss", "Glm4Moe", "Qwen2Moe", "Olmoe"),
         *("GraniteMoeHybrid", "GraniteMoe", "GraniteMoeShared", "Lfm2Moe", "Ernie4_5_Moe"),
-        *("DeepseekV2", "DeepseekV3"),
+        *("DeepseekV2", "DeepseekV3", "NemotronH"),
     ],
 )
 def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
@@ -922,8 +944,9 @@ def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
         kind = family.removeprefix("GraniteMoe")
         case = {"Hybrid": "granite 4 moe", "Shared": "granite moe shared"}.get(kind, "granite moe")
         settings = CASES[case][1]
-    if family in ("Lfm2Moe", "Ernie4_5_Moe"):
-        settings = {"Lfm2Moe": LFM2_MOE, "Ernie4_5_Moe": ERNIE_MOE}[family]
+    if family in ("Lfm2Moe", "Ernie4_5_Moe", "NemotronH"):
+        nemotron = CASES["nemotron h moe latent"][1]
+        settings = {"Lfm2Moe": LFM2_MOE, "Ernie4_5_Moe": ERNIE_MOE, "NemotronH": nemotron}[family]
     if family in ("DeepseekV2", "DeepseekV3"):
         settings = {**DEEPSEEK, "n_group": 2, "topk_group": 1}
     if family in ("Glm4Moe", "Qwen2Moe", "Olmoe"):
@@ -1065,7 +1088,7 @@ def test_nemotron_h_as_it_is_saved(tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match="hybrid_override_pattern is 'M-[*]X'"):
         built(stored)
     stored.config["hybrid_override_pattern"] = "ME*-"
-    with pytest.raises(CheckpointError, match="attention of type 'moe' is not supported"):
+    with pytest.raises(CheckpointError, match="layers.1.mlp.gate.weight is missing"):
         built(stored)
 
 

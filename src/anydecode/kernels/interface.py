@@ -242,6 +242,8 @@ class Routing:
 class ExpertWeights:
     """The three matrices of each expert's gated MLP, and their biases.
 
+    `gate` is empty where experts have no gate: down(activation(up(x))).
+
     Biases are float32 `[out_features]`, one per expert; None for no biases. `selection_bias` is
     float32 `[experts]`, see `Routing`. `factors` is float32 `[experts]`: a factor of each expert's
     weight, after normalisation (Gemma 4).

@@ -266,22 +266,23 @@ class NativeBackend(Backend):
         routing: Routing,
         activation: Activation,
     ) -> Value:
-        gate, up, down, top_k = weights.gate, weights.up, weights.down, routing.experts_per_token
+        up, down, top_k = weights.up, weights.down, routing.experts_per_token
         matrices = [self._packer.pack(weight) for weight in weights.matrices]
         pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
         self.keepalive.append(pointers)
-        inner, width_out = gate[0].out_features, down[0].out_features
+        inner, width_out = up[0].out_features, down[0].out_features
         quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
-        fields = {"groups": top_k, "count": len(gate), **_activation_fields(activation)}
+        fields = {"groups": top_k, "count": len(up), **_activation_fields(activation)}
         fields["routing"] = self._keep_routing(weights, routing)
-        fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
+        fields["kv_heads"] = int(not weights.gate)
+        fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*weights.gate, *up)))
         fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
         adapted = any(weight.name in self.adapted for weight in weights.matrices)
         fields["layer"] = self._add_targets(weights.matrices) if adapted else -1
         fields["experts"] = ctypes.addressof(pointers)
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
-        self.steps[-1].scratch = Value(top_k * per_slot + 4 * len(gate) + 16)
+        self.steps[-1].scratch = Value(top_k * per_slot + 4 * len(up) + 16)
         return out
 
     def layer_norm(

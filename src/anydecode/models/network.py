@@ -68,14 +68,18 @@ class Experts:
 
     `shared` is an MLP that every token runs through. Its output is added, multiplied by the sigmoid
     of the product with `shared_gate` `[1, hidden_size]` if there is one. With `norms`, router and
-    experts read the hidden states without the norm of the layer's MLP, which `shared` is.
+    experts read the hidden states without the norm of the layer's MLP, which `shared` is. With
+    `latent_down` `[latent size, hidden_size]` the experts read its product, and `latent_up` is
+    applied to the sum of their outputs (Nemotron-H).
     """
 
     router: Linear
     routed: ExpertWeights
-    shared: GatedMlp | None = None
+    shared: GatedMlp | PlainMlp | None = None
     shared_gate: Weight | None = None
     norms: ExpertNorms | None = None
+    latent_down: Linear | None = None
+    latent_up: Linear | None = None
 
 
 @dataclass(eq=False)
@@ -644,6 +648,9 @@ def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
         return
     yield mlp.router.weight
     yield from mlp.routed.matrices
+    for latent in (mlp.latent_down, mlp.latent_up):
+        if latent is not None:
+            yield latent.weight
     if mlp.shared is not None:
         yield from mlp_matrices(mlp.shared)
     if mlp.shared_gate is not None:
@@ -688,7 +695,9 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
         router = mlp.router.apply(backend, x)
-        y = backend.experts(x, router, mlp.routed, spec.routing, spec.activation)
+        latent = x if mlp.latent_down is None else mlp.latent_down.apply(backend, x)
+        y = backend.experts(latent, router, mlp.routed, spec.routing, spec.activation)
+        y = y if mlp.latent_up is None else mlp.latent_up.apply(backend, y)
         if mlp.shared is None:
             return y
         shared = _mlp(backend, x, spec, mlp.shared)
@@ -974,13 +983,25 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         return
     count, routed = spec.num_experts, mlp.routed
     _check_linear(f"{prefix}router", mlp.router, (count, hidden))
-    if {len(routed.gate), len(routed.up), len(routed.down)} != {count}:
+    is_gated = spec.mlp == "gated"
+    kinds = ("gate", "up", "down") if is_gated else ("up", "down")
+    if {len(getattr(routed, kind)) for kind in kinds} != {count}:
         raise CheckpointError(
-            f"{prefix}experts: the weights have {len(routed.gate)}, the spec has {count}"
+            f"{prefix}experts: the weights have {len(routed.up)}, the spec has {count}"
         )
-    inner = routed.gate[0].out_features
-    for kind in ("gate", "up", "down"):
-        shape = _shape(kind, inner, hidden)
+    shared_is_gated = is_gated if mlp.shared is None else isinstance(mlp.shared, GatedMlp)
+    if bool(routed.gate) != is_gated or shared_is_gated != is_gated:
+        raise CheckpointError(f"{prefix}experts: only some have gates; the spec is {spec.mlp}")
+    inner, size = routed.up[0].out_features, routed.up[0].in_features
+    if (mlp.latent_down is None) != (mlp.latent_up is None):
+        raise CheckpointError(f"{prefix}only one of the two latent projections of experts")
+    if mlp.latent_down is None or mlp.latent_up is None:
+        size = hidden
+    else:
+        _check_linear(f"{prefix}latent_down", mlp.latent_down, (size, hidden))
+        _check_linear(f"{prefix}latent_up", mlp.latent_up, (hidden, size))
+    for kind in kinds:
+        shape = _shape(kind, inner, size)
         biases = getattr(routed, f"{kind}_bias") or [None] * count
         for weight, bias in zip(getattr(routed, kind), biases, strict=True):
             _check_linear(f"{prefix}an expert's {kind}", Linear(weight, bias), shape)

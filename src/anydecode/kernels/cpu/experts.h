@@ -17,9 +17,19 @@ typedef struct {
   Activations *quantised;
 } ExpertScratch;
 
+/* Matrix `which` (0: gate, 1: up, 2: down) of an expert, as number among all matrices. */
+INLINE int expert_matrix(const Op *op, int which, int expert) {
+  int is_plain = op->kv_heads;
+  return (which - is_plain) * op->count + expert;
+}
+
+static int expert_inner(const Op *op) {
+  return op->experts[expert_matrix(op, 1, 0)]->out_features;
+}
+
 static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
   int64_t slots = (int64_t)n * op->groups;
-  int inner = op->experts[0]->out_features;
+  int inner = expert_inner(op);
   ExpertScratch scratch;
   scratch.expert = (int32_t *)base;
   scratch.slot = scratch.expert + slots;
@@ -116,7 +126,7 @@ static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
 static void expert_products(const Op *op, const ExpertScratch *scratch, int which, const float *x,
                             float *out, int part, int parts) {
   for (int e = 0; e < op->count; e++) {
-    const Matrix *w = op->experts[which * op->count + e];
+    const Matrix *w = op->experts[expert_matrix(op, which, e)];
     int first = scratch->start[e], rows = scratch->start[e + 1] - first;
     int begin, end;
     if (!rows) continue;
@@ -137,7 +147,7 @@ static void expert_products(const Op *op, const ExpertScratch *scratch, int whic
 static void add_lora(const Pass *pass, const Op *op, const ExpertScratch *scratch, int i, int which,
                   const float *x, float *y) {
   if (op->layer < 0 || !pass->adapters || pass->adapters[i / op->groups] < 0) return;
-  int number = which * op->count + scratch->expert[i];
+  int number = expert_matrix(op, which, scratch->expert[i]);
   const Matrix *w = op->experts[number];
   const Lora *loras = pass->loras + (int64_t)pass->adapters[i / op->groups] * pass->num_targets;
   lora_row(loras + op->layer + number, x, w->in_features, w->out_features, y);
@@ -145,7 +155,7 @@ static void add_lora(const Pass *pass, const Op *op, const ExpertScratch *scratc
 
 static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch, int row,
                     float *out) {
-  int inner = op->experts[0]->out_features;
+  int inner = expert_inner(op);
   memset(out, 0, (size_t)op->width_out * 4);
   for (int i = row * op->groups; i < (row + 1) * op->groups; i++) {
     float *y = scratch->y + (int64_t)scratch->slot[i] * op->width_out;
@@ -160,13 +170,13 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
 }
 
 /* Run one part of one phase. Fields of op: groups = experts per row, count = number of experts,
- * heads = whether any gate or up matrix is quantised, head_dim = whether any down matrix is, layer =
- * index of its first matrix among the adapters' targets, or -1, x and y as for the activation.
- * Phases run in sequence; the first has one part. */
+ * heads = whether any gate or up matrix is quantised, head_dim = whether any down matrix is, kv_heads
+ * = whether experts have no gate, layer = index of its first matrix among the adapters' targets, or
+ * -1, x and y as for the activation. Phases run in sequence; the first has one part. */
 static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
                     float *base, float *out, int phase, int part, int parts) {
   ExpertScratch scratch = expert_scratch(op, n, base);
-  int slots = n * op->groups, inner = op->experts[0]->out_features;
+  int slots = n * op->groups, inner = expert_inner(op), is_plain = op->kv_heads;
   int first = (int)((int64_t)slots * part / parts);
   int last = (int)((int64_t)slots * (part + 1) / parts);
   switch (phase) {
@@ -185,7 +195,7 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
       }
       break;
     case 2:
-      expert_products(op, &scratch, 0, scratch.x, scratch.gate, part, parts);
+      if (!is_plain) expert_products(op, &scratch, 0, scratch.x, scratch.gate, part, parts);
       expert_products(op, &scratch, 1, scratch.x, scratch.up, part, parts);
       break;
     case 3:
@@ -193,13 +203,14 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
         int64_t s = scratch.slot[i];
         const float *from = scratch.x + s * op->width;
         float *hidden = scratch.gate + s * inner, *up = scratch.up + s * inner;
-        add_lora(pass, op, &scratch, i, 0, from, hidden);
+        if (!is_plain) add_lora(pass, op, &scratch, i, 0, from, hidden);
         add_lora(pass, op, &scratch, i, 1, from, up);
         if (op->routing->scales_inputs) { /* of linear functions: the same as of their input */
-          scale_row(hidden, inner, scratch.weight[i], hidden);
+          if (!is_plain) scale_row(hidden, inner, scratch.weight[i], hidden);
           scale_row(up, inner, scratch.weight[i], up);
         }
-        gated(hidden, up, inner, op, hidden);
+        if (is_plain) activate(up, inner, op->activation, hidden);
+        else gated(hidden, up, inner, op, hidden);
         if (op->head_dim)
           quantise_row(hidden, inner, scratch.quantised + s * (inner / QUANT_BLOCK));
       }

@@ -14,7 +14,7 @@ from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import CHUNKED, FULL, MLP, SLIDING, cache_layers
+from anydecode.models.families.patterns import CHUNKED, FULL, MLP, MOE, SLIDING, cache_layers
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
 from anydecode.models.families.table import FAMILIES, GROUP
@@ -97,9 +97,7 @@ def text_config(config: Config) -> dict[str, Any]:
             f" {', '.join(FAMILIES)}"
         )
     _check_architecture(text, model_type, FAMILIES[model_type].architectures)
-    # The configs of models without experts name their number too if layers are single sublayers.
-    is_dense = FAMILIES[model_type].moe is None and not FAMILIES[model_type].has_single_sublayers
-    if is_dense and any(text.get(key) for key in _NUM_EXPERTS):
+    if FAMILIES[model_type].moe is None and any(text.get(key) for key in _NUM_EXPERTS):
         raise CheckpointError(f"a mixture of experts of model type {model_type!r} is not supported")
     text["model_type"] = model_type
     family = FAMILIES[model_type]
@@ -349,7 +347,7 @@ def _layers(
             is_expert_layer(config, layer),
         )
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
-        is_mlp = family.has_single_sublayers and kind == MLP
+        is_mlp = family.has_single_sublayers and kind in (MLP, MOE)
         mlp = "none" if family.has_single_sublayers and not is_mlp else family.mlp
         if is_mlp or (has_recurrence and kind != HYBRID):
             layers.append(

@@ -14,7 +14,7 @@ from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.values import Config, bool_value, int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.linear import Linear
-from anydecode.models.network import ExpertNorms, Experts, GatedMlp
+from anydecode.models.network import ExpertNorms, Experts, GatedMlp, PlainMlp
 
 _ROUTERS = (
     "mlp.gate",
@@ -25,6 +25,7 @@ _ROUTERS = (
     "feed_forward.gate",
     "feed_forward.router",
     "router.proj",
+    "mixer.gate",
 )
 #: The names of an expert's matrices: those of most families, and Mixtral's.
 _NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
@@ -49,17 +50,27 @@ def read_experts(
     has_bias = family.moe.has_biases
     bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
     block = router.removesuffix(".layer").removesuffix(".proj").rpartition(".")[0]
-    inner = int_value(config, family.moe.inner_size)
-    routed = _ExpertReader(reader, family.moe, block, shape[0], shape[1], inner).read()
+    inner, is_plain = int_value(config, family.moe.inner_size), family.mlp == "plain"
+    latent = int_value(config, "moe_latent_size", shape[1])
+    expert_reader = _ExpertReader(reader, family.moe, block, shape[0], latent, inner)
+    routed = expert_reader.read_plain() if is_plain else expert_reader.read()
     if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
         routed.selection_bias = _selection_bias(reader, router, block, shape[0])
     if family.moe.has_norms:
         routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])
     experts = Experts(Linear(weight, bias), routed)
     size, hidden = shared_size(config, family.moe), shape[1]
+    if config.get("moe_latent_size") is not None:
+        name, has_bias = f"{block}.fc1_latent_proj", bool_value(config, "mlp_bias")
+        experts.latent_down = reader.linear(name, (latent, hidden), has_bias)
+        name = f"{block}.fc2_latent_proj"
+        experts.latent_up = reader.linear(name, (hidden, latent), has_bias)
     if size:
         name = f"{block}.{family.moe.shared_module}"
-        experts.shared = _read_shared(reader, layer, name, (size, hidden))
+        if is_plain:
+            experts.shared = _read_plain(reader, config, name, (size, hidden))
+        else:
+            experts.shared = _read_shared(reader, layer, name, (size, hidden))
         if family.moe.has_shared_gate:
             gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
             experts.shared_gate = gate
@@ -105,6 +116,16 @@ def _read_shared(reader: TensorReader, layer: str, name: str, shape: tuple[int, 
     )
 
 
+def _read_plain(
+    reader: TensorReader, config: Config, name: str, shape: tuple[int, int]
+) -> PlainMlp:
+    """The MLP `name` without a gate that every token runs through."""
+    size, hidden = shape
+    has_bias = bool_value(config, "mlp_bias")
+    up = reader.linear(f"{name}.up_proj", (size, hidden), has_bias)
+    return PlainMlp(up, reader.linear(f"{name}.down_proj", (hidden, size), has_bias))
+
+
 class _ExpertReader:
     """Reads the experts of one layer."""
 
@@ -136,6 +157,24 @@ class _ExpertReader:
         if self._moe.has_biases:
             weights.gate_bias, weights.up_bias, weights.down_bias = self._biases()
         return weights
+
+    def read_plain(self) -> ExpertWeights:
+        """Experts without gates, stored as two stacks or as one module per expert."""
+        kinds = ("up", "down")
+        if not self._reader.has(f"{self._name}.up_proj"):
+            up, down = map(self._modules, kinds)
+            return ExpertWeights([], up, down)
+        stacks = {
+            kind: self._reader.stacked(
+                f"{self._name}.{kind}_proj", (self._count, *self._shapes[kind])
+            )
+            for kind in kinds
+        }
+        up, down = (
+            [self._convert(plain_weight(part), kind, e) for e, part in enumerate(parts)]
+            for kind, parts in stacks.items()
+        )
+        return ExpertWeights([], up, down)
 
     def _modules(self, kind: str) -> list[Weight]:
         """The matrices of one kind, stored as one module per expert."""

@@ -22,10 +22,10 @@ from anydecode.models.families.values import (
 from anydecode.models.limits import number, refusal
 
 SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
-#: The type of layers that are an MLP only.
-MLP = "mlp"
+#: The types of layers that are an MLP, or experts, only.
+MLP, MOE = "mlp", "moe"
 #: The letters of Nemotron-H's patterns.
-_LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": "moe"}
+_LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": MOE}
 
 
 def all_full(config: Config) -> list[str]:
@@ -174,17 +174,19 @@ def falcon_h1_scales(config: Config) -> Scales:
 
 
 def nemotron_h_layers(config: Config) -> dict[str, Any]:
-    """Nemotron-H: its layers, from a list or a pattern, and the inner size of its recurrence."""
+    """Nemotron-H: its layers, from a list or a pattern, which of them have experts, and the inner
+    size of its recurrence."""
     types, pattern = list_value(config, "layer_types", str), config.get("hybrid_override_pattern")
     if types is None:
         if not isinstance(pattern, str) or not set(pattern) <= set(_LETTERS):
-            raise refusal("hybrid_override_pattern", pattern, "a text of the letters M, * and -")
+            raise refusal("hybrid_override_pattern", pattern, "a text of the letters M, E, * and -")
         types = [_LETTERS[letter] for letter in pattern]
     heads, size = int_value(config, "mamba_n_heads"), int_value(config, "mamba_d_head")
     return {
         "layer_types": types,
         "num_hidden_layers": len(types),
         "mamba_d_ssm": heads * size,
+        "mlp_only_layers": [layer for layer, kind in enumerate(types) if kind != MOE],
     }
 
 

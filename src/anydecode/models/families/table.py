@@ -583,6 +583,12 @@ FAMILIES |= {
         recurrent=MAMBA_2,
         rope_layers=no_rope,
         derived=nemotron_h_layers,
+        moe=MixtureOfExperts(
+            scoring="sigmoid",
+            has_selection_bias=True,
+            shared_module="shared_experts",
+            shared_size="moe_shared_expert_intermediate_size",
+        ),
         keys={
             "layers_block_type": ("layer_types",),
             "mamba_num_heads": ("mamba_n_heads",),

@@ -34,6 +34,7 @@ from anydecode.models.loading.gguf_names import (
     SCALES,
     STACKS,
     VECTORS,
+    WITHOUT_NEXTN,
     is_own_vector,
 )
 from anydecode.models.loading.gguf_shapes import Shape, check_shapes
@@ -106,6 +107,8 @@ def _convert(
         num_unused = config.get("num_nextn_predict_layers", 0)
         is_extra = layer.isdigit() and num_layers <= int(layer) < num_layers + num_unused
         count = config.get("num_local_experts") or config.get("num_experts") or 0
+        if is_extra and architecture in WITHOUT_NEXTN:
+            return []
         experts = _experts(file, info, architecture, part, prefix, count)
         if experts:
             return experts

@@ -101,6 +101,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "granitehybrid": granite_hybrid,
         "falcon-h1": falcon_h1,
         "nemotron_h": nemotron_h,
+        "nemotron_h_moe": nemotron_h,
         "qwen3next": gated_delta,
         "qwen35": gated_delta,
         "qwen35moe": gated_delta,

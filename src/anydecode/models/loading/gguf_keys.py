@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     "falcon-h1": ("falcon_h1", "FalconH1ForCausalLM"),
     "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
+    "nemotron_h_moe": ("nemotron_h", "NemotronHForCausalLM"),
     "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),

@@ -129,6 +129,12 @@ OVERRIDES = {
     "granitehybrid": {**_MAMBA_2, **_shared("shared_mlp")},
     "falcon-h1": _MAMBA_2,
     "nemotron_h": _MAMBA_2,
+    "nemotron_h_moe": {
+        **_MAMBA_2,
+        **_shared("shared_experts"),
+        "ffn_latent_down": "mlp.fc1_latent_proj",
+        "ffn_latent_up": "mlp.fc2_latent_proj",
+    },
     "mamba2": _MAMBA_2,
     "qwen3next": {**_GATED_DELTA, **_QWEN_EXPERTS},
     "qwen35": _GATED_DELTA,
@@ -165,6 +171,7 @@ _MLP_EXPERTS = {
     "ffn_down": "mlp.experts.{}.down_proj",
 }
 EXPERTS = {
+    "nemotron_h_moe": {part: _MLP_EXPERTS[part] for part in ("ffn_up", "ffn_down")},
     "llama": {
         "ffn_gate": "block_sparse_moe.experts.{}.w1",
         "ffn_up": "block_sparse_moe.experts.{}.w3",
@@ -203,7 +210,7 @@ OWN_VECTORS = {
         "layer_output_scale.weight": "layer_scalar",
     },
     "mamba": {"ssm_a": "mixer.A", "ssm_d": "mixer.D"},
-    **dict.fromkeys(("granitehybrid", "nemotron_h", "mamba2"), _MAMBA_2_VECTORS),
+    **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
 }
@@ -212,6 +219,8 @@ FLAT = (
     *("mamba.A", "mamba.D", "mamba.norm.weight"),
     "mlp.gate.e_score_correction_bias",  # of ERNIE
 )
+#: Architectures whose layers that predict further tokens are left out.
+WITHOUT_NEXTN = ("nemotron_h_moe",)
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 SCALES = ("scale", "input_scale")
 #: Rope factors, which are read into the config.

@@ -91,14 +91,37 @@ def falcon_h1(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def nemotron_h(keys: Keys, config: dict[str, Any]) -> None:
-    """Nemotron-H: layers are an MLP, attention, or with the sizes of neither, recurrent."""
+    """Nemotron-H: layers are an MLP or experts, attention, or with the sizes of neither,
+    recurrent."""
     mamba_2(keys, config)
     inner = keys.counts("feed_forward_length", low=0)
-    config["layer_types"] = [
-        "mlp" if size else "full_attention" if count else "linear_attention"
-        for size, count in zip(inner, _kv_heads(keys), strict=True)
-    ]
-    config["hidden_act"] = "relu2"
+    has_experts = keys.architecture == "nemotron_h_moe"
+    mlp = "moe" if has_experts else "mlp"
+    # The count of blocks includes one that predicts further tokens.
+    count = config["num_hidden_layers"]
+    num_unused = keys.count("nextn_predict_layers", 0, count - 1, low=0)
+    types = [
+        mlp if size else "full_attention" if heads else "linear_attention"
+        for size, heads in zip(inner, _kv_heads(keys), strict=True)
+    ][: count - num_unused]
+    config |= {
+        "hidden_act": "relu2",
+        "num_hidden_layers": count - num_unused,
+        "num_nextn_predict_layers": num_unused,
+        "layer_types": types,
+        "mlp_only_layers": [layer for layer, kind in enumerate(types) if kind != "moe"],
+    }
+    if not has_experts:
+        return
+    _experts(keys, config)
+    config["norm_topk_prob"] = _flag(keys, "expert_weights_norm")
+    config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
+    config["n_group"] = keys.count("expert_group_count", 1)
+    config["topk_group"] = keys.count("expert_group_used_count", 1)
+    shared = keys.count("expert_shared_feed_forward_length", 0, low=0)
+    config["moe_shared_expert_intermediate_size"] = shared
+    if keys.get("moe_latent_size", None) is not None:
+        config["moe_latent_size"] = keys.count("moe_latent_size")
 
 
 def gated_delta(keys: Keys, config: dict[str, Any]) -> None:

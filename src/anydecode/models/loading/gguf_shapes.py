@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.config import is_expert_layer, num_experts, shared_size
-from anydecode.models.families.patterns import MLP, cache_layers
+from anydecode.models.families.patterns import MLP, MOE, cache_layers
 from anydecode.models.families.recurrent import HYBRID
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, layer_config
@@ -79,10 +79,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         if has_recurrence(config, kind):
             for part, shape, required in recurrent_shapes(config):
                 yield start + part, shape, required
-        if kind == MLP or (has_recurrence(config, kind) and kind != HYBRID):
+        if kind in (MLP, MOE) or (has_recurrence(config, kind) and kind != HYBRID):
             matrices = {}
             vectors = {name: size for name, size in vectors.items() if "self_attn" not in name}
-        if family.has_single_sublayers and kind != MLP:
+        if family.has_single_sublayers and kind not in (MLP, MOE):
             mlp = {}
         for module, shape in {**matrices, **mlp}.items():
             name = f"{start}{family.names.get(module, module)}"
@@ -194,29 +194,34 @@ def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shap
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     if architecture in ("phi3", "glm4"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
-    if FAMILIES[config["model_type"]].mlp == "none":
+    family = FAMILIES[config["model_type"]]
+    if family.mlp == "none":
         return {}
-    if FAMILIES[config["model_type"]].mlp == "plain":
-        return {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    moe = FAMILIES[config["model_type"]].moe
-    dense = _gated_shapes("mlp", inner, hidden)
+    moe, is_plain = family.moe, family.mlp == "plain"
+    dense = _dense_shapes("mlp", inner, hidden, is_plain)
     if moe is None or not is_expert_layer(config, layer):
         return dense
     experts, inner = num_experts(config), config[moe.inner_size]
     shapes: dict[str, Shape] = dense if moe.has_norms else {}
     shapes |= {OVERRIDES[architecture]["ffn_gate_inp"]: (experts, hidden)}
+    latent = config.get("moe_latent_size")
+    if latent is not None:
+        shapes["mlp.fc1_latent_proj"] = (latent, hidden)
+        shapes["mlp.fc2_latent_proj"] = (hidden, latent)
+    size = latent or hidden
     for part, module in EXPERTS[architecture].items():
-        shape = (hidden, inner) if part == "ffn_down" else (inner, hidden)
+        shape = (size, inner) if part == "ffn_down" else (inner, size)
         shapes |= {module.format(index): shape for index in range(experts)}
-    size, name = shared_size(config, moe), f"mlp.{moe.shared_module}"
-    if size:
-        shapes |= _gated_shapes(name, size, hidden)
+    shared, name = shared_size(config, moe), f"mlp.{moe.shared_module}"
+    if shared:
+        shapes |= _dense_shapes(name, shared, hidden, is_plain)
         if moe.has_shared_gate:
             shapes[f"{name}_gate"] = (1, hidden)
     return shapes
 
 
-def _gated_shapes(name: str, inner: int, hidden: int) -> dict[str, Shape]:
-    """The shapes of the matrices of a gated MLP."""
+def _dense_shapes(name: str, inner: int, hidden: int, is_plain: bool) -> dict[str, Shape]:
+    """The shapes of the matrices of an MLP."""
     up = (inner, hidden)
-    return {f"{name}.gate_proj": up, f"{name}.up_proj": up, f"{name}.down_proj": (hidden, inner)}
+    gate = {} if is_plain else {f"{name}.gate_proj": up}
+    return {**gate, f"{name}.up_proj": up, f"{name}.down_proj": (hidden, inner)}
