@@ -256,6 +256,7 @@ class Network:
         seed: int,
         format: str = "F32",
         experts: bool = False,
+        expert_gates: bool = True,
         vocab: int = 50,
         sinks: bool = False,
         routing: Routing | None = None,
@@ -298,6 +299,8 @@ class Network:
         ]
         self.experts = ExpertWeights(*self.expert_weights)
         self.expert_activation: Any = ClampedSwiglu(1.5, 0.4) if biases else "silu"
+        if not expert_gates:
+            self.experts.gate, self.expert_activation = [], "relu2"
         if biases:
             self.experts.gate_bias, self.experts.up_bias, self.experts.down_bias = (
                 list(random.standard_normal((num_experts, sizes[n][0]), np.float32))
@@ -402,6 +405,8 @@ SHAPES: list[dict[str, Any]] = [
     {"routing": Routing(3, False, "sigmoid", scales_inputs=True), "chunk": 9},
     {"routing": Routing(3, True, "softmax", 2, 1), "biases": True},
     {"routing": Routing(3, False, "softmax", 4, 2, scores_per_group=1)},
+    {"experts": True, "expert_gates": False},
+    {"routing": Routing(3, True, "sigmoid", 2, 1), "expert_gates": False},
     {"slopes": (0.5, 0.25, 1.0, 0.0)},
     {"slopes": (2.0, 0.25, 0.5, 0.1), "head_dim": 20, "kv": 1, "sinks": True, "softcap": 2.0},
     {"latent_dim": 32, "head_dim": 40},
@@ -682,9 +687,10 @@ def expert_adapters() -> list[dict[str, LowRank]]:
     return [dict(first), dict([*second, delta("up.3", 96, 64, 120), delta("0.q", 64, 64, 130)])]
 
 
-def test_adapters_of_experts_match_the_reference(library: Library) -> None:
+@pytest.mark.parametrize("expert_gates", [True, False])
+def test_adapters_of_experts_match_the_reference(library: Library, expert_gates: bool) -> None:
     """Rows without an adapter do not change, and each row has the same bits alone."""
-    network, adapters = Network(4, experts=True), expert_adapters()
+    network, adapters = Network(4, experts=True, expert_gates=expert_gates), expert_adapters()
     rows = sequence_rows(np.arange(12), np.arange(12))
     executor = network.executor(adapters=adapters)
     plain = executor.run(rows, network.cache(12), all_logits(rows)).logits.copy()
