@@ -170,6 +170,9 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
         ("gpt2", {"activation_function": "relu"}, "activation 'relu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"n_embd": 96}, "c_attn.weight has shape"),
+        ("gptj", {"rotary_dim": 99}, "rotary_dim is 99; allowed is"),
+        ("gptj", {"rotary_dim": 1}, "rotary size"),
+        ("codegen", {"n_head": 6}, "num_attention_heads is 6; allowed is a multiple of 4"),
         ("falcon", {"alibi": True}, "alibi True is not supported"),
         ("bloom", {"n_head": 5}, "num_attention_heads is 5; allowed is"),
         (
@@ -198,7 +201,9 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
     family: str, change: dict[str, Any], message: str
 ) -> None:
     names = {"gpt2": "GPT2", "falcon": "Falcon", "bloom": "Bloom", "mpt": "Mpt"}
-    model = hf_model(names[family])
+    names |= {"gptj": "GPTJ", "codegen": "CodeGen"}
+    rotary = {"rotary_dim": 8} if family in ("gptj", "codegen") else {}
+    model = hf_model(names[family], **rotary)
     with pytest.raises(CheckpointError) as caught:
         built(checkpoint_of(model, **change))
     assert message in str(caught.value) and "\n" not in str(caught.value)

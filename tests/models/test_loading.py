@@ -95,9 +95,10 @@ def test_gguf_logits_equal_those_of_transformers(family: str, tmp_path: Path) ->
     assert not np.allclose(wrong, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["GPT2", "GPTNeoX", "Falcon", "Starcoder2"])
+@pytest.mark.parametrize("family", ["GPT2", "GPTNeoX", "GPTJ", "Falcon", "Starcoder2"])
 def test_other_layouts_are_opened_from_folders(family: str, tmp_path: Path) -> None:
-    model = hf_model(family, hidden_size=64)
+    rotary = {"rotary_dim": 8} if family == "GPTJ" else {}
+    model = hf_model(family, hidden_size=64, **rotary)
     model.save_pretrained(tmp_path)
     if family == "GPT2":  # the first checkpoints have no prefix, and a buffer per layer
         tensors = load_file(tmp_path / "model.safetensors")

@@ -527,6 +527,18 @@ FAMILIES |= {
         defaults={"attention_bias": True, "mlp_bias": True},
         **_GPT,
     ),
+    **{
+        model_type: Family(
+            (f"{name}ForCausalLM",),
+            all_full,
+            is_parallel=True,
+            has_partial_rotary=True,
+            interleaved_rope=True,
+            defaults={"mlp_bias": True},
+            **_GPT,
+        )
+        for model_type, name in (("gptj", "GPTJ"), ("codegen", "CodeGen"))
+    },
     "gpt_neox": Family(
         ("GPTNeoXForCausalLM",),
         all_full,

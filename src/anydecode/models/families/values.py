@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,3 +77,9 @@ def head_dim(config: Config) -> int:
     """Dimensions per head: `head_dim`, or else the hidden size divided by the number of heads."""
     heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
     return int_value(config, "head_dim", int_value(config, "hidden_size") // heads, high=MAX_COUNT)
+
+
+def rotary_share(size: int, head_dim: int) -> float:
+    """The share of a head that rotates, of which `head_dim` times, rounded down, is `size`."""
+    share = size / head_dim
+    return share if int(head_dim * share) == size else math.nextafter(share, 1.0)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families.values import rotary_share
 from anydecode.models.loading.gguf_keys import Keys
 
 
@@ -50,7 +51,7 @@ def rope_factors(keys: Keys, name: str) -> list[float] | None:
 def partial_rotary(keys: Keys, config: dict[str, Any]) -> None:
     """The share of a head that has a rotary position embedding."""
     rotary = keys.count("rope.dimension_count", config["head_dim"])
-    config["partial_rotary_factor"] = rotary / config["head_dim"]
+    config["partial_rotary_factor"] = rotary_share(rotary, config["head_dim"])
 
 
 def longrope(keys: Keys, config: dict[str, Any]) -> None:

@@ -1,18 +1,23 @@
-"""Converts the layouts of GPT-2, GPT-NeoX, Falcon, BLOOM and MPT to the usual one: module names,
-separate queries, keys and values, and matrices of shape [out, in]."""
+"""Converts the layouts of GPT-2, GPT-J, CodeGen, GPT-NeoX, Falcon, BLOOM and MPT to the usual one:
+module names, separate queries, keys and values, and matrices of shape [out, in]."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.models.families.values import bool_value, mapping_value, value_or
+from anydecode.models.families.values import (
+    bool_value,
+    mapping_value,
+    rotary_share,
+    value_or,
+)
 from anydecode.models.limits import MAX_COUNT, integer, number, refusal
 from anydecode.models.loading.lazy import Reader
 
@@ -29,7 +34,7 @@ class _Layout:
         blocks: The name of the list of layers.
         outer: The modules outside the layers, and their usual names.
         inner: The modules of a layer, and their usual names; several where one is read twice.
-        qkv: The fused queries, keys and values of a layer.
+        qkv: The fused queries, keys and values of a layer; empty if they are separate.
         rows: Returns the rows of queries, keys and values in the fused matrix.
         is_transposed: Whether the matrices of layers are stored as [in, out].
     """
@@ -74,6 +79,15 @@ def _by_group(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return rows[:, :group].ravel(), rows[:, group].ravel(), rows[:, group + 1].ravel()
 
 
+def _by_part(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """CodeGen: in each of four parts, the queries, values and keys of a quarter of the heads."""
+    heads, _, size = _heads(config)
+    if heads % 4:
+        raise refusal("num_attention_heads", heads, "a multiple of 4 in a codegen config")
+    rows = np.arange(3 * heads * size).reshape(4, 3, -1)
+    return rows[:, 0].ravel(), rows[:, 2].ravel(), rows[:, 1].ravel()
+
+
 _GPT2 = _Layout(
     keys={
         "n_embd": "hidden_size",
@@ -104,6 +118,23 @@ _GPT2 = _Layout(
     rows=_in_sequence,
     is_transposed=True,
 )
+_GPT_J = replace(
+    _GPT2,
+    defaults={"hidden_act": "gelu_new", "rotary_dim": 64},
+    fixed={},
+    prefixes=("transformer.",),
+    outer={"wte": "embed_tokens", "ln_f": "norm"},
+    inner={
+        "ln_1": ("input_layernorm", "post_attention_layernorm"),
+        **{f"attn.{part}_proj": (f"self_attn.{part}_proj",) for part in "qkv"},
+        "attn.out_proj": ("self_attn.o_proj",),
+        "mlp.fc_in": ("mlp.up_proj",),
+        "mlp.fc_out": ("mlp.down_proj",),
+    },
+    qkv="",
+    is_transposed=False,
+)
+_CODEGEN = replace(_GPT_J, qkv="attn.qkv_proj", rows=_by_part)
 _GPT_NEOX = _Layout(
     keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     defaults={"hidden_act": "gelu", "attention_bias": True},
@@ -211,6 +242,8 @@ _MPT = _Layout(
 )
 _LAYOUTS = {
     "gpt2": _GPT2,
+    "gptj": _GPT_J,
+    "codegen": _CODEGEN,
     "gpt_neox": _GPT_NEOX,
     "falcon": _FALCON,
     "bloom": _BLOOM,
@@ -252,6 +285,10 @@ def to_hf_layout(
         inner |= _complete_falcon(usual)
     if config["model_type"] == "mpt":
         _complete_mpt(usual)
+    if config["model_type"] in ("gptj", "codegen"):
+        size = _heads(usual)[2]
+        rotary = integer("rotary_dim", usual["rotary_dim"], 1, size)
+        usual["partial_rotary_factor"] = rotary_share(rotary, size)
     own = [key for key, other in layout.keys.items() if other == "intermediate_size"]
     if own and config.get(own[0]) is None:
         usual["intermediate_size"] = 4 * integer("hidden_size", usual.get("hidden_size"))
