@@ -183,6 +183,7 @@ def test_pre_tokenizer_splits() -> None:
     assert words("llama-bpe", "x 123456!") == ["x", " ", "123", "456", "!"]
     assert words("qwen2", "x 123") == ["x", " ", "1", "2", "3"]
     assert words("default", "a, b") == ["a", ",", " b"]
+    assert words("falcon-h1", "x 1234") == words("pixtral", "x 1234") == ["x", " ", "123", "4"]
     assert words("glm4", "x 1234") == ["x", " ", "123", "4"]
     assert words("exaone4", "I'll 1234") == ["I", "'ll", " 1234"]
     assert words("qwen2", "x;\ny") == ["x", ";\n", "y"]
@@ -229,7 +230,23 @@ KIMI_K2 = "|".join(
 )
 
 
-@pytest.mark.parametrize(("pre", "pattern"), [("gpt-4o", O200K), ("kimi-k2", KIMI_K2)])
+#: The pattern of Qwen3.5's own tokenizer.
+QWEN_35 = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pattern"), [("gpt-4o", O200K), ("kimi-k2", KIMI_K2), ("qwen35", QWEN_35)]
+)
 def test_pre_tokenizers_split_like_the_published_pattern(pre: str, pattern: str) -> None:
     """A thousand strings of letters, marks, digits, quotes and spaces of several scripts."""
     regex = pytest.importorskip("regex")

@@ -23,6 +23,11 @@ _CL100K = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CL100K_SINGLE_DIGITS = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+#: Marks are part of words.
+_QWEN_35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -60,6 +65,8 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
 
+#: The names of Llama 3's pre-tokenizer.
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 #: Name of the pre-tokenizer -> regular expressions, each applied to the result of the one before.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
@@ -72,18 +79,15 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "llama-bpe",
-            "llama3",
-            "llama-v3",
+            *_LLAMA_3,
             "dbrx",
             "smaug-bpe",
             "chatglm-bpe",
             "glm4",
-            "falcon3",
-            "lfm2",
         ),
         (_CL100K,),
     ),
+    "qwen35": (_QWEN_35,),
     **dict.fromkeys(
         ("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_CL100K_SINGLE_DIGITS,)
     ),
@@ -98,11 +102,11 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
 }
 #: Pre-tokenizers with which a word that is itself a token skips the merges.
-_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken")
+_IGNORE_MERGES = (*_LLAMA_3, "tekken")
 #: Pre-tokenizers whose tokenizer normalizes text to NFC first.
-_NFC = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
 #: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
-_BOS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "tekken")
+_BOS_FIRST = (*_LLAMA_3, "tekken")
 
 #: Maximum length of a token: every split of a token in two is looked up.
 MAX_TOKEN_CHARACTERS = 1 << 12
