@@ -202,7 +202,7 @@ CASES = {
         "GraniteMoeHybrid",
         "granitehybrid",
         {**GRANITE_4, "position_embedding_type": "rope"},
-        {**GRANITE_4_METADATA, "rope.scaling.finetuned": True},
+        {**GRANITE_4_METADATA, "rope.scaling.finetuned": None},  # the default is true
     ),
     "granite moe": Case(
         "GraniteMoe",
@@ -623,9 +623,9 @@ def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> 
     ("name", "change"),
     [
         ("granite hybrid", {"attention.scale": 0.2}),
-        ("granite hybrid", {"rope.scaling.finetuned": True}),
+        ("granite hybrid", {"rope.scaling.finetuned": None}),
         ("granite hybrid experts", {"expert_used_count": 1}),
-        ("granite hybrid rope", {"rope.scaling.finetuned": None}),
+        ("granite hybrid rope", {"rope.scaling.finetuned": False}),
         ("granite moe", {"residual_scale": None}),
         ("granite moe", {"expert_used_count": 3}),
         ("nemotron h", {"attention.layer_norm_rms_epsilon": 0.1}),

@@ -65,7 +65,7 @@ def granite_hybrid(keys: Keys, config: dict[str, Any]) -> None:
     granite_moe(keys, config)
     mamba_2(keys, config)
     config["layer_types"] = ["full_attention" if count else "mamba" for count in _kv_heads(keys)]
-    has_rope = _flag(keys, "rope.scaling.finetuned")
+    has_rope = _flag(keys, "rope.scaling.finetuned", True)
     config["position_embedding_type"] = "rope" if has_rope else "nope"
     if has_rope and keys.count("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise CheckpointError(f"{keys.file.path}: heads that rotate in part are not supported")
@@ -186,8 +186,8 @@ def _heads(keys: Keys) -> int:
     return heads
 
 
-def _flag(keys: Keys, key: str) -> bool:
-    value = keys.get(key, False)
+def _flag(keys: Keys, key: str, default: bool = False) -> bool:
+    value = keys.get(key, default)
     if not isinstance(value, bool):
         raise refusal(keys.name(key), value, "true or false")
     return value
