@@ -16,6 +16,7 @@ from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp, load_mtp
 from gguf_models import finish, start_writer
+from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 TOKENS = [5, 17, 99, 3, 128, 64, 64, 11, 42, 7, 7, 90]
@@ -180,6 +181,14 @@ def test_logits_match_transformers(architecture: str, tmp_path: Path) -> None:
     path = write(tmp_path, architecture, model)
     found = logits(built(load_checkpoint(path)), chain(TOKENS))
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+def test_ernie_equals_llama_cpp(tmp_path: Path) -> None:
+    family, settings, _ = FAMILIES["ernie4_5-moe"]
+    path = write(tmp_path, "ernie4_5-moe", hf_model(family, **settings))
+    expected = llama_cpp_logits(path, TOKENS)
+    found = logits(built(load_checkpoint(path)), chain(TOKENS))
+    assert np.abs(found - expected).max() < 1e-4
 
 
 def test_a_layer_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ same models in `transformers`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from anydecode.models.mtp import has_mtp, load_mtp
 from anydecode.models.opening import choose_executor
 from anydecode.quantization.gguf import quantize_file
 from gguf_models import finish, interleave, writer_with
+from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 TOKENS = [(7 * i + 3) % 131 for i in range(24)]
@@ -467,6 +468,19 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf"))
     found = logits(built(checkpoint), chain(TOKENS))
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mamba2 odd"])
+def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    """It requires a bias of the convolution of Mamba-2."""
+    case = CASES[name]
+    if case.family.startswith("Qwen"):
+        # Where it divides keys and queries by their norms, it has the eps of the model's norms.
+        case = replace(case, settings={**case.settings, "rms_norm_eps": 1e-6})
+    path = converted(original(case), case, tmp_path / "tiny.gguf")
+    expected = llama_cpp_logits(path, TOKENS)
+    found = logits(built(load_checkpoint(path)), chain(TOKENS))
+    assert np.abs(found - expected).max() < (5e-4 if case.family.startswith("Qwen") else 1e-4)
 
 
 @pytest.mark.parametrize(
