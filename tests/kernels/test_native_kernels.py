@@ -405,6 +405,8 @@ SHAPES: list[dict[str, Any]] = [
     {"routing": Routing(3, False, "sigmoid", scales_inputs=True), "chunk": 9},
     {"routing": Routing(3, True, "softmax", 2, 1), "biases": True},
     {"routing": Routing(3, False, "softmax", 4, 2, scores_per_group=1)},
+    {"routing": Routing(2, False, "sparsemixer", jitter=0.3)},
+    {"routing": Routing(3, False, "sparsemixer", jitter=0.0)},
     {"experts": True, "expert_gates": False},
     {"routing": Routing(3, True, "sigmoid", 2, 1), "expert_gates": False},
     {"slopes": (0.5, 0.25, 1.0, 0.0)},

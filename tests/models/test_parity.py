@@ -438,6 +438,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "phimoe": ("Phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.2}),
+    "phimoe longrope": (
+        "Phimoe",
+        {
+            "num_local_experts": 5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "original_max_position_embeddings": 256,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                **LONG,
+            },
+        },
+    ),
     "ernie 4.5 moe": ("Ernie4_5_Moe", ERNIE_MOE),
     "ernie 4.5 moe odd": (
         "Ernie4_5_Moe",
@@ -934,7 +952,7 @@ def test_ministral3_inside_a_multimodal_model() -> None:
     [
         *("Mixtral", "Qwen3Moe", "Phi3", "GptOss", "Glm4Moe", "Qwen2Moe", "Olmoe"),
         *("GraniteMoeHybrid", "GraniteMoe", "GraniteMoeShared", "Lfm2Moe", "Ernie4_5_Moe"),
-        *("DeepseekV2", "DeepseekV3", "NemotronH"),
+        *("Phimoe", "DeepseekV2", "DeepseekV3", "NemotronH"),
     ],
 )
 def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
@@ -1094,6 +1112,20 @@ def test_nemotron_h_as_it_is_saved(tmp_path: Any) -> None:
     stored.config["hybrid_override_pattern"] = "ME*-"
     with pytest.raises(CheckpointError, match="layers.1.mlp.gate.weight is missing"):
         built(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 3}, "num_experts_per_tok is 3; allowed is 2"),
+        ({"router_jitter_noise": -0.1}, "router_jitter_noise is -0.1; allowed is"),
+        ({"router_jitter_noise": "x"}, "router_jitter_noise is 'x'; allowed is"),
+    ],
+)
+def test_invalid_routing_of_phimoe_is_refused(change: dict[str, Any], message: str) -> None:
+    model = hf_model("Phimoe", **CASES["phimoe"][1])
+    with pytest.raises(CheckpointError, match=message):
+        built(checkpoint_of(model, **change))
 
 
 def test_layers_that_predict_further_tokens_are_left_out() -> None:
@@ -1270,6 +1302,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
+    "jitter": ("phimoe", {"router_jitter_noise": 0.0}),
     "step limit": ("mamba2", {"time_step_limit": [0.0, 0.5]}),
     "norms of gates": (
         "falcon mamba",

@@ -217,7 +217,10 @@ class Routing:
     Attributes:
         experts_per_token: The number of experts that are chosen.
         normalise: Whether the weights are divided by their sum.
-        scoring: "softmax" over all experts, or "sigmoid".
+        scoring: "softmax" over all experts, "sigmoid", or "sparsemixer" (Phi-3.5-MoE; Liu et al.,
+            arXiv:2409.12136): experts are chosen by their logits, one after the other, and the
+            weight of each is its softmax among those not yet chosen whose logits are at most
+            2 * `jitter` below, as a share of the larger magnitude.
         num_groups: The number of equal groups of consecutive experts.
         groups_per_token: The number of groups that experts are chosen from: those with the largest
             sums of their `scores_per_group` largest scores (DeepSeek-V3, arXiv:2412.19437).
@@ -236,6 +239,7 @@ class Routing:
     scale: float = 1.0
     scores_per_group: int = 2
     scales_inputs: bool = False
+    jitter: float = 0.0
 
 
 @dataclass(eq=False)

@@ -52,7 +52,7 @@ class Routing(ctypes.Structure):
         ("scale", c_float),
         ("scores_per_group", c_int32),
         ("scales_inputs", c_int32),
-        ("reserved", c_int32),
+        ("jitter", c_float),
     ]
 
 

@@ -310,6 +310,7 @@ class NativeBackend(Backend):
             scale=routing.scale,
             scores_per_group=routing.scores_per_group,
             scales_inputs=int(routing.scales_inputs),
+            jitter=routing.jitter if routing.scoring == "sparsemixer" else -1.0,
         )
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases = getattr(weights, name)

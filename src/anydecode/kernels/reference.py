@@ -396,6 +396,8 @@ def expert_shares(
     router: torch.Tensor, routing: Routing, selection_bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen."""
+    if routing.scoring == "sparsemixer":
+        return _sparse_shares(router, routing)
     is_sigmoid = routing.scoring == "sigmoid"
     shares = elementary.sigmoid(router) if is_sigmoid else elementary.softmax(router)
     choice = shares if selection_bias is None else shares + selection_bias
@@ -416,6 +418,22 @@ def expert_shares(
     if routing.normalise:
         chosen = chosen / (elementary.tree_sum(chosen).unsqueeze(-1) + _MIN_SHARE)
     return chosen if routing.scale == 1.0 else chosen * routing.scale
+
+
+def _sparse_shares(router: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The weights of the scoring "sparsemixer"."""
+    shares, left = torch.zeros_like(router), router
+    for _ in range(routing.experts_per_token):
+        best = _first(left, 1)
+        largest = left.gather(1, best)
+        factor = torch.maximum(router.abs(), largest)
+        is_far = (largest - router) / factor > 2 * routing.jitter
+        is_out = is_far | (left == float("-inf"))
+        scores = elementary.exp(router - largest).masked_fill(is_out, 0.0)
+        share = scores.gather(1, best) / elementary.tree_sum(scores).unsqueeze(-1)
+        shares = shares.scatter(1, best, share)
+        left = left.scatter(1, best, float("-inf"))
+    return shares
 
 
 def _first(scores: torch.Tensor, count: int) -> torch.Tensor:

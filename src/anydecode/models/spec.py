@@ -458,8 +458,10 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     if routing is None:
         return
     used = integer(f"{prefix}experts_per_token", routing.experts_per_token, 1, count)
-    if routing.scoring not in ("softmax", "sigmoid"):
-        raise refusal(f"{prefix}scoring", routing.scoring, "softmax or sigmoid")
+    if routing.scoring not in ("softmax", "sigmoid", "sparsemixer"):
+        allowed = "softmax, sigmoid or sparsemixer"
+        raise refusal(f"{prefix}scoring", routing.scoring, allowed)
+    number(f"{prefix}jitter", routing.jitter, 0.0)
     number(f"{prefix}scale", routing.scale)
     groups = integer(f"{prefix}num_groups", routing.num_groups, 1, count)
     integer(f"{prefix}scores_per_group", routing.scores_per_group, 1, 2)

@@ -86,10 +86,52 @@ static float expert_scores(const float *router, int count, int is_sigmoid, float
   return is_sigmoid ? 1.0f : sum;
 }
 
+/* Choose an expert by its logit, and return its softmax among those that are close to it. */
+static float next_share(const float *router, int count, float jitter, float *score, float *choice,
+                        int32_t *expert) {
+  int best = 0;
+  for (int e = 1; e < count; e++)
+    if (choice[e] > choice[best]) best = e;
+  float max = choice[best], sum = 0.0f;
+  for (int e = 0; e < count; e += 8)
+    f8_store_part(score + e, f8_exp(f8_sub(f8_load_part(router + e, count - e), f8_set(max))),
+                  count - e);
+  for (int e = 0; e < count; e++) {
+    float magnitude = fabsf(router[e]), factor = magnitude > max ? magnitude : max;
+    int is_far = (max - router[e]) / factor > 2.0f * jitter;
+    if (choice[e] != -INFINITY && !is_far) sum += score[e];
+  }
+  choice[best] = -INFINITY;
+  *expert = best;
+  return score[best] / sum;
+}
+
+/* Choose the experts of one row as the scoring "sparsemixer" does, in order of id. */
+static void mix_sparsely(const Op *op, const float *router, const ExpertScratch *scratch,
+                         int32_t *expert, float *weight) {
+  memcpy(scratch->choice, router, (size_t)op->count * 4);
+  for (int i = 0; i < op->groups; i++) {
+    int32_t best;
+    float share = next_share(router, op->count, op->routing->jitter, scratch->score,
+                             scratch->choice, &best);
+    int at = i;
+    for (; at > 0 && expert[at - 1] > best; at--) {
+      expert[at] = expert[at - 1];
+      weight[at] = weight[at - 1];
+    }
+    expert[at] = best;
+    weight[at] = share;
+  }
+}
+
 /* Choose the experts of one row, in order of id, and compute their weights. */
 static void route(const Op *op, const float *router, const ExpertScratch *scratch, int32_t *expert,
                   float *weight) {
   const Routing *routing = op->routing;
+  if (routing->jitter >= 0.0f) {
+    mix_sparsely(op, router, scratch, expert, weight);
+    return;
+  }
   int count = op->count, top = op->groups, chosen = 0;
   float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
   float sum = expert_scores(router, count, routing->is_sigmoid, score);

@@ -62,7 +62,7 @@ typedef struct {
   float scale;
   int32_t scores_per_group; /* whose sum is a group's score: 1 or 2 */
   int32_t scales_inputs;    /* whether weights multiply the experts' inputs, not their outputs */
-  int32_t reserved;
+  float jitter;             /* of the scoring "sparsemixer"; negative with another */
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */

@@ -263,7 +263,16 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         scale=number("routed_scaling_factor", value_or(config, "routed_scaling_factor", 1.0)),
         scores_per_group=1 if method == "group_limited_greedy" else 2,
         scales_inputs=moe.scales_inputs,
+        jitter=_jitter(config) if moe.scoring == "sparsemixer" else 0.0,
     )
+
+
+def _jitter(config: Config) -> float:
+    """PhiMoE, whose rule is one for two experts."""
+    if int_value(config, "num_experts_per_tok") != 2:
+        raise refusal("num_experts_per_tok", config["num_experts_per_tok"], "2")
+    key = "router_jitter_noise"
+    return number(key, value_or(config, key, 0.01), 0.0, 1.0)
 
 
 def _latent(config: Config) -> LatentSpec:

@@ -72,7 +72,7 @@ _BOUNDS = {
     "rope_theta": (1.001, 1e18),
     "factor": (1e-6, 1e6),
     "partial_rotary_factor": (0.0, 1.0),
-    "attention_factor": (1e-6, 1e6),
+    **dict.fromkeys(("attention_factor", "short_mscale", "long_mscale"), (1e-6, 1e6)),
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
     "alpha": (1e-6, 1e6),
@@ -185,12 +185,15 @@ def _longrope(p: Mapping[str, Any], dim: int, trained_positions: int, max_positi
     name = "original_max_position_embeddings"
     original = integer(name, p[name], 2)  # its logarithm divides
     factor = p["factor"] if p.get("factor") is not None else trained_positions / original
+    length = "long" if max_positions > original else "short"
     attention_factor = p.get("attention_factor")
+    if p.get(f"{length}_mscale") is not None:  # PhiMoE
+        attention_factor = p[f"{length}_mscale"]
     if attention_factor is None:
         attention_factor = 1.0
         if factor > 1.0:
             attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
-    factors = np.array(p["long_factor" if max_positions > original else "short_factor"], np.float32)
+    factors = np.array(p[f"{length}_factor"], np.float32)
     powers = _powers(p["rope_theta"], dim)
     if factors.shape != powers.shape:
         raise CheckpointError(

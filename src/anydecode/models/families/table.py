@@ -250,6 +250,15 @@ FAMILIES: dict[str, Family] = {
         **_DEEPSEEK,
     ),
     "phi3": Family(("Phi3ForCausalLM",), all_sliding, has_partial_rotary=True),
+    "phimoe": Family(
+        ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+        all_sliding,
+        norm="layer",
+        has_norm_bias=True,
+        keys={"rms_norm_eps": ("layer_norm_eps",)},
+        defaults={"rope_theta": 1e6},
+        moe=MixtureOfExperts("intermediate_size", scoring="sparsemixer"),
+    ),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),
         all_full,
