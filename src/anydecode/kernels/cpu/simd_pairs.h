@@ -1,11 +1,12 @@
-/* Pairs of the vectors of simd.h, for two groups of columns: one vector of 512 bits each where the
- * processor multiplies such ones. Every lane is computed as in single vectors. */
+/* Pairs of the vectors of simd.h: one vector of 512 bits each where the processor multiplies such
+ * ones. Every lane is computed as in single vectors. */
 #ifndef ANYDECODE_SIMD_PAIRS_H
 #define ANYDECODE_SIMD_PAIRS_H
 
 #include "simd.h"
 
 #ifdef __AVX512VNNI__
+#define HAS_WIDE_PAIRS
 typedef __m512 f8x2;
 typedef __m512i i8x2;
 typedef __m512i b32x2;
@@ -17,6 +18,30 @@ INLINE f8 f8x2_part(f8x2 x, int i) {
   __m512d bits = _mm512_castps_pd(x);
   return _mm256_castpd_ps(i ? _mm512_extractf64x4_pd(bits, 1) : _mm512_castpd512_pd256(bits));
 }
+INLINE f8x2 f8x2_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE f8x2 f8x2_load_f16(const uint16_t *p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE f8x2 f8x2_from_bf16(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+INLINE f8x2 f8x2_load_bf16(const uint16_t *p) {
+  return f8x2_from_bf16(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE __m256i load_two_halves(const uint16_t *p, const uint16_t *q) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p)),
+                                 _mm_loadu_si128((const __m128i *)q), 1);
+}
+INLINE f8x2 f8x2_load_two_f16(const uint16_t *p, const uint16_t *q) {
+  return _mm512_cvtph_ps(load_two_halves(p, q));
+}
+INLINE f8x2 f8x2_load_two_bf16(const uint16_t *p, const uint16_t *q) {
+  return f8x2_from_bf16(load_two_halves(p, q));
+}
+INLINE f8x2 f8x2_load_twice(const float *p) {
+  return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
+}
+INLINE void f8x2_store(float *p, f8x2 x) { _mm512_storeu_ps(p, x); }
 INLINE f8x2 f8x2_set(float x) { return _mm512_set1_ps(x); }
 INLINE f8x2 f8x2_mul(f8x2 x, f8x2 y) { return _mm512_mul_ps(x, y); }
 INLINE f8x2 f8x2_fma(f8x2 x, f8x2 y, f8x2 z) { return _mm512_fmadd_ps(x, y, z); }
@@ -68,6 +93,24 @@ typedef struct { i8 v[2]; } i8x2;
 typedef struct { b32 v[2]; } b32x2;
 INLINE f8x2 f8x2_join(f8 x, f8 y) { return (f8x2){{x, y}}; }
 INLINE f8 f8x2_part(f8x2 x, int i) { return x.v[i]; }
+INLINE f8x2 f8x2_load(const float *p) { return f8x2_join(f8_load(p), f8_load(p + 8)); }
+INLINE f8x2 f8x2_load_f16(const uint16_t *p) {
+  return f8x2_join(f8_load_f16(p), f8_load_f16(p + 8));
+}
+INLINE f8x2 f8x2_load_bf16(const uint16_t *p) {
+  return f8x2_join(f8_load_bf16(p), f8_load_bf16(p + 8));
+}
+INLINE f8x2 f8x2_load_two_f16(const uint16_t *p, const uint16_t *q) {
+  return f8x2_join(f8_load_f16(p), f8_load_f16(q));
+}
+INLINE f8x2 f8x2_load_two_bf16(const uint16_t *p, const uint16_t *q) {
+  return f8x2_join(f8_load_bf16(p), f8_load_bf16(q));
+}
+INLINE f8x2 f8x2_load_twice(const float *p) { return f8x2_join(f8_load(p), f8_load(p)); }
+INLINE void f8x2_store(float *p, f8x2 x) {
+  f8_store(p, x.v[0]);
+  f8_store(p + 8, x.v[1]);
+}
 INLINE f8x2 f8x2_set(float x) { return (f8x2){{f8_set(x), f8_set(x)}}; }
 INLINE f8x2 f8x2_mul(f8x2 x, f8x2 y) {
   return (f8x2){{f8_mul(x.v[0], y.v[0]), f8_mul(x.v[1], y.v[1])}};
@@ -126,6 +169,9 @@ INLINE i8x2 add_byte_pair_dot(i8x2 sum, byte_pair w, quad_pair a) {
 }
 #endif
 
+INLINE f8x2 f8x2_load_two(const float *p, const float *q) {
+  return f8x2_join(f8_load(p), f8_load(q));
+}
 INLINE b32x2 b32x2_load(const uint8_t *p, const uint8_t *q) {
   return b32x2_join(b32_load(p), b32_load(q));
 }
