@@ -127,6 +127,7 @@ class StatePool:
         num_bytes = sum(4 * int(np.prod(size)) for size in sizes.values())
         self.max_states = max_states or max(4, STATE_BYTES // max(1, num_bytes))
         self.interval = interval
+        self.num_layers = 1 + max(shapes)  # up to the last one with a recurrence
         self.arrays = {
             layer: mapped_zeros((self.max_states, *size), np.dtype(np.float32))
             for layer, size in sizes.items()
@@ -193,6 +194,8 @@ class PassStates:
 
     def __init__(self, pool: StatePool, rows: Rows) -> None:
         self._pool, self._rows = pool, rows
+        # Layers without a recurrence after the last one with it do not matter for states.
+        self._stop = np.minimum(rows.stop, pool.num_layers)
         self._paths = [path_slots(rows, row) for row in range(len(rows))]
         self._saves: dict[int, int] = {}  # row -> state
         for slot in rows.slots[rows.start == 0].tolist():
@@ -275,7 +278,7 @@ class PassStates:
         steps: list[_Step] = []
         by_slot: dict[int, _Step] = {}
         for member, row in enumerate(active):
-            path, stop = self._paths[row], self._rows.stop[row]
+            path, stop = self._paths[row], self._stop[row]
             last = by_slot.get(int(path[-1]))
             if last is None or last.row >= 0:  # else a step towards an earlier row
                 begin, parent, state = len(path) - 1, None, -1
@@ -325,14 +328,14 @@ class PassStates:
                 state = pool._allocate(slot, pinned) if state < 0 else state
                 if state >= 0:
                     self._saves[row] = state
-                    pool._depth_of[slot] = int(self._rows.stop[row])
+                    pool._depth_of[slot] = int(self._stop[row])
                     if is_shared:
                         pool._shared.add(slot)
 
     def _supersede(self, run: _Run) -> None:
         """Mark the states before a run that only a rejected draft or a fork would use again, and
         the one that it starts from as used."""
-        pool, path, depth = self._pool, self._paths[run.rows[0]], self._rows.stop[run.rows[0]]
+        pool, path, depth = self._pool, self._paths[run.rows[0]], self._stop[run.rows[0]]
         for slot in path[max(0, run.begin - _MAX_DRAFT) : run.begin].tolist():
             if pool._depth_of.get(slot, depth + 1) <= depth and slot not in pool._shared:
                 pool._superseded[slot] = None

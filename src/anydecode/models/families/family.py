@@ -116,6 +116,7 @@ class Family:
             `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
+        is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.
     """
 
     architectures: tuple[str, ...]
@@ -163,3 +164,4 @@ class Family:
     has_alibi: bool = False
     has_streams: bool = False
     has_qkv_limit: bool = False
+    is_differential: bool = False

@@ -47,6 +47,7 @@ from anydecode.models.families.recurrent import (
     MAMBA_2,
     SHORT_CONV,
 )
+from anydecode.models.families.sambay import PHI4FLASH
 
 _GEMMA = {
     "tie_word_embeddings": True,
@@ -603,6 +604,7 @@ FAMILIES |= {
         moe=_QWEN_EXPERTS,
         **_GATED_DELTA,
     ),
+    "phi4flash": PHI4FLASH,
     "mamba": Family(("MambaForCausalLM",), all_recurrent, recurrent=MAMBA, **_MAMBA),
     "falcon_mamba": Family(
         ("FalconMambaForCausalLM",), all_recurrent, recurrent=FALCON_MAMBA, **_MAMBA
