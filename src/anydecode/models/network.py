@@ -64,13 +64,21 @@ class ExpertNorms:
     shared: np.ndarray
 
 
+class RouterNorm(NamedTuple):
+    """The RMS norm of a router's numbers, float32 `[experts]` (BlockFFN)."""
+
+    weight: np.ndarray
+    eps: float
+
+
 @dataclass(eq=False)
 class Experts:
     """A router `[experts, hidden_size]` and its experts.
 
     `shared` is an MLP that every token runs through. Its output is added, multiplied by the sigmoid
     of the product with `shared_gate` `[1, hidden_size]` if there is one. With `norms`, router and
-    experts read the hidden states without the norm of the layer's MLP, which `shared` is.
+    experts read the hidden states without the norm of the layer's MLP, which `shared` is. Where
+    the router gives the weights ("given"), these are relu(router(x)), normed by `router_norm`.
     """
 
     router: Linear
@@ -78,6 +86,7 @@ class Experts:
     shared: GatedMlp | None = None
     shared_gate: Weight | None = None
     norms: ExpertNorms | None = None
+    router_norm: RouterNorm | None = None
 
 
 @dataclass(eq=False)
@@ -743,6 +752,10 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
         router = mlp.router.apply(backend, x)
+        if spec.routing.scoring == "given":
+            router = backend.activate(router, "relu")
+        if mlp.router_norm is not None:
+            router = backend.rms_norm(router, mlp.router_norm.weight, mlp.router_norm.eps)
         y = backend.experts(x, router, mlp.routed, spec.routing, spec.activation)
         if mlp.shared is None:
             return y
@@ -1043,12 +1056,16 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         return
     count, routed = spec.num_experts, mlp.routed
     _check_linear(f"{prefix}router", mlp.router, (count, hidden))
-    if {len(routed.gate), len(routed.up), len(routed.down)} != {count}:
+    kinds = ("up", "down") if spec.mlp == "plain" else ("gate", "up", "down")
+    counts = {len(getattr(routed, kind)) for kind in kinds}
+    if counts != {count} or (spec.mlp == "plain" and routed.gate):
         raise CheckpointError(
-            f"{prefix}experts: the weights have {len(routed.gate)}, the spec has {count}"
+            f"{prefix}experts: the weights have {len(routed.up)}, the spec has {count}"
         )
-    inner = routed.gate[0].out_features
-    for kind in ("gate", "up", "down"):
+    if mlp.router_norm is not None:
+        _check_vector(f"{prefix}the router's norm", mlp.router_norm.weight, count)
+    inner = routed.up[0].out_features
+    for kind in kinds:
         shape = _shape(kind, inner, hidden)
         biases = getattr(routed, f"{kind}_bias") or [None] * count
         for weight, bias in zip(getattr(routed, kind), biases, strict=True):

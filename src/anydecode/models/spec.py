@@ -514,8 +514,12 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     if routing is None:
         return
     used = integer(f"{prefix}experts_per_token", routing.experts_per_token, 1, count)
-    if routing.scoring not in ("softmax", "sigmoid"):
-        raise refusal(f"{prefix}scoring", routing.scoring, "softmax or sigmoid")
+    if routing.scoring not in ("softmax", "sigmoid", "given"):
+        raise refusal(f"{prefix}scoring", routing.scoring, "softmax, sigmoid or given")
+    if routing.scoring == "given" and (used != count or routing.scales_inputs):
+        raise refusal(f"{prefix}experts_per_token", used, f"{count} with given weights")
+    if layer.mlp == "plain" and not isinstance(layer.activation, str):
+        raise CheckpointError(f"{prefix}plain experts have no clamped SwiGLU")
     number(f"{prefix}scale", routing.scale)
     groups = integer(f"{prefix}num_groups", routing.num_groups, 1, count)
     integer(f"{prefix}scores_per_group", routing.scores_per_group, 1, 2)

@@ -63,6 +63,8 @@ typedef struct {
   float scale;
   int32_t scores_per_group; /* whose sum is a group's score: 1 or 2 */
   int32_t scales_inputs;    /* whether weights multiply the experts' inputs, not their outputs */
+  int32_t is_given;         /* whether the router's numbers are the weights; 0: not chosen */
+  int32_t is_plain;         /* whether experts have no gate: "gate" and "up" are the same matrix */
   int32_t reserved;
 } Routing;
 

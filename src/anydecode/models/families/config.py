@@ -92,6 +92,8 @@ def text_config(config: Config) -> dict[str, Any]:
     model_type = "gemma3_text" if model_type == "gemma3" else model_type
     if model_type in ("Dream", "Fast_dLLM_Qwen", "WeDLM"):
         model_type = model_type.lower()
+    if model_type == "minicpm" and text.get("ffn_type") in ("block", "block_linear"):
+        model_type = "blockffn"
     if model_type == "wedlm":  # biases are read if they are stored
         model_type, text["attention_bias"] = (
             ("wedlm_qwen3" if text.get("qk_norm") else "wedlm"),

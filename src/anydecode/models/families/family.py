@@ -30,6 +30,7 @@ class MixtureOfExperts:
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
         has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
         scales_inputs: See `Routing.scales_inputs`.
+        is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
             largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
             "greedy" (no groups). The first is the default.
@@ -47,6 +48,7 @@ class MixtureOfExperts:
     has_shared_gate: bool = False
     has_norms: bool = False
     scales_inputs: bool = False
+    is_blocks: bool = False
     methods: tuple[str, ...] = ("noaux_tc",)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from anydecode.models.families.blockffn import BLOCKFFN
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.patterns import (
     all_full,
@@ -368,6 +369,7 @@ FAMILIES |= {
             "mlp.down_proj": "shared_mlp.output_linear",
         },
     ),
+    "blockffn": BLOCKFFN,
     "minicpm": Family(
         ("MiniCPMForCausalLM",),
         all_full,
