@@ -110,7 +110,7 @@ BLOCKFFN = Family(
         exactness="token-exact",
         summary="MLPs in blocks that a router of ReLU and norm selects; a pass reads these alone.",
         needs=("a BlockFFN model",),
-        works_with=("every decoder", "batches", "adapters"),
+        works_with=("every decoder", "batches", "prefix caches"),
         deviations=(
             "a model family, not a decoder: LLM(folder) opens it",
             "the kernel takes any number of rows and blocks; the paper's are for 1 or 32 tokens",
