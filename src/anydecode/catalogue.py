@@ -44,6 +44,7 @@ _PACKAGES = (
     "anydecode.engine",
     "anydecode.api",
     "anydecode.quantization",
+    "anydecode.models.families",
 )
 
 

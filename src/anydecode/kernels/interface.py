@@ -216,7 +216,9 @@ class Routing:
     Attributes:
         experts_per_token: The number of experts that are chosen.
         normalise: Whether the weights are divided by their sum.
-        scoring: "softmax" over all experts, or "sigmoid".
+        scoring: "softmax" over all experts, "sigmoid", or "given": the router's numbers are the
+            weights, and all experts run whose weight is not 0 (BlockFFN). With `normalise`, a given
+            weight is divided by `scale` times their sum, plus 1e-5.
         num_groups: The number of equal groups of consecutive experts.
         groups_per_token: The number of groups that experts are chosen from: those with the largest
             sums of their `scores_per_group` largest scores (DeepSeek-V3, arXiv:2412.19437).
@@ -239,7 +241,8 @@ class Routing:
 
 @dataclass(eq=False)
 class ExpertWeights:
-    """The three matrices of each expert's gated MLP, and their biases.
+    """The three matrices of each expert's gated MLP, and their biases. Without matrices of gates,
+    experts are plain MLPs: down(activation(up(x))).
 
     Biases are float32 `[out_features]`, one per expert; None for no biases. `selection_bias` is
     float32 `[experts]`, see `Routing`. `factors` is float32 `[experts]`: a factor of each expert's
@@ -533,7 +536,8 @@ class Backend(ABC):
     ) -> Any:
         """Mixture of experts: the weighted sum of the chosen experts' outputs, in order of id.
 
-        `router` holds one logit per expert.
+        `router` holds one logit per expert, or its weight if the scoring is "given". Only the
+        matrices of experts that some row has are read.
         """
 
     @abstractmethod

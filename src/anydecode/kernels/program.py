@@ -30,7 +30,15 @@ from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import assign_offsets, place, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 5, "relu2": 6}
+_ACTIVATIONS = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "gelu": 2,
+    "sigmoid": 4,
+    "identity": 5,
+    "relu2": 6,
+    "relu": 7,
+}
 _CLAMPED_SWIGLU = 3
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
@@ -266,7 +274,8 @@ class NativeBackend(Backend):
         activation: Activation,
     ) -> Value:
         gate, up, down, top_k = weights.gate, weights.up, weights.down, routing.experts_per_token
-        matrices = [self._packer.pack(weight) for weight in weights.matrices]
+        gate = gate or up
+        matrices = [self._packer.pack(weight) for weight in (*gate, *up, *down)]
         pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
         self.keepalive.append(pointers)
         inner, width_out = gate[0].out_features, down[0].out_features
@@ -277,7 +286,7 @@ class NativeBackend(Backend):
         fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
         fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
         adapted = any(weight.name in self.adapted for weight in weights.matrices)
-        fields["layer"] = self._add_targets(weights.matrices) if adapted else -1
+        fields["layer"] = self._add_targets([*gate, *up, *down]) if adapted else -1
         fields["experts"] = ctypes.addressof(pointers)
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
         self.steps[-1].scratch = Value(top_k * per_slot + 4 * len(gate) + 16)
@@ -308,6 +317,8 @@ class NativeBackend(Backend):
             scale=routing.scale,
             scores_per_group=routing.scores_per_group,
             scales_inputs=int(routing.scales_inputs),
+            is_given=int(routing.scoring == "given"),
+            is_plain=int(not weights.gate),
         )
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases = getattr(weights, name)

@@ -313,7 +313,7 @@ class ReferenceBackend(Backend):
             shares = shares * self._vector(weights.factors)
         adapters = self._adapters()
         out = torch.zeros_like(x)
-        for expert in range(len(weights.gate)):
+        for expert in range(len(weights.up)):
             index = shares[:, expert].nonzero().squeeze(-1)
             if not len(index):
                 continue
@@ -324,11 +324,15 @@ class ReferenceBackend(Backend):
                 for biases in (weights.gate_bias, weights.up_bias, weights.down_bias)
             )
             share = shares[index, expert].unsqueeze(-1)
-            gate = self._linear(rows, weights.gate[expert], gate_bias, expert_adapters)
             up = self._linear(rows, weights.up[expert], up_bias, expert_adapters)
-            if routing.scales_inputs:
-                gate, up = gate * share, up * share
-            inner = self.gated(gate, up, activation)
+            if weights.gate:
+                gate = self._linear(rows, weights.gate[expert], gate_bias, expert_adapters)
+                if routing.scales_inputs:
+                    gate, up = gate * share, up * share
+                inner = self.gated(gate, up, activation)
+            else:
+                assert isinstance(activation, str), "checked by `ModelSpec`"
+                inner = self.activate(up, activation)
             y = self._linear(inner, weights.down[expert], down_bias, expert_adapters)
             out[index] = out[index] + (y if routing.scales_inputs else y * share)
         return out
@@ -392,6 +396,9 @@ def expert_shares(
     router: torch.Tensor, routing: Routing, selection_bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen."""
+    if routing.scoring == "given":
+        total = elementary.tree_sum(router).unsqueeze(-1) * routing.scale + 1e-5
+        return router / total if routing.normalise else router
     is_sigmoid = routing.scoring == "sigmoid"
     shares = elementary.sigmoid(router) if is_sigmoid else elementary.softmax(router)
     choice = shares if selection_bias is None else shares + selection_bias

@@ -26,8 +26,10 @@ from anydecode.kernels.interface import (
     Rope,
     Weight,
 )
+from anydecode.models.differential import DifferentialWeights
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
+from anydecode.models.memory_unit import MemoryUnit
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 from anydecode.models.states import StateWeights
@@ -62,13 +64,21 @@ class ExpertNorms:
     shared: np.ndarray
 
 
+class RouterNorm(NamedTuple):
+    """The RMS norm of a router's numbers, float32 `[experts]` (BlockFFN)."""
+
+    weight: np.ndarray
+    eps: float
+
+
 @dataclass(eq=False)
 class Experts:
     """A router `[experts, hidden_size]` and its experts.
 
     `shared` is an MLP that every token runs through. Its output is added, multiplied by the sigmoid
     of the product with `shared_gate` `[1, hidden_size]` if there is one. With `norms`, router and
-    experts read the hidden states without the norm of the layer's MLP, which `shared` is.
+    experts read the hidden states without the norm of the layer's MLP, which `shared` is. Where
+    the router gives the weights ("given"), these are relu(router(x)), normed by `router_norm`.
     """
 
     router: Linear
@@ -76,6 +86,7 @@ class Experts:
     shared: GatedMlp | None = None
     shared_gate: Weight | None = None
     norms: ExpertNorms | None = None
+    router_norm: RouterNorm | None = None
 
 
 @dataclass(eq=False)
@@ -195,6 +206,8 @@ class LayerWeights:
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     streams: StreamBlock | None = None
+    differential: DifferentialWeights | None = None
+    memory_unit: MemoryUnit | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -204,6 +217,8 @@ class LayerWeights:
             linears += [self.per_layer.gate, self.per_layer.projection]
         weights = [] if self.streams is None else self.streams.matrices
         linears += [] if self.recurrent is None else self.recurrent.linears
+        if self.memory_unit is not None:
+            linears += [self.memory_unit.gate, self.memory_unit.output]
         weights += [linear.weight for linear in linears if linear is not None]
         weights += [] if self.latent is None else self.latent.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
@@ -286,12 +301,19 @@ class Network:
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
+            if layer.memory_unit is not None:
+                _check_memory_unit(f"layer {index}, ", spec, layer.memory_unit)
             _check_stream_block(f"layer {index}, ", spec, layer.streams)
 
     @property
     def width(self) -> int:
         """Numbers per hidden state between layers."""
-        return self.spec.hidden_size * self.spec.num_streams
+        return self.spec.hidden_size * self.spec.num_streams + self.spec.memory_size
+
+    @property
+    def has_wide_states(self) -> bool:
+        """Whether hidden states have more than `hidden_size` numbers."""
+        return self.width > self.spec.hidden_size
 
     @property
     def carries_states(self) -> bool:
@@ -322,7 +344,32 @@ class Network:
         x = self._inputs(backend, x, index)
         if self.spec.num_streams > 1:
             return self._layer_of_streams(backend, x, index)
+        if self.spec.memory_size:
+            return self._layer_with_memory(backend, x, index)
         return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
+
+    def _layer_with_memory(self, backend: Backend, x: Any, index: int) -> Any:
+        """The same where a memory follows the hidden states: the layer may read or replace it."""
+        spec, weights, size = (
+            self.spec.layers[index],
+            self.weights.layers[index],
+            self.spec.hidden_size,
+        )
+        memory = backend.columns(x, size, self.spec.memory_size)
+        x = backend.columns(x, 0, size)
+        if spec.memory is None:
+            mixed = self._mixer_block(backend, x, index)
+        else:
+            y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+            if weights.memory_unit is not None:
+                mixed = weights.memory_unit.apply(backend, y, memory)
+            else:
+                assert spec.recurrence is not None and weights.recurrent is not None
+                recurrent = weights.recurrent
+                memory = self._ungated(backend, y, spec.recurrence, recurrent, index)
+                mixed = self._gated(backend, y, memory, spec.recurrence, recurrent)
+            mixed = self._scaled(backend, mixed)
+        return backend.join(self._add_blocks(backend, x, mixed, index), memory)
 
     def _layer_of_streams(self, backend: Backend, x: Any, index: int) -> Any:
         """The same for several streams. After the last layer their mean takes the place of the
@@ -416,10 +463,10 @@ class Network:
         the first layer of a group computes the whole group; the calls for the others return their
         input.
         """
-        if self.spec.num_streams > 1:
+        if self.has_wide_states:
             raise UnsupportedCombinationError(
-                "layers of models with several streams of hidden states (Gemma 3n) do not run in"
-                " parallel (easyspec)"
+                "layers of models with several streams of hidden states (Gemma 3n) or a memory"
+                " (SambaY) do not run in parallel (easyspec)"
             )
         last = self.spec.num_layers - 1
 
@@ -515,7 +562,7 @@ class Network:
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
         """Hidden states after the final norm (if there is one), the input of the head's matrix."""
-        if self.spec.num_streams > 1:
+        if self.has_wide_states:
             x = backend.columns(x, 0, self.spec.hidden_size)
         if not self.spec.has_final_norm:
             return x
@@ -556,10 +603,23 @@ class Network:
     def _recurrent(
         self, backend: Backend, x: Any, spec: RecurrentSpec, weights: RecurrentWeights, index: int
     ) -> Any:
+        y = self._ungated(backend, x, spec, weights, index)
+        return self._gated(backend, x, y, spec, weights)
+
+    @staticmethod
+    def _ungated(
+        backend: Backend, x: Any, spec: RecurrentSpec, weights: RecurrentWeights, index: int
+    ) -> Any:
+        """The output of a recurrence before its gate and norm."""
         inputs = weights.inputs.apply(backend, x)
         if weights.input_gate is not None:
             inputs = backend.gated(weights.input_gate.apply(backend, x), inputs, "identity")
-        y = _recurrence(backend, x, inputs, spec, weights, index)
+        return _recurrence(backend, x, inputs, spec, weights, index)
+
+    def _gated(
+        self, backend: Backend, x: Any, y: Any, spec: RecurrentSpec, weights: RecurrentWeights
+    ) -> Any:
+        """The output of a recurrent sublayer from that of the recurrence, y."""
         if spec.norm == "before":
             y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
         y = backend.gated(weights.gate.apply(backend, x), y, spec.gate)
@@ -575,11 +635,15 @@ class Network:
         if spec.latent is not None:
             return self._latent_attention(backend, x, spec, weights, index)
         q = self._queries(backend, x, spec, weights)
+        if weights.differential is not None:
+            q = weights.differential.queries(backend, q, shape)
         if spec.cache_layer is not None:
             y = backend.attend(q, spec.cache_layer, shape, weights.sinks)
         else:
             k, v = self._keys_values(backend, x, spec, weights, shape)
             y = backend.attention(q, k, v, index, shape, weights.sinks)
+        if weights.differential is not None:
+            y = weights.differential.combine(backend, y, shape)
         if weights.attention_gate is not None:
             y = backend.gated(weights.attention_gate.apply(backend, x), y, "sigmoid")
         return weights.output.apply(backend, y)
@@ -688,6 +752,10 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
         router = mlp.router.apply(backend, x)
+        if spec.routing.scoring == "given":
+            router = backend.activate(router, "relu")
+        if mlp.router_norm is not None:
+            router = backend.rms_norm(router, mlp.router_norm.weight, mlp.router_norm.eps)
         y = backend.experts(x, router, mlp.routed, spec.routing, spec.activation)
         if mlp.shared is None:
             return y
@@ -756,7 +824,9 @@ def _check_layer(
     prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int, width: int
 ) -> None:
     """`width`: numbers of the inputs of queries, keys and values."""
-    has_mixer = spec.attention is not None or spec.recurrence is not None
+    has_mixer = spec.has_mixer
+    if (layer.memory_unit is not None) != (spec.memory == "reads"):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has a memory unit")
     if spec.attention is not None:
         _check_attention(prefix, spec, spec.attention, layer, hidden, width)
     if (spec.recurrence is None) != (layer.recurrent is None):
@@ -841,6 +911,12 @@ def _check_stream_block(prefix: str, spec: ModelSpec, weights: StreamBlock | Non
     _check_bias(f"{prefix}output_scale", weights.output_scale, hidden)
 
 
+def _check_memory_unit(prefix: str, spec: ModelSpec, unit: MemoryUnit) -> None:
+    hidden, size = spec.hidden_size, spec.memory_size
+    _check_linear(f"{prefix}the memory unit's gate", unit.gate, (size, hidden))
+    _check_linear(f"{prefix}the memory unit's output", unit.output, (hidden, size))
+
+
 def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock | None) -> None:
     size, hidden = spec.per_layer_size, spec.hidden_size
     if (weights is not None) != (size > 0):
@@ -856,6 +932,12 @@ def _check_attention(
 ) -> None:
     dim, is_full_norm = shape.head_dim, spec.qk_norm == "full"
     q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
+    if (layer.differential is not None) != spec.is_differential:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights is differential")
+    if layer.differential is not None:
+        q_size //= 2
+        _check_vector(f"{prefix}the differential norm", layer.differential.norm, dim)
+        number(f"{prefix}the differential factor", layer.differential.factor, -MAX_FACTOR)
     sizes = {
         "query": (q_size, width),
         "key": (kv_size, width),
@@ -974,12 +1056,16 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         return
     count, routed = spec.num_experts, mlp.routed
     _check_linear(f"{prefix}router", mlp.router, (count, hidden))
-    if {len(routed.gate), len(routed.up), len(routed.down)} != {count}:
+    kinds = ("up", "down") if spec.mlp == "plain" else ("gate", "up", "down")
+    counts = {len(getattr(routed, kind)) for kind in kinds}
+    if counts != {count} or (spec.mlp == "plain" and routed.gate):
         raise CheckpointError(
-            f"{prefix}experts: the weights have {len(routed.gate)}, the spec has {count}"
+            f"{prefix}experts: the weights have {len(routed.up)}, the spec has {count}"
         )
-    inner = routed.gate[0].out_features
-    for kind in ("gate", "up", "down"):
+    if mlp.router_norm is not None:
+        _check_vector(f"{prefix}the router's norm", mlp.router_norm.weight, count)
+    inner = routed.up[0].out_features
+    for kind in kinds:
         shape = _shape(kind, inner, hidden)
         biases = getattr(routed, f"{kind}_bias") or [None] * count
         for weight, bias in zip(getattr(routed, kind), biases, strict=True):

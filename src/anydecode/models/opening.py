@@ -145,6 +145,8 @@ def _triton_executor(
             missing = "layers that share keys and values (Gemma 4)"
         elif network.spec.num_streams > 1:
             missing = "several streams of hidden states (Gemma 3n)"
+        elif any(layer.is_differential for layer in network.spec.layers):
+            missing = "differential attention (Phi-4-mini-flash)"
         elif network.spec.per_layer_size:
             missing = "embeddings of tokens in every layer (Gemma 4)"
         elif any(layer.has_value_norm for layer in network.spec.layers):
@@ -249,7 +251,7 @@ def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[
             network.head,
             embedding_scale=network.spec.embedding_scale,
             reads_states=network.spec.starts_from_states,
-            num_streams=network.spec.num_streams,
+            extra_width=network.width - network.spec.hidden_size,
             adapters=network.adapters,
             backend=reference,
         )

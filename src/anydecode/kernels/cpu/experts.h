@@ -7,7 +7,8 @@
 
 /* The op's scratch memory for a pass of n rows. A slot is one pair (row, chosen expert). */
 typedef struct {
-  int32_t *expert, *slot;   /* [n * top_k], each row's experts in order of id, and their slots */
+  int32_t *expert, *slot;   /* [n * top_k], each row's experts in order of id, -1 after the last,
+                             * and their slots */
   int32_t *start;           /* [experts + 1], first slot of each expert */
   int32_t *row;             /* [slots] */
   float *weight;            /* [n * top_k] */
@@ -76,12 +77,31 @@ static float expert_scores(const float *router, int count, int is_sigmoid, float
   return is_sigmoid ? 1.0f : sum;
 }
 
+/* Choose the experts of one row whose given weight is not 0. */
+static void route_given(const Op *op, const float *router, int32_t *expert, float *weight) {
+  const Routing *routing = op->routing;
+  int chosen = 0;
+  float sum = 0.0f;
+  for (int e = 0; e < op->count; e++) {
+    if (router[e] == 0.0f) continue;
+    expert[chosen] = e;
+    weight[chosen++] = router[e];
+    sum += router[e];
+  }
+  for (int i = 0; i < chosen && routing->normalise; i++) weight[i] /= sum * routing->scale + 1e-5f;
+  for (int i = chosen; i < op->groups; i++) expert[i] = -1;
+}
+
 /* Choose the experts of one row, in order of id, and compute their weights. */
 static void route(const Op *op, const float *router, const ExpertScratch *scratch, int32_t *expert,
                   float *weight) {
   const Routing *routing = op->routing;
   int count = op->count, top = op->groups, chosen = 0;
   float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
+  if (routing->is_given) {
+    route_given(op, router, expert, weight);
+    return;
+  }
   float sum = expert_scores(router, count, routing->is_sigmoid, score);
   const float *bias = routing->selection_bias;
   int is_by_score = routing->is_sigmoid && !routing->scales_inputs;
@@ -147,7 +167,7 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
                     float *out) {
   int inner = op->experts[0]->out_features;
   memset(out, 0, (size_t)op->width_out * 4);
-  for (int i = row * op->groups; i < (row + 1) * op->groups; i++) {
+  for (int i = row * op->groups; i < (row + 1) * op->groups && scratch->expert[i] >= 0; i++) {
     float *y = scratch->y + (int64_t)scratch->slot[i] * op->width_out;
     add_lora(pass, op, scratch, i, 2, scratch->gate + (int64_t)scratch->slot[i] * inner, y);
     f8 weight = f8_set(op->routing->scales_inputs ? 1.0f : scratch->weight[i]);
@@ -166,7 +186,8 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
 static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
                     float *base, float *out, int phase, int part, int parts) {
   ExpertScratch scratch = expert_scratch(op, n, base);
-  int slots = n * op->groups, inner = op->experts[0]->out_features;
+  int slots = phase == 1 ? scratch.start[op->count] : n * op->groups;
+  int inner = op->experts[0]->out_features;
   int first = (int)((int64_t)slots * part / parts);
   int last = (int)((int64_t)slots * (part + 1) / parts);
   switch (phase) {
@@ -186,20 +207,23 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
       break;
     case 2:
       expert_products(op, &scratch, 0, scratch.x, scratch.gate, part, parts);
-      expert_products(op, &scratch, 1, scratch.x, scratch.up, part, parts);
+      if (!op->routing->is_plain)
+        expert_products(op, &scratch, 1, scratch.x, scratch.up, part, parts);
       break;
     case 3:
       for (int i = first; i < last; i++) {
+        if (scratch.expert[i] < 0) continue;
         int64_t s = scratch.slot[i];
         const float *from = scratch.x + s * op->width;
         float *hidden = scratch.gate + s * inner, *up = scratch.up + s * inner;
         add_lora(pass, op, &scratch, i, 0, from, hidden);
-        add_lora(pass, op, &scratch, i, 1, from, up);
+        if (!op->routing->is_plain) add_lora(pass, op, &scratch, i, 1, from, up);
         if (op->routing->scales_inputs) { /* of linear functions: the same as of their input */
           scale_row(hidden, inner, scratch.weight[i], hidden);
           scale_row(up, inner, scratch.weight[i], up);
         }
-        gated(hidden, up, inner, op, hidden);
+        if (op->routing->is_plain) activate(hidden, inner, op->activation, hidden);
+        else gated(hidden, up, inner, op, hidden);
         if (op->head_dim)
           quantise_row(hidden, inner, scratch.quantised + s * (inner / QUANT_BLOCK));
       }

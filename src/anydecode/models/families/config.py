@@ -14,7 +14,14 @@ from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import CHUNKED, FULL, MLP, SLIDING, cache_layers
+from anydecode.models.families.patterns import (
+    CHUNKED,
+    FULL,
+    MEMORY_UNIT,
+    MLP,
+    SLIDING,
+    cache_layers,
+)
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
 from anydecode.models.families.table import FAMILIES, GROUP
@@ -85,6 +92,8 @@ def text_config(config: Config) -> dict[str, Any]:
     model_type = "gemma3_text" if model_type == "gemma3" else model_type
     if model_type in ("Dream", "Fast_dLLM_Qwen", "WeDLM"):
         model_type = model_type.lower()
+    if model_type == "minicpm" and text.get("ffn_type") in ("block", "block_linear"):
+        model_type = "blockffn"
     if model_type == "wedlm":  # biases are read if they are stored
         model_type, text["attention_bias"] = (
             ("wedlm_qwen3" if text.get("qk_norm") else "wedlm"),
@@ -173,13 +182,15 @@ def spec_from_config(
     if family.has_scaled_embedding:
         scales = Scales(_rounded_root(config, int_value(config, "hidden_size"), dtype))
     per_layer_size = int_value(config, "hidden_size_per_layer_input", 0, low=0, high=MAX_COUNT)
+    layers = tuple(_layers(config, family, limit, scales.attention))
+    makers = [layer.recurrence for layer in layers if layer.memory == "makes"]
     return ModelSpec(
         architecture=_architecture(config) or config["model_type"],
         vocab_size=int_value(config, "vocab_size", high=MAX_TOKENS),
         hidden_size=int_value(config, "hidden_size"),
         max_positions=limit,
         norm_eps=_norm_eps(config, family),
-        layers=tuple(_layers(config, family, limit, scales.attention)),
+        layers=layers,
         embedding_scale=scales.embedding,
         logit_scale=scales.logits,
         logit_softcap=optional_number(config, "final_logit_softcapping"),
@@ -197,6 +208,7 @@ def spec_from_config(
         else 0,
         num_streams=int_value(config, "altup_num_inputs", 4) if family.has_streams else 1,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
+        memory_size=sum(maker.shape.width_out for maker in makers if maker is not None),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
     )
@@ -342,6 +354,7 @@ def _layers(
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
+    maker = _memory_layer(layer_types[:count])
     for layer in range(count):
         own, kind, is_moe = (
             layer_config(config, layer),
@@ -351,7 +364,8 @@ def _layers(
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
         is_mlp = family.has_single_sublayers and kind == MLP
         mlp = "none" if family.has_single_sublayers and not is_mlp else family.mlp
-        if is_mlp or (has_recurrence and kind != HYBRID):
+        if is_mlp or kind == MEMORY_UNIT or (has_recurrence and kind != HYBRID):
+            memory = "makes" if layer == maker else None
             layers.append(
                 LayerSpec(
                     attention=None,
@@ -361,7 +375,8 @@ def _layers(
                     num_experts=num_experts(config) if is_moe else 0,
                     routing=_routing(config, family.moe) if is_moe and family.moe else None,
                     mlp=mlp,
-                    recurrence=None if is_mlp else recurrent,
+                    recurrence=recurrent if has_recurrence else None,
+                    memory="reads" if kind == MEMORY_UNIT else memory,
                 )
             )
             continue
@@ -371,6 +386,8 @@ def _layers(
         else:
             dim = head_dim(own)
             attention = _attention(own, family, kind, dim, attention_scale)
+        if family.is_differential:
+            attention = _paired(attention)
         rope = rope_of(kind, dim)
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
@@ -404,9 +421,27 @@ def _layers(
                 has_scale=family.has_layer_scale,
                 gate_cutoff=cutoffs[layer],
                 qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
+                is_differential=family.is_differential,
             )
         )
     return layers
+
+
+def _memory_layer(layer_types: list[str]) -> int | None:
+    """The layer that makes the memory which the gated memory units read, if there are some: the
+    last one with a recurrence."""
+    if MEMORY_UNIT not in layer_types:
+        return None
+    recurrent = [i for i, kind in enumerate(layer_types) if kind in RECURRENT_TYPES]
+    return recurrent[-1] if recurrent else None
+
+
+def _paired(shape: Attention) -> Attention:
+    """Differential attention, whose keys and values are those of pairs of heads."""
+    for name in ("num_heads", "num_kv_heads"):
+        if getattr(shape, name) % 2:
+            raise refusal(name, getattr(shape, name), "an even number")
+    return replace(shape, num_kv_heads=shape.num_kv_heads // 2, head_dim=2 * shape.head_dim)
 
 
 def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:

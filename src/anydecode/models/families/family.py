@@ -30,6 +30,7 @@ class MixtureOfExperts:
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
         has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
         scales_inputs: See `Routing.scales_inputs`.
+        is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
             largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
             "greedy" (no groups). The first is the default.
@@ -47,6 +48,7 @@ class MixtureOfExperts:
     has_shared_gate: bool = False
     has_norms: bool = False
     scales_inputs: bool = False
+    is_blocks: bool = False
     methods: tuple[str, ...] = ("noaux_tc",)
 
 
@@ -116,6 +118,7 @@ class Family:
             `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
+        is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.
     """
 
     architectures: tuple[str, ...]
@@ -163,3 +166,4 @@ class Family:
     has_alibi: bool = False
     has_streams: bool = False
     has_qkv_limit: bool = False
+    is_differential: bool = False

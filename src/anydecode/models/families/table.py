@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from anydecode.models.families.blockffn import BLOCKFFN
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.patterns import (
     all_full,
@@ -47,6 +48,7 @@ from anydecode.models.families.recurrent import (
     MAMBA_2,
     SHORT_CONV,
 )
+from anydecode.models.families.sambay import PHI4FLASH
 
 _GEMMA = {
     "tie_word_embeddings": True,
@@ -367,6 +369,7 @@ FAMILIES |= {
             "mlp.down_proj": "shared_mlp.output_linear",
         },
     ),
+    "blockffn": BLOCKFFN,
     "minicpm": Family(
         ("MiniCPMForCausalLM",),
         all_full,
@@ -603,6 +606,7 @@ FAMILIES |= {
         moe=_QWEN_EXPERTS,
         **_GATED_DELTA,
     ),
+    "phi4flash": PHI4FLASH,
     "mamba": Family(("MambaForCausalLM",), all_recurrent, recurrent=MAMBA, **_MAMBA),
     "falcon_mamba": Family(
         ("FalconMambaForCausalLM",), all_recurrent, recurrent=FALCON_MAMBA, **_MAMBA
