@@ -93,7 +93,7 @@ class Denoiser(Decoder):
         mask = sequence.mask_token if self.mask is None else self.mask
         if mask is None:
             raise InvalidRequestError(
-                "this model's tokenizer has no mask token; give mask=TOKEN_ID"
+                "this model's files name no mask token: open it with mask=TOKEN_ID (--mask)"
             )
         sampler = sequence.sampler
         if sampler.companions or sampler.capture_layers or sampler.observes_hidden:
