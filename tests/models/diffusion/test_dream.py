@@ -125,7 +125,7 @@ def test_a_config_of_a_causal_model_is_read_as_the_user_says(tmp_path: Path) -> 
     ],
 )
 def test_options_that_do_not_fit_raise_an_error(
-    options: dict[str, int], message: str, tmp_path: Path
+    options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(TINY, tmp_path)
     with pytest.raises(InvalidRequestError, match=message):
