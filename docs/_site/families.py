@@ -12,6 +12,7 @@ from anydecode.models.loading.gguf_config import ARCHITECTURES
 _CONTEXTS = {
     "canvas": "the whole canvas",
     "blocks": "its block and those before it",
+    "causal": "its block and a causal context; blocks start at the end of the prompt",
     "order": "what is before it in an order of the decoder's",
 }
 

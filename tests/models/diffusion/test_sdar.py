@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from anydecode import LLM
+from anydecode.errors import UnsupportedCombinationError
 from diffusion_checkpoints import (
     SIZES,
     Tiny,
@@ -96,3 +98,10 @@ def test_wrong_references_differ(tmp_path: Path) -> None:
     passes = recorded(tmp_path, list(range(6)))[:1]
     for wrong in ({"block": None}, {"block": 8}, {"shift": 1}):
         assert largest_difference(replace(tiny, **wrong), tensors, passes) > 1e-2
+
+
+def test_a_decoder_for_rows_that_see_the_whole_canvas_is_refused(tmp_path: Path) -> None:
+    write(TINIES["sdar"], tmp_path)
+    with LLM(str(tmp_path), cache_positions=256) as llm:
+        with pytest.raises(UnsupportedCombinationError, match="see blocks of 4"):
+            llm.generate([1, 2], max_tokens=4, decoder="window-diffusion")

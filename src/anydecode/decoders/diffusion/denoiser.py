@@ -313,6 +313,8 @@ class Denoiser(Decoder):
                 mask,
                 logit_shift=spec.logit_shift,
                 block_size=self.cache.block_size(spec),
+                origin=len(sequence.prompt) if spec.has_causal_context else 0,
+                has_causal_context=spec.has_causal_context,
                 max_length=min(pool.num_slots, spec.max_positions),
             )
             self.blocks.check_model(canvas)
@@ -350,9 +352,7 @@ class Denoiser(Decoder):
         remaining = sequence.remaining
         stop = len(canvas) + min(remaining, self.length or remaining)
         if canvas.block_size:
-            stop = min(
-                -(-stop // canvas.block_size) * canvas.block_size, max(stop, canvas.max_length)
-            )
+            stop = min(canvas.block_end(stop - 1), max(stop, canvas.max_length))
         return stop - len(canvas)
 
     def _record_pass(self, canvas: Canvas, spans: Seq[Any], kind: str) -> None:

@@ -170,6 +170,7 @@ def spec_from_config(
         logit_shift=int(bool_value(config, "right_shift_logits", shifts)),
         block_size=_block_size(config, denoising),
         mask_token=_mask_token(config, denoising),
+        has_causal_context=denoising is not None and denoising.context == "causal",
         residual_scale=scales.residual,
         norm=family.norm,
         has_position_table=family.has_position_table,
@@ -413,7 +414,7 @@ def _layers(
 
 def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
     """The rotary embedding of Ministral 3's queries, which grow with the position."""
-    if config["model_type"] != "ministral3":
+    if not FAMILIES[config["model_type"]].has_query_growth:
         return None
     parameters = _rope_parameters(config, layer_type)
     key = "llama_4_scaling_beta"

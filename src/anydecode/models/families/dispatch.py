@@ -29,12 +29,12 @@ def find_family(config: Config, model_type: Any) -> str | None:
     `model_type` is that of the config, or of the config of which it is a part.
     """
     names = set(class_names(config))
-    # Families of causal models share the names of classes, so only those of diffusion models are
-    # found by them.
+    # Families of causal models share the names of classes, so only those of diffusion models, and
+    # families that know their configs, are found by them.
     found = [
         key
         for key, family in FAMILIES.items()
-        if family.denoising is not None and names & set(family.architectures)
+        if (family.denoising or family.is_own) and names & set(family.architectures)
     ]
     if not found and isinstance(model_type, str):
         _add_offered(model_type)

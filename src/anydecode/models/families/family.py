@@ -67,8 +67,10 @@ class Denoising:
     Attributes:
         models: The names of the models, for the documentation.
         context: What a row sees: "canvas", all of the text and of the canvas; "blocks", its own
-            block and the blocks before it, counted from position 0; "order", what is before it in
-            an order that the decoder chooses (WeDLM).
+            block and the blocks before it, counted from position 0; "causal", its own block and
+            what is before it, where rows of the prompt and of finished blocks see what is before
+            them only, and blocks are counted from the end of the prompt; "order", what is before
+            it in an order that the decoder chooses (WeDLM).
         shift: 1 if row r predicts position r + 1, 0 if it predicts r; `right_shift_logits` in a
             config says otherwise.
         block_size: The config's key for the block size; None for models without blocks.
@@ -146,6 +148,8 @@ class Family:
             `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
+        has_query_growth: Whether `llama_4_scaling_beta` of the rope parameters applies, see
+            `LayerSpec.query_rope`.
     """
 
     architectures: tuple[str, ...]
@@ -193,3 +197,4 @@ class Family:
     has_alibi: bool = False
     has_streams: bool = False
     has_qkv_limit: bool = False
+    has_query_growth: bool = False

@@ -425,6 +425,7 @@ FAMILIES |= {
     "ministral3": Family(
         ("Ministral3ForCausalLM",),
         all_sliding,
+        has_query_growth=True,
         defaults={"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     ),
     "exaone4": Family(
