@@ -595,11 +595,13 @@ class LLM:
 
     @property
     def default_decoder(self) -> str:
-        """Key of the decoder for requests without one: "auto", or the method that a diffusion model
-        was trained for."""
+        """The decoder for requests without one: "auto", or the method that a diffusion model was
+        trained for, with the parameters that it was published with."""
         spec = self.model.spec
         if spec.causal:
             return "auto"
+        if spec.decoder is not None:
+            return spec.decoder
         return "sdar" if spec.block_size else "dream" if spec.logit_shift else "llada"
 
     def clear(self) -> None:

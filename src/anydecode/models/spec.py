@@ -279,6 +279,7 @@ class ModelSpec:
     # them only, and blocks start at the end of the prompt.
     has_causal_context: bool = False
     mask_token: int | None = None  # of a diffusion model, if its config or its family says
+    decoder: str | None = None  # the one that a diffusion model was published with
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)

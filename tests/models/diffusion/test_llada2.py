@@ -90,6 +90,7 @@ TINY = Tiny(
     has_bias=True,
     dense=(0,),
     shared=24,
+    decoder="sdar:threshold=0.95",
 )
 
 

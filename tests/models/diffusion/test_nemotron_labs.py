@@ -96,6 +96,7 @@ TINY = Tiny(
     names=NAMES,
     frequencies=yarn(),
     query_factor=growth,
+    decoder="sdar:threshold=0.9",
 )
 
 

@@ -170,6 +170,7 @@ def spec_from_config(
         logit_shift=int(bool_value(config, "right_shift_logits", shifts)),
         block_size=_block_size(config, denoising),
         mask_token=_mask_token(config, denoising),
+        decoder=None if denoising is None else denoising.decoder,
         has_causal_context=denoising is not None and denoising.context == "causal",
         residual_scale=scales.residual,
         norm=family.norm,

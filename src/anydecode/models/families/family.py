@@ -79,6 +79,8 @@ class Denoising:
             see the whole canvas.
         mask_token: The mask token of the published models, if neither their tokenizers nor their
             configs name it.
+        decoder: The decoder with the parameters that the models were published with; None: the one
+            that fits what a row sees and predicts.
     """
 
     models: str
@@ -88,6 +90,7 @@ class Denoising:
     default_block_size: int | None = None
     needs_block_size: bool = False
     mask_token: int | None = None
+    decoder: str | None = None
 
 
 @dataclass(frozen=True)

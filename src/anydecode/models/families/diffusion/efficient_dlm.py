@@ -13,7 +13,13 @@ from anydecode.models.families.like import diffusion_family
 
 
 def _denoising(models: str) -> Denoising:
-    return Denoising(models, context="blocks", block_size="block_size", needs_block_size=True)
+    return Denoising(
+        models,
+        context="blocks",
+        block_size="block_size",
+        needs_block_size=True,
+        decoder="sdar:threshold=0.9",
+    )
 
 
 FAMILIES = {

@@ -36,6 +36,7 @@ FAMILIES = {
             block_size="block_size",
             default_block_size=32,
             mask_token=156895,
+            decoder="sdar:threshold=0.95",
         ),
         derived=_checked,
         moe=MixtureOfExperts(

@@ -38,6 +38,7 @@ FAMILIES = {
             block_size="block_size",
             needs_block_size=True,
             mask_token=100,
+            decoder="sdar:threshold=0.9",
         ),
         derived=_checked,
     ),
