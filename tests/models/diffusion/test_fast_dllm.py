@@ -37,7 +37,7 @@ PUBLISHED: dict[str, Any] = {
     "tie_word_embeddings": True,
     "use_sliding_window": False,
 }
-TINY = Tiny(PUBLISHED, block=8, shift=1, biases=True)
+TINY = Tiny(PUBLISHED, block=8, shift=1, biases=True, decoder="fast-dllm-v2")
 
 
 def test_every_pass_equals_the_reference(tmp_path: Path) -> None:

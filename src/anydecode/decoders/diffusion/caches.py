@@ -182,11 +182,15 @@ class BlockCausalCache(CachePolicy):
     def block_size(self, spec: ModelSpec) -> int | None:
         return self._size or spec.block_size or 4
 
+    def num_finished(self, canvas: Canvas, kv_cache: SequenceCache) -> int:
+        """How many positions have cached rows that stay."""
+        return kv_cache.length
+
     def leading_spans(
         self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
         spans: list[Span] = []
-        start, stop = kv_cache.length, canvas.block_start(region[0])
+        start, stop = self.num_finished(canvas, kv_cache), canvas.block_start(region[0])
         while start < stop:
             end = canvas.block_end(start)
             positions = np.arange(start, end, dtype=np.int32)

@@ -17,6 +17,7 @@ FAMILIES = {
             block_size="bd_size",
             default_block_size=32,
             mask_token=151665,
+            decoder="fast-dllm-v2",
         ),
     )
 }
