@@ -178,6 +178,21 @@ class Canvas:
             self.confidence[position] = probability
             self.meter.committed += 1
 
+    def edit(
+        self, positions: Iterable[int], tokens: Iterable[int], confidence: Iterable[float]
+    ) -> None:
+        """Replace unmasked tokens by others.
+
+        Raises:
+            ValueError: A position holds a mask or a fixed token, or a token is the mask token.
+        """
+        for position, token, probability in zip(positions, tokens, confidence, strict=True):
+            if self.committed[position] < 0 or token == self.mask:
+                raise ValueError(f"position {position} cannot be edited to token {token}")
+            self.tokens[position] = token
+            self.committed[position] = self.step
+            self.confidence[position] = probability
+
     def fix(self, position: int, token: int) -> None:
         """Put a fixed token (a prior) in place of a mask: it is neither ranked nor predicted."""
         if self.committed[position] != MASKED:

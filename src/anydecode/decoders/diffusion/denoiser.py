@@ -4,8 +4,8 @@
 
 Each denoising step runs one forward pass that predicts the masks of a block. The ranking orders
 these masks, and the unmask policy selects those that are unmasked in this step. Tokens before the
-first remaining mask are emitted at once. A method is a choice of these five parts, or a subclass
-that changes one step of the loop.
+first remaining mask are emitted at once, unless the method may still change them. A method is a
+choice of these five parts, or a subclass that changes one step of the loop.
 """
 
 from __future__ import annotations
@@ -131,11 +131,19 @@ class Denoiser(Decoder):
         if kv_cache.length > len(canvas):
             kv_cache.truncate(len(canvas))
         while not sequence.finished:
-            if not len(canvas.masks):
+            if self.is_complete(canvas):
                 if canvas.is_fixed_length or not sequence.remaining:
                     return
                 canvas.extend(self._num_new_masks(sequence, canvas))
             yield from self.step(sequence, canvas)
+
+    def is_complete(self, canvas: Canvas) -> bool:
+        """Whether the canvas as it is needs no further step."""
+        return not len(canvas.masks)
+
+    def emitted_stop(self, canvas: Canvas) -> int:
+        """The end of the tokens that cannot change any more."""
+        return canvas.frontier
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         """One denoising step.
@@ -270,8 +278,8 @@ class Denoiser(Decoder):
     def emit_prefix(
         self, sequence: Sequence, canvas: Canvas, chosen: Iterable[int], **trace_fields: Any
     ) -> None:
-        """Emit the tokens before the first mask, and record the step in the trace."""
-        first, stop = sequence.length, canvas.frontier
+        """Emit the tokens that cannot change any more, and record the step in the trace."""
+        first, stop = sequence.length, self.emitted_stop(canvas)
         tokens = canvas.tokens[first:stop].tolist()
         sequence.record(
             TokenTree(),
