@@ -295,6 +295,11 @@ class ModelSpec:
     causal: bool = True
     logit_shift: int = 0  # 1: row r of the logits predicts r + 1 in a bidirectional model (Dream)
     block_size: int | None = None  # positions attend to their own block and those before it
+    # Of a model with blocks: rows of the prompt and of finished blocks attend to what is before
+    # them only, and blocks start at the end of the prompt.
+    has_causal_context: bool = False
+    mask_token: int | None = None  # of a diffusion model, if its config or its family says
+    decoder: str | None = None  # the one that a diffusion model was published with
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
@@ -348,6 +353,10 @@ class ModelSpec:
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
             integer("block_size", self.block_size)
+        elif self.has_causal_context:
+            raise CheckpointError("a causal context needs a block size")
+        if self.mask_token is not None:
+            integer("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)

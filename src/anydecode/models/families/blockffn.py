@@ -86,6 +86,8 @@ BLOCKFFN = Family(
     mlp="plain",
     moe=MixtureOfExperts("expert_size", is_normalised=False, scoring="given", is_blocks=True),
     derived=_derived,
+    model_types=("minicpm",),
+    is_own=lambda config: config.get("ffn_type") in ("block", "block_linear"),
     defaults={
         "attention_type": "mla",
         "ffn_type": "block",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,8 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.alibi import alibi_slopes
-from anydecode.models.families.family import Family, MixtureOfExperts, Scales
+from anydecode.models.families.dispatch import class_names, find_family
+from anydecode.models.families.family import Denoising, Family, MixtureOfExperts, Scales
 from anydecode.models.families.patterns import (
     CHUNKED,
     FULL,
@@ -24,7 +24,7 @@ from anydecode.models.families.patterns import (
 )
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
-from anydecode.models.families.table import FAMILIES, GROUP
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import (
     Config,
     bool_value,
@@ -79,52 +79,31 @@ _MULTIMODAL = (
 def text_config(config: Config) -> dict[str, Any]:
     """The part of a config that describes the language model, with its family's defaults.
 
-    `architectures` is checked in addition to `model_type`, which different models share (LLaDA and
-    LLaDA-MoE, Qwen3 and Efficient-DLM).
-
     Raises:
         CheckpointError: The family is not supported.
     """
     if "text_config" in config:
         check_multimodal(config)
     text = mapping_value(config, "text_config") if "text_config" in config else dict(config)
-    model_type = text.get("model_type") or config.get("model_type")
-    model_type = "gemma3_text" if model_type == "gemma3" else model_type
-    if model_type in ("Dream", "Fast_dLLM_Qwen", "WeDLM"):
-        model_type = model_type.lower()
-    if model_type == "minicpm" and text.get("ffn_type") in ("block", "block_linear"):
-        model_type = "blockffn"
-    if model_type == "wedlm":  # biases are read if they are stored
-        model_type, text["attention_bias"] = (
-            ("wedlm_qwen3" if text.get("qk_norm") else "wedlm"),
-            False,
-        )
-    if not isinstance(model_type, str) or not _is_known(model_type):
-        name = _architecture(config) or "no architecture"
+    given = text.get("model_type") or config.get("model_type")
+    model_type = find_family(text, "gemma3_text" if given == "gemma3" else given)
+    if model_type is None:
+        name = ", ".join(class_names(config)) or "no architecture"
         raise CheckpointError(
-            f"model type {model_type!r} ({name}) is not supported; supported are"
-            f" {', '.join(FAMILIES)}"
+            f"model type {given!r} ({name}) is not supported; supported are {', '.join(FAMILIES)}"
         )
-    _check_architecture(text, model_type, FAMILIES[model_type].architectures)
-    # The configs of models without experts name their number too if layers are single sublayers.
-    is_dense = FAMILIES[model_type].moe is None and not FAMILIES[model_type].has_single_sublayers
-    if is_dense and any(text.get(key) for key in _NUM_EXPERTS):
-        raise CheckpointError(f"a mixture of experts of model type {model_type!r} is not supported")
-    text["model_type"] = model_type
     family = FAMILIES[model_type]
+    _check_architecture(text, given, family.architectures)
+    # The configs of models without experts name their number too if layers are single sublayers.
+    is_dense = family.moe is None and not family.has_single_sublayers
+    if is_dense and any(text.get(key) for key in _NUM_EXPERTS):
+        raise CheckpointError(f"a mixture of experts of model type {given!r} is not supported")
+    text["model_type"] = model_type
     for key, targets in family.keys.items():
         if key in text:
             text.update(dict.fromkeys(targets, text[key]))
     merged = {**family.defaults, **text}
     return merged if family.derived is None else {**merged, **family.derived(merged)}
-
-
-def _is_known(model_type: str) -> bool:
-    """Whether there is a family of this name. One that another package offers is added."""
-    if model_type not in FAMILIES:
-        for point in entry_points(group=GROUP, name=model_type):
-            FAMILIES[model_type] = point.load()
-    return model_type in FAMILIES
 
 
 def check_multimodal(config: Config) -> None:
@@ -134,8 +113,8 @@ def check_multimodal(config: Config) -> None:
 
 
 def _check_architecture(config: Config, model_type: Any, supported: tuple[str, ...]) -> None:
-    """Raise CheckpointError if the config has `architectures` and none of them is supported."""
-    names = list_value(config, "architectures", str)
+    """Raise CheckpointError if the config names classes and none of them is supported."""
+    names = class_names(config)
     if names and not set(names) & set(supported):
         raise CheckpointError(
             f"architecture {', '.join(names)} of model type {model_type!r} is not supported;"
@@ -160,6 +139,8 @@ def spec_from_config(
     """
     config = text_config(config)
     family = FAMILIES[config["model_type"]]
+    denoising = family.denoising
+    shifts = denoising is not None and denoising.shift == 1
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
     if family.causal and config.get("is_causal") is False:
@@ -195,8 +176,11 @@ def spec_from_config(
         logit_scale=scales.logits,
         logit_softcap=optional_number(config, "final_logit_softcapping"),
         causal=family.causal,
-        logit_shift=1 if bool_value(config, "right_shift_logits") else family.logit_shift,
-        block_size=_block_size(config, family),
+        logit_shift=int(bool_value(config, "right_shift_logits", shifts)),
+        block_size=_block_size(config, denoising),
+        mask_token=_mask_token(config, denoising),
+        decoder=None if denoising is None else denoising.decoder,
+        has_causal_context=denoising is not None and denoising.context == "causal",
         residual_scale=scales.residual,
         norm=family.norm,
         has_position_table=family.has_position_table,
@@ -220,12 +204,30 @@ def _norm_eps(config: Config, family: Family) -> float:
     return number("rms_norm_eps", value_or(config, "rms_norm_eps", 1e-6), 0.0, 1.0)
 
 
-def _block_size(config: Config, family: Family) -> int | None:
+def _block_size(config: Config, denoising: Denoising | None) -> int | None:
     """The block size of a block-diffusion model; None for no blocks."""
-    key = family.block_size
-    if key is None or config.get(key) is None:
-        return family.default_block_size
-    return int_value(config, key)
+    if denoising is None or denoising.block_size is None:
+        return None
+    key = denoising.block_size
+    if config.get(key) is not None:
+        return int_value(config, key)
+    if denoising.needs_block_size and denoising.default_block_size is None:
+        raise CheckpointError(
+            f"the config lacks {key!r}, the block size, which is not known for"
+            f" {config['model_type']} models: give block= (--block) when the model is opened"
+        )
+    return denoising.default_block_size
+
+
+def _mask_token(config: Config, denoising: Denoising | None) -> int | None:
+    """The mask token of a diffusion model: the config's, else that of the published models."""
+    if denoising is None:
+        return None
+    size = int_value(config, "vocab_size", high=MAX_TOKENS)
+    if config.get("mask_token_id") is not None:
+        return int_value(config, "mask_token_id", low=0, high=size - 1)
+    token = denoising.mask_token
+    return token if token is not None and token < size else None
 
 
 def _architecture(config: Config) -> str | None:
@@ -446,7 +448,7 @@ def _paired(shape: Attention) -> Attention:
 
 def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
     """The rotary embedding of Ministral 3's queries, which grow with the position."""
-    if config["model_type"] != "ministral3":
+    if not FAMILIES[config["model_type"]].has_query_growth:
         return None
     parameters = _rope_parameters(config, layer_type)
     key = "llama_4_scaling_beta"

@@ -55,8 +55,8 @@ def read_experts(
     inner = int_value(config, family.moe.inner_size)
     routed = _ExpertReader(reader, family.moe, block, shape[0], shape[1], inner).read()
     if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
-        name = f"{block}.expert_bias"
-        name = name if reader.has(name) else f"{router}.e_score_correction_bias"
+        names = (f"{block}.expert_bias", f"{router}.expert_bias")
+        name = next(filter(reader.has, names), f"{router}.e_score_correction_bias")
         routed.selection_bias = reader.vector(name, shape[0])
     if family.moe.has_norms:
         routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])

@@ -110,6 +110,8 @@ _OVERRIDES = {
     "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
+    "llada-moe": {"ffn_gate_inp": "mlp.gate"},
+    "rnd1": {"ffn_gate_inp": "mlp.gate"},
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
@@ -175,7 +177,17 @@ _EXPERTS = {
     "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
     "llama4": {part: name.replace("mlp", "feed_forward") for part, name in _MLP_EXPERTS.items()},
     **dict.fromkeys(
-        ("qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2"), _MLP_EXPERTS
+        (
+            "qwen2moe",
+            "qwen3moe",
+            "olmoe",
+            "glm4moe",
+            "gpt-oss",
+            "deepseek2",
+            "llada-moe",
+            "rnd1",
+        ),
+        _MLP_EXPERTS,
     ),
 }
 #: Stacks of matrices, one for each head, of latent attention.
@@ -206,7 +218,7 @@ _SCALES = ("scale", "input_scale")
 #: Rope factors, which are read into the config.
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
-_INTERLEAVED = ("llama", "smollm3", "granite", "minicpm", "mistral3")
+_INTERLEAVED = ("llama", "smollm3", "granite", "minicpm", "mistral3", "llada")
 
 _Shape = tuple[int, ...]
 _KEYS_VALUES = ("k_proj", "v_proj")

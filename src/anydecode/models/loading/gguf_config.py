@@ -57,6 +57,10 @@ ARCHITECTURES = {
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
     "mamba": ("mamba", "MambaForCausalLM"),
+    "llada": ("llada", "LLaDAModelLM"),
+    "llada-moe": ("llada_moe", "LLaDAMoEModelLM"),
+    "dream": ("dream", "DreamModel"),
+    "rnd1": ("rnd1", "RND1LM"),
 }
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
@@ -166,6 +170,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "lfm2": _lfm2,
         "deepseek2": _deepseek,
         "mamba": _mamba,
+        "llada": _denoising,
+        "llada-moe": _llada_moe,
+        "dream": _dream,
+        "rnd1": _rnd1,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -610,6 +618,39 @@ def _mamba(keys: Keys, config: dict[str, Any]) -> None:
         config[name] = keys.count(key)
     config["use_conv_bias"] = "blk.0.ssm_conv1d.bias" in keys.file.tensors
     config["use_bias"] = "blk.0.ssm_in.bias" in keys.file.tensors
+
+
+def _denoising(keys: Keys, config: dict[str, Any]) -> None:
+    """Diffusion models: which position a row predicts, and the mask token."""
+    metadata, path = keys.file.metadata, keys.file.path
+    if keys.get("attention.causal", False) is not False:
+        raise CheckpointError(f"{path}: {keys.architecture} with causal attention is unsupported")
+    shift = metadata.get("diffusion.shift_logits")
+    if shift is not None:
+        if not isinstance(shift, bool):
+            raise refusal(f"{path}: metadata diffusion.shift_logits", shift, "true or false")
+        config["right_shift_logits"] = shift
+    mask = metadata.get("tokenizer.ggml.mask_token_id")
+    if isinstance(mask, int):
+        config["mask_token_id"] = mask
+
+
+def _dream(keys: Keys, config: dict[str, Any]) -> None:
+    _denoising(keys, config)
+    config["use_sliding_window"] = False
+
+
+def _llada_moe(keys: Keys, config: dict[str, Any]) -> None:
+    _denoising(keys, config)
+    _experts(keys, config)
+    config["expert_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["dense_intermediate_size"] = config["intermediate_size"]
+    config["qk_layernorm"] = True
+
+
+def _rnd1(keys: Keys, config: dict[str, Any]) -> None:
+    _denoising(keys, config)
+    _qwen3_moe(keys, config)
 
 
 def _granite(keys: Keys, config: dict[str, Any]) -> None:
