@@ -61,11 +61,13 @@ class _WindowSession(DraftSession):
         summary="The draft model's cache is a sliding window after a few sink positions.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
+        missing=(
+            "the paper's draft layer, which attends to the keys and values of the target's last"
+            " layer, and its training: anchor-offset positions and flash noisy training",
+            "drafts of several beams, verified by hybrid tree attention",
+        ),
         deviations=(
-            "any draft model; the paper's trained layer, which also attends to the target's last"
-            " layer, is not used",
             "positions are those of the text: evicted positions leave gaps",
-            "drafts are chains; the paper verifies up to 16 beams together",
             "the first `sinks` positions stay in the cache besides the window",
         ),
         remote={"size": Range(0, 64), "window": Range(1, 65536), "sinks": Range(0, 4096)},

@@ -206,9 +206,11 @@ class _Session(DraftSession):
         summary="The draft model learns from its rejected drafts between requests.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
+        missing=(
+            "updates of the draft model's own weights: only a low-rank addition to its output"
+            " layer is trained, since the weights may be quantised",
+        ),
         deviations=(
-            "a low-rank correction of the draft model's logits is trained; the model's own"
-            " weights, which may be quantised, do not change",
             "the target's distribution is reduced to its 16 most probable tokens",
             "training runs between requests once `batch` examples are stored, not every few"
             " requests; each example is used for one run of `steps` steps",

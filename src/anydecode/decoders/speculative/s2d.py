@@ -96,8 +96,9 @@ class _Session(DraftSession):
         summary="Each draft comes from the first exit of the draft model with enough confidence.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
+        missing=("sorted fine-tuning: the training of a draft model with losses at its exits",),
         deviations=(
-            "any draft model, not one trained with losses at its exits",
+            "any draft model",
             "the layers after an early exit are computed when a later exit is first needed",
             "one confidence for all exits and targets; the paper tunes it by the target's size",
             "verified token-exactly with shared noise",

@@ -85,9 +85,10 @@ class _Session(DraftSession):
         summary="The draft model stops when the probability of a rejection passes a threshold.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        missing=("the trained head that predicts the acceptance of a draft",),
         deviations=(
             "a draft's acceptance probability is its draft probability (at temperature 0 that of"
-            " temperature 1), not the output of a trained head",
+            " temperature 1)",
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
         ),
         remote={

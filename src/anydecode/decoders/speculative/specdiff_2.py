@@ -72,8 +72,8 @@ class _Session(DiffusionSession):
             "the first path uses the request's sampler and the target's noise; only the others are"
             " sampled at `temperature`",
             "4 paths of 16 drafts by default (the paper: up to 8, of 16 or 32)",
-            "the streak distillation of the drafter is not included",
         ),
+        missing=("the streak distillation of the draft model",),
         remote={"size": Range(0, 64), "paths": Range(1, 16), "temperature": Range(0, 100)},
     )
 )
