@@ -86,7 +86,7 @@ def test_drafts_have_at_most_the_given_size(key: str, max_drafts: int) -> None:
         "taps:drafters=copyspec",
         "taps:drafters=copyspec+lookahead",
         "bandit:memory=0",
-        "bandit:fixed=-1",
+        "smartspec:fixed=-1",
         "bandit:drafter=5",
         "smartspec:fixed=0,per_row=0",
         "jacobi:pad=-5",

@@ -4,14 +4,21 @@ arXiv:2502.17421)."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain, sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
 
 
 class WindowDrafter(Drafter):
@@ -19,11 +26,12 @@ class WindowDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,), attention_only=(DRAFT,))
 
-    def __init__(self, window: int, sinks: int) -> None:
+    def __init__(self, window: int, sinks: int, with_probabilities: bool = False) -> None:
         if window < 1 or sinks < 0:
             raise InvalidRequestError("longspec needs window >= 1 and sinks >= 0")
         self.window = window
         self.sinks = sinks
+        self.with_probabilities = with_probabilities
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _WindowSession(sequence, self)
@@ -47,9 +55,10 @@ class _WindowSession(DraftSession):
         while len(unscored := sequence.unscored(DRAFT)) > drafter.window:
             yield sequence.score(unscored[: drafter.window], runner=DRAFT)
             drafter.evict(sequence.kv_cache(DRAFT))
-        drafts = yield from draft_chain(sequence, [], size)
+        distributions: list[np.ndarray] | None = [] if drafter.with_probabilities else None
+        drafts = yield from draft_chain(sequence, [], size, distributions=distributions)
         drafter.evict(sequence.kv_cache(DRAFT))
-        return TokenTree.chain(drafts)
+        return sampled_chain(drafts, distributions)
 
 
 @register(
@@ -70,15 +79,28 @@ class _WindowSession(DraftSession):
             "positions are those of the text: evicted positions leave gaps",
             "the first `sinks` positions stay in the cache besides the window",
         ),
-        remote={"size": Range(0, 64), "window": Range(1, 65536), "sinks": Range(0, 4096)},
+        remote={
+            "size": Range(0, 64),
+            "window": Range(1, 65536),
+            "sinks": Range(0, 4096),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def longspec(size: int = 4, window: int = 512, sinks: int = 4) -> Speculative:
+def longspec(
+    size: int = 4,
+    window: int = 512,
+    sinks: int = 4,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """LongSpec: drafting with a sliding window.
 
     Args:
         size: Number of drafts per round.
         window: Number of last positions that the draft model keeps.
         sinks: Number of first positions that the draft model keeps.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(WindowDrafter(window, sinks), size)
+    rule = acceptance_rule(acceptance)
+    drafter = WindowDrafter(window, sinks, isinstance(rule, RejectionSampling))
+    return Speculative(drafter, size, rule)

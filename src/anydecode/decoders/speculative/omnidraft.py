@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -153,13 +155,20 @@ class _Session(DraftSession):
             "the draft model is not trained here (see online-sd), and the draft length is fixed",
             "the draft model's input omits the special tokens of the prompt",
         ),
-        remote={"size": Range(0, 64)},
+        remote={
+            "size": Range(0, 64),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def omnidraft(size: int = 5) -> Speculative:
+def omnidraft(
+    size: int = 5,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """OmniDraft: drafting across vocabularies.
 
     Args:
         size: Maximum number of draft-model tokens per round.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(OmniDrafter(), size)
+    return Speculative(OmniDrafter(), size, acceptance_rule(acceptance))

@@ -13,6 +13,12 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -20,7 +26,7 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab, sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.arithmetic import softmax
 from anydecode.kernels.library import top_k
@@ -124,7 +130,15 @@ class OnlineDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(self, rank: int, rate: float, batch: int, steps: int, memory: int = 64) -> None:
+    def __init__(
+        self,
+        rank: int,
+        rate: float,
+        batch: int,
+        steps: int,
+        memory: int = 64,
+        with_probabilities: bool = False,
+    ) -> None:
         if min(rank, batch, steps) < 1 or rate <= 0:
             raise InvalidRequestError("online-sd needs rank, batch, steps >= 1 and rate > 0")
         self.rank = rank
@@ -132,6 +146,7 @@ class OnlineDrafter(Drafter):
         self.batch = batch
         self.steps = steps
         self.memory = memory
+        self.with_probabilities = with_probabilities
         self.examples: list[RejectedDraft] = []
         self.correction: Correction | None = None
 
@@ -171,6 +186,7 @@ class _Session(DraftSession):
         top = kv_cache.pool.model.spec.num_layers
         sampler, tokens = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
+        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
         self.rows = []
         for _ in range(size):
             text = (tokens + drafts)[kv_cache.length :]
@@ -181,9 +197,11 @@ class _Session(DraftSession):
             if correction is not None:
                 row = row + correction(hidden)
             token = sequence.sample(sampler, row, len(tokens) + len(drafts))
+            if distributions is not None:
+                distributions.append(sampler.distribution(row).dense(len(row)))
             sampler.advance(token)
             drafts.append(token)
-        self._drafted = TokenTree.chain(drafts)
+        self._drafted = sampled_chain(drafts, distributions)
         return self._drafted
 
     def observe(self, round: SpeculationRound) -> None:
@@ -216,7 +234,7 @@ class _Session(DraftSession):
             " requests; each example is used for one run of `steps` steps",
             "the loss is forward cross-entropy; other divergences, mixed sampling, training in"
             " advance and routing to drafters by topic are not included",
-            "verified token-exactly with shared noise",
+            "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
         ),
         remote={
             "size": Range(0, 64),
@@ -224,11 +242,17 @@ class _Session(DraftSession):
             "rate": Range(0, 1),
             "batch": Range(1, 16),
             "steps": Range(1, 8),
+            "acceptance": ACCEPTANCE_WORDS,
         },
     )
 )
 def online_sd(
-    size: int = 4, rank: int = 16, rate: float = 0.01, batch: int = 8, steps: int = 4
+    size: int = 4,
+    rank: int = 16,
+    rate: float = 0.01,
+    batch: int = 8,
+    steps: int = 4,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """Online speculative decoding.
 
@@ -238,5 +262,9 @@ def online_sd(
         rate: Learning rate of Adam.
         batch: Rejected drafts that start a training run.
         steps: Steps per training run.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(OnlineDrafter(rank, rate, batch, steps), size)
+    rule = acceptance_rule(acceptance)
+    has_rows = isinstance(rule, RejectionSampling)
+    drafter = OnlineDrafter(rank, rate, batch, steps, with_probabilities=has_rows)
+    return Speculative(drafter, size, rule)

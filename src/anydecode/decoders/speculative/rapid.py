@@ -8,18 +8,26 @@ from collections.abc import Generator
 from math import log, sqrt
 from typing import Any
 
+import numpy as np
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
     fit_vocab,
+    sampled_chain,
     truncate_to_prefix,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
 
 
 def retrieve_chunks(prompt: list[int], chunk: int, count: int, query: int) -> list[int]:
@@ -57,10 +65,14 @@ def retrieve_chunks(prompt: list[int], chunk: int, count: int, query: int) -> li
 
 
 def draft_after(
-    sequence: Sequence, text: list[int], size: int
+    sequence: Sequence,
+    text: list[int],
+    size: int,
+    distributions: list[np.ndarray] | None = None,
 ) -> Generator[DecoderAction, Any, list[int]]:
     """Draft `size` tokens after `text`, which is the draft model's own, sampled with the noise of
-    their positions in the target's text."""
+    their positions in the target's text. The distribution of each draft is appended to
+    `distributions`, float64 `[vocab_size]`."""
     kv_cache = sequence.kv_cache(DRAFT)
     truncate_to_prefix(kv_cache, text)
     sampler = sequence.sampler.fork()
@@ -69,6 +81,8 @@ def draft_after(
         scores = yield sequence.score((text + drafts)[kv_cache.length :], runner=DRAFT)
         row = fit_vocab(sequence, scores.row(-1))
         token = sequence.sample(sampler, row, sequence.length + len(drafts))
+        if distributions is not None:
+            distributions.append(sampler.distribution(row).dense(len(row)))
         sampler.advance(token)
         drafts.append(token)
     return drafts
@@ -79,12 +93,15 @@ class RetrievalDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(self, chunk: int, count: int, query: int) -> None:
+    def __init__(
+        self, chunk: int, count: int, query: int, with_probabilities: bool = False
+    ) -> None:
         if min(chunk, count, query) < 1:
             raise InvalidRequestError("rapid needs chunk, count and query >= 1")
         self.chunk = chunk
         self.count = count
         self.query = query
+        self.with_probabilities = with_probabilities
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _RetrievalSession(sequence, self)
@@ -93,12 +110,14 @@ class RetrievalDrafter(Drafter):
 class _RetrievalSession(DraftSession):
     def __init__(self, sequence: Sequence, drafter: RetrievalDrafter) -> None:
         self.sequence = sequence
+        self.drafter = drafter
         self.prompt = retrieve_chunks(sequence.prompt, drafter.chunk, drafter.count, drafter.query)
 
     def propose(self, size: int) -> Proposal:
         text = self.prompt + self.sequence.tokens
-        drafts = yield from draft_after(self.sequence, text, size)
-        return TokenTree.chain(drafts)
+        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
+        drafts = yield from draft_after(self.sequence, text, size, distributions)
+        return sampled_chain(drafts, distributions)
 
 
 @register(
@@ -122,10 +141,17 @@ class _RetrievalSession(DraftSession):
             "chunk": Range(1, 4096),
             "count": Range(1, 256),
             "query": Range(1, 4096),
+            "acceptance": ACCEPTANCE_WORDS,
         },
     )
 )
-def rapid(size: int = 10, chunk: int = 64, count: int = 8, query: int = 128) -> Speculative:
+def rapid(
+    size: int = 10,
+    chunk: int = 64,
+    count: int = 8,
+    query: int = 128,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """RAPID: drafting from retrieved chunks.
 
     Args:
@@ -133,5 +159,8 @@ def rapid(size: int = 10, chunk: int = 64, count: int = 8, query: int = 128) -> 
         chunk: Tokens per chunk.
         count: Number of retrieved chunks.
         query: Number of last prompt tokens that the chunks are compared with.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(RetrievalDrafter(chunk, count, query), size)
+    rule = acceptance_rule(acceptance)
+    drafter = RetrievalDrafter(chunk, count, query, isinstance(rule, RejectionSampling))
+    return Speculative(drafter, size, rule)

@@ -9,6 +9,12 @@ distributions and merged into a tree.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.errors import InvalidRequestError
@@ -18,14 +24,15 @@ from anydecode.scoring.tree import TokenTree
 
 
 class JointDrafter(DiffusionDrafter):
-    """Drafts `paths` samples from the distributions of the masks at `temperature`. The first uses
-    the request's sampler and the target's noise."""
+    """Drafts `paths` samples from the distributions of the masks at `temperature`. With
+    `shares_noise` the first uses the request's sampler and the target's noise."""
 
-    def __init__(self, paths: int, temperature: float) -> None:
+    def __init__(self, paths: int, temperature: float, shares_noise: bool = True) -> None:
         if paths < 1 or temperature <= 0:
             raise InvalidRequestError("specdiff-2 needs paths >= 1 and temperature > 0")
         self.paths = paths
         self.temperature = temperature
+        self.shares_noise = shares_noise
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -39,16 +46,18 @@ class _Session(DiffusionSession):
     def propose(self, size: int) -> Proposal:
         sequence = self.sequence
         rows = yield from self.marginals(size)
-        first, sampler = [], sequence.sampler.fork()
-        for offset, row in enumerate(rows):
-            first.append(sequence.sample(sampler, row, sequence.length + offset))
-            sampler.advance(first[-1])
-        paths = [first]
+        paths: list[list[int]] = []
+        if self.drafter.shares_noise:
+            sampler = sequence.sampler.fork()
+            paths.append([])
+            for offset, row in enumerate(rows):
+                paths[0].append(sequence.sample(sampler, row, sequence.length + offset))
+                sampler.advance(paths[0][-1])
         draft_sampler, noise = (
             Sampler(self.drafter.temperature),
             sequence.noise.with_purpose("draft"),
         )
-        for number in range(1, self.drafter.paths):
+        for number in range(len(paths), self.drafter.paths):
             paths.append(
                 [
                     draft_sampler.sample(row, noise, sequence.length + offset, number)
@@ -74,15 +83,28 @@ class _Session(DiffusionSession):
             "4 paths of 16 drafts by default (the paper: up to 8, of 16 or 32)",
         ),
         missing=("the streak distillation of the draft model",),
-        remote={"size": Range(0, 64), "paths": Range(1, 16), "temperature": Range(0, 100)},
+        remote={
+            "size": Range(0, 64),
+            "paths": Range(1, 16),
+            "temperature": Range(0, 100),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def specdiff_2(size: int = 16, paths: int = 4, temperature: float = 1.5) -> Speculative:
+def specdiff_2(
+    size: int = 16,
+    paths: int = 4,
+    temperature: float = 1.5,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """SpecDiff-2: joint drafts from a diffusion model.
 
     Args:
         size: Number of tokens per draft.
         paths: Number of drafts per round.
         temperature: Temperature of all drafts but the first, above 0.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(JointDrafter(paths, temperature), size)
+    rule = acceptance_rule(acceptance)
+    drafter = JointDrafter(paths, temperature, not isinstance(rule, RejectionSampling))
+    return Speculative(drafter, size, rule)

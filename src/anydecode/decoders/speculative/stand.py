@@ -10,6 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -95,7 +101,7 @@ class _Session(TextDraftSession):
                 tails[node] = [*tails[tree.parents[node]], tree.tokens[node]]
             rows[node] = row = self.drafter.table.longest_match(tails[node])
             depth = len(tails[node]) - len(tails[ROOT])
-            return self._draw(row, position + depth)
+            return self._draw(row, position + depth, node)
 
         tree = self.drafter.shape.fill(candidates, size, kind="wor")
         if self.drafter.with_probabilities:
@@ -120,14 +126,19 @@ class _Session(TextDraftSession):
                     tuple(tails[row][len(tails[row]) - n + 1 :]), tokens, probabilities[row]
                 )
 
-    def _draw(self, row: dict[int, float], position: int) -> list[int]:
+    def _draw(self, row: dict[int, float], position: int, node: int) -> list[int]:
         """The tokens of the row in the order of draws without replacement: by falling
-        log-probability plus the noise at the position; at temperature 0 by falling probability."""
+        log-probability plus the noise at the position, for a rejection rule that of the node; at
+        temperature 0 by falling probability."""
+        attempt = 0
         if len(row) < 2 or self.sequence.sampler.is_greedy:
             return list(row)
         tokens = np.fromiter(row, np.int64, len(row))
         scores = np.log(np.fromiter(row.values(), float, len(row)))
-        keys = scores + self.sequence.noise.gumbel(tokens, position)
+        noise = self.sequence.noise
+        if self.drafter.with_probabilities:
+            noise, attempt = noise.with_purpose("draft"), node + 1
+        keys = scores + noise.gumbel(tokens, position, attempt)
         ordered: list[int] = tokens[np.argsort(-keys, kind="stable")].tolist()
         return ordered
 
@@ -147,27 +158,36 @@ class _Session(TextDraftSession):
         summary="Drafts are drawn without replacement from n-gram tables of target probabilities.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "verified token-exactly: the draws use the noise that the target will use",
+            "verified token-exactly, with draws from the noise that the target will use; the"
+            " paper's rule is acceptance='rejection'",
             "stored probabilities are normalised over the ten most probable tokens",
             "the tree is token recycling's, cut to the nodes that pay at `row_cost`; the paper"
             " fits one to 30 problems",
             "one table for all requests; probabilities are those at the temperature of the request"
             " that updated them",
         ),
-        remote={"row_cost": Range(0, 100), "max_ngram": Range(1, 16)},
+        remote={
+            "row_cost": Range(0, 100),
+            "max_ngram": Range(1, 16),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def stand(
-    row_cost: float = 0.1, max_ngram: int = 4, with_probabilities: bool = False
+    row_cost: float = 0.1,
+    max_ngram: int = 4,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """STAND.
 
     Args:
         row_cost: Cost of one more row, relative to a pass over one row.
         max_ngram: Maximum n-gram length.
-        with_probabilities: Keep the draft distributions, for rejection sampling.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     if max_ngram < 2:
         raise InvalidRequestError("stand needs n-grams of at least 2 tokens")
+    rule = acceptance_rule(acceptance)
     shape = worthwhile(PUBLISHED, RATES, row_cost)
-    return Speculative(StandDrafter(shape, max_ngram, with_probabilities), len(shape))
+    drafter = StandDrafter(shape, max_ngram, isinstance(rule, RejectionSampling))
+    return Speculative(drafter, len(shape), rule)

@@ -16,7 +16,9 @@ from heapq import heappop, heappush
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.ngram_index import SEPARATOR
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -337,11 +339,20 @@ class _Session(TextDraftSession):
             "earlier answers are kept in eight parts within `memory` bytes, and the oldest part is"
             " dropped when they are full",
         ),
-        remote={"size": Range(0, 64), "factor": Range(0, 16), "min_probability": Range(0, 1)},
+        remote={
+            "size": Range(0, 64),
+            "factor": Range(0, 16),
+            "min_probability": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def suffix(
-    size: int = 8, factor: float = 2.0, min_probability: float = 0.1, memory: int = 64 << 20
+    size: int = 8,
+    factor: float = 2.0,
+    min_probability: float = 0.1,
+    memory: int = 64 << 20,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """SuffixDecoding.
 
@@ -350,5 +361,7 @@ def suffix(
         factor: Maximum number of nodes of a draft tree, relative to the length of the match.
         min_probability: Minimum probability of a node, above 0 and at most 1.
         memory: Memory of earlier answers, in bytes.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(SuffixDrafter(factor, min_probability, memory), size)
+    drafter = SuffixDrafter(factor, min_probability, memory)
+    return Speculative(drafter, size, acceptance_rule(acceptance))

@@ -9,6 +9,8 @@ fill a static draft tree.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, Words, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -110,15 +112,25 @@ class _Session(TextDraftSession):
             " nodes",
             "works at any temperature; the released code is greedy only",
         ),
-        remote={"tree": Words(("worthwhile", "published")), "row_cost": Range(0, 100)},
+        remote={
+            "tree": Words(("worthwhile", "published")),
+            "row_cost": Range(0, 100),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def token_recycling(tree: str = "worthwhile", row_cost: float = 0.1) -> Speculative:
+def token_recycling(
+    tree: str = "worthwhile",
+    row_cost: float = 0.1,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """Token recycling.
 
     Args:
         tree: "worthwhile", or "published" for all 80 nodes.
         row_cost: Cost of one more row, relative to a pass over one row.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     tree_shape = shape(tree, row_cost)
-    return Speculative(TokenRecyclingDrafter(tree_shape), len(tree_shape))
+    drafter = TokenRecyclingDrafter(tree_shape)
+    return Speculative(drafter, len(tree_shape), acceptance_rule(acceptance))

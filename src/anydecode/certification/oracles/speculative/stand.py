@@ -9,6 +9,7 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.copied_chains import PROMPTS
+from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
 from anydecode.certification.rounds import Logits, TracedRound, accepted, rounds, scripted, wordy
 from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
@@ -18,7 +19,8 @@ from anydecode.sampling.noise import Noise
 @oracle_test("stand")
 def stand() -> Iterator[Check]:
     """Running averages over ten tokens, longest n-gram first, Gumbel samples without replacement
-    for the tree of the two best nodes and for the whole published tree."""
+    for the tree of the two best nodes and for the whole published tree. Samples under the paper's
+    rejection rule follow the target."""
     table = NgramProbabilities(width=2)
     table.update((1,), [5, 6], [0.6, 0.4])
     table.update((1,), [6, 7], [0.8, 0.2])
@@ -40,6 +42,7 @@ def stand() -> Iterator[Check]:
             name = f"{key} at T={temperature}"
             yield Check(f"{name} equals the oracle", wrong == 0, f"{len(trace)} rounds")
             yield Check(f"{name}: drafts are accepted", accepted(trace) > 0)
+    yield from rejection_checks("stand", prompt=REPEATING)
 
 
 def _stand_mistakes(
