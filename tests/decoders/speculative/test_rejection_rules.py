@@ -62,6 +62,7 @@ MODEL_FREE = (
     "token-recycling",
     "stand",
     "bandit",
+    "taps",
 )
 DIFFUSION = ("deer", "diffuspec", "specdiff-2")
 #: Methods whose rule is their idea, or whose drafts rest on the noise that the target will use.
@@ -72,7 +73,6 @@ ONE_RULE = {
     "pearl",
     "saguaro",
     "smartspec",
-    "taps",
     "top-m-acceptance",
     "typical-acceptance",
 }

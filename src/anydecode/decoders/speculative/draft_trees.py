@@ -125,6 +125,12 @@ class GrowingTree:
         tree, positions = TokenTree(kind=kind), {ROOT: ROOT}
         for node in nodes:
             positions[node] = tree.add(self.tree.tokens[node], positions[self.tree.parents[node]])
+        tops = [
+            float(self.candidates[node].probabilities.max())
+            for node, position in positions.items()
+            if tree.children(position)
+        ]
+        tree.confidence = sum(tops) / len(tops) if tops else None
         if with_probabilities:
             size = self.sequence.kv_cache().pool.model.spec.vocab_size
             tree.probabilities = {
