@@ -70,7 +70,6 @@ ONE_RULE = {
     "auto",
     "jacobi",
     "lenient-sampling",
-    "pearl",
     "saguaro",
     "smartspec",
     "top-m-acceptance",
@@ -103,7 +102,7 @@ def setting(key: str) -> tuple[Callable[[], LLM], tuple[int, ...]]:
     "key",
     [
         key if key in ("rsd", "eagle", "stand") else pytest.param(key, marks=pytest.mark.slow)
-        for key in (*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION)
+        for key in (*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, "pearl")
     ],
 )
 def test_samples_follow_the_target(key: str) -> None:
@@ -133,7 +132,7 @@ def test_every_speculative_method_takes_a_rule_or_has_one() -> None:
     assert without == ONE_RULE
 
 
-@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, "dflash"])
+@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, "dflash", "pearl"])
 def test_unknown_rules_are_refused_in_one_line(key: str) -> None:
     with pytest.raises(InvalidRequestError, match="unknown acceptance rule 'none'") as refusal:
         catalogue.build(key, acceptance="none")

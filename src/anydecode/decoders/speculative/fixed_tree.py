@@ -59,6 +59,7 @@ class FixedTreeDrafter(TreeDrafter):
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "any shape of rank paths, not only a number of children per level",
+            "trees of several draft models are not merged (see `taps`)",
             "the draft distribution is cut to its 64 most probable tokens",
             "verified token-exactly: siblings are the best by draft probability plus the noise that"
             " the target will use; with acceptance='rejection' they are the most probable, verified"

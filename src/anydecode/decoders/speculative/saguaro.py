@@ -66,8 +66,8 @@ class _Branch:
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
-            "verified token-exactly; bonus tokens are predicted with the noise that the target"
-            " will use, so the paper's reshaped draft distribution is not needed",
+            "verified token-exactly alone: bonus tokens are predicted with the noise that the"
+            " target will use, so the paper's reshaped draft distribution is not needed",
             "after a miss new drafts are made at once (the paper's just-in-time backup)",
             "once the outcome is known, only its own branch is continued",
             "bonus tokens and prepared drafts come from the draft model's 64 most probable tokens",

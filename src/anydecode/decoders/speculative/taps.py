@@ -135,9 +135,9 @@ class TapsDrafter(Drafter):
         exactness="token-exact",
         summary="Several drafters at once: routed by confidence, or merged into one tree.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        missing=("several trained drafters, one per task: at most one drafter has a model",),
         deviations=(
-            "any methods of this catalogue that need no model or one draft model, instead of EAGLE"
-            " drafters trained per domain",
+            "any methods of this catalogue instead of EAGLE drafters",
             "the confidence of a drafter without probabilities (copies, ranks) is the recent"
             " acceptance rate of its first drafts, not the mean top probability of its tree",
             "trees are merged by default, the more confident first, which the paper found best;"

@@ -22,7 +22,6 @@ from anydecode.certification.chi_square import (
     sampled,
     small_llm,
 )
-from anydecode.decoders.framework.acceptance import AcceptanceResult
 from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
@@ -34,17 +33,19 @@ TEMPERATURE, SAMPLES = 0.8, 600
 
 
 class CountingRejection(RejectionSampling):
-    """The rule, with the numbers of drafts seen and accepted."""
+    """The rule, with the numbers of drafts tested and accepted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_drafts = self.num_accepted = 0
 
-    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
-        result = super().walk(tree, scores)
-        self.num_drafts += len(tree)
-        self.num_accepted += len(result.path)
-        return result
+    def step(
+        self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
+    ) -> tuple[int | None, int]:
+        child, token = super().step(tree, scores, node, children)
+        self.num_drafts += len(children)
+        self.num_accepted += child is not None
+        return child, token
 
 
 class _MaskTokenizer(ByteTokenizer):
