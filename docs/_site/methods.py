@@ -78,7 +78,8 @@ def index() -> str:
         lines += [f"## {TITLES[family]}", "", "| method | claim | |", "|---|---|---|"]
         for card in catalogue.cards(family):
             link = page_of(card.key).removeprefix("methods/")
-            lines.append(f"| [`{card.key}`]({link}) | {card.exactness} | {card.summary} |")
+            summary = f"*Partial.* {card.summary}" if card.missing else card.summary
+            lines.append(f"| [`{card.key}`]({link}) | {card.exactness} | {summary} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -101,6 +102,13 @@ def method_page(card: Card, figures: list[str]) -> str:
         *usage(card, build),
         *parameters(card.key),
     ]
+    if card.missing:
+        lines += [
+            "## Not implemented",
+            "",
+            "This method is partial. Of the paper's idea, it lacks:",
+        ]
+        lines += ["", *(f"- {escaped(one)}" for one in card.missing), ""]
     if card.deviations:
         lines += ["## Differences from the paper", ""]
         lines += [f"- {escaped(one)}" for one in card.deviations] + [""]

@@ -44,6 +44,7 @@ _PACKAGES = (
     "anydecode.engine",
     "anydecode.api",
     "anydecode.quantization",
+    "anydecode.models.families",
 )
 
 
@@ -146,6 +147,8 @@ class Card:
         needs: Requirements: "draft model", "trained heads", "diffusion model", ...
         works_with: What the method can be combined with.
         deviations: Every difference from the paper.
+        missing: The parts of the paper's distinguishing idea that are not implemented. With any,
+            the method is partial; without, it is complete.
         remote: The parameters that a remote caller (a request to the server) may set, with the
             values allowed to it: those whose cost is small. Booleans are always allowed, and
             parameters that name files never.
@@ -160,6 +163,7 @@ class Card:
     needs: tuple[str, ...] = ()
     works_with: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     remote: Mapping[str, Bounds] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

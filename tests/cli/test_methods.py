@@ -44,9 +44,13 @@ def test_the_list_has_one_line_of_80_columns_per_method(
     headings = [line.split()[0] for line in lines[:-1] if line and not line.startswith(" ")]
     assert headings == ([family] if family else list(FAMILIES))
     noun = "method" if len(selected) == 1 else "methods"
-    assert lines[-1] == f"{len(selected)} {noun}; all about one: anydecode methods KEY"
+    num_partial = sum(bool(card.missing) for card in selected)
+    partial = f", {num_partial} partial" if num_partial else ""
+    assert lines[-1] == f"{len(selected)} {noun}{partial}; all about one: anydecode methods KEY"
     for row, card in zip(rows, selected, strict=True):
         shown = row.partition(card.exactness)[2].strip()
+        assert shown.startswith("partial: ") == bool(card.missing)
+        shown = shown.removeprefix("partial: ")
         assert card.summary.startswith(shown.removesuffix("…").rstrip())
         assert shown.endswith("…") or shown == card.summary
 
@@ -84,8 +88,9 @@ def test_a_page_fits_80_columns_and_has_the_whole_card(
     shown = "".join(page.split())
     card = catalogue.entries()[key].card
     for text in (card.summary, card.exactness, card.paper, *card.needs, *card.works_with,
-                 *card.deviations, card.citation):  # fmt: skip
+                 *card.missing, *card.deviations, card.citation):  # fmt: skip
         assert "".join(text.split()) in shown
+    assert ("\npartial: not implemented\n" in page) == bool(card.missing)
     for one in catalogue.parameters(key):
         assert f"{one.name}:{''.join(one.type.split())}" in shown
         assert one.description and "".join(one.description.split()) in shown
@@ -100,6 +105,18 @@ def test_a_page_as_json_has_the_parameters(capsys: pytest.CaptureFixture[str]) -
     description = page["parameters"][0]["description"]  # of its base class
     assert description.startswith("Maximum number of rows per pass. By default,")
     assert description.endswith("prompts of any length are chunked.")
+
+
+def test_a_partial_method_says_so_with_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    card = catalogue.find("longspec").card
+    assert card.missing
+    assert f"{card.key} " in print_methods(capsys, "--family", card.family)
+    assert json.loads(print_methods(capsys, card.key, "--json"))["missing"] == list(card.missing)
+    listed = json.loads(print_methods(capsys, "--family", card.family, "--json"))
+    found = {one["key"]: one["missing"] for one in listed}
+    assert found[card.key] == list(card.missing) and [] in found.values()
 
 
 def test_parameters_are_described_by_the_docstring() -> None:

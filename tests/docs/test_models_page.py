@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 from anydecode.kernels.interface import FORMATS
@@ -25,6 +26,11 @@ def rows() -> list[tuple[list[str], list[str]]]:
 def test_every_family_is_listed_once() -> None:
     listed = [model_type for model_types, _ in rows() for model_type in model_types]
     assert sorted(listed) == sorted(FAMILIES)
+
+
+def test_the_table_of_diffusion_models_is_the_generated_one() -> None:
+    source = PAGE.parents[1] / "_site" / "families.py"
+    assert runpy.run_path(str(source))["table"]() in PAGE.read_text()
 
 
 def test_every_gguf_architecture_is_listed_with_its_family() -> None:

@@ -50,6 +50,17 @@ def test_every_method_has_a_page_with_its_parameters_and_its_oracle_test(site: A
     assert undescribed == UNDESCRIBED
 
 
+def test_partial_methods_say_what_is_missing(site: Any) -> None:
+    methods = site("methods")
+    index = methods.index()
+    for card in catalogue.cards():
+        page = methods.method_page(card, [])
+        assert ("## Not implemented" in page) == bool(card.missing)
+        assert all(f"- {methods.escaped(part)}" in page for part in card.missing)
+        (row,) = [line for line in index.splitlines() if line.startswith(f"| [`{card.key}`]")]
+        assert ("*Partial.*" in row) == bool(card.missing)
+
+
 def test_pages_have_the_figures_of_their_method_only(site: Any) -> None:
     figures = site("methods").measured(SITE.parent)
     assert set(figures) <= set(catalogue.entries())

@@ -123,6 +123,24 @@ def test_batches_and_chunks(family: str, row_budget: int) -> None:
     assert texts(family, PROMPTS, engine) == alone(family)
 
 
+def test_rows_whose_logits_are_not_read_skip_layers_that_store_nothing(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, stops = model(family), list[int]()
+    run = own.run
+
+    def recording(rows: Any, *arguments: Any) -> Any:
+        stops.extend(rows.stop.tolist())
+        return run(rows, *arguments)
+
+    monkeypatch.setattr(own, "run", recording)
+    with LLM(own, tokenizer=ByteTokenizer(), cache_positions=512) as llm:
+        llm.generate([65] * 20, max_tokens=1)
+        assert stops == [3 if family in SHARED else own.spec.num_layers] * 19 + [
+            own.spec.num_layers
+        ]
+
+
 def test_preempted_requests_start_again_with_the_same_text(family: str) -> None:
     with LLM(model(family), tokenizer=ByteTokenizer(), cache_positions=160) as llm:
         found = [one.tokens for one in llm.generate(PROMPTS, **OPTIONS)]

@@ -111,9 +111,16 @@ def test_a_slot_that_was_freed_has_no_state(model: Transformer) -> None:
     assert np.array_equal(in_parts(model, cache, [10, 30], slots), expected)
 
 
-def test_nodes_of_a_tree_have_the_bits_of_their_paths(model: Transformer) -> None:
-    parents = [-1, -1, 0, 0, 1, 2, 4, 6]
-    tokens = [9, 12, 40, 41, 42, 43, 44, 45]
+@pytest.mark.parametrize(
+    "parents",
+    [[-1, -1, 0, 0, 1, 2, 4, 6], [-1, -1, 0, 0, 1, 1, 2, 2, 3, 3, 8, 6, 4, 4]],
+    ids=["narrow", "wide"],
+)
+def test_nodes_of_a_tree_have_the_bits_of_their_paths(
+    model: Transformer, parents: list[int]
+) -> None:
+    count = len(parents)
+    tokens = [9, 12, *range(40, 38 + count)]
     cache, base = new_cache(model), 11
     in_parts(model, cache, [base])
     slots = np.arange(128)[::-1].copy()
@@ -124,10 +131,10 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(model: Transformer) -> Non
     rows = make_rows(
         [*TOKENS[base:trunk], *tokens],
         [base, base + 1, *(trunk + len(path) - 1 for path in paths)],
-        [*slots[base:trunk], *range(8)],
+        [*slots[base:trunk], *range(count)],
         [slots[:trunk]],
-        [0] * 10,
-        [base + 1, *[trunk] * 9],
+        [0] * (count + 2),
+        [base + 1, *[trunk] * (count + 1)],
         [[], [], *paths],
     )
     found = logits(model, whole(rows, model), cache)

@@ -311,6 +311,24 @@ def test_the_gallery_shows_the_card_behind_a_decoder(browser: Browser) -> None:
     assert "max_ngram: 1 to 32" in hint
 
 
+def test_the_gallery_says_what_a_partial_decoder_lacks(browser: Browser) -> None:
+    show(browser, "decoders")
+    browser.script("document.getElementById('gallery-all').click()")
+    card = catalogue.find("longspec").card
+    entry = (
+        "[...document.querySelectorAll('.entry')].find((one) =>"
+        f" one.querySelector('strong').textContent === '{card.key}')"
+    )
+    browser.until(entry)
+    assert "Partial: " in browser.script(f"return {entry}.innerText")
+    browser.script(f"{entry}.open = true")
+    browser.until(f"{entry}.querySelector('.card')")
+    text = browser.script(f"return {entry}.innerText")
+    assert "Partial: not implemented" in text
+    for part in card.missing:
+        assert part.replace("`", "") in text
+
+
 def test_names_in_the_text_of_a_card_are_code(browser: Browser) -> None:
     show(browser, "decoders")
     assert any("`start`" in text for text in catalogue.find("aggressive").card.deviations)

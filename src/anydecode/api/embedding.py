@@ -138,7 +138,9 @@ class PooledState(Decoder):
     def _add(self, states: np.ndarray, model: Any) -> None:
         if self._has_final_norm and model.spec.has_final_norm:
             states = model.normed(states)
-        states = states[:, : model.spec.hidden_size]  # the first of several streams
+        states = states[
+            :, : model.spec.hidden_size
+        ]  # the first of several streams, or without the memory
         rows = states.astype(np.float64).sum(0)
         self._sum = rows if self._sum is None else self._sum + rows
         self._count += len(states)

@@ -92,6 +92,12 @@ class LLM:
         backend: Name of the kernel backend; by default the best one for the device.
         device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
             torch.
+        family: The family of the model, for checkpoints whose config does not say it
+            ("open_dllm"); by default the one that the config names.
+        mask: The mask token of a diffusion model; by default the one that its files name, or that
+            of the published models of its family.
+        block: The block size of a block-diffusion model; by default that of its config, or of the
+            published models of its family.
         draft: A smaller model for methods that need one, in any of the forms of `model`, the folder
             of a drafter that reads the states of `model` (EAGLE, DFlash, Medusa, Hydra, modules for
             further tokens), or a copy of `model`: "self:int4", "self:layers=10" or both
@@ -134,6 +140,9 @@ class LLM:
         threads: int | None = None,
         backend: str | None = None,
         device: str | None = None,
+        family: str | None = None,
+        mask: int | None = None,
+        block: int | None = None,
         draft: Any = None,
         cache: str | None = None,
         cache_positions: int | None = None,
@@ -146,17 +155,19 @@ class LLM:
         prefix_spill: str | Path | None = None,
         spill_limit: str | int = "4GiB",
     ) -> None:
-        from anydecode.models.opening import WeightFormat, open_model, open_tokenizer
+        from anydecode.models.opening import WeightFormat, open_model, open_tokenizer, with_mask
         from anydecode.models.self_drafts import open_draft, open_own_draft
 
         options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
         format = weight_format(dtype)
-        self.model, model_tokenizer = open_model(model, dtype=format, **options)
+        self.model, model_tokenizer = open_model(
+            model, dtype=format, family=family, block=block, **options
+        )
         dtype = format.dtype if isinstance(format, WeightFormat) else format
         opened = open_tokenizer(tokenizer) or model_tokenizer
         if opened is None:
             raise InvalidRequestError("this model has no tokenizer; pass tokenizer=")
-        self.tokenizer: Tokenizer = opened
+        self.tokenizer: Tokenizer = with_mask(opened, self.model.spec, mask)
         self._adapters = Adapters(self.model)
         self._positions = cache_positions
         self._cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
@@ -584,11 +595,13 @@ class LLM:
 
     @property
     def default_decoder(self) -> str:
-        """Key of the decoder for requests without one: "auto", or the method that a diffusion model
-        was trained for."""
+        """The decoder for requests without one: "auto", or the method that a diffusion model was
+        trained for, with the parameters that it was published with."""
         spec = self.model.spec
         if spec.causal:
             return "auto"
+        if spec.decoder is not None:
+            return spec.decoder
         return "sdar" if spec.block_size else "dream" if spec.logit_shift else "llada"
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,24 +189,29 @@ def small_llm() -> LLM:
 
 
 def sampled(
-    llm: LLM, decoder: Decoder, options: Mapping[str, Any], samples: int = SAMPLES, seed: int = 17
+    llm: LLM,
+    decoder: Decoder,
+    options: Mapping[str, Any],
+    samples: int = SAMPLES,
+    seed: int = 17,
+    prompt: Seq[int] = PROMPT,
 ) -> list[Text]:
     """The token sequences of `samples` samples of one request."""
     settings = {"temperature": 1.0, **options}
     answer = llm.generate(
-        PROMPT, decoder=decoder, n=samples, seed=seed, max_tokens=LENGTH, **settings
+        list(prompt), decoder=decoder, n=samples, seed=seed, max_tokens=LENGTH, **settings
     )
     return [tuple(sample.tokens) for sample in answer.samples]
 
 
-def expected(options: Mapping[str, Any]) -> dict[Text, float]:
+def expected(options: Mapping[str, Any], prompt: Seq[int] = PROMPT) -> dict[Text, float]:
     """The exact distribution of the texts that `sampled` returns."""
     settings = {"temperature": 1.0, **options}
     constraint = settings.pop("constraint", None)
     sampler = SamplingParams(**settings).sampler(
-        PROMPT, VOCABULARY, constraint=constraint and constraint.fork()
+        list(prompt), VOCABULARY, constraint=constraint and constraint.fork()
     )
-    return enumerated(TARGET_SCRIPT, PROMPT, sampler, LENGTH)
+    return enumerated(TARGET_SCRIPT, list(prompt), sampler, LENGTH)
 
 
 def distribution_fits(make: Callable[[], Decoder], samples: int = SAMPLES) -> dict[str, Fit]:

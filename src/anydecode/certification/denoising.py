@@ -314,9 +314,11 @@ def digests(script: Logits, block_size: int | None = None) -> LLM:
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
-def random_model(block_size: int | None = None, seed: int = 0, layers: int = 2) -> LLM:
-    """A small transformer with random weights and bidirectional or block-causal attention. Its
-    weights can be read whatever the backend."""
+def random_model(
+    block_size: int | None = None, seed: int = 0, layers: int = 2, shift: int = 0
+) -> LLM:
+    """A small transformer with random weights and bidirectional or block-causal attention; row i
+    predicts position i + `shift`. Its weights can be read whatever the backend."""
     config = {
         "model_type": "sdar" if block_size else "a2d-qwen3",
         "vocab_size": VOCABULARY,
@@ -328,6 +330,7 @@ def random_model(block_size: int | None = None, seed: int = 0, layers: int = 2) 
         "intermediate_size": 64,
         "max_position_embeddings": 512,
         "block_size": block_size,
+        "right_shift_logits": bool(shift),
     }
     shapes = {"embed_tokens": (VOCABULARY, 32), "lm_head": (VOCABULARY, 32), "norm": (32,)}
     for layer in (f"layers.{index}" for index in range(layers)):

@@ -50,6 +50,9 @@ def chat(
     cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
+    family: options.Family = None,
+    mask: options.Mask = None,
+    block: options.Block = None,
     json: options.Json = False,
 ) -> None:
     """Chat with a model; /help lists the commands of a conversation.
@@ -61,7 +64,7 @@ def chat(
         message = "-"
     if message is not None:
         message = options.read_text(message, "prompt")
-    llm = options.load(model, dtype, threads, backend, None, cache)
+    llm = options.load(model, dtype, threads, backend, None, cache, family, mask, block)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,

@@ -44,6 +44,9 @@ def generate(
     cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
+    family: options.Family = None,
+    mask: options.Mask = None,
+    block: options.Block = None,
     draft: options.Draft = None,
     schema: Annotated[
         Path | None,
@@ -98,7 +101,7 @@ def generate(
         from anydecode.constraints.languages import Regex
 
         request_constraint = Regex(regex)
-    llm = options.load(model, dtype, threads, backend, draft, cache)
+    llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,

@@ -63,8 +63,8 @@ def methods(
 
 
 def print_list(selected: Sequence[Card]) -> None:
-    """Print the cards by family, one line each: key, exactness and as much of the summary as
-    fits."""
+    """Print the cards by family, one line each: key, exactness, whether the method is partial, and
+    as much of the summary as fits."""
     width = output_width()
     for family in dict.fromkeys(card.family for card in selected):
         chosen = [card for card in selected if card.family == family]
@@ -72,10 +72,13 @@ def print_list(selected: Sequence[Card]) -> None:
         claim_width = max(len(card.exactness) for card in chosen)
         print(f"{family} ({len(chosen)})")
         for card in chosen:
-            line = f"  {card.key:<{key_width}}  {card.exactness:<{claim_width}}  {card.summary}"
+            summary = f"partial: {card.summary}" if card.missing else card.summary
+            line = f"  {card.key:<{key_width}}  {card.exactness:<{claim_width}}  {summary}"
             print(cut(line, width))
         print()
     count = f"{len(selected)} method{'' if len(selected) == 1 else 's'}"
+    num_partial = sum(bool(card.missing) for card in selected)
+    count += f", {num_partial} partial" if num_partial else ""
     print(f"{count}; all about one: anydecode methods KEY")
 
 
@@ -102,6 +105,10 @@ def print_card(card: Card, parameters: Sequence[Parameter]) -> None:
         print(wrapped(f"{one.name}: {one.type}{default}", width, "  ", " " * 6))
         print(wrapped(one.description, width, " " * 6))
         print(wrapped(f"in requests to a server: {one.remote or 'not allowed'}", width, " " * 6))
+    if card.missing:
+        print("\npartial: not implemented")
+    for part in card.missing:
+        print(wrapped(part, width, "  - "))
     if card.deviations:
         print("\ndifferences from the paper")
     for deviation in card.deviations:

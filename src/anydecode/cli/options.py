@@ -106,6 +106,22 @@ Threads = Annotated[
 Backend = Annotated[
     str | None, typer.Option("--backend", help="Kernel backend. Default: the fastest available.")
 ]
+Family = Annotated[
+    str | None,
+    typer.Option(
+        "--family", help="Family of the model, where its config does not say it (open_dllm)."
+    ),
+]
+Mask = Annotated[
+    int | None,
+    typer.Option("--mask", min=0, help="Mask token of a diffusion model. Default: the model's."),
+]
+Block = Annotated[
+    int | None,
+    typer.Option(
+        "--block", min=1, help="Block size of a block-diffusion model. Default: the model's."
+    ),
+]
 Draft = Annotated[
     str | None,
     typer.Option(
@@ -129,6 +145,9 @@ def load(
     backend: str | None = None,
     draft: str | None = None,
     cache: str | None = None,
+    family: str | None = None,
+    mask: int | None = None,
+    block: int | None = None,
 ) -> LLM:
     """Load the model, with a status line on stderr."""
     from anydecode.api.llm import LLM
@@ -136,7 +155,14 @@ def load(
 
     with status(f"loading {model}"):
         arguments = without_none(
-            dtype=dtype, threads=threads, backend=backend, draft=draft, cache=cache
+            dtype=dtype,
+            threads=threads,
+            backend=backend,
+            draft=draft,
+            cache=cache,
+            family=family,
+            mask=mask,
+            block=block,
         )
         return LLM(model, **arguments)
 

@@ -297,10 +297,13 @@ def serve(
     cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
+    family: options.Family = None,
+    mask: options.Mask = None,
+    block: options.Block = None,
 ) -> None:
     """Serve models with the APIs of OpenAI, Anthropic and Ollama, and a page at / to try them.
 
-    --decoder, --draft and --adapter are those of the first model.
+    --decoder, --draft, --adapter, --family, --mask and --block are those of the first model.
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
@@ -364,7 +367,14 @@ def serve(
         cache_memory=cache_bytes,
         row_budget=row_budget,
     )
-    own = options.without_none(draft=draft, prefix_spill=prefix_spill, spill_limit=spill_limit)
+    own = options.without_none(
+        draft=draft,
+        family=family,
+        mask=mask,
+        block=block,
+        prefix_spill=prefix_spill,
+        spill_limit=spill_limit,
+    )
 
     def served(name: str, model: str) -> ServedModel:
         path = resolve(model)

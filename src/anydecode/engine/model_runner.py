@@ -187,7 +187,7 @@ class ModelRunner:
                 continue
             planned.add(request.sequence.root.id)
             try:
-                if span.start and self.model.spec.per_layer_size:
+                if span.start and (spec.per_layer_size or spec.memory_size):
                     raise late_start_error(self.model.name)
                 builder.add(item)
             except Exception as error:

@@ -45,7 +45,7 @@ class TorchExecutor(ABC):
     cache_formats = tuple(CACHE_FORMATS)
     cache_format = "float32"
     reads_states = False  # whether the hidden states of all rows start as `Rows.inputs`
-    num_streams = 1  # the size of a hidden state, in embeddings
+    extra_width = 0  # numbers of a hidden state beyond those of an embedding
 
     @abstractmethod
     def begin(self, rows: Rows, cache: KeyValues) -> None:
@@ -108,8 +108,8 @@ class TorchExecutor(ABC):
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run a pass. Outputs are numpy arrays on the CPU, else tensors on the device."""
         x = self._inputs(rows)
-        if self.num_streams > 1:
-            x = torch.nn.functional.pad(x, (0, (self.num_streams - 1) * x.shape[1]))
+        if self.extra_width:
+            x = torch.nn.functional.pad(x, (0, self.extra_width))
         hidden: dict[int, Any] = {}
         self.begin(rows, cache)
         boundaries = set(rows.start.tolist()) | set(rows.stop.tolist()) | set(output_spec.hidden)
@@ -154,7 +154,7 @@ class EagerExecutor(TorchExecutor):
         *,
         embedding_scale: float = 1.0,
         reads_states: bool = False,
-        num_streams: int = 1,
+        extra_width: int = 0,
         adapters: Sequence[Adapter] = (),
         backend: ReferenceBackend | None = None,
     ) -> None:
@@ -164,7 +164,7 @@ class EagerExecutor(TorchExecutor):
         self._layer = self._plain_layer = layer
         self._head = self._plain_head = head
         self._adapters = adapters
-        self.reads_states, self.num_streams = reads_states, num_streams
+        self.reads_states, self.extra_width = reads_states, extra_width
         self._pass: tuple[Rows, KeyValues] | None = None
         self._states: PassStates | None = None  # of the pass
 

@@ -111,6 +111,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = {
+    "relu": torch.relu,
     "relu2": relu2,
     "silu": silu,
     "gelu_tanh": gelu_tanh,

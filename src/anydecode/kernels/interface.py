@@ -217,9 +217,11 @@ class Routing:
     Attributes:
         experts_per_token: The number of experts that are chosen.
         normalise: Whether the weights are divided by their sum.
-        scoring: "softmax" over all experts, "sigmoid", or "sparsemixer" (Phi-3.5-MoE; Liu et al.,
-            arXiv:2409.12136): experts are chosen by their logits, one after the other, and the
-            weight of each is its softmax among those not yet chosen whose logits are at most
+        scoring: "softmax" over all experts, "sigmoid", or "given": the router's numbers are the
+            weights, and all experts run whose weight is not 0 (BlockFFN). With `normalise`, a given
+            weight is divided by `scale` times their sum, plus 1e-5. "sparsemixer" (Phi-3.5-MoE; Liu
+            et al., arXiv:2409.12136): experts are chosen by their logits, one after the other, and
+            the weight of each is its softmax among those not yet chosen whose logits are at most
             2 * `jitter` below, as a share of the larger magnitude.
         num_groups: The number of equal groups of consecutive experts.
         groups_per_token: The number of groups that experts are chosen from: those with the largest
@@ -244,9 +246,8 @@ class Routing:
 
 @dataclass(eq=False)
 class ExpertWeights:
-    """The three matrices of each expert's gated MLP, and their biases.
-
-    `gate` is empty where experts have no gate: down(activation(up(x))).
+    """The three matrices of each expert's gated MLP, and their biases. Without matrices of gates,
+    experts are plain MLPs: down(activation(up(x))).
 
     Biases are float32 `[out_features]`, one per expert; None for no biases. `selection_bias` is
     float32 `[experts]`, see `Routing`. `factors` is float32 `[experts]`: a factor of each expert's
@@ -540,7 +541,8 @@ class Backend(ABC):
     ) -> Any:
         """Mixture of experts: the weighted sum of the chosen experts' outputs, in order of id.
 
-        `router` holds one logit per expert.
+        `router` holds one logit per expert, or its weight if the scoring is "given". Only the
+        matrices of experts that some row has are read.
         """
 
     @abstractmethod

@@ -52,6 +52,8 @@ class Routing(ctypes.Structure):
         ("scale", c_float),
         ("scores_per_group", c_int32),
         ("scales_inputs", c_int32),
+        ("is_given", c_int32),
+        ("is_plain", c_int32),
         ("jitter", c_float),
     ]
 

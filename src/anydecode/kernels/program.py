@@ -30,7 +30,15 @@ from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
 from anydecode.kernels.placement import assign_offsets, place, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "sigmoid": 4, "identity": 5, "relu2": 6}
+_ACTIVATIONS = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "gelu": 2,
+    "sigmoid": 4,
+    "identity": 5,
+    "relu2": 6,
+    "relu": 7,
+}
 _CLAMPED_SWIGLU = 3
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
@@ -266,23 +274,23 @@ class NativeBackend(Backend):
         routing: Routing,
         activation: Activation,
     ) -> Value:
-        up, down, top_k = weights.up, weights.down, routing.experts_per_token
-        matrices = [self._packer.pack(weight) for weight in weights.matrices]
+        gate, up, down, top_k = weights.gate, weights.up, weights.down, routing.experts_per_token
+        gate = gate or up
+        matrices = [self._packer.pack(weight) for weight in (*gate, *up, *down)]
         pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
         self.keepalive.append(pointers)
-        inner, width_out = up[0].out_features, down[0].out_features
+        inner, width_out = gate[0].out_features, down[0].out_features
         quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
-        fields = {"groups": top_k, "count": len(up), **_activation_fields(activation)}
+        fields = {"groups": top_k, "count": len(gate), **_activation_fields(activation)}
         fields["routing"] = self._keep_routing(weights, routing)
-        fields["kv_heads"] = int(not weights.gate)
-        fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*weights.gate, *up)))
+        fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
         fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
         adapted = any(weight.name in self.adapted for weight in weights.matrices)
-        fields["layer"] = self._add_targets(weights.matrices) if adapted else -1
+        fields["layer"] = self._add_targets([*gate, *up, *down]) if adapted else -1
         fields["experts"] = ctypes.addressof(pointers)
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
-        self.steps[-1].scratch = Value(top_k * per_slot + 4 * len(up) + 16)
+        self.steps[-1].scratch = Value(top_k * per_slot + 4 * len(gate) + 16)
         return out
 
     def layer_norm(
@@ -310,6 +318,8 @@ class NativeBackend(Backend):
             scale=routing.scale,
             scores_per_group=routing.scores_per_group,
             scales_inputs=int(routing.scales_inputs),
+            is_given=int(routing.scoring == "given"),
+            is_plain=int(not weights.gate),
             jitter=routing.jitter if routing.scoring == "sparsemixer" else -1.0,
         )
         for name in ("gate_bias", "up_bias", "down_bias"):

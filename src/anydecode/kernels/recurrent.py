@@ -29,6 +29,16 @@ _NO_STATE = -1, 0  # a state and its number of layers
 _MAX_DRAFT = 32
 
 
+#: The states that a scan keeps for branches. The largest branch of a node is the last one, so that
+#: a tree of n nodes needs log2(n) of them.
+MAX_BRANCH_STATES = 16
+
+
+def branch_state(number: int) -> int:
+    """The state in `Scan.start` and `Scan.saves` that is kept during the scan alone."""
+    return -2 - number
+
+
 def check_rows(rows: Rows) -> None:
     """Check that each row sees every earlier position and itself, as a recurrence needs.
 
@@ -76,11 +86,13 @@ def windows(rows: Rows, index: np.ndarray, size: int) -> np.ndarray:
 class Scan:
     """The steps that compute the states of some rows, in runs of consecutive positions.
 
-    Run i starts from the state `start[i]` (-1: zeros). Its slots are `slots[first[i] : first[i +
-    1]]`: `lead` slots before its first step (-1 before the first position), then that of each step.
-    `rows` and `saves` are parallel to `slots`: the row that a step computes (-1: none, its position
-    was computed before), and the state that receives the result (-1: none). Runs are in order: a
-    run may start from a state that an earlier one has saved. All arrays are int32.
+    Each position is one step, however many rows of a tree follow it. Run i starts from the state
+    `start[i]` (-1: zeros). Its slots are `slots[first[i] : first[i + 1]]`: `lead` slots before its
+    first step (-1 before the first position), then that of each step. `rows` and `saves` are
+    parallel to `slots`: the row that a step computes (-1: none, its position was computed before),
+    and the state that receives the result (-1: none). A state that is only kept for the branches of
+    a tree in this scan, number b, is `branch_state(b)`. Runs are in order: a run may start from a
+    state that an earlier one has saved. All arrays are int32.
     """
 
     lead: int
@@ -115,6 +127,7 @@ class StatePool:
         num_bytes = sum(4 * int(np.prod(size)) for size in sizes.values())
         self.max_states = max_states or max(4, STATE_BYTES // max(1, num_bytes))
         self.interval = interval
+        self.num_layers = 1 + max(shapes)  # up to the last one with a recurrence
         self.arrays = {
             layer: mapped_zeros((self.max_states, *size), np.dtype(np.float32))
             for layer, size in sizes.items()
@@ -181,13 +194,16 @@ class PassStates:
 
     def __init__(self, pool: StatePool, rows: Rows) -> None:
         self._pool, self._rows = pool, rows
+        # Layers without a recurrence after the last one with it do not matter for states.
+        self._stop = np.minimum(rows.stop, pool.num_layers)
         self._paths = [path_slots(rows, row) for row in range(len(rows))]
         self._saves: dict[int, int] = {}  # row -> state
         for slot in rows.slots[rows.start == 0].tolist():
             pool._drop(slot)
         self._before = {s: (state, pool._depth_of[s]) for s, state in pool._state_of.items()}
-        runs = self._runs(range(len(rows)))
-        starts = {int(self._paths[run.rows[0]][run.begin - 1]) for run in runs if run.begin}
+        self._all_steps = self._first_steps(range(len(rows)))
+        runs = self._runs(self._all_steps)
+        starts = {run.origin for run in runs if run.origin is not None}
         self._before = {slot: self._before[slot] for slot in starts}
         # States that rows which go on from an earlier layer complete.
         pinned = starts | set(rows.slots[rows.start > 0].tolist())
@@ -201,16 +217,16 @@ class PassStates:
         slots: list[np.ndarray] = []
         row_parts: list[np.ndarray] = []
         saves: list[np.ndarray] = []
-        for run in self._runs(active):
-            path, count = self._paths[run.rows[-1]], len(run.rows)
+        is_all = len(active) == len(self._rows)
+        for run in self._runs(self._all_steps if is_all else self._first_steps(active)):
+            path, count = self._paths[run.rows[-1]], len(run.members)
             begin = run.begin - lead
-            part = path[max(0, begin) :]
+            part = path[max(0, begin) : run.begin + count]
             slots += [np.full(max(0, -begin), -1, np.int32), part]
             size = max(0, -begin) + len(part)
             row_parts += [np.full(size - count, -1, np.int32), np.array(run.members, np.int32)]
-            states = [self._saves.get(row, -1) for row in run.rows]
-            saves += [np.full(size - count, -1, np.int32), np.array(states, np.int32)]
-            start.append(run.state)
+            saves += [np.full(size - count, -1, np.int32), np.array(run.saves, np.int32)]
+            start.append(run.start)
             first.append(first[-1] + size)
         arrays = (np.concatenate(x).astype(np.int32) for x in (slots, row_parts, saves))
         return Scan(lead, np.array(start, np.int32), np.array(first, np.int32), *arrays)
@@ -227,25 +243,65 @@ class PassStates:
         left = self._pool.interval - 1 - int(self._rows.positions[-1]) % self._pool.interval
         return max(1, left) if self.last_state >= 0 else 1
 
-    def _runs(self, active: Sequence[int] | np.ndarray) -> list[_Run]:
+    def _runs(self, first_steps: list[_Step]) -> list[_Run]:
+        """The runs of all steps, depth first, the largest branch of a step last."""
         runs: list[_Run] = []
-        known = dict(self._before)
-        for member, row in enumerate(active):
-            path = self._paths[row]
-            last = runs[-1].rows[-1] if runs else -1
-            if last >= 0 and len(path) > 1 and path[-2] == self._rows.slots[last]:
-                runs[-1].rows.append(row)
-                runs[-1].members.append(member)
-            else:
-                begin, state = len(path) - 1, -1
-                while begin and state < 0:
-                    state, depth = known.get(int(path[begin - 1]), _NO_STATE)
-                    state = state if depth >= self._rows.stop[row] else -1
-                    begin -= state < 0
-                runs.append(_Run(begin, state, [row], [member]))
-            if row in self._saves:
-                known[int(path[-1])] = self._saves[row], int(self._rows.stop[row])
+        free: list[int] = []  # states of branches that have ended
+        num_branches = 0
+        waiting = [(step, step.start, False) for step in reversed(first_steps)]
+        while waiting:
+            step, start, is_last = waiting.pop()
+            if is_last and start < -1:
+                free.append(start)
+            run = _Run(step.position, start, step.origin)
+            runs.append(run)
+            while True:
+                save = self._saves.get(step.row, -1)
+                if len(step.next) > 1:
+                    step.next.sort(key=lambda branch: branch.size)
+                    if save < 0:
+                        if not free:
+                            assert num_branches < MAX_BRANCH_STATES, "2 ** 16 nodes at most"
+                            free.append(branch_state(num_branches))
+                            num_branches += 1
+                        save = free.pop()
+                    last = step.next[-1]
+                    waiting += [(x, save, x is last) for x in reversed(step.next[1:])]
+                run.add(step.row, step.member, save)
+                if not step.next:
+                    break
+                step = step.next[0]
         return runs
+
+    def _first_steps(self, active: Sequence[int] | np.ndarray) -> list[_Step]:
+        """The steps that start from a state known before the pass, with all that follow them."""
+        steps: list[_Step] = []
+        by_slot: dict[int, _Step] = {}
+        for member, row in enumerate(active):
+            path, stop = self._paths[row], self._stop[row]
+            last = by_slot.get(int(path[-1]))
+            if last is None or last.row >= 0:  # else a step towards an earlier row
+                begin, parent, state = len(path) - 1, None, -1
+                while begin:
+                    slot = int(path[begin - 1])
+                    parent = by_slot.get(slot)
+                    state, depth = self._before.get(slot, _NO_STATE)
+                    state = state if depth >= stop else -1
+                    if parent is not None or state >= 0:
+                        break
+                    begin -= 1
+                origin = int(path[begin - 1]) if begin and parent is None else None
+                for position in range(begin, len(path)):
+                    parent = _Step(position, parent, state, origin)
+                    by_slot[int(path[position])] = parent
+                    steps.append(parent)
+                last = parent
+            assert last is not None, "a path has at least one position"
+            last.row, last.member = int(row), member
+        for step in reversed(steps):
+            if step.parent is not None:
+                step.parent.size += step.size
+        return [step for step in steps if step.parent is None]
 
     def _can_save(self, row: int) -> bool:
         """Whether a row is no node of a tree, and runs from layer 0, or on from the layer that the
@@ -272,14 +328,14 @@ class PassStates:
                 state = pool._allocate(slot, pinned) if state < 0 else state
                 if state >= 0:
                     self._saves[row] = state
-                    pool._depth_of[slot] = int(self._rows.stop[row])
+                    pool._depth_of[slot] = int(self._stop[row])
                     if is_shared:
                         pool._shared.add(slot)
 
     def _supersede(self, run: _Run) -> None:
         """Mark the states before a run that only a rejected draft or a fork would use again, and
         the one that it starts from as used."""
-        pool, path, depth = self._pool, self._paths[run.rows[0]], self._rows.stop[run.rows[0]]
+        pool, path, depth = self._pool, self._paths[run.rows[0]], self._stop[run.rows[0]]
         for slot in path[max(0, run.begin - _MAX_DRAFT) : run.begin].tolist():
             if pool._depth_of.get(slot, depth + 1) <= depth and slot not in pool._shared:
                 pool._superseded[slot] = None
@@ -289,9 +345,35 @@ class PassStates:
                 pool._state_of[slot] = pool._state_of.pop(slot)
 
 
-@dataclass(eq=False)
+class _Step:
+    """A position that a scan computes, and those that follow it. Without a parent, it starts from
+    the state `start`, that of the slot `origin` if it has one."""
+
+    __slots__ = ("member", "next", "origin", "parent", "position", "row", "size", "start")
+
+    def __init__(self, position: int, parent: _Step | None, start: int, origin: int | None) -> None:
+        self.position, self.parent = position, parent
+        self.start, self.origin = start, origin
+        self.row = self.member = -1  # the row of the pass, and its index among the active ones
+        self.next: list[_Step] = []
+        self.size = 1  # steps of the branch that begins here
+        if parent is not None:
+            parent.next.append(self)
+
+
 class _Run:
-    begin: int  # the position of the first step
-    state: int  # the state before it; -1: zeros
-    rows: list[int]  # rows of the pass
-    members: list[int]  # their indices among the active rows
+    """Steps of consecutive positions from `begin` on. `start` is the state before them, `origin`
+    its slot if it was known before the pass. `rows` are the rows of the pass among the steps;
+    `members`, their indices among the active rows, and `saves` have an entry per step."""
+
+    def __init__(self, begin: int, start: int, origin: int | None) -> None:
+        self.begin, self.start, self.origin = begin, start, origin
+        self.rows: list[int] = []
+        self.members: list[int] = []
+        self.saves: list[int] = []
+
+    def add(self, row: int, member: int, save: int) -> None:
+        self.members.append(member)
+        self.saves.append(save)
+        if row >= 0:
+            self.rows.append(row)

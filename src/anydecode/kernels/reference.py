@@ -325,10 +325,10 @@ class ReferenceBackend(Backend):
             )
             share = shares[index, expert].unsqueeze(-1)
             up = self._linear(rows, weights.up[expert], up_bias, expert_adapters)
-            up = up * share if routing.scales_inputs else up
             if weights.gate:
                 gate = self._linear(rows, weights.gate[expert], gate_bias, expert_adapters)
-                gate = gate * share if routing.scales_inputs else gate
+                if routing.scales_inputs:
+                    gate, up = gate * share, up * share
                 inner = self.gated(gate, up, activation)
             else:
                 assert isinstance(activation, str), "checked by `ModelSpec`"
@@ -398,6 +398,9 @@ def expert_shares(
     """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen."""
     if routing.scoring == "sparsemixer":
         return _sparse_shares(router, routing)
+    if routing.scoring == "given":
+        total = elementary.tree_sum(router).unsqueeze(-1) * routing.scale + 1e-5
+        return router / total if routing.normalise else router
     is_sigmoid = routing.scoring == "sigmoid"
     shares = elementary.sigmoid(router) if is_sigmoid else elementary.softmax(router)
     choice = shares if selection_bias is None else shares + selection_bias

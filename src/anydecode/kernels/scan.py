@@ -61,6 +61,7 @@ def run_scan(
         weights: The fields of `RecurrenceWeights`.
     """
     out = torch.empty(num_rows, shape.num_heads, shape.head_dim, device=stored.device)
+    branches: dict[int, torch.Tensor] = {}
     assert shape.state_shape is not None
     for run, begin in enumerate(scan.start.tolist()):
         part = slice(int(scan.first[run]), int(scan.first[run + 1]))
@@ -69,8 +70,11 @@ def run_scan(
         table = slots[scan.lead + 1 - shape.window :].unfold(0, shape.window, 1)
         conv, conv_bias = weights["conv"], weights["conv_bias"]
         assert conv is not None
-        zeros = torch.zeros(shape.state_shape, device=stored.device)
-        state = zeros if begin < 0 else states[begin].clone()
+        if begin < -1:
+            state = branches[begin]
+        else:
+            zeros = torch.zeros(shape.state_shape, device=stored.device)
+            state = zeros if begin < 0 else states[begin].clone()
         rows, saves = scan.rows[part][scan.lead :].tolist(), scan.saves[part][scan.lead :].tolist()
         for first in range(0, len(own), _STEPS):
             group = slice(first, first + _STEPS)
@@ -82,6 +86,8 @@ def run_scan(
                     out[row] = steps.output(state, index)
                 if save >= 0:
                     states[save] = state
+                elif save < -1:
+                    branches[save] = state
     return out.flatten(-2)
 
 

@@ -23,9 +23,10 @@ SPECULATORS = "speculators_model_type"
 
 def check_target(target: Network) -> None:
     """Raise CheckpointError for a target whose states no drafter reads."""
-    if target.spec.num_streams > 1:
+    if target.has_wide_states:
         raise CheckpointError(
-            "drafters cannot read the states of a target with several streams (Gemma 3n)"
+            "drafters cannot read the states of a target with several streams (Gemma 3n) or a"
+            " memory (SambaY)"
         )
 
 

@@ -89,7 +89,17 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     "qwen35": (_QWEN_35,),
     **dict.fromkeys(
-        ("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_CL100K_SINGLE_DIGITS,)
+        (
+            "qwen2",
+            "stablelm2",
+            "deepseek-r1-qwen",
+            "megrez",
+            "hunyuan",
+            "bailingmoe",
+            "bailingmoe2",
+            "llada-moe",
+        ),
+        (_CL100K_SINGLE_DIGITS,),
     ),
     "seed-coder": (_SEED,),
     "falcon": _FALCON,

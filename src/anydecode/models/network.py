@@ -26,8 +26,10 @@ from anydecode.kernels.interface import (
     Rope,
     Weight,
 )
+from anydecode.models.differential import DifferentialWeights
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
+from anydecode.models.memory_unit import MemoryUnit
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 from anydecode.models.states import StateWeights
@@ -62,6 +64,13 @@ class ExpertNorms:
     shared: np.ndarray
 
 
+class RouterNorm(NamedTuple):
+    """The RMS norm of a router's numbers, float32 `[experts]` (BlockFFN)."""
+
+    weight: np.ndarray
+    eps: float
+
+
 @dataclass(eq=False)
 class Experts:
     """A router `[experts, hidden_size]` and its experts.
@@ -70,7 +79,8 @@ class Experts:
     of the product with `shared_gate` `[1, hidden_size]` if there is one. With `norms`, router and
     experts read the hidden states without the norm of the layer's MLP, which `shared` is. With
     `latent_down` `[latent size, hidden_size]` the experts read its product, and `latent_up` is
-    applied to the sum of their outputs (Nemotron-H).
+    applied to the sum of their outputs (Nemotron-H). Where the router gives the weights ("given"),
+    these are relu(router(x)), normed by `router_norm`.
     """
 
     router: Linear
@@ -80,6 +90,7 @@ class Experts:
     norms: ExpertNorms | None = None
     latent_down: Linear | None = None
     latent_up: Linear | None = None
+    router_norm: RouterNorm | None = None
 
 
 @dataclass(eq=False)
@@ -199,6 +210,8 @@ class LayerWeights:
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     streams: StreamBlock | None = None
+    differential: DifferentialWeights | None = None
+    memory_unit: MemoryUnit | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -208,6 +221,8 @@ class LayerWeights:
             linears += [self.per_layer.gate, self.per_layer.projection]
         weights = [] if self.streams is None else self.streams.matrices
         linears += [] if self.recurrent is None else self.recurrent.linears
+        if self.memory_unit is not None:
+            linears += [self.memory_unit.gate, self.memory_unit.output]
         weights += [linear.weight for linear in linears if linear is not None]
         weights += [] if self.latent is None else self.latent.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
@@ -290,12 +305,19 @@ class Network:
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
+            if layer.memory_unit is not None:
+                _check_memory_unit(f"layer {index}, ", spec, layer.memory_unit)
             _check_stream_block(f"layer {index}, ", spec, layer.streams)
 
     @property
     def width(self) -> int:
         """Numbers per hidden state between layers."""
-        return self.spec.hidden_size * self.spec.num_streams
+        return self.spec.hidden_size * self.spec.num_streams + self.spec.memory_size
+
+    @property
+    def has_wide_states(self) -> bool:
+        """Whether hidden states have more than `hidden_size` numbers."""
+        return self.width > self.spec.hidden_size
 
     @property
     def carries_states(self) -> bool:
@@ -326,7 +348,32 @@ class Network:
         x = self._inputs(backend, x, index)
         if self.spec.num_streams > 1:
             return self._layer_of_streams(backend, x, index)
+        if self.spec.memory_size:
+            return self._layer_with_memory(backend, x, index)
         return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
+
+    def _layer_with_memory(self, backend: Backend, x: Any, index: int) -> Any:
+        """The same where a memory follows the hidden states: the layer may read or replace it."""
+        spec, weights, size = (
+            self.spec.layers[index],
+            self.weights.layers[index],
+            self.spec.hidden_size,
+        )
+        memory = backend.columns(x, size, self.spec.memory_size)
+        x = backend.columns(x, 0, size)
+        if spec.memory is None:
+            mixed = self._mixer_block(backend, x, index)
+        else:
+            y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+            if weights.memory_unit is not None:
+                mixed = weights.memory_unit.apply(backend, y, memory)
+            else:
+                assert spec.recurrence is not None and weights.recurrent is not None
+                recurrent = weights.recurrent
+                memory = self._ungated(backend, y, spec.recurrence, recurrent, index)
+                mixed = self._gated(backend, y, memory, spec.recurrence, recurrent)
+            mixed = self._scaled(backend, mixed)
+        return backend.join(self._add_blocks(backend, x, mixed, index), memory)
 
     def _layer_of_streams(self, backend: Backend, x: Any, index: int) -> Any:
         """The same for several streams. After the last layer their mean takes the place of the
@@ -420,10 +467,10 @@ class Network:
         the first layer of a group computes the whole group; the calls for the others return their
         input.
         """
-        if self.spec.num_streams > 1:
+        if self.has_wide_states:
             raise UnsupportedCombinationError(
-                "layers of models with several streams of hidden states (Gemma 3n) do not run in"
-                " parallel (easyspec)"
+                "layers of models with several streams of hidden states (Gemma 3n) or a memory"
+                " (SambaY) do not run in parallel (easyspec)"
             )
         last = self.spec.num_layers - 1
 
@@ -519,7 +566,7 @@ class Network:
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
         """Hidden states after the final norm (if there is one), the input of the head's matrix."""
-        if self.spec.num_streams > 1:
+        if self.has_wide_states:
             x = backend.columns(x, 0, self.spec.hidden_size)
         if not self.spec.has_final_norm:
             return x
@@ -560,10 +607,23 @@ class Network:
     def _recurrent(
         self, backend: Backend, x: Any, spec: RecurrentSpec, weights: RecurrentWeights, index: int
     ) -> Any:
+        y = self._ungated(backend, x, spec, weights, index)
+        return self._gated(backend, x, y, spec, weights)
+
+    @staticmethod
+    def _ungated(
+        backend: Backend, x: Any, spec: RecurrentSpec, weights: RecurrentWeights, index: int
+    ) -> Any:
+        """The output of a recurrence before its gate and norm."""
         inputs = weights.inputs.apply(backend, x)
         if weights.input_gate is not None:
             inputs = backend.gated(weights.input_gate.apply(backend, x), inputs, "identity")
-        y = _recurrence(backend, x, inputs, spec, weights, index)
+        return _recurrence(backend, x, inputs, spec, weights, index)
+
+    def _gated(
+        self, backend: Backend, x: Any, y: Any, spec: RecurrentSpec, weights: RecurrentWeights
+    ) -> Any:
+        """The output of a recurrent sublayer from that of the recurrence, y."""
         if spec.norm == "before":
             y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
         y = backend.gated(weights.gate.apply(backend, x), y, spec.gate)
@@ -579,11 +639,15 @@ class Network:
         if spec.latent is not None:
             return self._latent_attention(backend, x, spec, weights, index)
         q = self._queries(backend, x, spec, weights)
+        if weights.differential is not None:
+            q = weights.differential.queries(backend, q, shape)
         if spec.cache_layer is not None:
             y = backend.attend(q, spec.cache_layer, shape, weights.sinks)
         else:
             k, v = self._keys_values(backend, x, spec, weights, shape)
             y = backend.attention(q, k, v, index, shape, weights.sinks)
+        if weights.differential is not None:
+            y = weights.differential.combine(backend, y, shape)
         if weights.attention_gate is not None:
             y = backend.gated(weights.attention_gate.apply(backend, x), y, "sigmoid")
         return weights.output.apply(backend, y)
@@ -695,6 +759,10 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
         router = mlp.router.apply(backend, x)
+        if spec.routing.scoring == "given":
+            router = backend.activate(router, "relu")
+        if mlp.router_norm is not None:
+            router = backend.rms_norm(router, mlp.router_norm.weight, mlp.router_norm.eps)
         latent = x if mlp.latent_down is None else mlp.latent_down.apply(backend, x)
         y = backend.experts(latent, router, mlp.routed, spec.routing, spec.activation)
         y = y if mlp.latent_up is None else mlp.latent_up.apply(backend, y)
@@ -765,7 +833,9 @@ def _check_layer(
     prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int, width: int
 ) -> None:
     """`width`: numbers of the inputs of queries, keys and values."""
-    has_mixer = spec.attention is not None or spec.recurrence is not None
+    has_mixer = spec.has_mixer
+    if (layer.memory_unit is not None) != (spec.memory == "reads"):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has a memory unit")
     if spec.attention is not None:
         _check_attention(prefix, spec, spec.attention, layer, hidden, width)
     if (spec.recurrence is None) != (layer.recurrent is None):
@@ -850,6 +920,12 @@ def _check_stream_block(prefix: str, spec: ModelSpec, weights: StreamBlock | Non
     _check_bias(f"{prefix}output_scale", weights.output_scale, hidden)
 
 
+def _check_memory_unit(prefix: str, spec: ModelSpec, unit: MemoryUnit) -> None:
+    hidden, size = spec.hidden_size, spec.memory_size
+    _check_linear(f"{prefix}the memory unit's gate", unit.gate, (size, hidden))
+    _check_linear(f"{prefix}the memory unit's output", unit.output, (hidden, size))
+
+
 def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock | None) -> None:
     size, hidden = spec.per_layer_size, spec.hidden_size
     if (weights is not None) != (size > 0):
@@ -865,6 +941,12 @@ def _check_attention(
 ) -> None:
     dim, is_full_norm = shape.head_dim, spec.qk_norm == "full"
     q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
+    if (layer.differential is not None) != spec.is_differential:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights is differential")
+    if layer.differential is not None:
+        q_size //= 2
+        _check_vector(f"{prefix}the differential norm", layer.differential.norm, dim)
+        number(f"{prefix}the differential factor", layer.differential.factor, -MAX_FACTOR)
     sizes = {
         "query": (q_size, width),
         "key": (kv_size, width),
@@ -983,21 +1065,22 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         return
     count, routed = spec.num_experts, mlp.routed
     _check_linear(f"{prefix}router", mlp.router, (count, hidden))
-    is_gated = spec.mlp == "gated"
-    kinds = ("gate", "up", "down") if is_gated else ("up", "down")
-    if {len(getattr(routed, kind)) for kind in kinds} != {count}:
+    is_plain = spec.mlp == "plain"
+    kinds = ("up", "down") if is_plain else ("gate", "up", "down")
+    counts = {len(getattr(routed, kind)) for kind in kinds}
+    if counts != {count} or (is_plain and routed.gate):
         raise CheckpointError(
             f"{prefix}experts: the weights have {len(routed.up)}, the spec has {count}"
         )
-    shared_is_gated = is_gated if mlp.shared is None else isinstance(mlp.shared, GatedMlp)
-    if bool(routed.gate) != is_gated or shared_is_gated != is_gated:
-        raise CheckpointError(f"{prefix}experts: only some have gates; the spec is {spec.mlp}")
-    inner, size = routed.up[0].out_features, routed.up[0].in_features
+    if mlp.shared is not None and isinstance(mlp.shared, PlainMlp) != is_plain:
+        raise CheckpointError(f"{prefix}the shared expert: the spec is {spec.mlp}")
+    if mlp.router_norm is not None:
+        _check_vector(f"{prefix}the router's norm", mlp.router_norm.weight, count)
+    inner, size = routed.up[0].out_features, hidden
     if (mlp.latent_down is None) != (mlp.latent_up is None):
         raise CheckpointError(f"{prefix}only one of the two latent projections of experts")
-    if mlp.latent_down is None or mlp.latent_up is None:
-        size = hidden
-    else:
+    if mlp.latent_down is not None and mlp.latent_up is not None:
+        size = routed.up[0].in_features
         _check_linear(f"{prefix}latent_down", mlp.latent_down, (size, hidden))
         _check_linear(f"{prefix}latent_up", mlp.latent_up, (hidden, size))
     for kind in kinds:

@@ -6,6 +6,8 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from anydecode.models.classification import read_classifier
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
 from anydecode.models.network import Network
+from anydecode.models.spec import ModelSpec
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Executor
 from anydecode.models.yes_no import read_yes_no
@@ -145,6 +148,8 @@ def _triton_executor(
             missing = "layers that share keys and values (Gemma 4)"
         elif network.spec.num_streams > 1:
             missing = "several streams of hidden states (Gemma 3n)"
+        elif any(layer.is_differential for layer in network.spec.layers):
+            missing = "differential attention (Phi-4-mini-flash)"
         elif network.spec.per_layer_size:
             missing = "embeddings of tokens in every layer (Gemma 4)"
         elif any(layer.has_value_norm for layer in network.spec.layers):
@@ -249,7 +254,7 @@ def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[
             network.head,
             embedding_scale=network.spec.embedding_scale,
             reads_states=network.spec.starts_from_states,
-            num_streams=network.spec.num_streams,
+            extra_width=network.width - network.spec.hidden_size,
             adapters=network.adapters,
             backend=reference,
         )
@@ -281,11 +286,72 @@ def open_checkpoint(
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
     model.reranker = read_classifier(checkpoint, model.spec) or read_yes_no(checkpoint)
-    mask, size = getattr(checkpoint.tokenizer, "mask_id", None), model.spec.vocab_size
+    model.path, model.dtype = checkpoint.path, dtype
+    tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
+    mask = getattr(tokenizer, "mask_id", None)
     if mask is not None and mask >= size and not model.spec.causal:
         raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")
-    model.path, model.dtype = checkpoint.path, dtype
-    return model, checkpoint.tokenizer
+    return model, None if tokenizer is None else with_mask(tokenizer, model.spec)
+
+
+def with_mask(tokenizer: Tokenizer, spec: ModelSpec, mask: int | None = None) -> Tokenizer:
+    """The tokenizer with the mask token of a diffusion model.
+
+    Args:
+        tokenizer: The tokenizer.
+        spec: The architecture of the model.
+        mask: The mask token; None means the tokenizer's if the model has it, or else the model's.
+
+    Raises:
+        InvalidRequestError: `mask` is no token of the model.
+    """
+    known, size = getattr(tokenizer, "mask_id", None), spec.vocab_size
+    if mask is not None and not 0 <= mask < size:
+        raise InvalidRequestError(
+            f"mask={mask} is no token of the model; allowed is a token from 0 to {size - 1}"
+        )
+    chosen = known if mask is None else mask
+    if spec.mask_token is not None and (chosen is None or chosen >= size):
+        chosen = spec.mask_token
+    if chosen == known:
+        return tokenizer
+    own = copy(tokenizer)
+    own.mask_id = chosen
+    return own
+
+
+def as_family(checkpoint: Checkpoint, family: str | None, block: int | None) -> Checkpoint:
+    """A checkpoint whose config says what only its user knows.
+
+    Args:
+        checkpoint: The checkpoint.
+        family: The key of its family in `FAMILIES`, instead of the one that the config names.
+        block: The block size of a block-diffusion model, instead of the config's.
+
+    Raises:
+        InvalidRequestError: There is no such family, or its models have no blocks.
+    """
+    from anydecode.models.families.config import text_config
+    from anydecode.models.families.table import FAMILIES
+
+    config = dict(checkpoint.config)
+    if family is not None:
+        if family not in FAMILIES:
+            raise InvalidRequestError(
+                f"family={family!r} is unknown; choose from {', '.join(sorted(FAMILIES))}"
+            )
+        config |= {"model_type": family, "architectures": None, "auto_map": None}
+    if block is not None:
+        key = text_config(config)["model_type"]
+        denoising = FAMILIES[key].denoising
+        if denoising is None or denoising.block_size is None:
+            raise InvalidRequestError(
+                f"block={block} has no meaning for {key}: its models have no blocks; leave it out"
+            )
+        if block < 1:
+            raise InvalidRequestError(f"block={block} must be at least 1")
+        config[denoising.block_size] = block
+    return replace(checkpoint, config=config)
 
 
 def open_model(
@@ -295,6 +361,8 @@ def open_model(
     threads: int | None = None,
     backend: str | None = None,
     device: str | None = None,
+    family: str | None = None,
+    block: int | None = None,
 ) -> tuple[Model, Tokenizer | None]:
     """Open a model.
 
@@ -305,6 +373,7 @@ def open_model(
         threads: The number of threads of the native kernels.
         backend: "native", "torch" or "triton", see `choose_executor`.
         device: "cpu" or "cuda"; None means "cpu".
+        family, block: What a checkpoint's config does not say, see `as_family`.
 
     Returns:
         The model, and the tokenizer of its checkpoint if it has one.
@@ -316,12 +385,19 @@ def open_model(
         UnsupportedCombinationError: The backend is not available, or not on this device.
     """
     thread_count(threads)  # also validated for models that do not use it
+    is_path = isinstance(model, str | os.PathLike)
+    if (family, block) != (None, None) and (isinstance(dtype, WeightFormat) or not is_path):
+        raise InvalidRequestError(
+            "family= and block= are for models that are opened from files as they are stored"
+        )
     if isinstance(dtype, WeightFormat):
         return dtype.open(model, threads=threads, backend=backend, device=device)
     if isinstance(model, str | os.PathLike):
         from anydecode.models.loading import load_checkpoint
 
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
+        if (family, block) != (None, None):
+            checkpoint = as_family(checkpoint, family, block)
         return open_checkpoint(
             checkpoint, dtype=dtype, threads=threads, backend=backend, device=device
         )

@@ -4,6 +4,7 @@ differ."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -117,6 +118,11 @@ class LayerSpec:
             norm and rotary position embedding (Gemma 4).
         has_value_norm: Whether each head's values are normed, without weights.
         has_scale: Whether the output of the layer is multiplied by a number of its weights.
+        is_differential: Whether the attention is differential (see `DifferentialWeights`): a key
+            and a value of its shape are those of two heads side by side, and a query is that of one
+            head, beside zeros.
+        memory: "makes" if the recurrence's output before its gate is the memory of later layers,
+            "reads" if the first sublayer is a gated memory unit (SambaY); None for neither.
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
         qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
@@ -146,13 +152,27 @@ class LayerSpec:
     has_scale: bool = False
     qkv_limit: float | None = None
     gate_cutoff: float | None = None
+    is_differential: bool = False
+    memory: str | None = None
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether there is a first sublayer."""
+        is_unit = self.memory == "reads"
+        return self.attention is not None or self.recurrence is not None or is_unit
+
+    @property
+    def stores(self) -> bool:
+        """Whether the layer stores keys and values, or inputs of a recurrence."""
+        has_keys = self.attention is not None and self.cache_layer is None
+        return has_keys or self.recurrence is not None
 
     @property
     def query_dim(self) -> int:
         """Numbers of one head in the output of the query matrix."""
         assert self.attention is not None, "a layer with attention"
         if self.latent is None:
-            return self.attention.head_dim
+            return self.attention.head_dim // (2 if self.is_differential else 1)
         return self.latent.key_dim + self.attention.head_dim - self.attention.value_dim
 
     def query_order(self) -> np.ndarray | None:
@@ -275,6 +295,11 @@ class ModelSpec:
     causal: bool = True
     logit_shift: int = 0  # 1: row r of the logits predicts r + 1 in a bidirectional model (Dream)
     block_size: int | None = None  # positions attend to their own block and those before it
+    # Of a model with blocks: rows of the prompt and of finished blocks attend to what is before
+    # them only, and blocks start at the end of the prompt.
+    has_causal_context: bool = False
+    mask_token: int | None = None  # of a diffusion model, if its config or its family says
+    decoder: str | None = None  # the one that a diffusion model was published with
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
@@ -288,6 +313,7 @@ class ModelSpec:
     # Streams of hidden states (Gemma 3n, see `models/streams.py`), and the one that layers compute.
     num_streams: int = 1
     active_stream: int = 0
+    memory_size: int = 0  # numbers of a memory that follows the hidden state (SambaY)
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
     block: BlockSpec | None = None  # of a drafter that predicts several tokens per pass
@@ -314,6 +340,9 @@ class ModelSpec:
         integer("active_stream", self.active_stream, 0, streams - 1)
         if streams > 1:
             _check_streams(self)
+        integer("memory_size", self.memory_size, 0)
+        integer("hidden_size + memory_size", self.hidden_size + self.memory_size)
+        _check_memory(self)
         integer("head_size", self.head_size, 0, self.vocab_size)
         if self.states is not None:
             _check_states(self.states, self.hidden_size)
@@ -324,6 +353,10 @@ class ModelSpec:
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
             integer("block_size", self.block_size)
+        elif self.has_causal_context:
+            raise CheckpointError("a causal context needs a block size")
+        if self.mask_token is not None:
+            integer("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)
@@ -336,6 +369,12 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @cached_property
+    def num_storing_layers(self) -> int:
+        """The number of layers up to the last one that stores something. A row whose outputs nobody
+        reads needs no more of them."""
+        return max((i + 1 for i, layer in enumerate(self.layers) if layer.stores), default=0)
 
     @property
     def starts_from_states(self) -> bool:
@@ -362,6 +401,24 @@ class ModelSpec:
         """The recurrence of each layer that has one."""
         specs = {index: layer.recurrence for index, layer in enumerate(self.layers)}
         return {index: spec.shape for index, spec in specs.items() if spec is not None}
+
+
+def _check_memory(spec: ModelSpec) -> None:
+    """One layer with a recurrence makes the memory, before those that read it."""
+    makers = [i for i, layer in enumerate(spec.layers) if layer.memory == "makes"]
+    readers = [i for i, layer in enumerate(spec.layers) if layer.memory == "reads"]
+    if len(makers) != (spec.memory_size > 0) or any(reader < makers[0] for reader in readers):
+        raise CheckpointError("memory units need one layer before them that makes the memory")
+    for layer in (spec.layers[i] for i in readers):
+        if layer.attention is not None or layer.recurrence is not None:
+            raise CheckpointError("a memory unit takes the place of attention and recurrence")
+    for layer in (spec.layers[i] for i in makers):
+        size = 0 if layer.recurrence is None else layer.recurrence.shape.width_out
+        has_norm = layer.recurrence is not None and layer.recurrence.norm is not None
+        if layer.attention is not None or size != spec.memory_size or has_norm:
+            raise refusal("memory_size", spec.memory_size, f"the {size} outputs of a recurrence")
+    if spec.memory_size and (spec.num_streams > 1 or any(x.norms != "pre" for x in spec.layers)):
+        raise CheckpointError("a memory needs one stream of hidden states, normed before sublayers")
 
 
 def _check_streams(spec: ModelSpec) -> None:
@@ -416,6 +473,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         "qk_norm": (None, "head", "full", "plain"),
         "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
         "mlp": ("gated", "plain", "none"),
+        "memory": (None, "makes", "reads"),
     }
     if isinstance(layer.activation, ClampedSwiglu) and layer.mlp == "gated":
         number(f"{prefix}swiglu_alpha", layer.activation.alpha)
@@ -428,6 +486,13 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         number(f"{prefix}gate_cutoff", layer.gate_cutoff, -MAX_FACTOR)
         if layer.mlp != "gated" or layer.num_experts:
             raise refusal(f"{prefix}gate_cutoff", layer.gate_cutoff, "None without a gated MLP")
+    if layer.is_differential:
+        shape = layer.attention
+        is_plain = layer.rope is None and layer.query_rope is None and layer.qk_norm is None
+        if shape is None or layer.latent is not None or not is_plain or layer.has_attention_gate:
+            raise CheckpointError(f"{prefix}differential attention is without positions and norms")
+        if shape.num_heads % 2 or shape.head_dim % 2:
+            raise CheckpointError(f"{prefix}differential attention needs an even number of heads")
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
@@ -458,9 +523,13 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     if routing is None:
         return
     used = integer(f"{prefix}experts_per_token", routing.experts_per_token, 1, count)
-    if routing.scoring not in ("softmax", "sigmoid", "sparsemixer"):
-        allowed = "softmax, sigmoid or sparsemixer"
+    if routing.scoring not in ("softmax", "sigmoid", "given", "sparsemixer"):
+        allowed = "softmax, sigmoid, given or sparsemixer"
         raise refusal(f"{prefix}scoring", routing.scoring, allowed)
+    if routing.scoring == "given" and (used != count or routing.scales_inputs):
+        raise refusal(f"{prefix}experts_per_token", used, f"{count} with given weights")
+    if layer.mlp == "plain" and not isinstance(layer.activation, str):
+        raise CheckpointError(f"{prefix}plain experts have no clamped SwiGLU")
     number(f"{prefix}jitter", routing.jitter, 0.0)
     number(f"{prefix}scale", routing.scale)
     groups = integer(f"{prefix}num_groups", routing.num_groups, 1, count)

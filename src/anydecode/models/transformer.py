@@ -247,7 +247,7 @@ class Transformer:
             or any(map(gt, start, stop))
         ):
             raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
-        if self.spec.per_layer_size and any(start):
+        if (self.spec.per_layer_size or self.spec.memory_size) and any(start):
             raise late_start_error(self.name)
         for depth, index in output_spec.hidden.items():
             if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():

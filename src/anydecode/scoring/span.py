@@ -153,6 +153,18 @@ class ChainSpan(Span):
             rows.prefix[at:stop] = np.arange(first + 1, length + 1)
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
+        self._stop_early(rows, at, count)
+
+    def _stop_early(self, rows: Rows, at: int, count: int) -> None:
+        """End rows whose outputs nobody reads after the last layer that stores something."""
+        spec = self.kv_cache.pool.model.spec
+        stop, first = spec.num_storing_layers, self.done
+        if stop == spec.num_layers or self.is_partial or self.start or self.variant:
+            return
+        unread = np.ones(count, bool)
+        unread[[row - first for row in self.output_rows if first <= row < first + count]] = False
+        unread[max(0, len(self) - self.num_states - first) :] = False
+        rows.stop[at : at + count][unread] = stop
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         num_kept = self._store_tokens(count)

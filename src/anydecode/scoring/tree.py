@@ -23,6 +23,8 @@ class TokenTree:
         kind: How children were sampled: "point" (chosen, not sampled), "wor" (without
             replacement) or "iid".
         sources: The name of the drafter of each node, for traces.
+        confidence: The mean, over the nodes that have children, of the probability of the most
+            probable child by the drafter; None if the drafter has no probabilities.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -30,6 +32,7 @@ class TokenTree:
     probabilities: dict[int, Any] = field(default_factory=dict)
     kind: str = "point"
     sources: list[str] | None = None
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         self._children: dict[int, dict[int, int]] = {}

@@ -47,5 +47,6 @@ def _card(card: catalogue.Card) -> dict[str, Any]:
         "needs": card.needs,
         "works_with": card.works_with,
         "deviations": card.deviations,
+        "missing": card.missing,
         "parameters": [asdict(one) for one in catalogue.parameters(card.key)],
     }

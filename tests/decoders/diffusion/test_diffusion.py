@@ -511,7 +511,7 @@ def test_a_missing_mask_token_raises_an_error() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.mask_id = None
     with LLM(ScriptedModel(causal=False), tokenizer=tokenizer) as llm:
-        with pytest.raises(InvalidRequestError, match="has no mask token; give mask="):
+        with pytest.raises(InvalidRequestError, match="name no mask token: open it with mask="):
             generate(llm, Denoiser())
         assert len(generate(llm, Denoiser(mask=MASK)).tokens) == 12
 

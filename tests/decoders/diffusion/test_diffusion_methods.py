@@ -32,12 +32,14 @@ METHODS = (
     "elastic-cache:window=6,threshold=0.3,drift=0.98",
     "eoser-ass:blocks=2",
     "ete:block=6,threshold=0.3",
+    "fast-dllm-v2:block=6,sub_block=3,threshold=0.3,cache=dual",
     "freedave:block=6,drafts=3,cache=dual",
     "learn2pd:cache=dual",
     "localleap:block=6,threshold=0.3,relaxed=0.2,cache=prefix",
     "lrd:block=6",
     "prophet:block=6",
     "ssd:drafts=3",
+    "token-editing:block=6,threshold=0.3,edit=0.2",
     "window-diffusion:window=8,active=4,cycle=3",
 )
 

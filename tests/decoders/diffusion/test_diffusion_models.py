@@ -475,15 +475,11 @@ def test_the_default_decoders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "num_experts": 64},
-            "architecture LLaDAMoEModelLM of model type 'llada' is not supported;"
-            " supported is LLaDAModelLM",
-        ),
         ({"model_type": "llada", "num_experts": 64}, "mixture of experts of model type 'llada'"),
-        ({"model_type": "llada2_moe"}, "model type 'llada2_moe'"),
-        ({"model_type": "qwen3", "architectures": ["EfficientDLM"]}, "architecture EfficientDLM"),
-        ({"model_type": "edlm", "architectures": ["EfficientDLM"]}, "'edlm' .EfficientDLM."),
+        ({"model_type": "edlm", "auto_map": {"AutoModel": "m.Edlm"}}, "'edlm' .Edlm."),
+        ({"model_type": "qwen3", "auto_map": {"AutoModel": "m.Odd"}}, "architecture Odd"),
+        ({"model_type": "diffusion_gemma"}, "model type 'diffusion_gemma'"),
+        ({"model_type": "lfm2_diffusion"}, "model type 'lfm2_diffusion'"),
         ({"model_type": "Dream", "architectures": ["DreamForCausalLM"]}, "DreamForCausalLM"),
         ({"model_type": "sdar", "architectures": ["SDARV2ForCausalLM"]}, "SDARV2ForCausalLM"),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLME"),
@@ -668,6 +664,12 @@ def test_another_time_or_norm_changes_the_logits(tmp_path: Path) -> None:
     for wrong in ({"time": 0.5}, {"normed": uncentred}):
         other = reference_dit(tensors, tokens, 4, **wrong)
         assert max(np.abs(row - other[p])[:MASK].max() for p, row in logits.items()) > 1e-2
+
+
+def test_blocks_of_unknown_size_raise_an_error(tmp_path: Path) -> None:
+    write_dit(tmp_path, {**BD3LM, "block_size": None})
+    with pytest.raises(CheckpointError, match="lacks 'block_size'"):
+        LLM(str(tmp_path), tokenizer=ByteTokenizer())
 
 
 @pytest.mark.parametrize("key", ["time_conditioning", "causal"])

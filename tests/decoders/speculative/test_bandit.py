@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,7 @@ def test_certificate() -> None:
 
 
 def test_the_mean_of_the_posterior_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mean:
-        def __init__(self, seed: str) -> None:
-            pass
-
+    class Mean(Random):
         def betavariate(self, alpha: float, beta: float) -> float:
             return alpha / (alpha + beta)
 
@@ -30,11 +28,22 @@ def test_the_mean_of_the_posterior_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     assert_rejected("bandit")
 
 
+def test_one_rate_for_the_whole_draft_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(self: BanditBudget, sequence: Any) -> int:
+        rate = self._random.betavariate(self.accepted + 1, self.rejected + 1)
+        size = 1
+        while size < self.max_size and self._random.random() < rate:
+            size += 1
+        return size
+
+    monkeypatch.setattr(BanditBudget, "size", size)
+    assert_rejected("bandit")
+
+
 def test_counting_every_draft_after_the_first_rejection_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def observe(self: BanditBudget, round: SpeculationRound) -> None:
-        self.costs.observe(round)
         if len(round.tree):
             self.accepted = self.memory * self.accepted + round.num_accepted
             self.rejected = self.memory * self.rejected + len(round.tree) - round.num_accepted
@@ -51,30 +60,31 @@ def test_a_posterior_that_never_forgets_is_rejected(monkeypatch: pytest.MonkeyPa
     assert_rejected("bandit")
 
 
-def fake_sequence(num_others: int) -> Any:
-    """What a budget reads of a sequence. A pass over at most 8 rows costs 1, every further row 1
-    more."""
-    cost_model = SimpleNamespace(
-        seconds=lambda rows, context: float(max(1, rows - 7)), num_others=lambda: num_others
-    )
-    noise = SimpleNamespace(seed=1, stream=0)
-    return SimpleNamespace(cost_model=cost_model, length=10, noise=noise)
+def fake_sequence() -> Any:
+    """What a budget reads of a sequence."""
+    return SimpleNamespace(noise=SimpleNamespace(seed=1, stream=0))
 
 
 def fake_round(num_accepted: int, num_drafts: int) -> Any:
     return SimpleNamespace(tree=[0] * num_drafts, num_accepted=num_accepted, draft_seconds=0.0)
 
 
-@pytest.mark.parametrize(("num_others", "size"), [(0, 7), (3, 4), (6, 1), (7, 0)])
-def test_other_sequences_take_a_row_each(num_others: int, size: int) -> None:
-    sequence = fake_sequence(num_others)
-    budget = catalogue.build("bandit").budget(sequence)
-    budget.accepted = 1e9  # the rate is 1
-    assert budget.size(sequence) == size
+@pytest.mark.parametrize(("accepted", "rejected", "size"), [(1e9, 0, 8), (0, 1e9, 1)])
+def test_sure_rates_draft_all_or_one(accepted: float, rejected: float, size: int) -> None:
+    budget = catalogue.build("bandit").budget(fake_sequence())
+    budget.accepted, budget.rejected = accepted, rejected
+    assert budget.size(fake_sequence()) == size
+
+
+def test_lengths_have_the_mean_of_the_posterior() -> None:
+    """With the prior, every draft is followed by another with probability 1/2."""
+    budget = catalogue.build("bandit").budget(fake_sequence())
+    sizes = [budget.size(fake_sequence()) for _ in range(4000)]
+    assert sum(sizes) / len(sizes) == pytest.approx(2 - 2**-7, abs=0.1)
 
 
 def test_counts_decay_and_a_round_has_one_rejection_at_most() -> None:
-    budget = catalogue.build("bandit", memory=0.5).budget(fake_sequence(0))
+    budget = catalogue.build("bandit", memory=0.5).budget(fake_sequence())
     budget.observe(fake_round(2, 5))
     assert (budget.accepted, budget.rejected) == (2, 1)
     budget.observe(fake_round(3, 3))
@@ -86,11 +96,11 @@ def test_counts_decay_and_a_round_has_one_rejection_at_most() -> None:
 
 
 def test_rejections_shorten_the_drafts() -> None:
-    sequence = fake_sequence(0)
-    budget = catalogue.build("bandit", fixed=1.0, per_row=0.5).budget(sequence)
+    sequence = fake_sequence()
+    budget = catalogue.build("bandit").budget(sequence)
     sizes = []
     for num_accepted, num_drafts in ((8, 8), (0, 8)):
         for _ in range(60):
             budget.observe(fake_round(num_accepted, num_drafts))
-        sizes.append({budget.size(sequence) for _ in range(50)})
-    assert min(sizes[0]) > max(sizes[1])
+        sizes.append(sum(budget.size(sequence) for _ in range(50)))
+    assert sizes[0] > 3 * sizes[1]

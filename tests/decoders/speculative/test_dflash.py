@@ -225,8 +225,10 @@ def test_certificate_rejects_a_best_first_tree_without_siblings(monkeypatch: Pat
     assert all(check.passed for check in checks)
     original = BlockTree.__init__
 
-    def chained(self: BlockTree, sequence: Any, scores: Any, is_chain: bool, low: float) -> None:
-        original(self, sequence, scores, True, low)
+    def chained(
+        self: BlockTree, sequence: Any, scores: Any, is_chain: bool, low: float, has_noise: bool
+    ) -> None:
+        original(self, sequence, scores, True, low, has_noise)
 
     monkeypatch.setattr(BlockTree, "__init__", chained)
     assert not all(check.passed for check in oracle._compare("DFlash", key, 9, None, 0.0))
@@ -413,3 +415,18 @@ def test_an_invalid_threshold_is_refused() -> None:
         pytest.raises(InvalidRequestError, match="threshold is 2"),
     ):
         llm.generate("x", decoder="dflash:threshold=2", max_tokens=4)
+
+
+@pytest.mark.parametrize("rule", ["token-exact", "rejection"])
+def test_drafts_of_the_rejection_rule_depend_on_the_text_alone(rule: str) -> None:
+    """The rule for chosen drafts is exact for any drafts that no sample's noise has chosen."""
+    drafts: dict[int, set[tuple[int, ...]]] = {}  # by the first token, with which the text differs
+    with with_drafter(dflash_checkpoint, cache_positions=2048) as llm:
+        for seed in range(24):
+            key = f"dflash:threshold=0,acceptance={rule}"
+            found = generate(llm, "zq", key, temperature=0.3, seed=seed, max_tokens=4)
+            assert len(found.tokens) == 4
+            second = found.trace[1]
+            drafts.setdefault(found.tokens[0], set()).add(tuple(second["drafted"]))
+    assert () not in set.union(*drafts.values())
+    assert all(len(one) == 1 for one in drafts.values()) == (rule == "rejection")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from anydecode import catalogue
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.rounds import rounds, scripted, wordy
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.static_trees import TreeShape, worthwhile
+from anydecode.decoders.speculative.token_recycling import PUBLISHED, RATES
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -86,7 +88,7 @@ def test_drafts_have_at_most_the_given_size(key: str, max_drafts: int) -> None:
         "taps:drafters=copyspec",
         "taps:drafters=copyspec+lookahead",
         "bandit:memory=0",
-        "bandit:fixed=-1",
+        "smartspec:fixed=-1",
         "bandit:drafter=5",
         "smartspec:fixed=0,per_row=0",
         "jacobi:pad=-5",
@@ -122,5 +124,32 @@ def test_missing_candidate_removes_its_subtree() -> None:
 
 def test_worthwhile_keeps_more_nodes_when_rows_are_cheap() -> None:
     paths = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
-    expensive, fair, cheap = (len(worthwhile(paths, (0.5, 0.2), cost)) for cost in (0.6, 0.1, 1e-6))
-    assert (expensive, cheap) == (1, 5) and expensive < fair < cheap
+
+    def num_nodes(row_cost: float, num_others: int = 0) -> int:
+        return len(
+            worthwhile(paths, (0.5, 0.2), lambda rows: 1 + row_cost * (rows - 1), num_others)
+        )
+
+    expensive, fair, cheap = (num_nodes(cost) for cost in (0.6, 0.1, 1e-6))
+    assert (expensive, cheap) == (0, 5) and expensive < fair < cheap
+    assert num_nodes(0.1, num_others=6) < fair  # others pay for the rows too
+
+
+def test_nodes_that_pay_follow_the_measured_costs() -> None:
+    """The default table has a tenth of a pass per row; here eight rows cost as much as one."""
+    sizes = []
+    for steps in (1, 8):
+        with scripted(wordy()) as llm:
+            llm.cost_model = FixedCosts(lambda rows, context, n=steps: 1.0 + (rows - 1) // n)
+            found = rounds(llm, "token-recycling", "abcabcabd", 60)
+        sizes.append({len(one.tokens) for one in found})
+    assert sizes[0] == {0} and max(sizes[1]) == 7
+
+
+@pytest.mark.parametrize("key", ["token-recycling", "stand"])
+def test_the_cards_say_how_many_nodes_pay(key: str) -> None:
+    tenth = worthwhile(PUBLISHED, RATES, lambda rows: 1 + 0.1 * (rows - 1))
+    free = worthwhile(PUBLISHED, RATES, lambda rows: max(1.0, rows / 16))
+    said = " ".join(catalogue.find(key).card.deviations)
+    assert f"{len(tenth)} nodes where a row costs a tenth of a pass" in said
+    assert f"{len(free)} where up to 16 rows cost one pass" in said

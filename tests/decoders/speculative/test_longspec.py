@@ -14,7 +14,9 @@ def test_certificate() -> None:
     assert_certified("longspec")
 
 
-@pytest.mark.parametrize("defaults", [{"size": 3}, {"window": 511}, {"sinks": 3}], ids=str)
+@pytest.mark.parametrize(
+    "defaults", [{"width": 3}, {"depth": 3}, {"window": 511}, {"sinks": 3}], ids=str
+)
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
 ) -> None:

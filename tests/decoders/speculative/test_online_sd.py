@@ -7,7 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from anydecode.decoders.speculative.online_sd import Correction, OnlineDrafter, RejectedDraft
+from anydecode.decoders.speculative.draft_correction import Correction
+from anydecode.decoders.speculative.online_sd import OnlineDrafter, RejectedDraft, cross_entropy
 from certificates import assert_certified, assert_rejected
 
 
@@ -62,7 +63,11 @@ def test_training_equals_adam_of_torch() -> None:
         adam.zero_grad()
         loss.backward()
         adam.step()
-    np.testing.assert_allclose(correction.train_steps(examples, 40), losses, rtol=1e-4)
+    hidden, logits = (
+        np.stack([getattr(one, name) for one in examples]) for name in ("hidden", "logits")
+    )
+    found = correction.train(hidden, logits, cross_entropy(examples), 40)
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
     for own, other in zip(correction.parameters.values(), parameters, strict=True):
         np.testing.assert_allclose(own, other.detach().numpy(), atol=1e-3)
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from anydecode import catalogue
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
+from anydecode.decoders.speculative.pearl import Pearl
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.tree import TokenTree
 from certificates import (
     assert_certified,
     assert_rejected,
@@ -33,3 +40,23 @@ def test_certificate_rejects_pre_verification_in_every_mode(
 ) -> None:
     ignore_parameter(monkeypatch, "pearl", "pre_verify")
     assert_rejected("pearl")
+
+
+def test_certificate_rejects_a_first_draft_ahead_that_is_never_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plain sampling after the verified drafts, kept with drafts made for another token."""
+
+    def accept(self: Pearl, tree: TokenTree, ahead: TokenTree, scores: Any) -> Any:
+        result = self.acceptance.walk(tree, scores)
+        if len(result.path) == len(tree) and len(ahead):
+            result.tokens[-1] = ahead.tokens[0]
+        return result
+
+    monkeypatch.setattr(Pearl, "_accept", accept)
+    assert not next(rejection_checks("pearl")).passed
+
+
+def test_lossy_rules_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="'token-exact' or 'rejection'"):
+        catalogue.build("pearl", acceptance="typical")

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from anydecode import catalogue
 from anydecode.certification.chi_square import PROMPT, small_llm
 from anydecode.certification.rounds import VirtualClock, blurred, rounds, scripted, wordy
 from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.decoders.speculative import draft_model
+from anydecode.sampling.noise import Noise
 from certificates import assert_certified, assert_rejected
 
 TARGET, DRAFT = wordy(), blurred(wordy())
@@ -56,3 +58,16 @@ def test_sequential_drafting_has_no_overlap() -> None:
         clock = VirtualClock(llm, target=4.0, draft=1.0)
         rounds(llm, "speculative-sampling", "abc")
     assert len(clock.passes) > 10 and clock.overlap == 0
+
+
+def test_the_card_says_what_shared_noise_costs() -> None:
+    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.3, 0.3, 0.4])
+    by_rule = float(np.minimum(p, q).sum())
+    noise, size = Noise(3), 20_000
+    keys = np.stack([noise.gumbel(range(3), position) for position in range(size)])
+    same = ((np.log(p) + keys).argmax(axis=1) == (np.log(q) + keys).argmax(axis=1)).mean()
+    by_noise = sum(1 / np.maximum(p / p[token], q / q[token]).sum() for token in range(3))
+    assert same == pytest.approx(by_noise, abs=0.015)
+    assert by_noise >= by_rule / (2 - by_rule)
+    said = " ".join(catalogue.find("speculative-sampling").card.deviations)
+    assert f"it is {by_noise:.3f} against {by_rule:.3f}" in said

@@ -15,7 +15,9 @@ def test_certificate() -> None:
     assert_certified("stand")
 
 
-@pytest.mark.parametrize("defaults", [{"row_cost": 0.0}, {"max_ngram": 3}], ids=str)
+@pytest.mark.parametrize(
+    "defaults", [{"row_cost": 0.0}, {"row_cost": 0.1}, {"max_ngram": 3}], ids=str
+)
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
 ) -> None:

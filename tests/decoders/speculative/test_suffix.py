@@ -10,6 +10,7 @@ import pytest
 
 from anydecode.decoders.speculative import suffix
 from anydecode.decoders.speculative.suffix import (
+    Match,
     SuffixAutomaton,
     SuffixDrafter,
     best_tree,
@@ -75,7 +76,9 @@ def test_automaton_drafts_by_frequency() -> None:
     state = automaton.next[automaton.next[0][1]][2]
     assert automaton.counts[state] == 3
     nodes, total = likely_tree([(automaton, state)], 2, 0.1)
-    assert nodes == [(4, ROOT), (1, 0)] and total == pytest.approx(2 / 3 + 2 / 3)
+    assert [node[:2] for node in nodes] == [(4, ROOT), (1, 0)]
+    assert [node[2] for node in nodes] == pytest.approx([2 / 3, 2 / 3])
+    assert total == pytest.approx(2 / 3 + 2 / 3)
 
 
 def test_counts_of_several_parts_are_added() -> None:
@@ -86,7 +89,17 @@ def test_counts_of_several_parts_are_added() -> None:
             automaton.extend(token)
         states.append((automaton, automaton.next[automaton.next[0][1]][2]))
     nodes, total = likely_tree(states, 2, 0.1)
-    assert nodes == [(4, ROOT), (3, ROOT)] and total == pytest.approx(1.0)
+    assert [node[:2] for node in nodes] == [(4, ROOT), (3, ROOT)] and total == pytest.approx(1.0)
+
+
+def test_the_confidence_is_the_mean_share_of_the_most_frequent_child() -> None:
+    automaton = SuffixAutomaton()
+    for token in [1, 2, 3, 1, 2, 4, 1, 2, 4, 1]:
+        automaton.extend(token)
+    match = Match(automaton, automaton.next[automaton.next[0][1]][2], 2)
+    tree = best_tree([[match]], 3, 2.0, 0.1)  # 4 two times of three, always with 1 after it
+    assert sorted(zip(tree.tokens, tree.parents, strict=True)) == [(1, 0), (3, ROOT), (4, ROOT)]
+    assert tree.confidence == pytest.approx((2 / 3 + 1) / 2)
 
 
 def test_no_memory_keeps_nothing() -> None:

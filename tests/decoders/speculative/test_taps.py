@@ -40,12 +40,25 @@ def test_the_first_tree_alone_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     assert_rejected("taps")
 
 
-def test_a_confidence_of_the_whole_past_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def update(self: Member, tokens: list[int]) -> None:
-        if len(self.tree):
-            self._num_accepted += self.tree.child(-1, tokens[0]) is not None
-            self._num_drafted += 1
-            self.tree = TokenTree()
-
-    monkeypatch.setattr(Member, "update", update)
+def test_a_confidence_from_the_past_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = property(lambda self: self._num_accepted / self._num_drafted)
+    monkeypatch.setattr(Member, "confidence", rate)
     assert_rejected("taps")
+
+
+def test_the_least_confident_first_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    confidence = Member.confidence.fget
+    monkeypatch.setattr(Member, "confidence", property(lambda self: -confidence(self)))
+    assert_rejected("taps")
+
+
+def test_drafters_without_probabilities_have_the_rate_of_their_first_drafts() -> None:
+    member = Member("prompt-lookup", None)
+    rates = []
+    for accepted in (True, True, False):
+        member.tree = TokenTree.chain([5])
+        member.update([5 if accepted else 6])
+        rates.append(member.confidence)
+    assert rates == pytest.approx([1.9 / 2.8, 2.71 / 3.52, 2.439 / 4.168])
+    member.tree = TokenTree.chain([5], confidence=0.25)
+    assert member.confidence == 0.25

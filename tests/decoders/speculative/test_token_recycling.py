@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from anydecode.certification.rounds import accepted, rounds, scripted, wordy
-from anydecode.decoders.speculative import token_recycling
-from anydecode.decoders.speculative.static_trees import TreeShape
-from anydecode.decoders.speculative.token_recycling import PUBLISHED, TokenRecyclingDrafter
-from certificates import assert_certified, assert_rejected, replace_method
+from anydecode.decoders.speculative.static_trees import PayingTree
+from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
@@ -20,13 +19,21 @@ def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> N
     assert_rejected("token-recycling")
 
 
-def test_certificate_rejects_the_whole_tree_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_recycling, "worthwhile", lambda *given: TreeShape.of(PUBLISHED))
+@pytest.mark.parametrize("row_cost", [0.0, 0.1])
+def test_certificate_rejects_the_same_tree_at_any_cost(
+    monkeypatch: pytest.MonkeyPatch, row_cost: float
+) -> None:
+    replace_defaults(monkeypatch, "token-recycling", row_cost=row_cost)
+    assert_rejected("token-recycling")
+
+
+def test_certificate_rejects_rates_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PayingTree, "rates", property(lambda self: self.priors))
     assert_rejected("token-recycling")
 
 
 def test_matrix_keeps_the_last_of_equal_tokens() -> None:
-    drafter = TokenRecyclingDrafter(TreeShape.chain(3))
+    drafter = TokenRecyclingDrafter(PayingTree([(0,)], [0.5]))
     drafter.successors.update(zip([4, 4], [[1], [2]], strict=True))
     assert drafter.successors[4] == [2]
 

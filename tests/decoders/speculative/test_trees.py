@@ -52,7 +52,7 @@ def test_branches_do_not_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -
 def test_siblings_are_distinct_and_have_distributions(key: str) -> None:
     trees = []
     join = "," if ":" in key else ":"
-    method = f"{key}{join}with_probabilities=true"
+    method = f"{key}{join}acceptance=rejection"
     with scripted(TARGET, DRAFT) as llm:
         decoder = llm.decoder(method)
         walk = decoder.acceptance.walk
@@ -74,7 +74,7 @@ def test_first_draws_follow_the_draft_distribution() -> None:
     q = None
     with scripted(TARGET, DRAFT) as llm:
         for seed in range(400):
-            decoder = llm.decoder("rsd:branching=2-1,with_probabilities=true")
+            decoder = llm.decoder("rsd:branching=2-1,acceptance=rejection")
             trees_seen = []
             decoder.acceptance.walk = _record_trees(decoder, trees_seen)
             llm.generate("ab", decoder=decoder, max_tokens=1, temperature=0.8, seed=seed)

@@ -42,8 +42,8 @@ class WholeCanvas(BlockPolicy):
 class FixedBlocks(BlockPolicy):
     """Blocks of a fixed size.
 
-    They are counted from the first mask of the canvas (LLaDA), or from position 0 if the model has
-    blocks of its own (`canvas.block_size`).
+    They are counted from the first mask of the canvas (LLaDA); if the model has blocks of its own
+    (`canvas.block_size`), they are these.
 
     Args:
         size: Positions per block. None: the model's block size, or up to 32. 0: the model's block
@@ -60,7 +60,9 @@ class FixedBlocks(BlockPolicy):
         if size == 0:
             return len(canvas)
         origin = (
-            0 if canvas.block_size else canvas.policy_state.setdefault("origin", canvas.frontier)
+            canvas.origin
+            if canvas.block_size
+            else canvas.policy_state.setdefault("origin", canvas.frontier)
         )
         index = (canvas.frontier - origin) // size
         return min(origin + (index + 1) * size, len(canvas))

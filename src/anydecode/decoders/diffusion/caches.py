@@ -182,28 +182,29 @@ class BlockCausalCache(CachePolicy):
     def block_size(self, spec: ModelSpec) -> int | None:
         return self._size or spec.block_size or 4
 
+    def num_finished(self, canvas: Canvas, kv_cache: SequenceCache) -> int:
+        """How many positions have cached rows that stay."""
+        return kv_cache.length
+
     def leading_spans(
         self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        block_size = canvas.block_size
-        assert block_size is not None
         spans: list[Span] = []
-        for start in range(kv_cache.length, region[0] // block_size * block_size, block_size):
-            positions = np.arange(start, start + block_size, dtype=np.int32)
+        start, stop = self.num_finished(canvas, kv_cache), canvas.block_start(region[0])
+        while start < stop:
+            end = canvas.block_end(start)
+            positions = np.arange(start, end, dtype=np.int32)
             span = uncached_span(canvas, kv_cache, canvas.tokens, positions)
             span.keep = True
             spans.append(span)
+            start = end
         return spans
 
     def span(
         self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
     ) -> Span:
-        block_size = canvas.block_size
-        assert block_size is not None
-        first, stop = (
-            region[0] // block_size * block_size,
-            int(canvas.visible(np.array([region[1] - 1]))[0]),
-        )
+        first = max(0, canvas.block_start(region[0]))
+        stop = int(canvas.visible(np.array([region[1] - 1]))[0])
         return uncached_span(canvas, kv_cache, tokens, canvas.input_positions(first, stop))
 
 

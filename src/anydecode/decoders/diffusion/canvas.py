@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.decoders.framework.canvas_spans import visible_positions
+
 #: Values of `Canvas.committed`: a mask, and a token that is not generated.
 MASKED, FIXED = -1, -2
 
@@ -62,6 +64,9 @@ class Canvas:
         logit_shift: Row r of the model predicts position r + `logit_shift`.
         block_size: The size of the blocks in which rows see each other; None: every row sees the
             whole canvas.
+        origin: The position from which blocks are counted.
+        has_causal_context: Whether rows before the block that is being unmasked see up to
+            themselves only.
         max_length: The largest number of positions.
         is_fixed_length: No masks may be appended, as in infilling.
         block: The positions `first..stop` that are being unmasked; None between two blocks.
@@ -81,6 +86,8 @@ class Canvas:
     mask: int
     logit_shift: int = 0
     block_size: int | None = None
+    origin: int = 0
+    has_causal_context: bool = False
     max_length: int = 1 << 31
     is_fixed_length: bool = False
     block: tuple[int, int] | None = None
@@ -120,12 +127,23 @@ class Canvas:
         return inside
 
     def visible(self, positions: np.ndarray) -> np.ndarray:
-        """How many positions each row at `positions` sees: all, or those up to its block's end."""
-        if self.block_size is None:
-            return np.full(len(positions), len(self), np.int32)
-        ends = (positions // self.block_size + 1) * self.block_size
-        visible: np.ndarray = np.minimum(ends, len(self)).astype(np.int32)
-        return visible
+        """How many positions each row at `positions` sees: all, or those up to its block's end, or
+        up to itself in a causal context."""
+        context_stop = 0
+        if self.has_causal_context:
+            first = self.frontier if self.block is None else self.block[0]
+            context_stop = self.block_start(first)
+        return visible_positions(positions, len(self), self.block_size, self.origin, context_stop)
+
+    def block_start(self, position: int) -> int:
+        """The first position of the model's block that `position` is in."""
+        assert self.block_size is not None, "a model with blocks"
+        return self.origin + (position - self.origin) // self.block_size * self.block_size
+
+    def block_end(self, position: int) -> int:
+        """The end of the model's block that `position` is in."""
+        assert self.block_size is not None, "a model with blocks"
+        return self.block_start(position) + self.block_size
 
     def input_positions(self, first: int, stop: int) -> np.ndarray:
         """The positions of the rows to compute in order to predict `first..stop`.
@@ -159,6 +177,21 @@ class Canvas:
             self.committed[position] = self.step
             self.confidence[position] = probability
             self.meter.committed += 1
+
+    def edit(
+        self, positions: Iterable[int], tokens: Iterable[int], confidence: Iterable[float]
+    ) -> None:
+        """Replace unmasked tokens by others.
+
+        Raises:
+            ValueError: A position holds a mask or a fixed token, or a token is the mask token.
+        """
+        for position, token, probability in zip(positions, tokens, confidence, strict=True):
+            if self.committed[position] < 0 or token == self.mask:
+                raise ValueError(f"position {position} cannot be edited to token {token}")
+            self.tokens[position] = token
+            self.committed[position] = self.step
+            self.confidence[position] = probability
 
     def fix(self, position: int, token: int) -> None:
         """Put a fixed token (a prior) in place of a mask: it is neither ranked nor predicted."""

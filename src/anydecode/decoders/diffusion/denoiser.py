@@ -4,8 +4,8 @@
 
 Each denoising step runs one forward pass that predicts the masks of a block. The ranking orders
 these masks, and the unmask policy selects those that are unmasked in this step. Tokens before the
-first remaining mask are emitted at once. A method is a choice of these five parts, or a subclass
-that changes one step of the loop.
+first remaining mask are emitted at once, unless the method may still change them. A method is a
+choice of these five parts, or a subclass that changes one step of the loop.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Denoiser(Decoder):
         mask = sequence.mask_token if self.mask is None else self.mask
         if mask is None:
             raise InvalidRequestError(
-                "this model's tokenizer has no mask token; give mask=TOKEN_ID"
+                "this model's files name no mask token: open it with mask=TOKEN_ID (--mask)"
             )
         sampler = sequence.sampler
         if sampler.companions or sampler.capture_layers or sampler.observes_hidden:
@@ -131,11 +131,19 @@ class Denoiser(Decoder):
         if kv_cache.length > len(canvas):
             kv_cache.truncate(len(canvas))
         while not sequence.finished:
-            if not len(canvas.masks):
+            if self.is_complete(canvas):
                 if canvas.is_fixed_length or not sequence.remaining:
                     return
                 canvas.extend(self._num_new_masks(sequence, canvas))
             yield from self.step(sequence, canvas)
+
+    def is_complete(self, canvas: Canvas) -> bool:
+        """Whether the canvas as it is needs no further step."""
+        return not len(canvas.masks)
+
+    def emitted_stop(self, canvas: Canvas) -> int:
+        """The end of the tokens that cannot change any more."""
+        return canvas.frontier
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         """One denoising step.
@@ -270,8 +278,8 @@ class Denoiser(Decoder):
     def emit_prefix(
         self, sequence: Sequence, canvas: Canvas, chosen: Iterable[int], **trace_fields: Any
     ) -> None:
-        """Emit the tokens before the first mask, and record the step in the trace."""
-        first, stop = sequence.length, canvas.frontier
+        """Emit the tokens that cannot change any more, and record the step in the trace."""
+        first, stop = sequence.length, self.emitted_stop(canvas)
         tokens = canvas.tokens[first:stop].tolist()
         sequence.record(
             TokenTree(),
@@ -313,6 +321,8 @@ class Denoiser(Decoder):
                 mask,
                 logit_shift=spec.logit_shift,
                 block_size=self.cache.block_size(spec),
+                origin=len(sequence.prompt) if spec.has_causal_context else 0,
+                has_causal_context=spec.has_causal_context,
                 max_length=min(pool.num_slots, spec.max_positions),
             )
             self.blocks.check_model(canvas)
@@ -350,9 +360,7 @@ class Denoiser(Decoder):
         remaining = sequence.remaining
         stop = len(canvas) + min(remaining, self.length or remaining)
         if canvas.block_size:
-            stop = min(
-                -(-stop // canvas.block_size) * canvas.block_size, max(stop, canvas.max_length)
-            )
+            stop = min(canvas.block_end(stop - 1), max(stop, canvas.max_length))
         return stop - len(canvas)
 
     def _record_pass(self, canvas: Canvas, spans: Seq[Any], kind: str) -> None:

@@ -1,8 +1,9 @@
 """Dream's decoder with infilling of variable length (Xie et al., "Dream-Coder 7B: An Open Diffusion
-Language Model for Code", arXiv:2509.01142).
+Language Model for Code", arXiv:2509.01142; Wu et al., "DreamOn: Diffusion Language Models For Code
+Infilling Beyond Fixed-size Canvas", arXiv:2602.01326).
 
-An end of text inside an infilled region removes the rest of the region, and an expand token becomes
-two masks. Regions can so become shorter or longer than the masks given.
+An end of text inside an infilled region removes itself and the masks behind it in the region, and
+an expand token becomes two masks. Regions can so become shorter or longer than the masks given.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from anydecode.scoring.sequence import Sequence
 class VariableInfilling(Denoiser):
     """Infills regions of variable length.
 
-    In an infilled region that is followed by text, an end of text removes itself and the rest of
-    the region. A token `expand` is replaced by two masks.
+    In an infilled region that is followed by text, an end of text removes itself and the masks
+    behind it in the region; tokens that were unmasked there stay. A token `expand` is replaced by
+    two masks.
 
     The number of expansions is limited to the positions that the first canvas has fewer than the
     answer may have. Positions that an end of text removes are not added to this number, as a region
@@ -77,25 +79,35 @@ class VariableInfilling(Denoiser):
         fixed = np.flatnonzero(canvas.committed[position:] == FIXED)
         token = int(canvas.tokens[position])
         if len(fixed) and sequence.stops_at(token):
-            canvas.splice(position, position + int(fixed[0]), 0)
+            behind = self._ended(canvas, position, position + int(fixed[0]))
+            for removed in (*behind[::-1].tolist(), position):
+                canvas.splice(removed, removed + 1, 0)
         elif token == self.expand:
             # Several may be chosen in the step of the last expansion: the rest become masks again.
             can_expand = canvas.policy_state["expansions"] > 0
             canvas.policy_state["expansions"] -= can_expand
             canvas.splice(position, position + 1, 2 if can_expand else 1)
 
+    @staticmethod
+    def _ended(canvas: Canvas, position: int, stop: int) -> np.ndarray:
+        """What an end of text at `position` removes up to `stop`, the end of its region."""
+        return canvas.masked(position, stop)
+
 
 @register(
     Card(
         "dream-coder",
         "diffusion",
-        paper="Dream-Coder 7B: An Open Diffusion Language Model for Code (arXiv:2509.01142)",
+        paper="Dream-Coder 7B: An Open Diffusion Language Model for Code (arXiv:2509.01142);"
+        " DreamOn: Diffusion Language Models For Code Infilling Beyond Fixed-size Canvas"
+        " (arXiv:2602.01326)",
         exactness="lossy",
         summary="Dream's decoder; infilled regions shrink and grow as needed.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
             "expansions in one step that would exceed max_tokens become masks again",
+            "an end of text removes the masks behind it too, as an option of DreamOn's code does",
             "the temperature is the request's (0.1 in the paper)",
         ),
         remote={"steps": Range(1, 4096), "expand": Range(1, 4096)},

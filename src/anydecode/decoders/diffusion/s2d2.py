@@ -68,8 +68,7 @@ class CausalBlockCache(BlockCausalCache):
     def leading_spans(
         self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
     ) -> list[Span]:
-        assert canvas.block_size is not None
-        stop = region[0] // canvas.block_size * canvas.block_size
+        stop = canvas.block_start(region[0])
         new_tokens = canvas.tokens[kv_cache.length : stop].tolist()
         num_layers = kv_cache.pool.model.spec.num_layers
         return [ChainSpan(kv_cache, new_tokens, 0, num_layers)] if new_tokens else []
@@ -98,8 +97,7 @@ class SelfVerified(Denoiser):
         predictions.keep()
         tokens = predictions.tokens(run)
         kv_cache = sequence.kv_cache()
-        assert canvas.block_size is not None
-        start, stop = int(run[0]) // canvas.block_size * canvas.block_size, int(run[-1]) + 1
+        start, stop = canvas.block_start(int(run[0])), int(run[-1]) + 1
         positions = np.concatenate([np.arange(start, stop), run]).astype(np.int32)
         drafted_tokens = canvas.copy_tokens(run, tokens)[start:stop]
         inputs = np.concatenate([drafted_tokens, np.full(len(run), canvas.mask, np.int32)])

@@ -19,7 +19,7 @@ from anydecode.decoders.diffusion.rankings import RANKING_WORDS, ranking
 from anydecode.decoders.diffusion.stops import EndOfText
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.decoders.framework.canvas_spans import CanvasSpan
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
 from anydecode.scoring.sequence import Sequence
@@ -52,6 +52,11 @@ class WindowCachePolicy(CachePolicy):
         self.cycle = cycle
 
     def block_size(self, spec: ModelSpec) -> int | None:
+        if spec.block_size is not None:
+            raise UnsupportedCombinationError(
+                "window-diffusion needs a diffusion model whose rows see the whole canvas; rows of"
+                f" this one see blocks of {spec.block_size}"
+            )
         return None
 
     def is_stale(self, canvas: Canvas, region: tuple[int, int]) -> bool:

@@ -81,10 +81,10 @@ def attention_probe(model: Any) -> AttentionProbe:
 def _readable_network(model: Any) -> Network:
     """The model's network; loaded again from its file if the kernels have packed the weights."""
     network = getattr(model, "network", None)
-    if network is not None and network.spec.num_streams > 1:
+    if network is not None and network.has_wide_states:
         raise UnsupportedCombinationError(
             "attention weights cannot be computed for models with several streams of hidden states"
-            " (Gemma 3n)"
+            " (Gemma 3n) or a memory (SambaY)"
         )
     if network is not None and network.weights.layers[0].query.weight.data.size:
         readable: Network = network

@@ -124,6 +124,30 @@ class CausalSpan(Span):
         self.done += count
 
 
+def visible_positions(
+    positions: np.ndarray,
+    length: int,
+    block_size: int | None,
+    origin: int = 0,
+    context_stop: int = 0,
+) -> np.ndarray:
+    """How many positions of a canvas each row sees, int32 `[rows]`.
+
+    Args:
+        positions: The positions of the rows.
+        length: The length of the canvas.
+        block_size: Rows see up to the end of their block; None: the whole canvas.
+        origin: The position from which blocks are counted.
+        context_stop: Rows before this position see up to themselves only.
+    """
+    if block_size is None:
+        return np.full(len(positions), length, np.int32)
+    ends = origin + ((positions - origin) // block_size + 1) * block_size
+    ends = np.where(positions < context_stop, positions + 1, ends)
+    visible: np.ndarray = np.minimum(ends, length).astype(np.int32)
+    return visible
+
+
 def canvas_span(
     kv_cache: SequenceCache,
     positions: np.ndarray,

@@ -7,6 +7,7 @@ arXiv:2402.14160. Independent siblings: Miao et al., SpecInfer, arXiv:2305.09781
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -89,16 +90,18 @@ class RejectionSampling(Acceptance):
         path: list[int] = []
         tokens: list[int] = []
         while True:
-            child, token = self._step(tree, scores, node)
+            child, token = self.step(tree, scores, node, tree.children(node))
             tokens.append(token)
             if child is None:
                 return AcceptanceResult(path, tokens)
             path.append(child)
             node = child
 
-    def _step(self, tree: TokenTree, scores: Scores, node: int) -> tuple[int | None, int]:
-        """The accepted child, or None, and the token emitted after `node`."""
-        row, children = scores.after(node), tree.children(node)
+    def step(
+        self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
+    ) -> tuple[int | None, int]:
+        """The accepted one of `children`, or None, and the token emitted after `node`."""
+        row = scores.after(node)
         if not children:
             return None, scores.sample(row)
         sequence, position = scores.sequence, int(scores.positions[row]) + 1

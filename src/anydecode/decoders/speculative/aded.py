@@ -14,6 +14,8 @@ from math import log, sqrt
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -189,15 +191,26 @@ class _Session(TextDraftSession):
             "the default sizes (6 nodes, depth 4, 8 successors) are not the paper's",
             "the constants of the search are MuZero's, since the paper does not state its own",
         ),
-        remote={"size": Range(0, 64), "depth": Range(1, 32), "width": Range(1, 16)},
+        remote={
+            "size": Range(0, 64),
+            "depth": Range(1, 32),
+            "width": Range(1, 16),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def aded(size: int = 6, depth: int = 4, width: int = 8) -> Speculative:
+def aded(
+    size: int = 6,
+    depth: int = 4,
+    width: int = 8,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """ADED: tree search in a tri-gram table.
 
     Args:
         size: Maximum number of nodes of a draft tree.
         depth: Maximum depth of a draft tree.
         width: Successors stored per token pair.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(AdedDrafter(depth, width), size)
+    return Speculative(AdedDrafter(depth, width), size, acceptance_rule(acceptance))

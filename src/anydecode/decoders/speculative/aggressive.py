@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -114,14 +116,23 @@ class AggressiveDrafter(Drafter):
             " given, else once a suffix of the answer occurs in it exactly once",
             "at most `size` tokens are drafted at a time, not the whole rest of the input",
         ),
-        remote={"size": Range(0, 64), "start": Range(0, 64)},
+        remote={
+            "size": Range(0, 64),
+            "start": Range(0, 64),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def aggressive(size: int = 16, start: int | None = None) -> Speculative:
+def aggressive(
+    size: int = 16,
+    start: int | None = None,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """Input-guided aggressive decoding.
 
     Args:
         size: Maximum number of drafts per pass.
         start: Prompt position where the source begins; by default it is found by matching.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(AggressiveDrafter(start), size)
+    return Speculative(AggressiveDrafter(start), size, acceptance_rule(acceptance))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
@@ -17,8 +18,8 @@ class BestTreeDrafter(TreeDrafter):
     product of the estimated acceptance probabilities along a node's path. A weight is at most that
     of the parent, so only nodes among the best so far are expanded."""
 
-    def __init__(self, depth: int = 4, with_probabilities: bool = False) -> None:
-        super().__init__(with_probabilities)
+    def __init__(self, depth: int = 4, rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
         if depth < 1:
             raise InvalidRequestError("a draft tree needs depth >= 1")
         self.depth = depth

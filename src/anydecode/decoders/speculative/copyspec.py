@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.ngram_index import NgramIndex
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -63,14 +65,23 @@ class CopySpecDrafter(Drafter):
             "at most 10 tokens are copied by default (the released script: 100)",
             "without a match there is no draft; no draft model is used instead",
         ),
-        remote={"size": Range(0, 64), "ngram": Range(1, 32)},
+        remote={
+            "size": Range(0, 64),
+            "ngram": Range(1, 32),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def copyspec(size: int = 10, ngram: int = 3) -> Speculative:
+def copyspec(
+    size: int = 10,
+    ngram: int = 3,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """CopySpec.
 
     Args:
         size: Maximum number of copied tokens per pass.
         ngram: Length of the token run that is looked up.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(CopySpecDrafter(ngram), size)
+    return Speculative(CopySpecDrafter(ngram), size, acceptance_rule(acceptance))

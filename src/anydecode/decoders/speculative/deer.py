@@ -63,9 +63,9 @@ class _Session(DiffusionSession):
             "verification ends at the first rejection; the paper's printed algorithm continues"
             " after it",
             "16 drafts by default (the paper: up to 32)",
-            "any diffusion model can draft; the paper's results need its two-stage alignment"
-            " training",
+            "any diffusion model can draft",
         ),
+        missing=("the two-stage training that aligns the draft model with the target",),
         remote={
             "size": Range(0, 64),
             "acceptance": ACCEPTANCE_WORDS,

@@ -18,6 +18,12 @@ from typing import Any
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -42,21 +48,23 @@ class _Session(DraftSession):
         drafter, model = self.drafter, self.sequence.kv_cache(DRAFT).pool.model
         block: Any = model.spec.block
         scores = yield score_block(self.sequence, block, min(size, block.max_drafts))
-        tree = BlockTree(self.sequence, scores, not drafter.tree, drafter.threshold)
+        is_chain, has_noise = not drafter.tree, drafter.has_noise
+        tree = BlockTree(self.sequence, scores, is_chain, drafter.threshold, has_noise)
         return tree.grow(size)
 
 
 class BlockDrafter(Drafter):
     """Drafts the most likely token of each slot of a block, or with `tree` the best-first tree over
-    the slots' candidates; see `BlockTree` for `threshold`."""
+    the slots' candidates; see `BlockTree` for `threshold` and `has_noise`."""
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True, drafts_blocks=True)
 
-    def __init__(self, tree: bool = False, threshold: float = 0.1) -> None:
+    def __init__(self, tree: bool = False, threshold: float = 0.1, has_noise: bool = True) -> None:
         if not 0 <= threshold <= 1:
             raise InvalidRequestError(f"threshold is {threshold}; allowed is a number from 0 to 1")
         self.tree = tree
         self.threshold = threshold
+        self.has_noise = has_noise
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -81,13 +89,24 @@ class BlockDrafter(Drafter):
             " which pays on processors (threshold=0: they do not)",
             "DSpark's confidences end drafts where their product along the path falls below that"
             " threshold; its scheduler maximises the tokens of all requests of a batch",
-            "above temperature 0 a slot's token is sampled with the noise that the target will use",
+            "verified token-exactly, and above temperature 0 a slot's token is sampled with the"
+            " noise that the target will use; with acceptance='rejection' slots have their most"
+            " probable tokens, verified by the rule for chosen tokens",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),
-        remote={"size": Range(0, 64), "threshold": Range(0, 1)},
+        remote={
+            "size": Range(0, 64),
+            "threshold": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def dflash(size: int = 7, tree: bool = False, threshold: float = 0.1) -> Speculative:
+def dflash(
+    size: int = 7,
+    tree: bool = False,
+    threshold: float = 0.1,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """Blocks drafted in one pass (DFlash, DSpark, P-EAGLE).
 
     Args:
@@ -96,5 +115,8 @@ def dflash(size: int = 7, tree: bool = False, threshold: float = 0.1) -> Specula
         tree: Draft the `size` best nodes of the tree over the slots' tokens (DDTree), instead of
             one token per slot.
         threshold: The estimated acceptance probability below which nothing is drafted.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(BlockDrafter(tree, threshold), size)
+    rule = acceptance_rule(acceptance)
+    drafter = BlockDrafter(tree, threshold, not isinstance(rule, RejectionSampling))
+    return Speculative(drafter, size, rule)

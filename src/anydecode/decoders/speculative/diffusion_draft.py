@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.decoders.decoder import Requirements
-from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas
+from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas, visible_positions
 from anydecode.decoders.framework.speculation import Drafter, DraftSession
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.errors import InvalidRequestError
@@ -46,8 +46,8 @@ class DiffusionSession(DraftSession):
         tokens = sequence.all_tokens
         canvas = np.array(tokens + [mask] * count, np.int32)
         positions = np.arange(len(canvas), dtype=np.int32)
-        size = spec.block_size or len(canvas)
-        visible = np.minimum((positions // size + 1) * size, len(canvas)).astype(np.int32)
+        context = len(tokens) if spec.has_causal_context else 0
+        visible = visible_positions(positions, len(canvas), spec.block_size, context, context)
         output_rows = np.arange(len(tokens), len(canvas))
         span = canvas_span(kv_cache, positions, canvas, visible)
         scores = yield score_canvas(sequence, DRAFT, [span], 1, output_rows, spec.logit_shift)

@@ -15,6 +15,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     DraftBudget,
     DraftSession,
@@ -208,6 +210,7 @@ class _Session(DiffusionSession):
             "candidates": Range(1, 32),
             "beams": Range(1, 16),
             "weight": Range(0, 100),
+            "acceptance": ACCEPTANCE_WORDS,
         },
     )
 )
@@ -220,6 +223,7 @@ def diffuspec(
     candidates: int = 15,
     beams: int = 3,
     weight: float = 0.5,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """DiffuSpec: beam-searched drafts from a diffusion model.
 
@@ -232,6 +236,7 @@ def diffuspec(
         candidates: Maximum number of candidates of a position.
         beams: Beam width.
         weight: Weight of the diffusion model in a path's score; the 3-gram model has the rest.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     if not 1 <= min_length <= max_length or step < 0 or not 0 <= smoothing < 1:
         raise InvalidRequestError(
@@ -241,5 +246,6 @@ def diffuspec(
     return Speculative(
         drafter,
         max_length,
+        acceptance_rule(acceptance),
         budget=lambda sequence: AdaptiveLength(min_length, max_length, step, smoothing),
     )

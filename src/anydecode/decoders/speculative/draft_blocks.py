@@ -104,15 +104,24 @@ class BlockTree:
         scores: The result of `score_block`.
         is_chain: Whether a node has one child only.
         threshold: See above.
+        has_noise: Whether tokens are sampled with the target's noise above temperature 0. False:
+            the most probable tokens, as rejection rules require of tokens that are left out by
+            their probability.
     """
 
     def __init__(
-        self, sequence: Sequence, scores: Scores, is_chain: bool, threshold: float
+        self,
+        sequence: Sequence,
+        scores: Scores,
+        is_chain: bool,
+        threshold: float,
+        has_noise: bool = True,
     ) -> None:
         self.sequence = sequence
         self.scores = scores
         self.is_chain = is_chain
         self.threshold = threshold
+        self.has_noise = has_noise
         model: Any = sequence.kv_cache(DRAFT).pool.model
         self._heads = model.slot_heads
         self._head_tokens: Any = slice(None) if model.head_tokens is None else model.head_tokens
@@ -176,7 +185,9 @@ class BlockTree:
                 row = row.copy()
                 row[self._head_tokens] += step.bias
         position = self.sequence.length + slot
-        return draft_candidates(self.sequence, self._samplers[node], row, position)
+        return draft_candidates(
+            self.sequence, self._samplers[node], row, position, has_noise=self.has_noise
+        )
 
     def _advance_sampler(self, node: int, parent: int) -> None:
         sampler = self._samplers[parent]

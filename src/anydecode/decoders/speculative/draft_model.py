@@ -28,10 +28,15 @@ class _Session(DraftSession):
         self.sequence.align(DRAFT)
         distributions: list[np.ndarray] | None = [] if self.with_probabilities else None
         drafts = yield from draft_chain(self.sequence, [], size, distributions=distributions)
-        if distributions is None:
-            return TokenTree.chain(drafts)
-        rows = {node - 1: row for node, row in enumerate(distributions)}
-        return TokenTree.chain(drafts, probabilities=rows, kind="wor")
+        return sampled_chain(drafts, distributions)
+
+
+def sampled_chain(drafts: list[int], distributions: list[np.ndarray] | None) -> TokenTree:
+    """The tree of a chain, with the distributions that its tokens were sampled from, if given."""
+    if distributions is None:
+        return TokenTree.chain(drafts)
+    rows = {node - 1: row for node, row in enumerate(distributions[: len(drafts)])}
+    return TokenTree.chain(drafts, probabilities=rows, kind="wor")
 
 
 def draft_chain(

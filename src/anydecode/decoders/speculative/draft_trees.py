@@ -6,11 +6,13 @@ from abc import abstractmethod
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -24,6 +26,7 @@ from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
+TreeNoise = Literal["target", "own", "none"]
 #: Number of most probable tokens of a draft distribution that are used; the rest is cut off.
 NUM_CANDIDATES = 64
 
@@ -60,16 +63,17 @@ class DraftCandidates:
 class GrowingTree:
     """A draft tree in `runner`, scored level by level.
 
-    With `independent_noise` every node has its own noise, as rejection sampling requires. Otherwise
-    the tree uses the target's noise, which makes token-exact acceptance more likely.
+    `noise` is what orders a node's candidates: "target": the target's noise, which makes
+    token-exact acceptance more likely; "own": noise of every node's own, as rejection rules require
+    of samples; "none": the most probable candidates come first.
     """
 
     def __init__(
-        self, sequence: Sequence, runner: str = DRAFT, independent_noise: bool = False
+        self, sequence: Sequence, runner: str = DRAFT, noise: TreeNoise = "target"
     ) -> None:
         self.sequence = sequence
         self.runner = runner
-        self.independent_noise = independent_noise
+        self.noise = noise
         self.tree = TokenTree()
         self.depths: list[int] = []
         self.candidates: dict[int, DraftCandidates] = {}
@@ -121,6 +125,12 @@ class GrowingTree:
         tree, positions = TokenTree(kind=kind), {ROOT: ROOT}
         for node in nodes:
             positions[node] = tree.add(self.tree.tokens[node], positions[self.tree.parents[node]])
+        tops = [
+            float(self.candidates[node].probabilities.max())
+            for node, position in positions.items()
+            if tree.children(position)
+        ]
+        tree.confidence = sum(tops) / len(tops) if tops else None
         if with_probabilities:
             size = self.sequence.kv_cache().pool.model.spec.vocab_size
             tree.probabilities = {
@@ -153,14 +163,19 @@ class GrowingTree:
 
     def _store_candidates(self, node: int, row: np.ndarray) -> None:
         position = self.sequence.length + (0 if node == ROOT else self.depths[node])
-        draw = node + 1 if self.independent_noise else None
+        draw = node + 1 if self.noise == "own" else None
         self.candidates[node] = draft_candidates(
-            self.sequence, self._samplers[node], row, position, draw
+            self.sequence, self._samplers[node], row, position, draw, self.noise != "none"
         )
 
 
 def draft_candidates(
-    sequence: Sequence, sampler: Sampler, row: np.ndarray, position: int, draw: int | None = None
+    sequence: Sequence,
+    sampler: Sampler,
+    row: np.ndarray,
+    position: int,
+    draw: int | None = None,
+    has_noise: bool = True,
 ) -> DraftCandidates:
     """The candidates for the token at `position`.
 
@@ -171,6 +186,7 @@ def draft_candidates(
         position: The position of the token.
         draw: The number of a draw with noise of its own, as rejection sampling requires; None: the
             target's noise.
+        has_noise: False leaves the noise out.
     """
     distribution = draft_distribution(sampler, fit_vocab(sequence, row))
     tokens, scores = distribution.tokens, distribution.scores
@@ -188,7 +204,7 @@ def draft_candidates(
     shifted = scores.astype(np.float64) - float(scores.max())
     log_probabilities = shifted - np.log(np.exp(shifted).sum())
     keys = log_probabilities
-    if not sequence.sampler.is_greedy:
+    if has_noise and not sequence.sampler.is_greedy:
         noise = sequence.noise if draw is None else sequence.noise.with_purpose("draft")
         keys = log_probabilities + noise.gumbel(ids, position, draw or 0)
     order = np.argsort(-keys, kind="stable")
@@ -218,7 +234,7 @@ class TreeSession(DraftSession):
         self.growing = drafter.new_tree(self.sequence)
         yield from self.growing.start()
         nodes = yield from drafter.grow(self.growing, size)
-        return self.growing.pruned(nodes, drafter.kind, drafter.with_probabilities)
+        return self.growing.pruned(nodes, drafter.kind, drafter.noise == "own")
 
     def observe(self, round: SpeculationRound) -> None:
         if self.growing is not None:
@@ -228,17 +244,23 @@ class TreeSession(DraftSession):
 
 class TreeDrafter(Drafter):
     """Base class of drafters that grow a tree with the runner "draft". `kind` says how siblings are
-    chosen, see `TokenTree`."""
+    chosen under a rejection rule, see `TokenTree`.
+
+    Args:
+        rule: The acceptance rule that the trees are for; None: `TokenExact`.
+    """
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True)
     kind = "point"
 
-    def __init__(self, with_probabilities: bool = False) -> None:
-        self.with_probabilities = with_probabilities
+    def __init__(self, rule: Acceptance | None = None) -> None:
+        self.noise: TreeNoise = "target"
+        if isinstance(rule, RejectionSampling):
+            self.noise = "none" if self.kind == "point" else "own"
 
     def new_tree(self, sequence: Sequence) -> GrowingTree:
         """An empty tree."""
-        return GrowingTree(sequence, independent_noise=self.with_probabilities)
+        return GrowingTree(sequence, noise=self.noise)
 
     @abstractmethod
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:

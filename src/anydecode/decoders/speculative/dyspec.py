@@ -12,6 +12,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.scoring.score import DecoderAction
@@ -70,7 +72,8 @@ class DySpecDrafter(TreeDrafter):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly with the target's noise",
+            "verified token-exactly with the target's noise; the paper's rule is"
+            " acceptance='rejection'",
             "nodes are scored in batches when one of them is first needed; the tree is the same as"
             " one by one",
             "at temperature 0 draws follow the draft model's order of probability",
@@ -78,14 +81,15 @@ class DySpecDrafter(TreeDrafter):
             "drafts at the request's temperature (the paper: 0.6), 16 nodes by default (the paper:"
             " 64)",
         ),
-        remote={"size": Range(0, 64)},
+        remote={"size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
     )
 )
-def dyspec(size: int = 16, with_probabilities: bool = False) -> Speculative:
+def dyspec(size: int = 16, acceptance: str | Acceptance = "token-exact") -> Speculative:
     """DySpec: dynamic draft trees.
 
     Args:
         size: Number of nodes of a draft tree (the paper: 64).
-        with_probabilities: Keep the draft distributions, for rejection sampling.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(DySpecDrafter(with_probabilities), size)
+    rule = acceptance_rule(acceptance)
+    return Speculative(DySpecDrafter(rule), size, rule)

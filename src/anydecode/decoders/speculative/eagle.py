@@ -19,6 +19,8 @@ from collections.abc import Generator
 from typing import Any
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -31,8 +33,8 @@ class EagleDrafter(TreeDrafter):
     children each, `depth` times, and keeps the best nodes of all levels. A node's weight is the
     product of the estimated acceptance probabilities along its path."""
 
-    def __init__(self, depth: int = 4, width: int = 4, with_probabilities: bool = False) -> None:
-        super().__init__(with_probabilities)
+    def __init__(self, depth: int = 4, width: int = 4, rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
         if depth < 1 or width < 1:
             raise InvalidRequestError("eagle needs depth >= 1 and width >= 1")
         self.depth = depth
@@ -67,18 +69,27 @@ class EagleDrafter(TreeDrafter):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "above temperature 0 a node's weight is its estimated acceptance probability given the"
-            " noise that the target will use",
+            "verified token-exactly, and above temperature 0 a node's weight is its estimated"
+            " acceptance probability given the noise that the target will use; the rule of EAGLE-2"
+            " and 3, with weights by draft probability, is acceptance='rejection'",
             "8 nodes in 4 levels of 4 by default (the papers: 60 nodes in 8 levels of 10), which"
             " pays on processors",
             "with a draft model that reads no states, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),
-        remote={"size": Range(0, 64), "depth": Range(1, 32), "width": Range(1, 16)},
+        remote={
+            "size": Range(0, 64),
+            "depth": Range(1, 32),
+            "width": Range(1, 16),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def eagle(
-    size: int = 8, depth: int = 4, width: int = 4, with_probabilities: bool = False
+    size: int = 8,
+    depth: int = 4,
+    width: int = 4,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """EAGLE's draft trees.
 
@@ -86,6 +97,7 @@ def eagle(
         size: Number of verified nodes.
         depth: Number of levels, one pass of the drafter each.
         width: Number of nodes that each level expands, and of children of each of them.
-        with_probabilities: Keep the draft distributions, for rejection sampling.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(EagleDrafter(depth, width, with_probabilities), size)
+    rule = acceptance_rule(acceptance)
+    return Speculative(EagleDrafter(depth, width, rule), size, rule)

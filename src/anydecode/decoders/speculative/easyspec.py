@@ -8,10 +8,18 @@ cache.
 
 from __future__ import annotations
 
+import numpy as np
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab, sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -22,19 +30,20 @@ class LayerParallelDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, group: int, with_probabilities: bool = False) -> None:
         if group < 2:
             raise InvalidRequestError("easyspec needs groups of at least two layers")
         self.group = group
+        self.with_probabilities = with_probabilities
 
     def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self.group)
+        return _Session(sequence, self)
 
 
 class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, group: int) -> None:
+    def __init__(self, sequence: Sequence, drafter: LayerParallelDrafter) -> None:
         self.sequence = sequence
-        self.group = group
+        self.drafter = drafter
         self.exact = sequence.kv_cache(DRAFT).length
 
     def propose(self, size: int) -> Proposal:
@@ -51,15 +60,18 @@ class _Session(DraftSession):
         scores = yield sequence.score(runner=DRAFT)
         self.exact = kv_cache.length
         drafts: list[int] = []
+        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
         while True:
             row = fit_vocab(sequence, scores.row(-1))
             token = sequence.sample(sampler, row, sequence.length + len(drafts))
             drafts.append(token)
+            if distributions is not None:
+                distributions.append(sampler.distribution(row).dense(len(row)))
             if len(drafts) == size:
-                return TokenTree.chain(drafts)
+                return sampled_chain(drafts, distributions)
             sampler.advance(token)
             kv_cache.reusable = False  # approximate entries must not be shared as a prefix
-            scores = yield sequence.score([token], runner=DRAFT, parallel=self.group)
+            scores = yield sequence.score([token], runner=DRAFT, parallel=self.drafter.group)
 
 
 @register(
@@ -72,20 +84,31 @@ class _Session(DraftSession):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly with shared noise, not by the rejection rule",
+            "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
             "the layers of a group run in one program on the CPU, not on one GPU each",
             "within a group the outputs of attention and MLP are added layer by layer; this order"
             " is inferred",
             "drafts are chains; the paper also drafts trees",
         ),
-        remote={"size": Range(0, 64), "group": Range(2, 64)},
+        remote={
+            "size": Range(0, 64),
+            "group": Range(2, 64),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def easyspec(size: int = 5, group: int = 4) -> Speculative:
+def easyspec(
+    size: int = 5,
+    group: int = 4,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """EasySpec: layer-parallel drafting.
 
     Args:
         size: Number of drafts per round.
         group: Layers per parallel group; the first and the last layer run alone.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(LayerParallelDrafter(group), size)
+    rule = acceptance_rule(acceptance)
+    drafter = LayerParallelDrafter(group, isinstance(rule, RejectionSampling))
+    return Speculative(drafter, size, rule)

@@ -9,6 +9,12 @@ one by one, so rows of any length share a pass without either, and the two are o
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -27,13 +33,21 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             "requests are not sorted or grouped by length: every pass takes all of them",
             "verified token-exactly at any temperature (the paper: greedy)",
         ),
-        remote={"size": Range(0, 64)},
+        remote={
+            "size": Range(0, 64),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def eqspec_exspec(size: int = 5) -> Speculative:
+def eqspec_exspec(
+    size: int = 5,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """Batched speculation with ragged acceptance.
 
     Args:
         size: Number of drafts per round.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(ModelDrafter(), size)
+    rule = acceptance_rule(acceptance)
+    return Speculative(ModelDrafter(isinstance(rule, RejectionSampling)), size, rule)

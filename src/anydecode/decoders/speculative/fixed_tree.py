@@ -11,6 +11,8 @@ from collections.abc import Generator
 from typing import Any
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.decoders.speculative.static_trees import TreeShape
@@ -25,8 +27,8 @@ DEFAULT = "0 1 2 00 01 10 000 001 010 0000 0001 00000"
 class FixedTreeDrafter(TreeDrafter):
     """Fills `shape` with the draft model's best candidates, one pass per level."""
 
-    def __init__(self, shape: TreeShape, with_probabilities: bool = False) -> None:
-        super().__init__(with_probabilities)
+    def __init__(self, shape: TreeShape, rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
         self.shape = shape
 
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
@@ -57,22 +59,27 @@ class FixedTreeDrafter(TreeDrafter):
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "any shape of rank paths, not only a number of children per level",
+            "trees of several draft models are not merged (see `taps`)",
             "the draft distribution is cut to its 64 most probable tokens",
-            "siblings are the best by draft probability plus the noise that the target will use",
+            "verified token-exactly: siblings are the best by draft probability plus the noise that"
+            " the target will use; with acceptance='rejection' they are the most probable, verified"
+            " by the rule for chosen siblings",
         ),
+        remote={"acceptance": ACCEPTANCE_WORDS},
     )
 )
-def fixed_tree(shape: str = DEFAULT, with_probabilities: bool = False) -> Speculative:
+def fixed_tree(shape: str = DEFAULT, acceptance: str | Acceptance = "token-exact") -> Speculative:
     """Draft trees of a fixed shape.
 
     Args:
         shape: Rank paths, separated by spaces: "0 1 00" is the two best candidates, and one after
             the better.
-        with_probabilities: Keep the draft distributions, for rejection sampling.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     try:
         paths = [tuple(int(rank) for rank in path) for path in str(shape).split()]
         tree_shape = TreeShape.of(paths)
     except ValueError as error:
         raise InvalidRequestError(f"shape={shape!r} is not a tree: {error}") from None
-    return Speculative(FixedTreeDrafter(tree_shape, with_probabilities), max(1, len(tree_shape)))
+    rule = acceptance_rule(acceptance)
+    return Speculative(FixedTreeDrafter(tree_shape, rule), max(1, len(tree_shape)), rule)

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from anydecode import catalogue
+from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
 from anydecode.decoders.framework.speculation import (
     Drafter,
     SpeculationRound,
@@ -67,7 +68,18 @@ def expected_tokens(rate: float, size: int) -> float:
     return float(size + 1) if rate >= 1 else (1 - rate ** (size + 1)) / (1 - rate)
 
 
-def chain_drafter(key: str) -> Drafter:
-    """The drafter of the speculative method `key`."""
-    method: Speculative = catalogue.build_as(key, "a method with a drafter", Speculative)
-    return method.drafter
+def chain_drafter(choice: str, rule: Acceptance | None = None) -> Drafter:
+    """The drafter of the speculative method "key" or "key:name=value,name=value".
+
+    Args:
+        choice: Key, and parameters.
+        rule: The acceptance rule that it drafts for; None: `TokenExact`.
+    """
+    expected = "a method with a drafter"
+    if rule is None or isinstance(rule, TokenExact):
+        method: Speculative = catalogue.build_as(choice, expected, Speculative)
+        return method.drafter
+    key, given = catalogue.parse(choice)
+    catalogue.check_kind(key, expected, Speculative)
+    built: Speculative = catalogue.build(key, **given, acceptance=rule)
+    return built.drafter

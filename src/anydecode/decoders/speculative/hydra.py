@@ -11,11 +11,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.best_tree import BestTreeDrafter
 
@@ -55,4 +51,4 @@ def hydra(
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    return Speculative(BestTreeDrafter(depth, isinstance(rule, RejectionSampling)), size, rule)
+    return Speculative(BestTreeDrafter(depth, rule), size, rule)

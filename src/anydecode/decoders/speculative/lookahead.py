@@ -8,6 +8,8 @@ iterations produce are stored. Those that start with the last token are drafted.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -122,16 +124,28 @@ class _Session(TextDraftSession):
             "5 columns, 4-grams and 5 guesses by default (the paper, for 7B on a GPU: 15, 5, 15)",
             "new columns start with tokens spread over the text, not with random ones",
         ),
-        remote={"window": Range(1, 16), "ngram": Range(2, 8), "max_ngrams": Range(1, 16)},
+        remote={
+            "window": Range(1, 16),
+            "ngram": Range(2, 8),
+            "max_ngrams": Range(1, 16),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def lookahead(window: int = 5, ngram: int = 4, max_ngrams: int = 5) -> Speculative:
+def lookahead(
+    window: int = 5,
+    ngram: int = 4,
+    max_ngrams: int = 5,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """Lookahead decoding. A pass has up to (window + guesses) * (ngram - 1) draft rows.
 
     Args:
         window: Columns of the Jacobi window.
         ngram: Tokens per n-gram.
         max_ngrams: Maximum number of n-grams verified per pass.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     drafter = LookaheadDrafter(window, ngram, max_ngrams)
-    return Speculative(drafter, (window + max_ngrams) * (ngram - 1))
+    size = (window + max_ngrams) * (ngram - 1)
+    return Speculative(drafter, size, acceptance_rule(acceptance))

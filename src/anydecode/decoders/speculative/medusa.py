@@ -18,14 +18,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.best_tree import BestTreeDrafter
-from anydecode.decoders.speculative.draft_trees import GrowingTree
+from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeNoise
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
@@ -35,8 +31,8 @@ class HeadsTree(GrowingTree):
     """A draft tree whose candidates depend on their level only: one pass runs the heads of `depth`
     levels."""
 
-    def __init__(self, sequence: Sequence, depth: int, independent_noise: bool) -> None:
-        super().__init__(sequence, independent_noise=independent_noise)
+    def __init__(self, sequence: Sequence, depth: int, noise: TreeNoise) -> None:
+        super().__init__(sequence, noise=noise)
         self._count = min(depth, self.num_heads or depth)
         self._rows: list[np.ndarray] = []
 
@@ -65,7 +61,7 @@ class MedusaDrafter(BestTreeDrafter):
         states = sequence.draft_states
         if states is None or states.reads_tokens:
             return super().new_tree(sequence)
-        return HeadsTree(sequence, self.depth, self.with_probabilities)
+        return HeadsTree(sequence, self.depth, self.noise)
 
 
 @register(
@@ -101,4 +97,4 @@ def medusa(
         acceptance: "token-exact", "rejection", "typical" (the paper's) or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    return Speculative(MedusaDrafter(depth, isinstance(rule, RejectionSampling)), size, rule)
+    return Speculative(MedusaDrafter(depth, rule), size, rule)

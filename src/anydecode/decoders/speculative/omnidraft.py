@@ -2,13 +2,22 @@
 Cross-vocabulary, Online Adaptive Drafter for On-device Speculative Decoding", arXiv:2507.02659).
 
 Draft tokens with the same bytes as a target token are translated directly. Runs of draft tokens are
-translated by a cache of how the draft model spells accepted target tokens.
+translated by a cache of how the draft model spells accepted target tokens. Between requests the
+draft model is trained on its verified drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -16,9 +25,17 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
+from anydecode.decoders.speculative.draft_correction import Correction, Loss
 from anydecode.decoders.speculative.draft_model import DRAFT, truncate_to_prefix
+from anydecode.errors import InvalidRequestError
+from anydecode.kernels.arithmetic import softmax
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
+
+#: Rank of the trained addition to the output layer.
+RANK = 16
+#: Probabilities below this count as this, so that logarithms are finite.
+_SMALLEST = 1e-8
 
 
 class Translation:
@@ -36,10 +53,11 @@ class Translation:
             self.runs[tuple(run)] = token
             self.max_length = max(self.max_length, len(run))
 
-    def translate(self, drafts: list[int], draft_bytes: list[bytes]) -> list[int]:
+    def translate(self, drafts: list[int], draft_bytes: list[bytes]) -> list[tuple[int, int]]:
         """Translate `drafts`, whose bytes are `draft_bytes`, from the left, the longest known run
-        first, until a token has no translation."""
-        tokens: list[int] = []
+        first, until a token has no translation. Returns target tokens, each with the length of its
+        run."""
+        tokens: list[tuple[int, int]] = []
         at = 0
         while at < len(drafts):
             for length in range(min(self.max_length, len(drafts) - at), 1, -1):
@@ -50,65 +68,151 @@ class Translation:
                 length, run = 1, self.direct.get(draft_bytes[at])
             if run is None:
                 break
-            tokens.append(run)
+            tokens.append((run, length))
             at += length
         return tokens
 
 
+@dataclass(eq=False)
+class Lesson:
+    """A verified draft token: the draft model's last hidden state `[hidden_size]` and logits
+    `[draft_vocab_size]`. For a token that was translated directly, `target` is the target's
+    distribution over all direct translations; for one of an accepted run, `weight` is the target's
+    probability of the run's token."""
+
+    hidden: np.ndarray
+    logits: np.ndarray
+    token: int
+    weight: float = 1.0
+    target: np.ndarray | None = None
+
+
+def hybrid_loss(lessons: Seq[Lesson], direct: np.ndarray) -> Loss:
+    """The paper's loss: the reverse divergence KL(q || p) over the draft tokens `direct`, which
+    have direct translations, and the weighted negative log-probability of tokens of accepted
+    runs."""
+
+    def loss(logits: np.ndarray) -> tuple[float, np.ndarray]:
+        total, errors = 0.0, np.zeros_like(logits)
+        for row, error, lesson in zip(logits, errors, lessons, strict=True):
+            if lesson.target is None:
+                q = softmax(row)
+                total -= lesson.weight * float(np.log(max(q[lesson.token], _SMALLEST)))
+                q[lesson.token] -= 1.0
+                error += lesson.weight * q
+            else:
+                q = softmax(row[direct])
+                ratios = np.log(np.maximum(q, _SMALLEST) / np.maximum(lesson.target, _SMALLEST))
+                divergence = float((q * ratios).sum())
+                total += divergence
+                error[direct] = q * (ratios - divergence)
+        return total / len(lessons), errors / len(lessons)
+
+    return loss
+
+
 class OmniDrafter(Drafter):
-    """Drafts chains with a draft model that has its own tokenizer. The cache of spellings is kept
-    for later requests."""
+    """Drafts chains with a draft model that has its own tokenizer, plus a `Correction` that is
+    trained on verified drafts with the learning rate `rate` (0: never). Training runs when a
+    request has ended and at least `batch` lessons are stored. The cache of spellings is kept for
+    later requests."""
 
     requirements = Requirements(runners=(DRAFT,), can_translate_vocab=True)
 
-    def __init__(self) -> None:
-        self.translation = Translation()
-
-    def open(self, sequence: Sequence) -> DraftSession:
-        if not self.translation.direct:
-            tokenizer = sequence.tokenizers[TARGET]
-            token_bytes = (
-                (tokenizer.token_bytes(token), token) for token in range(tokenizer.vocab_size)
-            )
-            for text, token in token_bytes:
-                if text:
-                    self.translation.direct.setdefault(text, token)
-        return _Session(sequence, self.translation)
+    def __init__(self, rate: float, batch: int = 8, steps: int = 4, memory: int = 64) -> None:
+        if rate < 0:
+            raise InvalidRequestError(f"rate is {rate}; omnidraft needs a learning rate >= 0")
+        self.rate = rate
+        self.batch = batch
+        self.steps = steps
+        self.memory = memory
+        self.clear()
 
     def clear(self) -> None:
         self.translation = Translation()
+        #: Draft tokens with direct translations, and these.
+        self.direct_drafts = self.direct_targets = np.empty(0, np.int64)
+        self.lessons: list[Lesson] = []
+        self.correction: Correction | None = None
+
+    def open(self, sequence: Sequence) -> DraftSession:
+        if not self.translation.direct:
+            self._find_direct(sequence.tokenizers[TARGET], sequence.tokenizers[DRAFT])
+        return _Session(sequence, self)
+
+    def _find_direct(self, target: Any, draft: Any) -> None:
+        direct = self.translation.direct
+        for token in range(target.vocab_size):
+            if text := target.token_bytes(token):
+                direct.setdefault(text, token)
+        pairs = [
+            (token, direct[text])
+            for token in range(draft.vocab_size)
+            if (text := draft.token_bytes(token)) in direct and not draft.is_special(token)
+        ]
+        found = np.array(pairs, np.int64).reshape(-1, 2)
+        self.direct_drafts, self.direct_targets = found[:, 0], found[:, 1]
+
+    def add(self, lessons: list[Lesson]) -> None:
+        """Store lessons; the last `memory` are kept."""
+        self.lessons = [*self.lessons, *lessons][-self.memory :]
+
+    def train(self) -> None:
+        """Train on the stored lessons if there are at least `batch`."""
+        lessons = self.lessons
+        if not self.rate or len(lessons) < self.batch:
+            return
+        if self.correction is None:
+            sizes = len(lessons[0].hidden), len(lessons[0].logits)
+            self.correction = Correction(*sizes, RANK, self.rate)
+        hidden = np.stack([lesson.hidden for lesson in lessons])
+        logits = np.stack([lesson.logits for lesson in lessons])
+        self.correction.train(hidden, logits, hybrid_loss(lessons, self.direct_drafts), self.steps)
+        self.lessons = []
 
 
 class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, translation: Translation) -> None:
+    def __init__(self, sequence: Sequence, drafter: OmniDrafter) -> None:
         self.sequence = sequence
-        self.translation = translation
+        self.drafter = drafter
         self.target_tokenizer = sequence.tokenizers[TARGET]
         self.draft_tokenizer = sequence.tokenizers[DRAFT]
         self.num_read = 0
         self.text: list[int] = []
         self._pending_bytes = b""
+        self._drafts: list[int] = []
+        self._rows: list[tuple[np.ndarray, np.ndarray]] = []
+        self._runs: list[tuple[int, int]] = []
+        self._drafted: TokenTree | None = None
 
     def propose(self, size: int) -> Proposal:
         self._catch_up()
         if size < 1 or self._pending_bytes or not self.text:
             return TokenTree()
-        sequence = self.sequence
-        drafts: list[int] = []
+        sequence, correction = self.sequence, self.drafter.correction
+        self._drafts, self._rows = [], []
         draft_bytes: list[bytes] = []
         kv_cache = sequence.kv_cache(DRAFT)
+        top = kv_cache.pool.model.spec.num_layers
         truncate_to_prefix(kv_cache, self.text)
         for _ in range(size):
-            scores = yield sequence.score((self.text + drafts)[kv_cache.length :], runner=DRAFT)
-            token = int(scores.row(-1).argmax())
+            text = (self.text + self._drafts)[kv_cache.length :]
+            scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
+            hidden, row = scores.hidden[top][-1].copy(), scores.row(-1).copy()
+            corrected = row if correction is None else row + correction(hidden)
+            token = int(corrected.argmax())
             if self.draft_tokenizer.is_special(token):
                 break
-            drafts.append(token)
+            self._rows.append((hidden, row))
+            self._drafts.append(token)
             draft_bytes.append(self.draft_tokenizer.token_bytes(token))
-        return TokenTree.chain(self.translation.translate(drafts, draft_bytes)[:size])
+        self._runs = self.drafter.translation.translate(self._drafts, draft_bytes)[:size]
+        self._drafted = TokenTree.chain([token for token, _ in self._runs])
+        return self._drafted
 
     def observe(self, round: SpeculationRound) -> None:
-        """Store the draft model's spelling of the emitted tokens."""
+        """Store the draft model's spelling of the emitted tokens, and lessons from the drafts;
+        train at the end of the request."""
         for token in round.result.tokens:
             text = self.target_tokenizer.token_bytes(token)
             try:
@@ -116,7 +220,30 @@ class _Session(DraftSession):
             except UnicodeDecodeError:
                 continue
             if b"".join(map(self.draft_tokenizer.token_bytes, run)) == text:
-                self.translation.learn(run, token)
+                self.drafter.translation.learn(run, token)
+        if round.tree is self._drafted and self.drafter.rate:
+            self.drafter.add(self._lessons(round))
+        if round.sequence.finished:
+            self.drafter.train()
+
+    def _lessons(self, round: SpeculationRound) -> list[Lesson]:
+        """Lessons from the accepted drafts, and from the first rejected one if it was translated
+        directly."""
+        lessons: list[Lesson] = []
+        at = 0
+        for node, (token, length) in enumerate(self._runs[: round.num_accepted + 1]):
+            row = round.scores.row(node)
+            if length == 1:
+                target = softmax(row[self.drafter.direct_targets])
+                lessons.append(Lesson(*self._rows[at], self._drafts[at], target=target))
+            elif node < round.num_accepted:
+                weight = float(softmax(row)[token])
+                lessons += [
+                    Lesson(*self._rows[part], self._drafts[part], weight)
+                    for part in range(at, at + length)
+                ]
+            at += length
+        return lessons
 
     def _catch_up(self) -> None:
         """Encode new tokens for the draft model. The bytes of an incomplete character wait for the
@@ -150,16 +277,22 @@ class _Session(DraftSession):
         deviations=(
             "verified token-exactly; drafts are the draft model's most probable tokens, so the"
             " paper's merged probabilities, exact for point masses only, are not needed",
-            "the draft model is not trained here (see online-sd), and the draft length is fixed",
+            "a low-rank addition to the draft model's output layer is trained, between requests,"
+            " and not its weights; the weight of a run's tokens is the target's probability of it",
             "the draft model's input omits the special tokens of the prompt",
         ),
-        remote={"size": Range(0, 64)},
+        missing=("the adaptive draft length, by a trained head: the length is fixed",),
+        remote={"size": Range(0, 64), "rate": Range(0, 1), "acceptance": ACCEPTANCE_WORDS},
     )
 )
-def omnidraft(size: int = 5) -> Speculative:
+def omnidraft(
+    size: int = 5, rate: float = 0.01, acceptance: str | Acceptance = "token-exact"
+) -> Speculative:
     """OmniDraft: drafting across vocabularies.
 
     Args:
         size: Maximum number of draft-model tokens per round.
+        rate: Learning rate of the drafter's online adaptation; 0: none.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(OmniDrafter(), size)
+    return Speculative(OmniDrafter(rate), size, acceptance_rule(acceptance))

@@ -7,12 +7,19 @@ the draft model is trained on these examples to match the target.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -20,7 +27,8 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
+from anydecode.decoders.speculative.draft_correction import Correction, Loss
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab, sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.arithmetic import softmax
 from anydecode.kernels.library import top_k
@@ -29,10 +37,6 @@ from anydecode.scoring.tree import TokenTree
 
 #: Number of most probable tokens of the target's distribution that an example keeps.
 NUM_TARGET_TOKENS = 16
-
-
-#: Adam's decay rates of the moments, and the number added to the denominator.
-_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 
 
 @dataclass(eq=False)
@@ -46,76 +50,20 @@ class RejectedDraft:
     probabilities: np.ndarray
 
 
-class Correction:
-    """A correction added to the draft model's logits: a low-rank function of its last hidden state,
-    zero before training. Trained by Adam (Kingma and Ba, arXiv:1412.6980)."""
+def cross_entropy(examples: Seq[RejectedDraft]) -> Loss:
+    """The forward cross-entropy to the target's distributions of `examples`, in nats."""
+    targets = np.zeros((len(examples), len(examples[0].logits)), np.float32)
+    for row, example in zip(targets, examples, strict=True):
+        row[example.tokens] = example.probabilities
 
-    def __init__(self, hidden_size: int, vocab_size: int, rank: int, rate: float) -> None:
-        bound = hidden_size**-0.5
-        uniform = np.random.default_rng(0).uniform
-        self.rate = rate
-        self.parameters = {
-            "down": uniform(-bound, bound, (rank, hidden_size)).astype(np.float32),
-            "down_bias": uniform(-bound, bound, rank).astype(np.float32),
-            "up": np.zeros((vocab_size, rank), np.float32),
-            "up_bias": np.zeros(vocab_size, np.float32),
-        }
-        self._moments = {
-            name: (np.zeros_like(value), np.zeros_like(value))
-            for name, value in self.parameters.items()
-        }
-        self._num_steps = 0
+    def loss(logits: np.ndarray) -> tuple[float, np.ndarray]:
+        shifted = logits - logits.max(-1, keepdims=True)
+        log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        mass = targets.sum(-1, keepdims=True)
+        value = float(-(targets * log_probabilities).sum(-1).mean())
+        return value, (mass * np.exp(log_probabilities) - targets) / len(examples)
 
-    def __call__(self, hidden: np.ndarray) -> np.ndarray:
-        """The correction of the logits, `[..., vocab_size]`, for `hidden` `[..., hidden_size]`."""
-        p = self.parameters
-        return self._low_rank(self._normed(hidden)) @ p["up"].T + p["up_bias"]
-
-    @staticmethod
-    def _normed(hidden: np.ndarray) -> np.ndarray:
-        normed: np.ndarray = hidden / np.sqrt((hidden * hidden).mean(-1, keepdims=True) + 1e-6)
-        return normed
-
-    def _low_rank(self, normed: np.ndarray) -> np.ndarray:
-        low: np.ndarray = normed @ self.parameters["down"].T + self.parameters["down_bias"]
-        return low
-
-    def train_steps(self, examples: list[RejectedDraft], steps: int) -> list[float]:
-        """Minimise the forward cross-entropy to the target's distributions of `examples`; returns
-        the loss before each step, in nats."""
-        logits = np.stack([example.logits for example in examples])
-        hidden = np.stack([example.hidden for example in examples])
-        targets = np.zeros_like(logits)
-        for row, example in zip(targets, examples, strict=True):
-            row[example.tokens] = example.probabilities
-        losses = []
-        for _ in range(steps):
-            corrected = logits + self(hidden)
-            shifted = corrected - corrected.max(-1, keepdims=True)
-            log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-            losses.append(float(-(targets * log_probabilities).sum(-1).mean()))
-            mass = targets.sum(-1, keepdims=True)
-            self._step(hidden, (mass * np.exp(log_probabilities) - targets) / len(examples))
-        return losses
-
-    def _step(self, hidden: np.ndarray, errors: np.ndarray) -> None:
-        """One step of Adam; `errors` is the gradient of the loss in the corrected logits."""
-        normed = self._normed(hidden)
-        back = errors @ self.parameters["up"]
-        gradients = {
-            "down": back.T @ normed,
-            "down_bias": back.sum(0),
-            "up": errors.T @ self._low_rank(normed),
-            "up_bias": errors.sum(0),
-        }
-        self._num_steps += 1
-        for name, gradient in gradients.items():
-            first, second = self._moments[name]
-            first += (1 - _BETA1) * (gradient - first)
-            second += (1 - _BETA2) * (gradient * gradient - second)
-            mean = first / (1 - _BETA1**self._num_steps)
-            variance = second / (1 - _BETA2**self._num_steps)
-            self.parameters[name] -= self.rate * mean / (np.sqrt(variance) + _EPSILON)
+    return loss
 
 
 class OnlineDrafter(Drafter):
@@ -124,7 +72,15 @@ class OnlineDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(self, rank: int, rate: float, batch: int, steps: int, memory: int = 64) -> None:
+    def __init__(
+        self,
+        rank: int,
+        rate: float,
+        batch: int,
+        steps: int,
+        memory: int = 64,
+        with_probabilities: bool = False,
+    ) -> None:
         if min(rank, batch, steps) < 1 or rate <= 0:
             raise InvalidRequestError("online-sd needs rank, batch, steps >= 1 and rate > 0")
         self.rank = rank
@@ -132,6 +88,7 @@ class OnlineDrafter(Drafter):
         self.batch = batch
         self.steps = steps
         self.memory = memory
+        self.with_probabilities = with_probabilities
         self.examples: list[RejectedDraft] = []
         self.correction: Correction | None = None
 
@@ -153,7 +110,9 @@ class OnlineDrafter(Drafter):
             first = self.examples[0]
             sizes = len(first.hidden), len(first.logits)
             self.correction = Correction(*sizes, self.rank, self.rate)
-        self.correction.train_steps(self.examples, self.steps)
+        logits = np.stack([example.logits for example in self.examples])
+        hidden = np.stack([example.hidden for example in self.examples])
+        self.correction.train(hidden, logits, cross_entropy(self.examples), self.steps)
         self.examples = []
 
 
@@ -171,6 +130,7 @@ class _Session(DraftSession):
         top = kv_cache.pool.model.spec.num_layers
         sampler, tokens = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
+        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
         self.rows = []
         for _ in range(size):
             text = (tokens + drafts)[kv_cache.length :]
@@ -181,9 +141,11 @@ class _Session(DraftSession):
             if correction is not None:
                 row = row + correction(hidden)
             token = sequence.sample(sampler, row, len(tokens) + len(drafts))
+            if distributions is not None:
+                distributions.append(sampler.distribution(row).dense(len(row)))
             sampler.advance(token)
             drafts.append(token)
-        self._drafted = TokenTree.chain(drafts)
+        self._drafted = sampled_chain(drafts, distributions)
         return self._drafted
 
     def observe(self, round: SpeculationRound) -> None:
@@ -206,15 +168,17 @@ class _Session(DraftSession):
         summary="The draft model learns from its rejected drafts between requests.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
+        missing=(
+            "updates of the draft model's own weights: only a low-rank addition to its output"
+            " layer is trained, since the weights may be quantised",
+        ),
         deviations=(
-            "a low-rank correction of the draft model's logits is trained; the model's own"
-            " weights, which may be quantised, do not change",
             "the target's distribution is reduced to its 16 most probable tokens",
             "training runs between requests once `batch` examples are stored, not every few"
             " requests; each example is used for one run of `steps` steps",
             "the loss is forward cross-entropy; other divergences, mixed sampling, training in"
             " advance and routing to drafters by topic are not included",
-            "verified token-exactly with shared noise",
+            "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
         ),
         remote={
             "size": Range(0, 64),
@@ -222,11 +186,17 @@ class _Session(DraftSession):
             "rate": Range(0, 1),
             "batch": Range(1, 16),
             "steps": Range(1, 8),
+            "acceptance": ACCEPTANCE_WORDS,
         },
     )
 )
 def online_sd(
-    size: int = 4, rank: int = 16, rate: float = 0.01, batch: int = 8, steps: int = 4
+    size: int = 4,
+    rank: int = 16,
+    rate: float = 0.01,
+    batch: int = 8,
+    steps: int = 4,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """Online speculative decoding.
 
@@ -236,5 +206,9 @@ def online_sd(
         rate: Learning rate of Adam.
         batch: Rejected drafts that start a training run.
         steps: Steps per training run.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(OnlineDrafter(rank, rate, batch, steps), size)
+    rule = acceptance_rule(acceptance)
+    has_rows = isinstance(rule, RejectionSampling)
+    drafter = OnlineDrafter(rank, rate, batch, steps, with_probabilities=has_rows)
+    return Speculative(drafter, size, rule)

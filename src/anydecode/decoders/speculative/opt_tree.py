@@ -11,6 +11,8 @@ from collections.abc import Generator
 from typing import Any
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -23,10 +25,8 @@ class OptTreeDrafter(TreeDrafter):
     grows by more than `delta`, up to `depth` levels. A node's weight is the product of the
     estimated acceptance probabilities along its path."""
 
-    def __init__(
-        self, delta: float = 0.5, depth: int = 10, with_probabilities: bool = False
-    ) -> None:
-        super().__init__(with_probabilities)
+    def __init__(self, delta: float = 0.5, depth: int = 10, rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
         if delta < 0 or depth < 1:
             raise InvalidRequestError("opt-tree needs delta >= 0 and depth >= 1")
         self.delta = delta
@@ -77,16 +77,25 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "the gain includes the newest level",
-            "above temperature 0 a node's weight is its estimated acceptance probability given the"
-            " noise that the target will use",
+            "verified token-exactly, and above temperature 0 a node's weight is its estimated"
+            " acceptance probability given the noise that the target will use; with"
+            " acceptance='rejection' it is the draft probability, as in the paper",
             "the draft distribution is cut to its 64 most probable tokens",
             "16 nodes by default (the paper: 50)",
         ),
-        remote={"size": Range(0, 64), "delta": Range(0, 10), "depth": Range(1, 32)},
+        remote={
+            "size": Range(0, 64),
+            "delta": Range(0, 10),
+            "depth": Range(1, 32),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def opt_tree(
-    size: int = 16, delta: float = 0.5, depth: int = 10, with_probabilities: bool = False
+    size: int = 16,
+    delta: float = 0.5,
+    depth: int = 10,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """OPT-Tree.
 
@@ -94,6 +103,7 @@ def opt_tree(
         size: Number of verified nodes (the paper: 50).
         delta: Minimum gain of a further level, in expected tokens.
         depth: Maximum depth.
-        with_probabilities: Keep the draft distributions, for rejection sampling.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(OptTreeDrafter(delta, depth, with_probabilities), size)
+    rule = acceptance_rule(acceptance)
+    return Speculative(OptTreeDrafter(delta, depth, rule), size, rule)

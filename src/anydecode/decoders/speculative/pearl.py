@@ -3,14 +3,17 @@ Decoding with Adaptive Draft Length", arXiv:2408.11850)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, Range, register
+import numpy as np
+
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.acceptance import TokenExact
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain, sampled_chain
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Decoding, Submit, Wait
+from anydecode.scoring.score import Decoding, Scores, Submit, Wait
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
+from anydecode.scoring.tree import ROOT, TokenTree
 
 
 @register(
@@ -23,11 +26,11 @@ from anydecode.scoring.tree import TokenTree
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
-            "verified token-exactly with shared noise, not by the rejection rule",
+            "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
             "the models run in parallel on threads or devices of one process",
             "the draft length is a parameter, not derived from the ratio of the two pass times",
         ),
-        remote={"size": Range(0, 64)},
+        remote={"size": Range(0, 64), "acceptance": Words(("token-exact", "rejection"))},
     )
 )
 class Pearl(Decoder):
@@ -39,32 +42,67 @@ class Pearl(Decoder):
             model's.
         pre_verify: The target does not wait for drafts: if there are none, it scores the text while
             the first ones are made. False leaves post-verify alone.
+        acceptance: "token-exact" or "rejection".
     """
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(self, size: int = 4, pre_verify: bool = True) -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        pre_verify: bool = True,
+        acceptance: str | Acceptance = "token-exact",
+    ) -> None:
         if size < 1:
             raise InvalidRequestError("drafting in parallel needs a size of at least one draft")
         self.size = size
         self.pre_verify = pre_verify
-        self.acceptance = TokenExact()
+        self.acceptance = acceptance_rule(acceptance)
+        if not isinstance(self.acceptance, TokenExact | RejectionSampling):
+            raise InvalidRequestError(
+                f"acceptance is {acceptance!r}; pearl takes 'token-exact' or 'rejection'"
+            )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        drafts: list[int] = []
+        drafts, rows = list[int](), self._no_rows()
         while not sequence.finished:
             if not drafts:
                 sequence.align(DRAFT)
+                rows = self._no_rows()
                 if not self.pre_verify:
-                    drafts = yield from draft_chain(sequence, [], self.size)
-            tree = TokenTree.chain(drafts)
+                    drafts = yield from draft_chain(sequence, [], self.size, distributions=rows)
+            tree = sampled_chain(drafts, rows)
             ticket = yield Submit(sequence.verify(tree))
             count = self.size if self.pre_verify else self.size + 1
-            next_drafts = yield from draft_chain(sequence, drafts, count)
+            next_rows = self._no_rows()
+            next_drafts = yield from draft_chain(sequence, drafts, count, distributions=next_rows)
             if ticket.scores is None:
                 yield Wait([ticket])
-            result = self.acceptance.walk(tree, ticket.scores)
+            ahead = sampled_chain(next_drafts[:1], next_rows)
+            result = self._accept(tree, ahead, ticket.scores)
             sequence.record(tree, result.path, result.tokens)
             sequence.accept(result.path, result.tokens, ticket.scores)
-            all_accepted = len(result.path) == len(drafts) and result.tokens[-1] == next_drafts[0]
+            all_accepted = len(result.path) == len(drafts) and result.tokens[-1:] == next_drafts[:1]
             drafts = next_drafts[1:] if all_accepted else []
+            rows = next_rows[1:] if next_rows is not None else None
+
+    def _no_rows(self) -> list[np.ndarray] | None:
+        """An empty list of draft distributions, if the rule compares with them."""
+        return [] if isinstance(self.acceptance, RejectionSampling) else None
+
+    def _accept(self, tree: TokenTree, ahead: TokenTree, scores: Scores) -> AcceptanceResult:
+        """The accepted drafts of `tree`, and one more token. The rejection rule tests the draft of
+        `ahead` in its place, which follows `tree`."""
+        rule = self.acceptance
+        if not isinstance(rule, RejectionSampling) or not len(ahead):
+            return rule.walk(tree, scores)
+        rows = {**tree.probabilities, len(tree) - 1: ahead.probabilities[ROOT]}
+        chain = TokenTree.chain(tree.tokens + ahead.tokens, probabilities=rows, kind="wor")
+        path, tokens = list[int](), list[int]()
+        for node in range(len(chain)):
+            child, token = rule.step(chain, scores, node - 1, [node])
+            tokens.append(token)
+            if child is None or node == len(tree):
+                break
+            path.append(node)
+        return AcceptanceResult(path, tokens)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.ngram_index import NgramIndex
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -64,15 +66,26 @@ class PromptLookupDrafter(Drafter):
         ),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=("the latest earlier occurrence is copied, not the first",),
-        remote={"size": Range(0, 64), "max_ngram": Range(1, 32), "min_ngram": Range(1, 32)},
+        remote={
+            "size": Range(0, 64),
+            "max_ngram": Range(1, 32),
+            "min_ngram": Range(1, 32),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def prompt_lookup(size: int = 7, max_ngram: int = 3, min_ngram: int = 1) -> Speculative:
+def prompt_lookup(
+    size: int = 7,
+    max_ngram: int = 3,
+    min_ngram: int = 1,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """Prompt lookup decoding.
 
     Args:
         size: Maximum number of drafts per pass.
         max_ngram: Longest suffix that is looked up, in tokens.
         min_ngram: Shortest suffix that is looked up, in tokens.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(PromptLookupDrafter(max_ngram, min_ngram), size)
+    return Speculative(PromptLookupDrafter(max_ngram, min_ngram), size, acceptance_rule(acceptance))

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -26,8 +28,8 @@ class ConstantBranching(TreeDrafter):
 
     kind = "wor"
 
-    def __init__(self, branching: tuple[int, ...], with_probabilities: bool = False) -> None:
-        super().__init__(with_probabilities)
+    def __init__(self, branching: tuple[int, ...], rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
         if not branching or min(branching) < 1:
             raise InvalidRequestError(
                 "rsd needs at least one level, and at least one child on each"
@@ -71,8 +73,8 @@ class StochasticBeam(TreeDrafter):
 
     kind = "wor"
 
-    def __init__(self, width: int, depth: int, with_probabilities: bool = False) -> None:
-        super().__init__(with_probabilities)
+    def __init__(self, width: int, depth: int, rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
         if width < 1 or depth < 1:
             raise InvalidRequestError("rsd needs width >= 1 and depth >= 1")
         self.width = width
@@ -126,15 +128,23 @@ class StochasticBeam(TreeDrafter):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly: the draws use the noise that the target will use",
+            "verified token-exactly, with draws from the noise that the target will use; the"
+            " paper's rule is acceptance='rejection'",
             "the draft distribution is cut to its 64 most probable tokens",
             "at temperature 0, where draws are not random, top-k and beam search",
         ),
-        remote={"width": Range(1, 16), "depth": Range(1, 16)},
+        remote={
+            "width": Range(1, 16),
+            "depth": Range(1, 16),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def rsd(
-    width: int = 3, depth: int = 4, branching: str = "", with_probabilities: bool = False
+    width: int = 3,
+    depth: int = 4,
+    branching: str = "",
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """Recursive speculative decoding: RSD-S, or RSD-C if `branching` is given.
 
@@ -142,16 +152,16 @@ def rsd(
         width: Beam width of RSD-S.
         depth: Depth of RSD-S.
         branching: Children per node on each level of RSD-C, such as "3-2-1".
-        with_probabilities: Keep the draft distributions, for rejection sampling.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
+    rule = acceptance_rule(acceptance)
     if not branching:
-        beams = StochasticBeam(width, depth, with_probabilities)
-        return Speculative(beams, width * depth)
+        return Speculative(StochasticBeam(width, depth, rule), width * depth, rule)
     try:
         counts = tuple(int(part) for part in str(branching).split("-"))
     except ValueError:
         raise InvalidRequestError(
             f"branching={branching!r} is not a list of numbers such as 3-2-1"
         ) from None
-    constant = ConstantBranching(counts, with_probabilities)
-    return Speculative(constant, constant.size)
+    constant = ConstantBranching(counts, rule)
+    return Speculative(constant, constant.size, rule)

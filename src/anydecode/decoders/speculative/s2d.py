@@ -14,14 +14,19 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    RejectionSampling,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab, sampled_chain
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
 
 
 class NestedDrafter(Drafter):
@@ -30,13 +35,16 @@ class NestedDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(self, exits: tuple[float, ...], confidence: float) -> None:
+    def __init__(
+        self, exits: tuple[float, ...], confidence: float, with_probabilities: bool = False
+    ) -> None:
         if not exits or any(not 0 < share < 1 for share in exits) or list(exits) != sorted(exits):
             raise InvalidRequestError("s2d needs rising exits between 0 and 1, such as 0.5-0.75")
         if not 0 <= confidence <= 1:
             raise InvalidRequestError("s2d needs a confidence from 0 to 1")
         self.exits = exits
         self.confidence = confidence
+        self.with_probabilities = with_probabilities
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -61,12 +69,15 @@ class _Session(DraftSession):
             yield sequence.score(unscored[:-1], runner=DRAFT)
         last = unscored[-1]
         drafts: list[int] = []
+        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
         for _ in range(size):
             row = yield from self._row(last, sampler)
             last = sequence.sample(sampler, row, sequence.length + len(drafts))
+            if distributions is not None:
+                distributions.append(sampler.distribution(row).dense(len(row)))
             sampler.advance(last)
             drafts.append(last)
-        return TokenTree.chain(drafts)
+        return sampled_chain(drafts, distributions)
 
     def _row(self, token: int, sampler: Sampler) -> Generator[DecoderAction, Any, np.ndarray]:
         """The row of the first exit whose confidence is high enough. The choice depends on the
@@ -96,22 +107,34 @@ class _Session(DraftSession):
         summary="Each draft comes from the first exit of the draft model with enough confidence.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
+        missing=("sorted fine-tuning: the training of a draft model with losses at its exits",),
         deviations=(
-            "any draft model, not one trained with losses at its exits",
+            "any draft model",
             "the layers after an early exit are computed when a later exit is first needed",
             "one confidence for all exits and targets; the paper tunes it by the target's size",
-            "verified token-exactly with shared noise",
+            "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
         ),
-        remote={"size": Range(0, 64), "exits": Text(32), "confidence": Range(0, 1)},
+        remote={
+            "size": Range(0, 64),
+            "exits": Text(32),
+            "confidence": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def s2d(size: int = 4, exits: str = "0.5-0.75", confidence: float = 0.7) -> Speculative:
+def s2d(
+    size: int = 4,
+    exits: str = "0.5-0.75",
+    confidence: float = 0.7,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """S2D: nested drafting with early exits.
 
     Args:
         size: Number of drafts per round.
         exits: Exits as fractions of the draft model's depth, rising, such as "0.5-0.75".
         confidence: Largest probability from which an exit is taken, from 0 to 1.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     try:
         depths = tuple(float(part) for part in str(exits).split("-"))
@@ -119,4 +142,6 @@ def s2d(size: int = 4, exits: str = "0.5-0.75", confidence: float = 0.7) -> Spec
         raise InvalidRequestError(
             f"exits={exits!r} is not a list of numbers such as 0.5-0.75"
         ) from None
-    return Speculative(NestedDrafter(depths, confidence), size)
+    rule = acceptance_rule(acceptance)
+    drafter = NestedDrafter(depths, confidence, isinstance(rule, RejectionSampling))
+    return Speculative(drafter, size, rule)

@@ -25,7 +25,7 @@ from anydecode.scoring.tree import ROOT, TokenTree
 Outcome = tuple[int, int]
 
 
-def fan_out(size: int, budget: int, acceptance: float, exponent: float) -> list[int]:
+def fan_out(size: int, budget: int, acceptance_rate: float, exponent: float) -> list[int]:
     """The number of bonus tokens to prepare for after k = 0..`size` accepted drafts.
 
     F_k is proportional to a^(k / (1 + r)). The last, where no draft is excluded, is proportional to
@@ -35,12 +35,12 @@ def fan_out(size: int, budget: int, acceptance: float, exponent: float) -> list[
     Args:
         size: Number of drafts.
         budget: Total number of bonus tokens, above `size`.
-        acceptance: The acceptance rate a.
+        acceptance_rate: The acceptance rate a.
         exponent: r; misses fall with the fan-out like F^-r.
     """
     power = 1 / (1 + exponent)
-    shares = [acceptance ** (k * power) for k in range(size + 1)]
-    shares[-1] *= (1 - acceptance) ** -power
+    shares = [acceptance_rate ** (k * power) for k in range(size + 1)]
+    shares[-1] *= (1 - acceptance_rate) ** -power
     wanted = [budget * share / sum(shares) for share in shares]
     counts = [1] * (size + 1)
     for _ in range(budget - len(counts)):
@@ -66,8 +66,8 @@ class _Branch:
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
-            "verified token-exactly; bonus tokens are predicted with the noise that the target"
-            " will use, so the paper's reshaped draft distribution is not needed",
+            "verified token-exactly alone: bonus tokens are predicted with the noise that the"
+            " target will use, so the paper's reshaped draft distribution is not needed",
             "after a miss new drafts are made at once (the paper's just-in-time backup)",
             "once the outcome is known, only its own branch is continued",
             "bonus tokens and prepared drafts come from the draft model's 64 most probable tokens",
@@ -76,7 +76,7 @@ class _Branch:
         remote={
             "size": Range(1, 32),
             "fan": Range(1, 8),
-            "acceptance": Range(0, 1),
+            "acceptance_rate": Range(0, 1),
             "exponent": Range(0, 10),
         },
     )
@@ -87,23 +87,27 @@ class Saguaro(Decoder):
     Args:
         size: Number of drafts per round.
         fan: Bonus tokens to prepare for after each number of accepted drafts.
-        acceptance: Acceptance rate, below 1; with it the same total is spread by `fan_out`.
+        acceptance_rate: Acceptance rate, below 1; with it the same total is spread by `fan_out`.
         exponent: Exponent of `fan_out`.
     """
 
     requirements = Requirements(runners=(DRAFT,))
 
     def __init__(
-        self, size: int = 4, fan: int = 3, acceptance: float | None = None, exponent: float = 0.5
+        self,
+        size: int = 4,
+        fan: int = 3,
+        acceptance_rate: float | None = None,
+        exponent: float = 0.5,
     ) -> None:
         if size < 1 or fan < 1:
             raise InvalidRequestError("saguaro needs size >= 1 and fan >= 1")
-        if acceptance is not None and not 0 < acceptance < 1 or exponent < 0:
-            raise InvalidRequestError("saguaro needs 0 < acceptance < 1 and exponent >= 0")
+        if acceptance_rate is not None and not 0 < acceptance_rate < 1 or exponent < 0:
+            raise InvalidRequestError("saguaro needs 0 < acceptance_rate < 1 and exponent >= 0")
         self.size = size
         self.fans = [fan] * (size + 1)
-        if acceptance is not None:
-            self.fans = fan_out(size, fan * (size + 1), acceptance, exponent)
+        if acceptance_rate is not None:
+            self.fans = fan_out(size, fan * (size + 1), acceptance_rate, exponent)
         self.acceptance = TokenExact()
 
     def decode(self, sequence: Sequence) -> Decoding:

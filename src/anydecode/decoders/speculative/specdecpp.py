@@ -21,12 +21,11 @@ from anydecode.decoders.framework.rejection import (
     acceptance_rule,
 )
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain, sampled_chain
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
 
 
 class StopThreshold:
@@ -72,8 +71,7 @@ class _Session(DraftSession):
         drafts = yield from draft_chain(
             self.sequence, [], size, distributions=distributions, should_stop=stop
         )
-        rows = {node - 1: row for node, row in enumerate(distributions or ())}
-        return TokenTree.chain(drafts, probabilities=rows, kind="wor" if rows else "point")
+        return sampled_chain(drafts, distributions)
 
 
 @register(
@@ -85,9 +83,10 @@ class _Session(DraftSession):
         summary="The draft model stops when the probability of a rejection passes a threshold.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        missing=("the trained head that predicts the acceptance of a draft",),
         deviations=(
             "a draft's acceptance probability is its draft probability (at temperature 0 that of"
-            " temperature 1), not the output of a trained head",
+            " temperature 1)",
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
         ),
         remote={

@@ -14,9 +14,14 @@ from math import prod
 from typing import Any
 
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 RankPath = tuple[int, ...]
+#: A shape that pays is computed again after so many tokens.
+REFRESH = 64
+#: Number of observations that the prior of a rate counts as.
+PRIOR_WEIGHT = 32
 
 
 @dataclass(frozen=True)
@@ -74,27 +79,92 @@ class TreeShape:
         return tree
 
 
-def worthwhile(paths: Seq[RankPath], rates: Seq[float], row_cost: float) -> TreeShape:
-    """The part of a shape with the most expected tokens per cost of a pass.
+def worthwhile(
+    paths: Seq[RankPath], rates: Seq[float], cost: Callable[[int], float], num_others: int = 0
+) -> TreeShape:
+    """The part of a shape with the most expected tokens per cost of a pass; empty if none pays.
 
     Args:
         paths: Rank paths of the shape.
         rates: `rates[r]` is the acceptance rate of the candidate of rank r.
-        row_cost: Cost of one more row, relative to a pass over one row.
-
-    Raises:
-        InvalidRequestError: If `row_cost` is negative.
+        cost: `cost(rows)` is the cost of a pass, in any unit.
+        num_others: Rows of other sequences in the pass, each of which brings one token.
     """
-    if row_cost < 0:
-        raise InvalidRequestError(f"row_cost={row_cost} must be at least 0")
     values = {
         path: prod(rates[rank] if rank < len(rates) else 0.0 for rank in path) for path in paths
     }
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
-    best, best_gain, expected = 0, 1.0, 1.0
+    expected, rows = 1.0 + num_others, 1 + num_others
+    best, best_gain = 0, expected / cost(rows)
     for count, path in enumerate(ordered, 1):
         expected += values[path]
-        gain = expected / (1 + row_cost * count)
+        gain = expected / cost(rows + count)
         if gain > best_gain:
             best, best_gain = count, gain
-    return TreeShape.of(ordered[: max(best, 1)])
+    return TreeShape.of(ordered[:best])
+
+
+class PayingTree:
+    """The part of a shape that pays: by the measured costs of passes, and by acceptance rates of
+    ranks that are counted while texts are generated.
+
+    Args:
+        paths: Rank paths of the shape.
+        priors: Acceptance rate by rank before anything was counted.
+        row_cost: The cost of one more row, relative to a pass over one row; 0: all nodes; None:
+            measured costs.
+
+    Raises:
+        InvalidRequestError: If `row_cost` is negative.
+    """
+
+    def __init__(
+        self, paths: Seq[RankPath], priors: Seq[float], row_cost: float | None = None
+    ) -> None:
+        if row_cost is not None and row_cost < 0:
+            raise InvalidRequestError(f"row_cost={row_cost} must be at least 0")
+        self.paths = paths
+        self.priors = priors
+        self.row_cost = row_cost
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._num_accepted = [0] * len(self.priors)
+        self._num_seen = 0
+        self._shapes: dict[tuple[int, int], TreeShape] = {}
+
+    @property
+    def rates(self) -> list[float]:
+        """The acceptance rate of each rank."""
+        total = self._num_seen + PRIOR_WEIGHT
+        return [
+            (count + PRIOR_WEIGHT * prior) / total
+            for count, prior in zip(self._num_accepted, self.priors, strict=True)
+        ]
+
+    def record(self, candidates: Seq[int], token: int) -> None:
+        """Count the rank of a generated token among the candidates for it."""
+        self._num_seen += 1
+        rank = candidates.index(token) if token in candidates else len(self.priors)
+        if rank < len(self.priors):
+            self._num_accepted[rank] += 1
+        if self._num_seen % REFRESH == 0:
+            self._shapes.clear()
+
+    def shape(self, sequence: Sequence) -> TreeShape:
+        """The shape for the next draft of `sequence`. Costs and rates are read again after every
+        `REFRESH` tokens."""
+        model, row_cost, context = sequence.cost_model, self.row_cost, sequence.length
+        key = (model.num_others(), context // REFRESH) if row_cost is None else (0, 0)
+
+        def cost(rows: int) -> float:
+            return model.seconds(rows, context) if row_cost is None else 1 + row_cost * (rows - 1)
+
+        if key not in self._shapes:
+            self._shapes[key] = (
+                TreeShape.of(self.paths)
+                if row_cost == 0
+                else worthwhile(self.paths, self.rates, cost, key[0])
+            )
+        return self._shapes[key]

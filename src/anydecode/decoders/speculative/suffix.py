@@ -16,7 +16,9 @@ from heapq import heappop, heappush
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.ngram_index import SEPARATOR
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -149,11 +151,12 @@ def shortening(matches: Seq[Match]) -> Iterator[tuple[int, States]]:
 
 def likely_tree(
     states: States, size: int, min_probability: float, min_total: float = 0.0
-) -> tuple[list[tuple[int, int]], float]:
-    """The `size` most probable nodes after the string in `states`: token and parent of each, and
-    their total probability. A child's probability is its parent's times its share of the parent's
-    occurrences, in all automata together. Without nodes if the total is not above `min_total`."""
-    nodes: list[tuple[int, int]] = []
+) -> tuple[list[tuple[int, int, float]], float]:
+    """The `size` most probable nodes after the string in `states`: token, parent and probability
+    of each, and their total probability. A child's probability is its parent's times its share of
+    the parent's occurrences, in all automata together. Without nodes if the total is not above
+    `min_total`."""
+    nodes: list[tuple[int, int, float]] = []
     total, order = 0.0, 0
     heap = [(-1.0, 0, ROOT, states, ROOT)]
     while heap:
@@ -163,7 +166,7 @@ def likely_tree(
         node = ROOT
         if order:
             node = len(nodes)
-            nodes.append((token, parent))
+            nodes.append((token, parent, -negative))
             total -= negative
             if len(nodes) == size:
                 break
@@ -206,7 +209,7 @@ def best_tree(
     """The tree with the largest total probability after any match of any source; among equals that
     of the longest match of the first source. After a match of n tokens, a tree has up to
     `factor` n nodes, and at most `size`."""
-    best: list[tuple[int, int]] = []
+    best: list[tuple[int, int, float]] = []
     best_total = 0.0
     for matches in sources:
         for length, states in shortening(matches):
@@ -217,8 +220,11 @@ def best_tree(
             if nodes:
                 best, best_total = nodes, total
     tree = TokenTree()
-    for token, parent in best:
-        tree.add(token, parent)
+    weights, tops = {ROOT: 1.0}, dict[int, float]()
+    for token, parent, weight in best:  # the most probable child of a node comes first
+        weights[tree.add(token, parent)] = weight
+        tops.setdefault(parent, weight / weights[parent])
+    tree.confidence = sum(tops.values()) / len(tops) if tops else None
     return tree
 
 
@@ -337,11 +343,20 @@ class _Session(TextDraftSession):
             "earlier answers are kept in eight parts within `memory` bytes, and the oldest part is"
             " dropped when they are full",
         ),
-        remote={"size": Range(0, 64), "factor": Range(0, 16), "min_probability": Range(0, 1)},
+        remote={
+            "size": Range(0, 64),
+            "factor": Range(0, 16),
+            "min_probability": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def suffix(
-    size: int = 8, factor: float = 2.0, min_probability: float = 0.1, memory: int = 64 << 20
+    size: int = 8,
+    factor: float = 2.0,
+    min_probability: float = 0.1,
+    memory: int = 64 << 20,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """SuffixDecoding.
 
@@ -350,5 +365,7 @@ def suffix(
         factor: Maximum number of nodes of a draft tree, relative to the length of the match.
         min_probability: Minimum probability of a node, above 0 and at most 1.
         memory: Memory of earlier answers, in bytes.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(SuffixDrafter(factor, min_probability, memory), size)
+    drafter = SuffixDrafter(factor, min_probability, memory)
+    return Speculative(drafter, size, acceptance_rule(acceptance))

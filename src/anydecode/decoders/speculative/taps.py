@@ -1,16 +1,18 @@
 """TAPS: several drafters for one target (Zbib et al., "TAPS: Task Aware Proposal Distributions for
 Speculative Sampling", arXiv:2603.27027).
 
-All drafters propose. Either the most confident one's tree is verified, or their trees are merged.
+All drafters propose. Either the tree of the one that is most confident in this round is verified,
+or their trees are merged.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from anydecode import catalogue
 from anydecode.catalogue import Card, Nested, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -18,14 +20,14 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
+from anydecode.decoders.speculative.goodput import chain_drafter
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 
 class Member:
-    """One drafter's session and its `confidence`: how often its first draft was accepted, with a
-    prior of one success in two."""
+    """One drafter's session and the tree that it has drafted."""
 
     def __init__(self, name: str, session: DraftSession) -> None:
         self.name = name
@@ -35,7 +37,11 @@ class Member:
 
     @property
     def confidence(self) -> float:
-        return self._num_accepted / self._num_drafted
+        """That of the tree: the mean probability of the most probable drafts. For a drafter without
+        probabilities, how often its first draft was accepted of late, with a prior of one success
+        in two."""
+        confidence = self.tree.confidence
+        return self._num_accepted / self._num_drafted if confidence is None else confidence
 
     def update(self, tokens: list[int]) -> None:
         """Record whether the first draft was right; the target generated `tokens`. Older rounds
@@ -91,8 +97,8 @@ class _Session(DraftSession):
 
 
 class TapsDrafter(Drafter):
-    """Drafts with all of `drafters`, by name. With `route` only the most confident one's tree is
-    verified, else their trees are merged."""
+    """Drafts with all of `drafters`, by name. With `route` only the tree with the largest
+    confidence is verified, else all are merged, in this order."""
 
     def __init__(self, drafters: dict[str, Drafter], route: bool = False) -> None:
         self.drafters = drafters
@@ -129,19 +135,24 @@ class TapsDrafter(Drafter):
         exactness="token-exact",
         summary="Several drafters at once: routed by confidence, or merged into one tree.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        missing=("several trained drafters, one per task: at most one drafter has a model",),
         deviations=(
-            "any methods of this catalogue that need no model or one draft model, instead of EAGLE"
-            " drafters trained per domain",
-            "confidence is the recent acceptance rate of a drafter's first drafts, not its mean"
-            " top probability, so that drafters without probabilities can compete",
+            "any methods of this catalogue instead of EAGLE drafters",
+            "the confidence of a drafter without probabilities (copies, ranks) is the recent"
+            " acceptance rate of its first drafts, not the mean top probability of its tree",
+            "trees are merged by default, the more confident first, which the paper found best;"
+            " route=true verifies the most confident tree alone",
             "the merged tree has up to `size` nodes, taken from the drafters in turn",
             "averaging the drafters' weights, which the paper advises against, is not included",
         ),
-        remote={"drafters": Nested(4), "size": Range(0, 64)},
+        remote={"drafters": Nested(4), "size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
     )
 )
 def taps(
-    drafters: str = "prompt-lookup+token-recycling", route: bool = False, size: int = 8
+    drafters: str = "suffix+stand",
+    route: bool = False,
+    size: int = 8,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """TAPS: several drafters, routed or merged.
 
@@ -149,17 +160,19 @@ def taps(
         drafters: Keys of speculative methods, joined with "+".
         route: Verify only the tree of the most confident drafter.
         size: Maximum number of nodes of a draft tree.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
+    rule = acceptance_rule(acceptance)
     by_key: dict[str, Drafter] = {}
     for key in filter(None, str(drafters).split("+")):
-        method = catalogue.build_as(key, "a method with a drafter", Speculative)
-        if method.drafter.needs_every_row:
+        drafter = chain_drafter(key, rule)
+        if drafter.needs_every_row:
             raise UnsupportedCombinationError(
                 f"taps cannot merge {key!r}: it learns from a tree of its own"
             )
-        by_key[key] = method.drafter
+        by_key[key] = drafter
     if len(by_key) < 2:
         raise InvalidRequestError("taps needs at least two different drafters, such as a+b")
     if sum(bool(drafter.requirements.runners) for drafter in by_key.values()) > 1:
         raise UnsupportedCombinationError("taps can merge one method with a draft model at most")
-    return Speculative(TapsDrafter(by_key, route), size)
+    return Speculative(TapsDrafter(by_key, route), size, rule)

@@ -3,12 +3,14 @@ into Treasure: Accelerating Inference of Large Language Models with Token Recycl
 arXiv:2408.08696).
 
 An adjacency matrix stores the most probable successors of each token when it was last scored. They
-fill a static draft tree.
+fill the part of a static draft tree that pays.
 """
 
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, Words, register
+from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -16,8 +18,9 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
     TextDraftSession,
 )
-from anydecode.decoders.speculative.static_trees import TreeShape, worthwhile
+from anydecode.decoders.speculative.static_trees import PayingTree
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.cost import DEFAULT_ROW_COST
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -35,20 +38,21 @@ PUBLISHED = [
     ).split()
 ]
 
-#: Acceptance rate of a successor by rank, over greedy texts of a 135M model.
+#: Prior acceptance rate of a successor by rank, over greedy texts of a 135M model.
 RATES = (0.37, 0.09, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01)
 
 
-def shape(tree: str, row_cost: float) -> TreeShape:
-    """The tree shape named `tree`: "published" (80 nodes), or "worthwhile", the part of it that
-    pays at this cost of a row."""
-    if tree == "published":
-        return TreeShape.of(PUBLISHED)
-    if tree == "worthwhile":
-        return worthwhile(PUBLISHED, RATES, row_cost)
-    raise InvalidRequestError(
-        f"tree={tree!r}: token recycling has the trees 'published' and 'worthwhile'"
-    )
+def chosen_tree(tree: str, row_cost: float | None, rule: Acceptance) -> PayingTree:
+    """The tree named `tree`: "published" (80 nodes), or "worthwhile", the part of it that pays. So
+    that no text depends on measured times, `DEFAULT_ROW_COST` stands for them if the text depends
+    on what is drafted."""
+    if tree not in ("published", "worthwhile"):
+        raise InvalidRequestError(
+            f"tree={tree!r}: token recycling has the trees 'published' and 'worthwhile'"
+        )
+    if row_cost is None and not isinstance(rule, TokenExact):
+        row_cost = DEFAULT_ROW_COST
+    return PayingTree(PUBLISHED, RATES, 0.0 if tree == "published" else row_cost)
 
 
 #: Memory of one entry of the matrix, in bytes.
@@ -60,8 +64,8 @@ class TokenRecyclingDrafter(Drafter):
     scored.
     """
 
-    def __init__(self, shape: TreeShape, width: int = 8) -> None:
-        self.shape = shape
+    def __init__(self, paying: PayingTree, width: int = 8) -> None:
+        self.paying = paying
         self.width = width
         self.successors: dict[int, list[int]] = {}
 
@@ -70,6 +74,7 @@ class TokenRecyclingDrafter(Drafter):
 
     def clear(self) -> None:
         self.successors.clear()
+        self.paying.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -87,13 +92,17 @@ class _Session(TextDraftSession):
         def candidates(tree: TokenTree, node: int) -> list[int]:
             return successors.get(last if node == ROOT else tree.tokens[node], [])
 
-        return self.drafter.shape.fill(candidates, size)
+        return self.drafter.paying.shape(self.sequence).fill(candidates, size)
 
     def observe(self, round: SpeculationRound) -> None:
-        """Update the successors of every scored node, accepted or not; of equal tokens the last in
-        level order is kept."""
+        """Count the ranks of the generated tokens, then update the successors of every scored node,
+        accepted or not; of equal tokens the last in level order is kept."""
+        successors, tokens = self.drafter.successors, round.result.tokens
+        for before, token in zip([round.scores.tokens[0], *tokens], tokens, strict=False):
+            if before in successors:
+                self.drafter.paying.record(successors[before], token)
         best = round.scores.top(self.drafter.width)[0].tolist()
-        self.drafter.successors.update(zip(round.scores.tokens, best, strict=True))
+        successors.update(zip(round.scores.tokens, best, strict=True))
 
 
 @register(
@@ -106,19 +115,31 @@ class _Session(TextDraftSession):
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "tokens that were never scored draft nothing, where the paper drafts token 0",
-            "the tree is cut to the nodes that pay at `row_cost`; tree='published' takes all 80"
-            " nodes",
+            "the tree is the part of the paper's 80 nodes that pays, by the measured costs of"
+            " passes and by the acceptance rate of each rank, which is counted: at the prior rates"
+            " 2 nodes where a row costs a tenth of a pass, 15 where up to 16 rows cost one pass;"
+            " tree='published' takes all nodes",
             "works at any temperature; the released code is greedy only",
         ),
-        remote={"tree": Words(("worthwhile", "published")), "row_cost": Range(0, 100)},
+        remote={
+            "tree": Words(("worthwhile", "published")),
+            "row_cost": Range(0, 100),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
-def token_recycling(tree: str = "worthwhile", row_cost: float = 0.1) -> Speculative:
+def token_recycling(
+    tree: str = "worthwhile",
+    row_cost: float | None = None,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
     """Token recycling.
 
     Args:
         tree: "worthwhile", or "published" for all 80 nodes.
-        row_cost: Cost of one more row, relative to a pass over one row.
+        row_cost: Cost of one more row, relative to a pass over one row; None: measured costs.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    tree_shape = shape(tree, row_cost)
-    return Speculative(TokenRecyclingDrafter(tree_shape), len(tree_shape))
+    rule = acceptance_rule(acceptance)
+    drafter = TokenRecyclingDrafter(chosen_tree(tree, row_cost, rule))
+    return Speculative(drafter, len(PUBLISHED), rule)

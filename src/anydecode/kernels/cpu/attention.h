@@ -7,6 +7,7 @@
 
 #include "plan.h"
 #include "pointwise.h"
+#include "simd_pairs.h"
 
 /* The online-softmax state over some keys, for each query head of a tile. */
 typedef struct {
@@ -198,14 +199,23 @@ static void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
   }
 }
 
-/* Tile sizes in heads and in keys (or vectors of a value), so that each load serves several sums
- * and the sums fit the registers; AVX-512 has 32 of them. */
-enum { FEW_HEADS = 3, TILE = 4 };
-#if defined(__AVX512VL__)
-enum { HEADS_AT_ONCE = 6 };
+/* Tile sizes in heads and in pairs of keys (or of vectors of a value), so that each load serves
+ * several sums and the sums fit the registers. */
+enum { FEW_HEADS = 3, TILE = 2 };
+#ifdef HAS_WIDE_PAIRS
+enum { MANY_HEADS = 12, SOME_HEADS = 6 };
 #else
-enum { HEADS_AT_ONCE = FEW_HEADS };
+enum { MANY_HEADS = FEW_HEADS, SOME_HEADS = FEW_HEADS };
 #endif
+
+/* The numbers from `at` on of two keys. */
+INLINE f8x2 load_two(int format, const char *const *vectors, int at) {
+  if (format == F32)
+    return f8x2_load_two((const float *)vectors[0] + at, (const float *)vectors[1] + at);
+  const uint16_t *first = (const uint16_t *)vectors[0] + at;
+  const uint16_t *second = (const uint16_t *)vectors[1] + at;
+  return format == F16 ? f8x2_load_two_f16(first, second) : f8x2_load_two_bf16(first, second);
+}
 
 INLINE f8 load_as(int format, const char *vector, int at) {
   if (format == F16) return f8_load_f16((const uint16_t *)vector + at);
@@ -213,25 +223,40 @@ INLINE f8 load_as(int format, const char *vector, int at) {
   return f8_load((const float *)vector + at);
 }
 
-/* Dot products of four keys with each of a few queries, in the order of f8_fours. */
-INLINE void four_scores(int format, int heads, const float *q, const char *const *key, int padded,
-                        f8 *scores) {
-  f8 sum[HEADS_AT_ONCE * TILE];
+/* Two consecutive vectors of a value. */
+INLINE f8x2 load_pair(int format, const char *vector, int at) {
+  if (format == F16) return f8x2_load_f16((const uint16_t *)vector + at);
+  if (format == BF16) return f8x2_load_bf16((const uint16_t *)vector + at);
+  return f8x2_load((const float *)vector + at);
+}
+
+/* Dot products of eight keys with each of a few queries, in the order of f8_fours. */
+INLINE void eight_scores(int format, int heads, const float *q, const char *const *key, int padded,
+                         f8 *low, f8 *high) {
+#pragma GCC unroll 2
+  for (int four = 0; four < 2; four++) {
+    f8x2 sum[MANY_HEADS * TILE];
 #pragma GCC unroll 24
-  for (int j = 0; j < heads * TILE; j++) sum[j] = f8_set(0.0f);
-  for (int d = 0; d < padded; d += 8) {
-    f8 part[HEADS_AT_ONCE];
-#pragma GCC unroll 6
-    for (int i = 0; i < heads; i++) part[i] = f8_load(q + i * padded + d);
-#pragma GCC unroll 4
-    for (int j = 0; j < TILE; j++) {
-      f8 k = load_as(format, key[j], d);
-#pragma GCC unroll 6
-      for (int i = 0; i < heads; i++) sum[TILE * i + j] = f8_fma(part[i], k, sum[TILE * i + j]);
+    for (int j = 0; j < heads * TILE; j++) sum[j] = f8x2_set(0.0f);
+    for (int d = 0; d < padded; d += 8) {
+      f8x2 k[TILE];
+#pragma GCC unroll 2
+      for (int j = 0; j < TILE; j++) k[j] = load_two(format, key + 4 * four + 2 * j, d);
+#pragma GCC unroll 12
+      for (int i = 0; i < heads; i++) {
+        f8x2 part = f8x2_load_twice(q + i * padded + d);
+#pragma GCC unroll 2
+        for (int j = 0; j < TILE; j++) sum[TILE * i + j] = f8x2_fma(part, k[j], sum[TILE * i + j]);
+      }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < heads; i++) {
+      const f8x2 *pairs = sum + TILE * i;
+      f8 each[4] = {f8x2_part(pairs[0], 0), f8x2_part(pairs[0], 1), f8x2_part(pairs[1], 0),
+                    f8x2_part(pairs[1], 1)};
+      (four ? high : low)[i] = f8_fours(each);
     }
   }
-#pragma GCC unroll 6
-  for (int i = 0; i < heads; i++) scores[i] = f8_fours(sum + TILE * i);
 }
 
 /* Scores of the positions [j, j + 8) of the block plus the linear biases of head `at`. */
@@ -248,14 +273,11 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
                          int padded, uint32_t mask) {
   const float *q = scratch->q + (int64_t)at * padded;
   float *scores = scratch->scores + at * KEY_BLOCK, *block_max = scratch->block_max + at;
-  f8 max[HEADS_AT_ONCE], low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
+  f8 max[MANY_HEADS], low[MANY_HEADS], high[MANY_HEADS];
   for (int i = 0; i < heads; i++) max[i] = f8_set(-INFINITY);
   for (int j = 0; j < KEY_BLOCK; j += 8) {
     uint32_t eight = (mask >> j) & 255;
-    if (eight) {
-      four_scores(format, heads, q, scratch->key + j, padded, low);
-      four_scores(format, heads, q, scratch->key + j + TILE, padded, high);
-    }
+    if (eight) eight_scores(format, heads, q, scratch->key + j, padded, low, high);
     for (int i = 0; i < heads; i++) {
       float *to = scores + i * KEY_BLOCK + j;
       if (!eight) {
@@ -292,32 +314,44 @@ INLINE void block_weights(const State *state, int at, float block_max, float *sc
   f8_store(rescale, factor);
 }
 
-/* sums[d] = sums[d] * rescale + the block's weighted values, for `vectors` vectors of d. */
+/* sums[d] = sums[d] * rescale + the block's weighted values, for `pairs` pairs of vectors of d. */
 INLINE void weigh_values(int format, int heads, const float *weights, const char *const *value,
-                         int at, int lo, int hi, const float *rescale, int vectors, int padded,
+                         int at, int lo, int hi, const float *rescale, int pairs, int padded,
                          float *sums) {
-  f8 sum[HEADS_AT_ONCE * TILE];
-#pragma GCC unroll 6
+  f8x2 sum[MANY_HEADS * TILE];
+#pragma GCC unroll 12
   for (int i = 0; i < heads; i++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++)
-      sum[TILE * i + v] = f8_mul(f8_load(sums + i * padded + 8 * v), f8_load(rescale + 8 * i));
+#pragma GCC unroll 2
+    for (int v = 0; v < pairs; v++)
+      sum[TILE * i + v] =
+          f8x2_mul(f8x2_load(sums + i * padded + 16 * v), f8x2_load_twice(rescale + 8 * i));
   for (int j = lo; j < hi; j++) {
-    f8 weight[HEADS_AT_ONCE];
-#pragma GCC unroll 6
-    for (int i = 0; i < heads; i++) weight[i] = f8_set(weights[i * KEY_BLOCK + j]);
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) {
-      f8 part = load_as(format, value[j], at + 8 * v);
-#pragma GCC unroll 6
-      for (int i = 0; i < heads; i++)
-        sum[TILE * i + v] = f8_fma(weight[i], part, sum[TILE * i + v]);
+    f8x2 part[TILE];
+#pragma GCC unroll 2
+    for (int v = 0; v < pairs; v++) part[v] = load_pair(format, value[j], at + 16 * v);
+#pragma GCC unroll 12
+    for (int i = 0; i < heads; i++) {
+      f8x2 weight = f8x2_set(weights[i * KEY_BLOCK + j]);
+#pragma GCC unroll 2
+      for (int v = 0; v < pairs; v++)
+        sum[TILE * i + v] = f8x2_fma(weight, part[v], sum[TILE * i + v]);
     }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
   for (int i = 0; i < heads; i++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) f8_store(sums + i * padded + 8 * v, sum[TILE * i + v]);
+#pragma GCC unroll 2
+    for (int v = 0; v < pairs; v++) f8x2_store(sums + i * padded + 16 * v, sum[TILE * i + v]);
+}
+
+/* The same for a last vector alone. */
+INLINE void weigh_last(int format, int heads, const float *weights, const char *const *value,
+                       int at, int lo, int hi, const float *rescale, int padded, float *sums) {
+  for (int i = 0; i < heads; i++, weights += KEY_BLOCK, rescale += 8, sums += padded) {
+    f8 sum = f8_mul(f8_load(sums), f8_load(rescale));
+    for (int j = lo; j < hi; j++)
+      sum = f8_fma(f8_set(weights[j]), load_as(format, value[j], at), sum);
+    f8_store(sums, sum);
+  }
 }
 
 INLINE void fold_scores(int format, int heads, const Heads *h, const Scratch *scratch, int at,
@@ -330,19 +364,23 @@ INLINE void fold_values(int format, int heads, const Heads *h, const Scratch *sc
   int padded = h->padded, lo = __builtin_ctz(mask), hi = 32 - __builtin_clz(mask), d = 0;
   const float *weights = scratch->scores + at * KEY_BLOCK, *rescale = scratch->rescale + 8 * at;
   float *sums = scratch->segment.sums + (int64_t)at * padded;
-  for (; d + 8 * TILE <= h->value_padded; d += 8 * TILE)
+  for (; d + 16 * TILE <= h->value_padded; d += 16 * TILE)
     weigh_values(format, heads, weights, scratch->value, d, lo, hi, rescale, TILE, padded,
                  sums + d);
-  for (; d < h->value_padded; d += 8)
+  for (; d + 16 <= h->value_padded; d += 16)
     weigh_values(format, heads, weights, scratch->value, d, lo, hi, rescale, 1, padded, sums + d);
+  if (d < h->value_padded)
+    weigh_last(format, heads, weights, scratch->value, d, lo, hi, rescale, padded, sums + d);
 }
 
 /* Call `fold` (fold_scores or fold_values) for the heads [first, last), several at once. */
 #define FOLD_HEADS(fold, format, h, scratch, first, last, mask)                                \
   do {                                                                                         \
     int at = first;                                                                            \
-    for (; at + HEADS_AT_ONCE <= last; at += HEADS_AT_ONCE)                                    \
-      fold(format, HEADS_AT_ONCE, h, scratch, at, mask);                                       \
+    for (; at + MANY_HEADS <= last; at += MANY_HEADS)                                          \
+      fold(format, MANY_HEADS, h, scratch, at, mask);                                          \
+    for (; at + SOME_HEADS <= last; at += SOME_HEADS)                                          \
+      fold(format, SOME_HEADS, h, scratch, at, mask);                                          \
     for (; at + FEW_HEADS <= last; at += FEW_HEADS)                                            \
       fold(format, FEW_HEADS, h, scratch, at, mask);                                           \
     for (; at < last; at++) fold(format, 1, h, scratch, at, mask);                             \

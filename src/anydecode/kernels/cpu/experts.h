@@ -7,7 +7,8 @@
 
 /* The op's scratch memory for a pass of n rows. A slot is one pair (row, chosen expert). */
 typedef struct {
-  int32_t *expert, *slot;   /* [n * top_k], each row's experts in order of id, and their slots */
+  int32_t *expert, *slot;   /* [n * top_k], each row's experts in order of id, -1 after the last,
+                             * and their slots */
   int32_t *start;           /* [experts + 1], first slot of each expert */
   int32_t *row;             /* [slots] */
   float *weight;            /* [n * top_k] */
@@ -17,19 +18,9 @@ typedef struct {
   Activations *quantised;
 } ExpertScratch;
 
-/* Matrix `which` (0: gate, 1: up, 2: down) of an expert, as number among all matrices. */
-INLINE int expert_matrix(const Op *op, int which, int expert) {
-  int is_plain = op->kv_heads;
-  return (which - is_plain) * op->count + expert;
-}
-
-static int expert_inner(const Op *op) {
-  return op->experts[expert_matrix(op, 1, 0)]->out_features;
-}
-
 static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
   int64_t slots = (int64_t)n * op->groups;
-  int inner = expert_inner(op);
+  int inner = op->experts[0]->out_features;
   ExpertScratch scratch;
   scratch.expert = (int32_t *)base;
   scratch.slot = scratch.expert + slots;
@@ -124,16 +115,35 @@ static void mix_sparsely(const Op *op, const float *router, const ExpertScratch 
   }
 }
 
+/* Choose the experts of one row whose given weight is not 0. */
+static void route_given(const Op *op, const float *router, int32_t *expert, float *weight) {
+  const Routing *routing = op->routing;
+  int chosen = 0;
+  float sum = 0.0f;
+  for (int e = 0; e < op->count; e++) {
+    if (router[e] == 0.0f) continue;
+    expert[chosen] = e;
+    weight[chosen++] = router[e];
+    sum += router[e];
+  }
+  for (int i = 0; i < chosen && routing->normalise; i++) weight[i] /= sum * routing->scale + 1e-5f;
+  for (int i = chosen; i < op->groups; i++) expert[i] = -1;
+}
+
 /* Choose the experts of one row, in order of id, and compute their weights. */
 static void route(const Op *op, const float *router, const ExpertScratch *scratch, int32_t *expert,
                   float *weight) {
   const Routing *routing = op->routing;
+  int count = op->count, top = op->groups, chosen = 0;
+  float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
   if (routing->jitter >= 0.0f) {
     mix_sparsely(op, router, scratch, expert, weight);
     return;
   }
-  int count = op->count, top = op->groups, chosen = 0;
-  float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
+  if (routing->is_given) {
+    route_given(op, router, expert, weight);
+    return;
+  }
   float sum = expert_scores(router, count, routing->is_sigmoid, score);
   const float *bias = routing->selection_bias;
   int is_by_score = routing->is_sigmoid && !routing->scales_inputs;
@@ -168,7 +178,7 @@ static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
 static void expert_products(const Op *op, const ExpertScratch *scratch, int which, const float *x,
                             float *out, int part, int parts) {
   for (int e = 0; e < op->count; e++) {
-    const Matrix *w = op->experts[expert_matrix(op, which, e)];
+    const Matrix *w = op->experts[which * op->count + e];
     int first = scratch->start[e], rows = scratch->start[e + 1] - first;
     int begin, end;
     if (!rows) continue;
@@ -189,7 +199,7 @@ static void expert_products(const Op *op, const ExpertScratch *scratch, int whic
 static void add_lora(const Pass *pass, const Op *op, const ExpertScratch *scratch, int i, int which,
                   const float *x, float *y) {
   if (op->layer < 0 || !pass->adapters || pass->adapters[i / op->groups] < 0) return;
-  int number = expert_matrix(op, which, scratch->expert[i]);
+  int number = which * op->count + scratch->expert[i];
   const Matrix *w = op->experts[number];
   const Lora *loras = pass->loras + (int64_t)pass->adapters[i / op->groups] * pass->num_targets;
   lora_row(loras + op->layer + number, x, w->in_features, w->out_features, y);
@@ -197,9 +207,9 @@ static void add_lora(const Pass *pass, const Op *op, const ExpertScratch *scratc
 
 static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch, int row,
                     float *out) {
-  int inner = expert_inner(op);
+  int inner = op->experts[0]->out_features;
   memset(out, 0, (size_t)op->width_out * 4);
-  for (int i = row * op->groups; i < (row + 1) * op->groups; i++) {
+  for (int i = row * op->groups; i < (row + 1) * op->groups && scratch->expert[i] >= 0; i++) {
     float *y = scratch->y + (int64_t)scratch->slot[i] * op->width_out;
     add_lora(pass, op, scratch, i, 2, scratch->gate + (int64_t)scratch->slot[i] * inner, y);
     f8 weight = f8_set(op->routing->scales_inputs ? 1.0f : scratch->weight[i]);
@@ -212,13 +222,14 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
 }
 
 /* Run one part of one phase. Fields of op: groups = experts per row, count = number of experts,
- * heads = whether any gate or up matrix is quantised, head_dim = whether any down matrix is, kv_heads
- * = whether experts have no gate, layer = index of its first matrix among the adapters' targets, or
- * -1, x and y as for the activation. Phases run in sequence; the first has one part. */
+ * heads = whether any gate or up matrix is quantised, head_dim = whether any down matrix is, layer =
+ * index of its first matrix among the adapters' targets, or -1, x and y as for the activation.
+ * Phases run in sequence; the first has one part. */
 static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
                     float *base, float *out, int phase, int part, int parts) {
   ExpertScratch scratch = expert_scratch(op, n, base);
-  int slots = n * op->groups, inner = expert_inner(op), is_plain = op->kv_heads;
+  int slots = phase == 1 ? scratch.start[op->count] : n * op->groups;
+  int inner = op->experts[0]->out_features;
   int first = (int)((int64_t)slots * part / parts);
   int last = (int)((int64_t)slots * (part + 1) / parts);
   switch (phase) {
@@ -237,21 +248,23 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
       }
       break;
     case 2:
-      if (!is_plain) expert_products(op, &scratch, 0, scratch.x, scratch.gate, part, parts);
-      expert_products(op, &scratch, 1, scratch.x, scratch.up, part, parts);
+      expert_products(op, &scratch, 0, scratch.x, scratch.gate, part, parts);
+      if (!op->routing->is_plain)
+        expert_products(op, &scratch, 1, scratch.x, scratch.up, part, parts);
       break;
     case 3:
       for (int i = first; i < last; i++) {
+        if (scratch.expert[i] < 0) continue;
         int64_t s = scratch.slot[i];
         const float *from = scratch.x + s * op->width;
         float *hidden = scratch.gate + s * inner, *up = scratch.up + s * inner;
-        if (!is_plain) add_lora(pass, op, &scratch, i, 0, from, hidden);
-        add_lora(pass, op, &scratch, i, 1, from, up);
+        add_lora(pass, op, &scratch, i, 0, from, hidden);
+        if (!op->routing->is_plain) add_lora(pass, op, &scratch, i, 1, from, up);
         if (op->routing->scales_inputs) { /* of linear functions: the same as of their input */
-          if (!is_plain) scale_row(hidden, inner, scratch.weight[i], hidden);
+          scale_row(hidden, inner, scratch.weight[i], hidden);
           scale_row(up, inner, scratch.weight[i], up);
         }
-        if (is_plain) activate(up, inner, op->activation, hidden);
+        if (op->routing->is_plain) activate(hidden, inner, op->activation, hidden);
         else gated(hidden, up, inner, op, hidden);
         if (op->head_dim)
           quantise_row(hidden, inner, scratch.quantised + s * (inner / QUANT_BLOCK));

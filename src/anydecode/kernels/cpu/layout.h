@@ -32,6 +32,7 @@ enum Code {
 
 enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE }; /* interface.py: RULES */
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
+enum { MAX_BRANCH_STATES = 16 }; /* see kernels/recurrent.py */
 
 /* The buffer of a value: an offset into the workspace, in floats per row, or one of these. */
 enum { BUFFER_STREAM = -1, BUFFER_LOGITS = -2, BUFFER_NONE = -3 };
@@ -62,6 +63,8 @@ typedef struct {
   float scale;
   int32_t scores_per_group; /* whose sum is a group's score: 1 or 2 */
   int32_t scales_inputs;    /* whether weights multiply the experts' inputs, not their outputs */
+  int32_t is_given;         /* whether the router's numbers are the weights; 0: not chosen */
+  int32_t is_plain;         /* whether experts have no gate: "gate" and "up" are the same matrix */
   float jitter;             /* of the scoring "sparsemixer"; negative with another */
 } Routing;
 
@@ -150,7 +153,8 @@ typedef struct {
   const int32_t *head_tokens;
   float *spread;
   float *const *recurrent_inputs, *const *states; /* by layer; NULL: none */
-  /* The steps of the recurrences (kernels/recurrent.py: Scan), in num_runs runs. */
+  /* The steps of the recurrences (kernels/recurrent.py: Scan), in num_runs runs. State -2 - b is the
+   * scratch memory's state of branch b. */
   const int32_t *scan_start, *scan_first, *scan_slots, *scan_rows, *scan_saves;
   int32_t num_runs, scan_lead;
   int32_t vocab_size;
@@ -288,9 +292,11 @@ INLINE int64_t attention_state_floats(int padded, int heads) {
   return (int64_t)heads * (padded + 8) + (heads + 7) / 8 * 8;
 }
 
-/* Floats of scratch memory that one thread needs for a recurrence. */
+/* Floats of scratch memory that one thread needs for a recurrence: a head's state, the inputs of a
+ * step, and the states of a tree's branches. */
 INLINE int64_t recurrence_floats(int head_dim, int state_size) {
-  return (int64_t)head_dim * state_size + (head_dim + 7) / 8 * 16 + (state_size + 7) / 8 * 16;
+  int64_t state = (int64_t)head_dim * state_size;
+  return (1 + MAX_BRANCH_STATES) * state + (head_dim + 7) / 8 * 16 + (state_size + 7) / 8 * 16;
 }
 
 INLINE int64_t attention_scratch_floats(int head_dim, int group) {

@@ -16,8 +16,8 @@ enum { TILE_ROWS = 4 };
  * rows and two groups of columns. Two steps at a time, so that weights and sums of a whole tile stay
  * in registers. Partial sums are widened to int32 before they can overflow. */
 INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
-                        int b, int half, i8 (*sum)[2]) {
-  partial_sums dot[TILE_ROWS][2];
+                        int b, int half, i8x2 *sum) {
+  i8x2 dot[TILE_ROWS];
   int first = has_halves(format) ? 2 * half : 0, last = has_halves(format) ? first + 2 : 4;
   int span = format == Q6_K ? 1 : has_halves(format) || is_five_bit(format) ? 2 : 4;
 #pragma GCC unroll 4
@@ -25,25 +25,20 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
     int starts_span = j % span == 0, ends_span = (j + 1) % span == 0;
     int has_sum = j - first >= span;
     int step[2] = {has_halves(format) ? 2 * j : j, has_halves(format) ? 2 * j + 1 : j + 4};
-    b32 w[2][2];
+    b32x2 w[2];
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; g++)
-#pragma GCC unroll 2
-      for (int t = 0; t < 2; t++) w[t][g] = pin_bytes(unpack_step(format, p[g], step[t]));
+    for (int t = 0; t < 2; t++) w[t] = pin_byte_pair(unpack_step(format, p, step[t]));
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 2
       for (int t = 0; t < 2; t++) {
-        quad x = quad_load(a[r][b].q + 4 * step[t]);
-#pragma GCC unroll 2
-        for (int g = 0; g < 2; g++)
-          dot[r][g] = pin(starts_span && t == 0 ? partial_dot(w[t][g], x)
-                                              : add_partial_dot(dot[r][g], w[t][g], x));
+        quad_pair x = quad_pair_load(a[r][b].q + 4 * step[t]);
+        dot[r] = pin_pair(starts_span && t == 0 ? partial_pair_dot(w[t], x)
+                                                : add_partial_pair_dot(dot[r], w[t], x));
       }
-#pragma GCC unroll 2
-      for (int g = 0; g < 2 && ends_span; g++)
-        sum[r][g] = has_sum ? pin(i8_add(sum[r][g], widen_partial(dot[r][g])))
-                            : widen_partial(dot[r][g]);
+      if (ends_span)
+        sum[r] = has_sum ? pin_pair(i8x2_add(sum[r], widen_partial_pair(dot[r])))
+                         : widen_partial_pair(dot[r]);
     }
   }
 }
@@ -55,26 +50,22 @@ INLINE int32_t covered_sum(int format, int half, const Activations *a) {
 }
 
 INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
-                      int b, int half, i8 (*sum)[2]) {
+                      int b, int half, i8x2 *sum) {
   int first = has_halves(format) ? 4 * half : 0, last = has_halves(format) ? first + 4 : 8;
 #pragma GCC unroll 8
   for (int i = first; i < last; i++) {
-    byte_vector w[2];
-#pragma GCC unroll 2
-    for (int g = 0; g < 2; g++) w[g] = byte_weights(unpack_bytes(format, p[g], i));
+    byte_pair w = byte_pair_weights(unpack_bytes(format, p, i));
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
-      quad x = quad_load(a[r][b].q + 4 * i);
-#pragma GCC unroll 2
-      for (int g = 0; g < 2; g++)
-        sum[r][g] = pin(add_byte_dot(
-            i > first ? sum[r][g] : initial_byte_sum(covered_sum(format, half, a[r] + b)), w[g], x));
+      quad_pair x = quad_pair_load(a[r][b].q + 4 * i);
+      sum[r] = pin_pair(add_byte_pair_dot(
+          i > first ? sum[r] : initial_byte_pair_sum(covered_sum(format, half, a[r] + b)), w, x));
     }
   }
 }
 
 INLINE void grid_sums(int format, int rows, const uint8_t *const *p, const uint8_t *grid,
-                      const Activations *const *a, int b, int half, i8 (*sum)[2]) {
+                      const Activations *const *a, int b, int half, i8x2 *sum) {
   int first = has_halves(format) ? 2 * half : 0, last = has_halves(format) ? first + 2 : 4;
 #pragma GCC unroll 4
   for (int t = first; t < last; t++) {
@@ -83,18 +74,13 @@ INLINE void grid_sums(int format, int rows, const uint8_t *const *p, const uint8
     for (int g = 0; g < 2; g++) unpack_points(format, p[g], grid, t, both[g]);
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      byte_vector w[2];
-#pragma GCC unroll 2
-      for (int g = 0; g < 2; g++) w[g] = byte_weights(both[g][i]);
+      byte_pair w = byte_pair_weights(b32x2_join(both[0][i], both[1][i]));
 #pragma GCC unroll 8
       for (int r = 0; r < rows; r++) {
-        quad x = quad_load(a[r][b].q + 8 * t + 4 * i);
+        quad_pair x = quad_pair_load(a[r][b].q + 8 * t + 4 * i);
         int is_first = t == first && i == 0;
-#pragma GCC unroll 2
-        for (int g = 0; g < 2; g++)
-          sum[r][g] = pin(add_byte_dot(
-              is_first ? initial_byte_sum(covered_sum(format, half, a[r] + b)) : sum[r][g], w[g],
-              x));
+        sum[r] = pin_pair(add_byte_pair_dot(
+            is_first ? initial_byte_pair_sum(covered_sum(format, half, a[r] + b)) : sum[r], w, x));
       }
     }
   }
@@ -102,32 +88,33 @@ INLINE void grid_sums(int format, int rows, const uint8_t *const *p, const uint8
 
 /* Add one block, or half a block, to the totals of a tile. */
 INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const uint8_t *grid,
-                       const Activations *const *a, int b, int half, const f8 *super, const f8 *super_min, f8 (*total)[2]) {
+                       const Activations *const *a, int b, int half, const f8 *super,
+                       const f8 *super_min, f8x2 *total) {
   f8 scale[2], min[2];
-  i8 sum[TILE_ROWS][2];
+  i8x2 sum[TILE_ROWS];
   if (has_grid(format)) grid_sums(format, rows, p, grid, a, b, half, sum);
   else if (format == Q8_0 || has_table(format)) byte_sums(format, rows, p, a, b, half, sum);
   else nibble_sums(format, rows, p, a, b, half, sum);
 #pragma GCC unroll 2
   for (int g = 0; g < 2; g++)
     load_scales(format, p[g], half, super[g], super_min[g], &scale[g], &min[g]);
+  f8x2 scales = f8x2_join(scale[0], scale[1]), mins = f8x2_join(min[0], min[1]);
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-    for (int g = 0; g < 2; g++)
-      total[r][g] = add_block(format, half, total[r][g], sum[r][g], a[r] + b, scale[g], min[g]);
+    total[r] = add_block(format, half, total[r], sum[r], a[r] + b, scales, mins);
 }
 
 /* Two groups of columns at a time, so that each broadcast of activations is used twice. `next`:
  * weights to prefetch meanwhile, or NULL; the processor's own prefetcher follows the reads. */
 INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, const uint8_t *grid,
-                       int blocks, const Activations *const *rows_of, const uint8_t *next, f8 (*total)[2]) {
+                       int blocks, const Activations *const *rows_of, const uint8_t *next,
+                       f8x2 *total) {
   const uint8_t *p[2] = {groups[0], groups[1]};
   const Activations *a[TILE_ROWS];
   f8 super[2], super_min[2];
   for (int r = 0; r < rows; r++) a[r] = rows_of[r];
   for (int g = 0; g < 2; g++) super[g] = super_min[g] = f8_set(0.0f);
-  for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = f8_set(0.0f);
+  for (int r = 0; r < rows; r++) total[r] = f8x2_set(0.0f);
   for (int b = 0; b < blocks; b++) {
     if (is_super(format) && b % 8 == 0) {
 #pragma GCC unroll 2
@@ -206,7 +193,7 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
     p[1] = pair ? p[0] + w->group_bytes : p[0];
     for (int r = 0, rows; r < n; r += rows) {
       const Activations *a[TILE_ROWS];
-      f8 total[TILE_ROWS][2];
+      f8x2 total[TILE_ROWS];
       rows = tile_rows(n - r);
       const uint8_t *next = r || g + 2 >= groups ? NULL : p[0] + 2 * w->group_bytes;
       for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
@@ -220,7 +207,7 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
       }
       for (int i = 0; i < rows; i++)
         for (int j = 0; j <= pair; j++)
-          write_group(w, g + j, total[i][j], bias, out + (r + i) * stride);
+          write_group(w, g + j, f8x2_part(total[i], j), bias, out + (r + i) * stride);
     }
   }
 }

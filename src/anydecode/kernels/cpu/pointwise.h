@@ -84,7 +84,7 @@ static void rope(const float *x, int heads, int head_dim, const float *table, in
   }
 }
 
-enum { SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2 };
+enum { SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU };
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
 INLINE f8 f8_gelu(f8 x) {
@@ -104,6 +104,7 @@ INLINE f8 f8_activate(f8 x, int activation) {
   if (activation == GELU) return f8_gelu(x);
   if (activation == SIGMOID) return f8_sigmoid(x);
   if (activation == IDENTITY) return x;
+  if (activation == RELU) return f8_max(x, f8_set(0.0f));
   if (activation == RELU2) {
     f8 positive = f8_max(x, f8_set(0.0f));
     return f8_mul(positive, positive);

@@ -25,7 +25,7 @@
 
 #include "grids.h"
 #include "layout.h"
-#include "simd.h"
+#include "simd_pairs.h"
 
 /* Bytes of a block's scales, after which its codes start. */
 INLINE int scales_bytes(int format) {
@@ -47,40 +47,49 @@ INLINE const uint8_t *code_values(int format) {
 }
 
 /* Bits `from` to `from` + `count` - 1 of each byte, moved to bit `to`. */
-INLINE b32 moved_bits(b32 x, int from, int count, int to) {
+INLINE b32x2 moved_bits(b32x2 x, int from, int count, int to) {
   int mask = ((1 << count) - 1) << to;
   switch (from - to) {
-    case -4: return b32_and(b32_left(x, 4), mask);
-    case -3: return b32_and(b32_left(x, 3), mask);
-    case -2: return b32_and(b32_left(x, 2), mask);
-    case -1: return b32_and(b32_left(x, 1), mask);
-    case 0: return b32_and(x, mask);
-    case 1: return b32_and(b32_right(x, 1), mask);
-    case 2: return b32_and(b32_right(x, 2), mask);
-    case 3: return b32_and(b32_right(x, 3), mask);
-    case 4: return b32_and(b32_right(x, 4), mask);
-    case 5: return b32_and(b32_right(x, 5), mask);
-    default: return b32_and(b32_right(x, 6), mask);
+    case -4: return b32x2_and(b32x2_left(x, 4), mask);
+    case -3: return b32x2_and(b32x2_left(x, 3), mask);
+    case -2: return b32x2_and(b32x2_left(x, 2), mask);
+    case -1: return b32x2_and(b32x2_left(x, 1), mask);
+    case 0: return b32x2_and(x, mask);
+    case 1: return b32x2_and(b32x2_right(x, 1), mask);
+    case 2: return b32x2_and(b32x2_right(x, 2), mask);
+    case 3: return b32x2_and(b32x2_right(x, 3), mask);
+    case 4: return b32x2_and(b32x2_right(x, 4), mask);
+    case 5: return b32x2_and(b32x2_right(x, 5), mask);
+    default: return b32x2_and(b32x2_right(x, 6), mask);
   }
 }
 
-/* The codes of step `i` of a block with nibbles or two-bit codes. */
-INLINE b32 unpack_step(int format, const uint8_t *block, int i) {
-  const uint8_t *q = block + scales_bytes(format);
+/* Vector `i` of the codes of a block in each of two groups, from byte `from` of the codes on. */
+INLINE b32x2 load_codes(int format, const uint8_t *const *block, int from, int i) {
+  int at = scales_bytes(format) + from + 32 * i;
+  return b32x2_load(block[0] + at, block[1] + at);
+}
+
+/* The codes of step `i` of a block with nibbles or two-bit codes, in each of two groups. */
+INLINE b32x2 unpack_step(int format, const uint8_t *const *block, int i) {
   if (is_two_bit(format)) {
-    b32 w = moved_bits(b32_load(q + 32 * (i / 4)), i % 4 * 2, 2, 0);
-    return format == Q3_K ? b32_or(w, moved_bits(b32_load(q + 64), i, 1, 2)) : w;
+    b32x2 w = moved_bits(load_codes(format, block, 0, i / 4), i % 4 * 2, 2, 0);
+    if (format != Q3_K) return w;
+    return b32x2_or(w, moved_bits(load_codes(format, block, 64, 0), i, 1, 2));
   }
-  b32 both = b32_load(q + 32 * (i % 4)), w = b32_and(i < 4 ? both : b32_right(both, 4), 15);
-  if (is_five_bit(format)) w = b32_or(w, moved_bits(b32_load(q + 128), i, 1, 4));
-  if (format == Q6_K) w = b32_or(w, moved_bits(b32_load(q + 128 + 32 * (i / 4)), i % 4 * 2, 2, 4));
+  b32x2 both = load_codes(format, block, 0, i % 4);
+  b32x2 w = b32x2_and(i < 4 ? both : b32x2_right(both, 4), 15);
+  if (is_five_bit(format)) w = b32x2_or(w, moved_bits(load_codes(format, block, 128, 0), i, 1, 4));
+  if (format == Q6_K)
+    w = b32x2_or(w, moved_bits(load_codes(format, block, 128, i / 4), i % 4 * 2, 2, 4));
   return w;
 }
 
-/* The numbers of step `i` of a block with a table or with bytes, offset by 128. */
-INLINE b32 unpack_bytes(int format, const uint8_t *block, int i) {
-  if (format == Q8_0) return b32_load(block + 16 + 32 * i);
-  return b32_lookup(code_values(format), unpack_step(format, block, i));
+/* The numbers of step `i` of a block with a table or with bytes, in each of two groups, offset by
+ * 128. */
+INLINE b32x2 unpack_bytes(int format, const uint8_t *const *block, int i) {
+  if (format == Q8_0) return load_codes(format, block, 0, i);
+  return b32x2_lookup(code_values(format), unpack_step(format, block, i));
 }
 
 /* 2^(e - 128) of eight biased exponents, in two factors, of which none is too small. */
@@ -120,18 +129,18 @@ INLINE void load_scales(int format, const uint8_t *block, int half, f8 super, f8
 
 /* total + the product of one block, or half a block, from its integer sum; `scale` and `min` are
  * those of the block or half. */
-INLINE f8 add_block(int format, int half, f8 total, i8 sum, const Activations *a, f8 scale,
-                    f8 min) {
-  if (format == Q4_0) sum = i8_sub(sum, i8_set(8 * (a->low + a->high)));
-  if (format == Q5_0) sum = i8_sub(sum, i8_set(16 * (a->low + a->high)));
-  if (is_ternary(format)) sum = i8_sub(sum, i8_set(a->low + a->high));
-  if (format == Q3_K) sum = i8_sub(sum, i8_set(4 * (half ? a->high : a->low)));
-  if (format == Q6_K) sum = i8_sub(sum, i8_set(32 * (half ? a->high : a->low)));
-  total = f8_fma(f8_from_i8(sum), f8_mul(scale, f8_set(a->scale)), total);
+INLINE f8x2 add_block(int format, int half, f8x2 total, i8x2 sum, const Activations *a, f8x2 scale,
+                      f8x2 min) {
+  if (format == Q4_0) sum = i8x2_sub(sum, i8x2_set(8 * (a->low + a->high)));
+  if (format == Q5_0) sum = i8x2_sub(sum, i8x2_set(16 * (a->low + a->high)));
+  if (is_ternary(format)) sum = i8x2_sub(sum, i8x2_set(a->low + a->high));
+  if (format == Q3_K) sum = i8x2_sub(sum, i8x2_set(4 * (half ? a->high : a->low)));
+  if (format == Q6_K) sum = i8x2_sub(sum, i8x2_set(32 * (half ? a->high : a->low)));
+  total = f8x2_fma(f8x2_from_i8x2(sum), f8x2_mul(scale, f8x2_set(a->scale)), total);
   if (format == Q2_K)
-    return f8_fma(min, f8_set(-a->scale * (float)(half ? a->high : a->low)), total);
-  if (format == Q4_K || format == Q5_K) return f8_fma(min, f8_set(-a->scaled_sum), total);
-  return has_min(format) ? f8_fma(min, f8_set(a->scaled_sum), total) : total;
+    return f8x2_fma(min, f8x2_set(-a->scale * (float)(half ? a->high : a->low)), total);
+  if (format == Q4_K || format == Q5_K) return f8x2_fma(min, f8x2_set(-a->scaled_sum), total);
+  return has_min(format) ? f8x2_fma(min, f8x2_set(a->scaled_sum), total) : total;
 }
 
 /* Quantise one row in blocks of 32, rounded half to even to multiples of amax / 127. */

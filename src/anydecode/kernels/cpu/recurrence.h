@@ -158,9 +158,12 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
   float *times = scratch + floats + padded;
   HeadStep step = {scratch + floats, times + padded, NULL, 0.0f, 0.0f};
   step.query = step.key + (size + 7) / 8 * 8;
+  float *branches = step.query + (size + 7) / 8 * 8;
   for (int run = 0; run < pass->num_runs; run++) {
-    if (pass->scan_start[run] < 0) memset(state, 0, (size_t)floats * 4);
-    else memcpy(state, kept + pass->scan_start[run] * total, (size_t)floats * 4);
+    int32_t start = pass->scan_start[run];
+    if (start == -1) memset(state, 0, (size_t)floats * 4);
+    else memcpy(state, start < 0 ? branches - (start + 2) * floats : kept + start * total,
+                (size_t)floats * 4);
     for (int i = pass->scan_first[run] + lead; i < pass->scan_first[run + 1]; i++) {
       const int32_t *slots = pass->scan_slots + i + 1 - shape->window;
       int64_t stride = shape->width + shape->num_gates;
@@ -175,7 +178,9 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
         prepare(pass, op, head, slots, gates, &step);
         advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);
       }
-      if (save >= 0) memcpy(kept + save * total, state, (size_t)floats * 4);
+      if (save != -1)
+        memcpy(save < 0 ? branches - (save + 2) * floats : kept + save * total, state,
+               (size_t)floats * 4);
     }
   }
 }

@@ -14,6 +14,7 @@ from anydecode.models.families.config import is_expert_layer, spec_from_config, 
 from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.latent import read_latent
 from anydecode.models.families.recurrent import multiplier, multipliers
+from anydecode.models.families.sambay import read_differential, read_memory_unit
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, bool_value, int_value, layer_config
 from anydecode.models.families.weights import TensorReader
@@ -151,7 +152,7 @@ class _LayerReader:
         self._family = FAMILIES[config["model_type"]]
         self._spec: LayerSpec = spec.layers[index]
         self._hidden, self._per_layer_size = spec.hidden_size, spec.per_layer_size
-        self._num_streams = spec.num_streams
+        self._num_streams, self._memory_size = spec.num_streams, spec.memory_size
         self._index = index
         self._name = f"layers.{index}"
 
@@ -159,6 +160,10 @@ class _LayerReader:
         layer, has_mlp = LayerWeights(), self._spec.mlp != "none"
         if self._spec.attention is not None:
             self._read_attention(layer, self._spec.attention)
+        if self._spec.memory == "reads":
+            layer.memory_unit = read_memory_unit(
+                self._reader, self._name, (self._memory_size, self._hidden)
+            )
         if self._spec.recurrence is not None:
             assert self._family.recurrent is not None, "its spec has a recurrence"
             layer.recurrent = self._family.recurrent.read(
@@ -204,6 +209,8 @@ class _LayerReader:
             self._read_partial_attention(layer, shape)
         else:
             layer.query, layer.key, layer.value, layer.output = self._attention(shape)
+        if self._spec.is_differential:
+            layer.differential = read_differential(self._reader, self._name, self._index, shape)
         if self._spec.has_sinks:
             name = f"{self._name}.self_attn.sinks"
             layer.sinks = self._reader.vector(name, shape.num_heads)
@@ -248,7 +255,8 @@ class _LayerReader:
     def _read_partial_attention(self, layer: LayerWeights, shape: Attention) -> None:
         """Read attention without a matrix of values, or of keys and values."""
         bias = bool_value(self._config, "attention_bias")
-        size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        size = shape.num_heads * self._spec.query_dim
+        kv_size = shape.num_kv_heads * shape.head_dim
         layer.query, layer.output = (
             self._reader.linear(self._full(f"self_attn.{part}"), full, bias)
             for part, full in (("q_proj", (size, self._hidden)), ("o_proj", (self._hidden, size)))
@@ -303,7 +311,8 @@ class _LayerReader:
         return self._reader.vector(f"{self._full(name)}.bias", self._hidden)
 
     def _attention(self, shape: Attention) -> tuple[Linear, Linear, Linear, Linear]:
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        q_size = shape.num_heads * self._spec.query_dim
+        kv_size = shape.num_kv_heads * shape.head_dim
         bias = bool_value(self._config, "attention_bias")
         q, k, v = self._parts(
             "self_attn.qkv_proj",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,20 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.alibi import alibi_slopes
-from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import CHUNKED, FULL, MLP, MOE, SLIDING, cache_layers
+from anydecode.models.families.dispatch import class_names, find_family
+from anydecode.models.families.family import Denoising, Family, MixtureOfExperts, Scales
+from anydecode.models.families.patterns import (
+    CHUNKED,
+    FULL,
+    MEMORY_UNIT,
+    MLP,
+    MOE,
+    SLIDING,
+    cache_layers,
+)
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
-from anydecode.models.families.table import FAMILIES, GROUP
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import (
     Config,
     bool_value,
@@ -72,48 +80,29 @@ _MULTIMODAL = (
 def text_config(config: Config) -> dict[str, Any]:
     """The part of a config that describes the language model, with its family's defaults.
 
-    `architectures` is checked in addition to `model_type`, which different models share (LLaDA and
-    LLaDA-MoE, Qwen3 and Efficient-DLM).
-
     Raises:
         CheckpointError: The family is not supported.
     """
     if "text_config" in config:
         check_multimodal(config)
     text = mapping_value(config, "text_config") if "text_config" in config else dict(config)
-    model_type = text.get("model_type") or config.get("model_type")
-    model_type = "gemma3_text" if model_type == "gemma3" else model_type
-    if model_type in ("Dream", "Fast_dLLM_Qwen", "WeDLM"):
-        model_type = model_type.lower()
-    if model_type == "wedlm":  # biases are read if they are stored
-        model_type, text["attention_bias"] = (
-            ("wedlm_qwen3" if text.get("qk_norm") else "wedlm"),
-            False,
-        )
-    if not isinstance(model_type, str) or not _is_known(model_type):
-        name = _architecture(config) or "no architecture"
+    given = text.get("model_type") or config.get("model_type")
+    model_type = find_family(text, "gemma3_text" if given == "gemma3" else given)
+    if model_type is None:
+        name = ", ".join(class_names(config)) or "no architecture"
         raise CheckpointError(
-            f"model type {model_type!r} ({name}) is not supported; supported are"
-            f" {', '.join(FAMILIES)}"
+            f"model type {given!r} ({name}) is not supported; supported are {', '.join(FAMILIES)}"
         )
-    _check_architecture(text, model_type, FAMILIES[model_type].architectures)
-    if FAMILIES[model_type].moe is None and any(text.get(key) for key in _NUM_EXPERTS):
-        raise CheckpointError(f"a mixture of experts of model type {model_type!r} is not supported")
-    text["model_type"] = model_type
     family = FAMILIES[model_type]
+    _check_architecture(text, given, family.architectures)
+    if family.moe is None and any(text.get(key) for key in _NUM_EXPERTS):
+        raise CheckpointError(f"a mixture of experts of model type {given!r} is not supported")
+    text["model_type"] = model_type
     for key, targets in family.keys.items():
         if key in text:
             text.update(dict.fromkeys(targets, text[key]))
     merged = {**family.defaults, **text}
     return merged if family.derived is None else {**merged, **family.derived(merged)}
-
-
-def _is_known(model_type: str) -> bool:
-    """Whether there is a family of this name. One that another package offers is added."""
-    if model_type not in FAMILIES:
-        for point in entry_points(group=GROUP, name=model_type):
-            FAMILIES[model_type] = point.load()
-    return model_type in FAMILIES
 
 
 def check_multimodal(config: Config) -> None:
@@ -123,8 +112,8 @@ def check_multimodal(config: Config) -> None:
 
 
 def _check_architecture(config: Config, model_type: Any, supported: tuple[str, ...]) -> None:
-    """Raise CheckpointError if the config has `architectures` and none of them is supported."""
-    names = list_value(config, "architectures", str)
+    """Raise CheckpointError if the config names classes and none of them is supported."""
+    names = class_names(config)
     if names and not set(names) & set(supported):
         raise CheckpointError(
             f"architecture {', '.join(names)} of model type {model_type!r} is not supported;"
@@ -149,6 +138,8 @@ def spec_from_config(
     """
     config = text_config(config)
     family = FAMILIES[config["model_type"]]
+    denoising = family.denoising
+    shifts = denoising is not None and denoising.shift == 1
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise CheckpointError("bidirectional attention in a Gemma config is not supported")
     if family.causal and config.get("is_causal") is False:
@@ -171,19 +162,24 @@ def spec_from_config(
     if family.has_scaled_embedding:
         scales = Scales(_rounded_root(config, int_value(config, "hidden_size"), dtype))
     per_layer_size = int_value(config, "hidden_size_per_layer_input", 0, low=0, high=MAX_COUNT)
+    layers = tuple(_layers(config, family, limit, scales.attention))
+    makers = [layer.recurrence for layer in layers if layer.memory == "makes"]
     return ModelSpec(
         architecture=_architecture(config) or config["model_type"],
         vocab_size=int_value(config, "vocab_size", high=MAX_TOKENS),
         hidden_size=int_value(config, "hidden_size"),
         max_positions=limit,
         norm_eps=_norm_eps(config, family),
-        layers=tuple(_layers(config, family, limit, scales.attention)),
+        layers=layers,
         embedding_scale=scales.embedding,
         logit_scale=scales.logits,
         logit_softcap=optional_number(config, "final_logit_softcapping"),
         causal=family.causal,
-        logit_shift=1 if bool_value(config, "right_shift_logits") else family.logit_shift,
-        block_size=_block_size(config, family),
+        logit_shift=int(bool_value(config, "right_shift_logits", shifts)),
+        block_size=_block_size(config, denoising),
+        mask_token=_mask_token(config, denoising),
+        decoder=None if denoising is None else denoising.decoder,
+        has_causal_context=denoising is not None and denoising.context == "causal",
         residual_scale=scales.residual,
         norm=family.norm,
         has_position_table=family.has_position_table,
@@ -195,6 +191,7 @@ def spec_from_config(
         else 0,
         num_streams=int_value(config, "altup_num_inputs", 4) if family.has_streams else 1,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
+        memory_size=sum(maker.shape.width_out for maker in makers if maker is not None),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
     )
@@ -206,12 +203,30 @@ def _norm_eps(config: Config, family: Family) -> float:
     return number("rms_norm_eps", value_or(config, "rms_norm_eps", 1e-6), 0.0, 1.0)
 
 
-def _block_size(config: Config, family: Family) -> int | None:
+def _block_size(config: Config, denoising: Denoising | None) -> int | None:
     """The block size of a block-diffusion model; None for no blocks."""
-    key = family.block_size
-    if key is None or config.get(key) is None:
-        return family.default_block_size
-    return int_value(config, key)
+    if denoising is None or denoising.block_size is None:
+        return None
+    key = denoising.block_size
+    if config.get(key) is not None:
+        return int_value(config, key)
+    if denoising.needs_block_size and denoising.default_block_size is None:
+        raise CheckpointError(
+            f"the config lacks {key!r}, the block size, which is not known for"
+            f" {config['model_type']} models: give block= (--block) when the model is opened"
+        )
+    return denoising.default_block_size
+
+
+def _mask_token(config: Config, denoising: Denoising | None) -> int | None:
+    """The mask token of a diffusion model: the config's, else that of the published models."""
+    if denoising is None:
+        return None
+    size = int_value(config, "vocab_size", high=MAX_TOKENS)
+    if config.get("mask_token_id") is not None:
+        return int_value(config, "mask_token_id", low=0, high=size - 1)
+    token = denoising.mask_token
+    return token if token is not None and token < size else None
 
 
 def _architecture(config: Config) -> str | None:
@@ -349,6 +364,7 @@ def _layers(
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
+    maker = _memory_layer(layer_types[:count])
     for layer in range(count):
         own, kind, is_moe = (
             layer_config(config, layer),
@@ -358,7 +374,8 @@ def _layers(
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
         is_mlp = family.has_single_sublayers and kind in (MLP, MOE)
         mlp = "none" if family.has_single_sublayers and not is_mlp else family.mlp
-        if is_mlp or (has_recurrence and kind != HYBRID):
+        if is_mlp or kind == MEMORY_UNIT or (has_recurrence and kind != HYBRID):
+            memory = "makes" if layer == maker else None
             layers.append(
                 LayerSpec(
                     attention=None,
@@ -368,7 +385,8 @@ def _layers(
                     num_experts=num_experts(config) if is_moe else 0,
                     routing=_routing(config, family.moe) if is_moe and family.moe else None,
                     mlp=mlp,
-                    recurrence=None if is_mlp else recurrent,
+                    recurrence=recurrent if has_recurrence else None,
+                    memory="reads" if kind == MEMORY_UNIT else memory,
                 )
             )
             continue
@@ -378,6 +396,8 @@ def _layers(
         else:
             dim = head_dim(own)
             attention = _attention(own, family, kind, dim, attention_scale)
+        if family.is_differential:
+            attention = _paired(attention)
         rope = rope_of(kind, dim)
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
@@ -411,14 +431,32 @@ def _layers(
                 has_scale=family.has_layer_scale,
                 gate_cutoff=cutoffs[layer],
                 qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
+                is_differential=family.is_differential,
             )
         )
     return layers
 
 
+def _memory_layer(layer_types: list[str]) -> int | None:
+    """The layer that makes the memory which the gated memory units read, if there are some: the
+    last one with a recurrence."""
+    if MEMORY_UNIT not in layer_types:
+        return None
+    recurrent = [i for i, kind in enumerate(layer_types) if kind in RECURRENT_TYPES]
+    return recurrent[-1] if recurrent else None
+
+
+def _paired(shape: Attention) -> Attention:
+    """Differential attention, whose keys and values are those of pairs of heads."""
+    for name in ("num_heads", "num_kv_heads"):
+        if getattr(shape, name) % 2:
+            raise refusal(name, getattr(shape, name), "an even number")
+    return replace(shape, num_kv_heads=shape.num_kv_heads // 2, head_dim=2 * shape.head_dim)
+
+
 def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
     """The rotary embedding of Ministral 3's queries, which grow with the position."""
-    if config["model_type"] != "ministral3":
+    if not FAMILIES[config["model_type"]].has_query_growth:
         return None
     parameters = _rope_parameters(config, layer_type)
     key = "llama_4_scaling_beta"

@@ -9,6 +9,7 @@ import numpy as np
 
 from anydecode.kernels.formats import BLOCKS, halves_paired, plain_weight
 from anydecode.kernels.interface import ExpertWeights, Weight
+from anydecode.models.families.blockffn import read_blocks
 from anydecode.models.families.config import shared_size
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.values import Config, bool_value, int_value
@@ -44,6 +45,8 @@ def read_experts(
         shape: The number of experts and the hidden size.
     """
     assert family.moe is not None, "checked by `is_expert_layer`"
+    if family.moe.is_blocks:
+        return read_blocks(reader, config, layer, shape)
     router = reader.first(f"{layer}.{name}" for name in _ROUTERS)
     # A router is small, and quantising it would change which experts are selected.
     weight = reader.matrix(router, shape, keep_format=True)
@@ -82,8 +85,8 @@ def _selection_bias(reader: TensorReader, router: str, block: str, count: int) -
         name = f"{module}.moe_statics.e_score_correction_bias"  # ERNIE
         if reader.has(name):
             return reader.tensor(name, (1, count)).ravel()
-    name = f"{block}.expert_bias"
-    name = name if reader.has(name) else f"{router}.e_score_correction_bias"
+    names = (f"{block}.expert_bias", f"{router}.expert_bias")
+    name = next(filter(reader.has, names), f"{router}.e_score_correction_bias")
     return reader.vector(name, count)
 
 

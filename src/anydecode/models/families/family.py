@@ -23,13 +23,15 @@ class MixtureOfExperts:
         is_transposed: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
             before those of up (Llama 4).
         scoring: See `Routing.scoring`.
-        has_selection_bias: See `ExpertWeights.selection_bias`.
+        has_selection_bias: See `ExpertWeights.selection_bias`; its tensor is `expert_bias` of the
+            block or of the router, or `e_score_correction_bias`.
         shared_module: The module of the MLP that every token runs through, if there is one.
         shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
             an expert.
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
         has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
         scales_inputs: See `Routing.scales_inputs`.
+        is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
             largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
             "greedy" (no groups). The first is the default.
@@ -47,6 +49,7 @@ class MixtureOfExperts:
     has_shared_gate: bool = False
     has_norms: bool = False
     scales_inputs: bool = False
+    is_blocks: bool = False
     methods: tuple[str, ...] = ("noaux_tc",)
 
 
@@ -57,6 +60,39 @@ class Scales(NamedTuple):
     attention: float | None = None
     residual: float = 1.0
     logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """How the diffusion models of a family fill masks.
+
+    Attributes:
+        models: The names of the models, for the documentation.
+        context: What a row sees: "canvas", all of the text and of the canvas; "blocks", its own
+            block and the blocks before it, counted from position 0; "causal", its own block and
+            what is before it, where rows of the prompt and of finished blocks see what is before
+            them only, and blocks are counted from the end of the prompt; "order", what is before
+            it in an order that the decoder chooses (WeDLM).
+        shift: 1 if row r predicts position r + 1, 0 if it predicts r; `right_shift_logits` in a
+            config says otherwise.
+        block_size: The config's key for the block size; None for models without blocks.
+        default_block_size: The block size of the published models, if their configs lack the key.
+        needs_block_size: Whether a model without a block size cannot be opened. Otherwise its rows
+            see the whole canvas.
+        mask_token: The mask token of the published models, if neither their tokenizers nor their
+            configs name it.
+        decoder: The decoder with the parameters that the models were published with; None: the one
+            that fits what a row sees and predicts.
+    """
+
+    models: str
+    context: str = "canvas"
+    shift: int = 0
+    block_size: str | None = None
+    default_block_size: int | None = None
+    needs_block_size: bool = False
+    mask_token: int | None = None
+    decoder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +110,10 @@ class Family:
         qkv_bias: Whether q, k and v have biases even without `attention_bias`.
         defaults: Values of keys that its configs may leave out.
         causal: Whether rows attend to earlier positions only.
-        logit_shift: Of a diffusion model: 1 if row r predicts position r + 1.
-        block_size: The config's key for the block size of a block-diffusion model.
-        default_block_size: The block size if the config lacks the key; None for no blocks.
+        denoising: How diffusion models of the family fill masks; None for other models.
+        model_types: Values of `model_type` in its configs, beside the family's key.
+        is_own: Returns whether a config is one of this family, where another family has the same
+            model type or architecture; None: if it is not one of another.
         keys: Config keys of the family, and the keys that they stand for.
         names: The usual names of a layer's modules, and the names in the family's checkpoints.
         output_bias: Whether `attention_bias` includes the attention's output.
@@ -116,6 +153,9 @@ class Family:
             `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
+        is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.
+        has_query_growth: Whether `llama_4_scaling_beta` of the rope parameters applies, see
+            `LayerSpec.query_rope`.
     """
 
     architectures: tuple[str, ...]
@@ -128,9 +168,9 @@ class Family:
     qkv_bias: bool = False
     defaults: Config = field(default_factory=dict)
     causal: bool = True
-    logit_shift: int = 0
-    block_size: str | None = None
-    default_block_size: int | None = None
+    denoising: Denoising | None = None
+    model_types: tuple[str, ...] = ()
+    is_own: Callable[[Config], bool] | None = None
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     output_bias: bool = True
@@ -163,3 +203,5 @@ class Family:
     has_alibi: bool = False
     has_streams: bool = False
     has_qkv_limit: bool = False
+    is_differential: bool = False
+    has_query_growth: bool = False

@@ -24,6 +24,8 @@ from anydecode.models.limits import number, refusal
 SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 #: The types of layers that are an MLP, or experts, only.
 MLP, MOE = "mlp", "moe"
+#: The type of layers with a gated memory unit.
+MEMORY_UNIT = "memory_unit"
 #: The letters of Nemotron-H's patterns.
 _LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": MOE}
 
@@ -204,14 +206,14 @@ def cache_layers(config: Config, layer_types: list[str]) -> list[int | None]:
     count = len(layer_types)
     num_shared = int_value(config, "num_kv_shared_layers", 0, low=0, high=count - 1)
     own = layer_types[: count - num_shared]
-    missing = set(layer_types) - set(own)
+    missing = {SLIDING, FULL, CHUNKED} & (set(layer_types) - set(own))
     if missing:
         raise CheckpointError(
             f"num_kv_shared_layers is {num_shared}: there is no earlier layer of type"
             f" {', '.join(sorted(missing))}"
         )
-    last = {kind: layer for layer, kind in enumerate(own)}
-    return [None] * len(own) + [last[kind] for kind in layer_types[len(own) :]]
+    last = {kind: layer for layer, kind in enumerate(own) if kind in (SLIDING, FULL, CHUNKED)}
+    return [None] * len(own) + [last.get(kind) for kind in layer_types[len(own) :]]
 
 
 def gemma4_layers(config: Config) -> dict[str, Any]:

@@ -167,11 +167,15 @@ def _selective_spec(config: Config) -> RecurrentSpec:
     if value_or(config, "hidden_act", "silu") not in ("silu", "swish"):
         raise refusal("hidden_act", config["hidden_act"], "silu")
     inner = int_value(config, "mamba_expand", 2) * int_value(config, "hidden_size")
-    inner = int_value(config, "intermediate_size", inner)
+    return RecurrentSpec(selective_shape(config, int_value(config, "intermediate_size", inner)))
+
+
+def selective_shape(config: Config, inner: int) -> Recurrence:
+    """The recurrence of Mamba with `inner` channels."""
     size = int_value(config, "mamba_d_state", 16, high=MAX_COUNT)
     # The channels are independent: heads are the parts that threads divide them into.
     dim = math.gcd(inner, 64)
-    shape = Recurrence(
+    return Recurrence(
         "selective",
         width=inner,
         window=int_value(config, "mamba_d_conv", 4, high=MAX_COUNT),
@@ -181,13 +185,19 @@ def _selective_spec(config: Config) -> RecurrentSpec:
         num_groups=1,
         state_size=size,
     )
-    return RecurrentSpec(shape)
 
 
 def _read_selective(
     reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
 ) -> RecurrentWeights:
-    shape, name = spec.shape, f"{layer}.mixer"
+    return read_selective(reader, config, f"{layer}.mixer", spec, hidden)
+
+
+def read_selective(
+    reader: TensorReader, config: Config, name: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    """The weights of a Mamba mixer called `name`."""
+    shape = spec.shape
     inner, size = shape.width, shape.state_size
     has_bias = bool_value(config, "mamba_proj_bias")
     sizes = {"inputs": inner, "gate": inner}

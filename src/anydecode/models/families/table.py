@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from anydecode.models.families.blockffn import BLOCKFFN
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.patterns import (
     all_full,
@@ -48,6 +48,7 @@ from anydecode.models.families.recurrent import (
     MAMBA_2,
     SHORT_CONV,
 )
+from anydecode.models.families.sambay import PHI4FLASH
 
 _GEMMA = {
     "tie_word_embeddings": True,
@@ -399,6 +400,7 @@ FAMILIES |= {
             "mlp.down_proj": "shared_mlp.output_linear",
         },
     ),
+    "blockffn": BLOCKFFN,
     "minicpm": Family(
         ("MiniCPMForCausalLM",),
         all_full,
@@ -473,6 +475,7 @@ FAMILIES |= {
     "ministral3": Family(
         ("Ministral3ForCausalLM",),
         all_sliding,
+        has_query_growth=True,
         defaults={"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     ),
     "exaone4": Family(
@@ -668,6 +671,7 @@ FAMILIES |= {
         moe=_QWEN_EXPERTS,
         **_GATED_DELTA,
     ),
+    "phi4flash": PHI4FLASH,
     "mamba": Family(("MambaForCausalLM",), all_recurrent, recurrent=MAMBA, **_MAMBA),
     "falcon_mamba": Family(
         ("FalconMambaForCausalLM",), all_recurrent, recurrent=FALCON_MAMBA, **_MAMBA
@@ -701,42 +705,6 @@ FAMILIES |= {
 
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
 
-
-def _bidirectional(like: str, *architectures: str, **changes: Any) -> Family:
-    """The family `like`, with bidirectional attention."""
-    return replace(FAMILIES[like], architectures=architectures, causal=False, **changes)
-
-
-FAMILIES |= {
-    # Masked diffusion (LLaDA's own layout is converted when it is loaded).
-    "llada": _bidirectional("llama", "LLaDAModelLM", defaults={"rms_norm_eps": 1e-5}),
-    "dream": _bidirectional("qwen2", "DreamModel", logit_shift=1),
-    # Autoregressive models that the dLLM library converted to diffusion models.
-    "a2d-llama": _bidirectional("llama", "A2DLlamaLMHeadModel", block_size="block_size"),
-    "a2d-qwen2": _bidirectional("qwen2", "A2DQwen2LMHeadModel"),
-    "a2d-qwen3": _bidirectional("qwen3", "A2DQwen3LMHeadModel"),
-    # Block diffusion: a row attends to its own block and those before it. SDAR's configs lack the
-    # block size; its generation script and the servers that run it default to 4.
-    "sdar": _bidirectional(
-        "qwen3", "SDARForCausalLM", block_size="block_size", default_block_size=4
-    ),
-    "sdar_moe": _bidirectional(
-        "qwen3_moe", "SDARMoeForCausalLM", block_size="block_size", default_block_size=4
-    ),
-    "fast_dllm_qwen": _bidirectional(
-        "qwen2",
-        "Fast_dLLM_QwenForCausalLM",
-        logit_shift=1,
-        block_size="bd_size",
-        default_block_size=32,
-    ),
-    # Their own layout is converted when it is loaded.
-    "bd3lm": _bidirectional("llama", "BD3LM", block_size="block_size"),
-    "mdlm": _bidirectional("llama", "MDLM", "BD3LM"),
-    # Causal, and trained to predict mask tokens after the visible tokens.
-    "wedlm": replace(FAMILIES["qwen2"], architectures=("WeDLMForCausalLM",), qkv_bias=False),
-    "wedlm_qwen3": replace(FAMILIES["qwen3"], architectures=("WeDLMForCausalLM",)),
-}
 
 #: Norms are on the sums of sublayers and their inputs.
 _BERT: dict[str, Any] = {

@@ -25,7 +25,14 @@ DTYPES: dict[str | None, tuple[str | None, str | None]] = {
     "int4": ("Q4_0", "Q8_0"),
 }
 
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.", "")
+_PREFIXES = (
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+    "backbone.",
+    "encoder.",
+    "",
+)
 
 
 class TensorReader:
@@ -178,8 +185,8 @@ class TensorReader:
     def _read(self, name: str) -> np.ndarray | Weight:
         full = self._full_name(name)
         if full == "lm_head.weight" and full not in self._tensors:
-            nested = "language_model.lm_head.weight"
-            full = nested if nested in self._tensors else full
+            others = ("language_model.lm_head.weight", "diffusion_head.weight")
+            full = next((name for name in others if name in self._tensors), full)
         if full not in self._tensors:
             raise CheckpointError(f"{self._source}: tensor {full} is missing")
         return self._tensors[full]

@@ -41,11 +41,14 @@ def to_hf_layout(
     """Config and tensors in the Hugging Face layout of Llama.
 
     Raises:
-        CheckpointError: The model has time conditioning, or is causal.
+        CheckpointError: The model has time conditioning, is causal, or lacks its block size.
     """
     for key in ("time_conditioning", "causal"):
         if config.get(key):
             raise CheckpointError(f"{key}=true is not supported in a {config['model_type']} config")
+    has_blocks = config["model_type"] == "bd3lm" and config.get("cross_attn", True)
+    if has_blocks and config.get("block_size") is None:
+        raise CheckpointError("the config lacks 'block_size'")
     hf_config = {_KEYS.get(key, key): value for key, value in config.items()}
     hf_config |= {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
     hf_config |= {"tie_word_embeddings": False}

@@ -24,6 +24,7 @@ from anydecode.models.loading.gguf_dense import (
     smollm3,
     starcoder2,
 )
+from anydecode.models.loading.gguf_diffusion import denoising, dream, llada_moe, rnd1
 from anydecode.models.loading.gguf_experts import (
     deepseek,
     ernie_moe,
@@ -96,6 +97,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "deepseek2": deepseek,
         "lfm2moe": lfm2_moe,
         "mamba": mamba,
+        "llada": denoising,
+        "llada-moe": llada_moe,
+        "dream": dream,
+        "rnd1": rnd1,
         "mamba2": mamba_2,
         "granitemoe": granite_moe,
         "granitehybrid": granite_hybrid,

@@ -33,20 +33,21 @@ def llama4(keys: Keys, config: dict[str, Any]) -> None:
     config["use_qk_norm"] = count != 128
 
 
-def _experts(keys: Keys, config: dict[str, Any]) -> None:
+def experts(keys: Keys, config: dict[str, Any]) -> None:
+    """The number of experts, and of those chosen."""
     config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
     config["num_experts_per_tok"] = keys.count("expert_used_count")
 
 
 def olmoe(keys: Keys, config: dict[str, Any]) -> None:
     """OLMoE."""
-    _experts(keys, config)
+    experts(keys, config)
     config["norm_topk_prob"] = False
 
 
 def qwen2_moe(keys: Keys, config: dict[str, Any]) -> None:
     """Qwen2-MoE."""
-    _experts(keys, config)
+    experts(keys, config)
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
     config["shared_expert_intermediate_size"] = keys.count("expert_shared_feed_forward_length")
     config["norm_topk_prob"] = False
@@ -56,7 +57,7 @@ def qwen2_moe(keys: Keys, config: dict[str, Any]) -> None:
 
 def glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
     """GLM-4.5 to 4.7."""
-    _experts(keys, config)
+    experts(keys, config)
     if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
         raise CheckpointError(f"{keys.file.path}: experts of glm4moe without sigmoid scores")
     # The count of blocks includes those that predict further tokens.
@@ -133,7 +134,7 @@ def _deepseek_experts(keys: Keys, config: dict[str, Any], is_sigmoid: bool) -> N
 
 def qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
     """Qwen3-MoE."""
-    _experts(keys, config)
+    experts(keys, config)
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
     config["norm_topk_prob"] = True
     config["decoder_sparse_step"] = 1
@@ -142,7 +143,7 @@ def qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
 
 def ernie_moe(keys: Keys, config: dict[str, Any]) -> None:
     """ERNIE 4.5 with experts."""
-    _experts(keys, config)
+    experts(keys, config)
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
     config["n_shared_experts"] = keys.count("expert_shared_count", 0, high=MAX_EXPERTS, low=0)
     config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)

@@ -118,7 +118,7 @@ OVERRIDES = {
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
     "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
+    **dict.fromkeys(("qwen3moe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
@@ -183,6 +183,7 @@ EXPERTS = {
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
+            *("llada-moe", "rnd1"),
         ),
         _MLP_EXPERTS,
     ),
@@ -228,6 +229,7 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
+    "llada",
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")

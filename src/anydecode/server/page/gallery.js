@@ -28,14 +28,17 @@ function parameterTable(parameters) {
   return make("div", { class: "scroll", tabIndex: 0, role: "region", ariaLabel: "Parameters" }, table);
 }
 
+const list = (texts) => make("ul", {}, ...texts.map((text) => make("li", {}, ...withCode(text))));
+
 function facts(card) {
   const entries = [
     ["Claim", [`${card.exactness}: ${server.claims[card.exactness]}`]],
     ["Paper", paper(card.paper)],
     ["Needs", [card.needs.join(", ") || "nothing but a model"]],
     ["Works with", [card.works_with.join(", ")]],
-    ["Differs from the paper", card.deviations.length ? [make("ul", {}, ...card.deviations.map((text) => make("li", {}, ...withCode(text))))] : ["in nothing"]],
+    ["Differs from the paper", card.deviations.length ? [list(card.deviations)] : ["in nothing"]],
   ];
+  if (card.missing.length) entries.unshift(["Partial: not implemented", [list(card.missing)]]);
   if (card.reason) entries.unshift(["Cannot run here", withCode(card.reason)]);
   return make("dl", { class: "card-facts" }, ...entries.flatMap(([name, parts]) => [make("dt", { textContent: name }), make("dd", {}, ...parts)]));
 }
@@ -65,7 +68,7 @@ function entry(card) {
   const summary = make("summary", {},
     make("strong", { textContent: card.key }),
     make("span", { class: `claim-name ${card.exactness}`, textContent: card.exactness }),
-    make("span", { class: "summary-text", textContent: card.summary }));
+    make("span", { class: "summary-text", textContent: card.missing.length ? `Partial: ${card.summary}` : card.summary }));
   const details = make("details", { class: card.reason ? "entry unavailable" : "entry" }, summary);
   details.addEventListener("toggle", () => details.childElementCount > 1 || details.append(body(card)));
   return details;

@@ -1,5 +1,5 @@
-"""Oracle test of dream-coder (Dream-Coder 7B, arXiv:2509.01142): Dream's order; regions that end
-early shrink, and an expansion token grows them."""
+"""Oracle test of dream-coder (Dream-Coder 7B, arXiv:2509.01142; DreamOn, arXiv:2602.01326): Dream's
+order; regions that end early shrink by their masks, and an expansion token grows them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,19 @@ def dream_coder() -> Iterator[Check]:
         row[1 if region < 3 else ord("a") + position] = 9.0 - 0.1 * position
         return row
 
+    def ending_before_a_token(path: tuple[int, ...]) -> np.ndarray:
+        """Unmasks z, the last token of the region, then a, then an end of text behind it."""
+        *seen, position = path
+        row = np.zeros(259, np.float32)
+        first, stop = seen.index(ord("<")) + 1, seen.index(ord(">"))
+        is_last = position == stop - 1
+        row[ord("z") if is_last else (ord("a"), EOS)[min(position - first, 1)]] = (
+            9.0 if is_last else 8.0 - 0.1 * position
+        )
+        return row
+
     for name, script, masks, expected, steps_in_all in (
+        ("keeps tokens behind its end", ending_before_a_token, 5, b"<az>x", ""),
         ("shrinks", ending, 6, b"<ab>x", ""),
         ("shrinks to the needed length", ending, 2, b"<ab>x", ""),
         ("grows", growing, 1, b"<cde>x", ""),

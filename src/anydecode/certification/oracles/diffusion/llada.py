@@ -4,9 +4,13 @@ schedule and block size; and the accuracy on tasks."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
+    PROMPT,
     StepState,
     UnmaskingRule,
     accuracy_lost,
@@ -17,6 +21,7 @@ from anydecode.certification.denoising import (
     steps,
 )
 from anydecode.certification.oracles.diffusion.rankings import SCORES, order
+from anydecode.models.scripted import EOS, MASK
 from anydecode.sampling.noise import Noise
 
 #: Confidences around one half, and close to one.
@@ -64,6 +69,66 @@ def llada() -> Iterator[Check]:
         yield Check(
             "random order by the noise of position and step", sum(filled, []) == expected_order
         )
+
+    yield from guidance()
+    yield from ends()
+
+
+def guidance() -> Iterator[Check]:
+    """The logits, and weight times their difference from those of the canvas with a masked
+    prompt."""
+    for weight, temperature in ((0.5, 0.0), (2.0, 0.0), (1.0, 0.7)):
+
+        def forward(
+            canvas: list[int], block: range, is_first_step: bool, weight: float = weight
+        ) -> dict[int, np.ndarray]:
+            blind = [*[MASK] * len(PROMPT), *canvas[len(PROMPT) :]]
+            rows = {}
+            for position in block:
+                with_prompt = UNCERTAIN((*canvas, position))
+                without = UNCERTAIN((*blind, position))
+                rows[position] = with_prompt + np.float32(weight) * (with_prompt - without)
+            return rows
+
+        rule = llada_rule("confidence", 3)
+        options: dict[str, Any] = {"temperature": temperature, "seed": 5}
+        expected = naive(UNCERTAIN, 12, 6, rule, forward=forward, **options)
+        with bidirectional(UNCERTAIN) as llm:
+            decoder = f"llada:block=6,steps=3,guidance={weight}"
+            actual = steps(llm, decoder, 12, **options)
+        yield Check(f"{decoder} equals the oracle at temperature {temperature}", actual == expected)
+
+
+def ends() -> Iterator[Check]:
+    """Tokens that end the text come last, or have no probability."""
+
+    def script(path: tuple[int, ...]) -> np.ndarray:
+        row: np.ndarray = UNCERTAIN(path).copy()
+        row[EOS] = 30.0 if path[-1] % 2 else -30.0
+        return row
+
+    def without_end(canvas: list[int], block: range, is_first_step: bool) -> dict[int, np.ndarray]:
+        rows = {position: script((*canvas, position)).copy() for position in block}
+        for row in rows.values():
+            row[EOS] = -np.inf
+        return rows
+
+    def last(state: StepState) -> list[int]:
+        ranked = order(state, "confidence")
+        others = [i for i in ranked if state.tokens[i] != EOS]
+        return [*others, *sorted(set(ranked) - set(others))][:2]
+
+    plain = naive(script, 12, 12, llada_rule("confidence", 6))
+    for end, expected in (
+        ("allowed", plain),
+        ("last", naive(script, 12, 12, last)),
+        ("never", naive(script, 12, 12, llada_rule("confidence", 6), forward=without_end)),
+    ):
+        with bidirectional(script) as llm:
+            actual = steps(llm, f"llada:block=12,steps=6,end={end}", 12)
+        yield Check(f"end={end} equals the oracle", actual == expected)
+        if end != "allowed":
+            yield Check(f"end={end} differs from the default", expected != plain)
 
 
 @measure("llada", "questions answered incorrectly, one token per pass", samples=64, margin=0.1)

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from anydecode import catalogue
-from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.chi_square import (
-    DRAFT_SCRIPT,
-    TARGET_SCRIPT,
-    VOCABULARY,
-    expected,
-    fit,
-    sampled,
-)
 from anydecode.certification.oracles.speculative.masked_drafts import PROMPTS, marginals, open_llm
+from anydecode.certification.oracles.speculative.rejection_rules import (
+    rejection_checks,
+    small_diffusion_llm,
+)
 from anydecode.certification.rounds import VirtualClock, plain_token, rounds
-from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 BLOCK = 16
 
@@ -27,7 +18,8 @@ BLOCK = 16
 @oracle_test("deer")
 def deer() -> Iterator[Check]:
     """One pass of the draft model per round fills sixteen masks; each is sampled from its own
-    distribution, with the target's noise."""
+    distribution, with the target's noise. Samples under the paper's rejection rule follow the
+    target."""
     for temperature in (0.0, 0.8):
         wrong = num_accepted = num_rounds = num_passes = 0
         with open_llm() as llm:
@@ -45,23 +37,4 @@ def deer() -> Iterator[Check]:
         yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0, f"{num_rounds}")
         yield Check(f"drafts are accepted at T={temperature}", num_accepted > 9, f"{num_accepted}")
         yield Check("one draft pass per round", num_passes == num_rounds, f"{num_passes}")
-    yield from _rejection()
-
-
-def _rejection() -> Iterator[Check]:
-    """The paper's acceptance rule: samples follow the target, and drafts are sampled."""
-
-    def draft(path: tuple[int, ...]) -> np.ndarray:
-        row: np.ndarray = np.append(DRAFT_SCRIPT(path[-1:]), np.float32(9.0))  # the mask is likely
-        return row
-
-    class MaskTokenizer(ByteTokenizer):
-        vocab_size = VOCABULARY + 1
-        mask_id = VOCABULARY
-
-    target = ScriptedModel(TARGET_SCRIPT, vocab_size=VOCABULARY)
-    proposing = ScriptedModel(draft, vocab_size=VOCABULARY + 1, causal=False)
-    with LLM(target, tokenizer=MaskTokenizer(), draft=proposing, cache_positions=8192) as llm:
-        decoder = catalogue.build("deer", size=2, acceptance="rejection")
-        result = fit(sampled(llm, decoder, {}), expected({}))
-    yield Check("with the paper's rule, samples follow the target", result.passed, str(result))
+    yield from rejection_checks("deer", small_diffusion_llm)

@@ -11,11 +11,13 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 
 
 @oracle_test("dyspec")
 def dyspec() -> Iterator[Check]:
-    """The paper's heap: one sample at a time, residuals as whole vectors."""
+    """The paper's heap: one sample at a time, residuals as whole vectors. Samples under the paper's
+    rejection rule follow the target."""
 
     def grown(text: list[int], temperature: float, size: int) -> list[Path]:
         def slot(path: Path) -> tuple[list[int], np.ndarray]:
@@ -38,3 +40,4 @@ def dyspec() -> Iterator[Check]:
 
     for key, size in (("dyspec", 16), ("dyspec:size=10", 10)):
         yield from compare_trees(key, partial(grown, size=size))
+    yield from rejection_checks("dyspec")

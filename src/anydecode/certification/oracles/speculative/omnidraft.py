@@ -9,9 +9,9 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.rounds import VOCABULARY, Logits, TracedRound, rounds
+from anydecode.certification.rounds import VOCABULARY, Logits, TracedRound, rounds, wordy
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.omnidraft import OmniDrafter
+from anydecode.decoders.speculative.omnidraft import Lesson, OmniDrafter, hybrid_loss
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
@@ -53,7 +53,7 @@ def _reciting_logits(tokens: list[int], size: int) -> Logits:
 @oracle_test("omnidraft")
 def omnidraft() -> Iterator[Check]:
     """Runs of draft tokens become target tokens once the target has generated one; the text is
-    unchanged."""
+    unchanged. Verified drafts are lessons, whose loss is the paper's, and drafts get better."""
     ours, text = PairTokenizer(), "abcabd\u00e9 ca" * 12
     target = ScriptedModel(
         _reciting_logits(ours.encode(text), ours.vocab_size), vocab_size=ours.vocab_size
@@ -73,6 +73,7 @@ def omnidraft() -> Iterator[Check]:
             runs == {tuple(p): VOCABULARY + i for i, p in enumerate(PairTokenizer.pairs)},
             f"{runs}",
         )
+        yield from _lessons(ours, llm, method, prompt)
         last = trace[-2]
         missed = [one for one in trace if one.tokens and one.tokens[0] != one.generated[0]]
         yield Check("unknown translations are rejected", 0 < len(missed) <= 3, f"{len(missed)}")
@@ -88,6 +89,8 @@ def omnidraft() -> Iterator[Check]:
             "omnidraft" in refused,
             refused,
         )
+    yield from _loss()
+    yield from _adaptation()
 
 
 def _translated(ours: PairTokenizer, trace: list[TracedRound], recited: bytes) -> int:
@@ -107,6 +110,88 @@ def _translated(ours: PairTokenizer, trace: list[TracedRound], recited: bytes) -
         wrong += one.tokens != (expected if whole else [])
         generated |= {ours.token_bytes(token) for token in one.generated if token >= VOCABULARY}
     return wrong
+
+
+def _lessons(
+    ours: PairTokenizer, llm: LLM, method: Speculative, prompt: list[int]
+) -> Iterator[Check]:
+    """The lessons of a request, replayed from its rounds."""
+    drafter, taken = method.drafter, list[Lesson]()
+    assert isinstance(drafter, OmniDrafter)
+    drafter.clear()
+    drafter.add = lambda lessons: taken.extend(lessons)  # type: ignore[method-assign]
+    trace = rounds(llm, method, prompt, 50)
+    expected: list[tuple[int, bool | None]] = []
+    for one in trace:
+        for number, token in enumerate(one.tokens[: len(one.accepted) + 1]):
+            spelled, is_accepted = list(ours.token_bytes(token)), number < len(one.accepted)
+            if len(spelled) == 1:
+                expected.append((spelled[0], is_accepted))
+            elif is_accepted:
+                expected += [(byte, None) for byte in spelled]
+    # The target is sure of its token, so a direct draft has all probability or none.
+    places = {int(token): place for place, token in enumerate(drafter.direct_drafts)}
+    found = [
+        (one.token, None if one.target is None else bool(one.target[places[one.token]] > 0.5))
+        for one in taken
+    ]
+    yield Check("lessons are the verified drafts", found == expected, f"{len(taken)}")
+    yield Check("of every kind", {kind for _, kind in found} == {None, True, False})
+
+
+def _loss() -> Iterator[Check]:
+    """The loss by its definition, and its gradient by differences."""
+    random, size = np.random.default_rng(2), 6
+    direct = np.array([0, 2, 3, 5])
+    logits = random.normal(size=(3, size))
+    target = random.dirichlet(np.ones(len(direct)))
+    none = np.empty(0)
+    lessons = [
+        Lesson(none, none, 2, target=target),
+        Lesson(none, none, 1, 0.3),
+        Lesson(none, none, 4, 0.8),
+    ]
+
+    def defined(rows: np.ndarray) -> float:
+        shares = np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True)
+        q = shares[0, direct] / shares[0, direct].sum()
+        reverse = (q * (np.log(q) - np.log(target))).sum()
+        return float(reverse - 0.3 * np.log(shares[1, 1]) - 0.8 * np.log(shares[2, 4])) / 3
+
+    value, gradient = hybrid_loss(lessons, direct)(logits)
+    differences = np.zeros_like(logits)
+    for at in np.ndindex(logits.shape):
+        step = np.zeros_like(logits)
+        step[at] = 1e-5
+        differences[at] = (defined(logits + step) - defined(logits - step)) / 2e-5
+    yield Check("the loss equals its definition", abs(value - defined(logits)) < 1e-6)
+    yield Check("its gradient equals differences", np.allclose(gradient, differences, atol=1e-5))
+
+
+def _adaptation() -> Iterator[Check]:
+    """A draft model that always prefers one wrong token learns the target's."""
+    right = wordy()
+
+    def wrong(seen: tuple[int, ...]) -> np.ndarray:
+        row: np.ndarray = right(seen).copy()
+        row[122] += 40.0
+        return row
+
+    num_accepted = {}
+    for rate in (0.0, 0.5):
+        target, draft = ScriptedModel(right), ScriptedModel(wrong)
+        draft.tokenizer = ByteTokenizer()  # type: ignore[attr-defined]
+        with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096) as llm:
+            key = f"omnidraft:rate={rate}"
+            traces = [rounds(llm, key, "abcabcabd", 24) for _ in range(10)]
+            num_accepted[rate] = [sum(len(one.accepted) for one in part) for part in traces]
+            llm.clear()
+            again = rounds(llm, key, "abcabcabd", 24)
+        name = f"`clear` resets the adaptation, rate {rate}"
+        yield Check(name, sum(len(one.accepted) for one in again) == num_accepted[rate][0])
+    detail = f"{num_accepted}"
+    yield Check("without adaptation nothing changes", len(set(num_accepted[0.0])) == 1, detail)
+    yield Check("drafts get better", num_accepted[0.5][-1] > num_accepted[0.5][0], detail)
 
 
 def _text(tokenizer: ByteTokenizer, trace: list[TracedRound]) -> str:

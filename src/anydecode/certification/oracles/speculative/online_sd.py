@@ -12,7 +12,8 @@ from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.rounds import accepted, rounds, scripted
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.online_sd import Correction, OnlineDrafter, RejectedDraft
+from anydecode.decoders.speculative.draft_correction import Correction
+from anydecode.decoders.speculative.online_sd import OnlineDrafter, RejectedDraft, cross_entropy
 
 
 @oracle_test("online-sd")
@@ -22,7 +23,7 @@ def online() -> Iterator[Check]:
     correction = Correction(2, 5, 2, 0.1)
     shares = np.array([0.75, 0.25])
     lesson = RejectedDraft(np.ones(2), np.zeros(5), np.array([1, 3]), shares)
-    losses = correction.train_steps([lesson], 30)
+    losses = correction.train(np.ones((1, 2)), np.zeros((1, 5)), cross_entropy([lesson]), 30)
     yield Check("the first loss is log 5", abs(losses[0] - np.log(5)) < 1e-6)
     entropy = -float((shares * np.log(shares)).sum())
     yield Check("the loss falls towards the entropy", entropy < losses[-1] < losses[0] - 0.5)

@@ -11,12 +11,13 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 
 
 @oracle_test("opt-tree")
 def opt_tree() -> Iterator[Check]:
     """The n most probable nodes of the whole tree; levels are added while they add more than
-    delta."""
+    delta. Samples under the rejection rule for chosen siblings follow the target."""
 
     def best(text: list[int], temperature: float, size: int, delta: float) -> list[Path]:
         before, nodes = 0.0, []
@@ -33,6 +34,7 @@ def opt_tree() -> Iterator[Check]:
         yield from compare_trees(
             key, partial(best, size=size, delta=delta), ordered=False, temperatures=(0.0, 0.8, 0.1)
         )
+    yield from rejection_checks("opt-tree")
 
 
 def _likeliest(

@@ -13,13 +13,14 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     chain_oracle,
     overlap,
 )
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import blurred, rounds, scripted
 
 
 @oracle_test("pearl")
 def pearl() -> Iterator[Check]:
     """Pre-verify while no draft is pending, post-verify while all drafts were accepted; drafting
-    and verification overlap."""
+    and verification overlap. Samples under the paper's rejection rule follow the target."""
     modes = set()
     for temperature in (0.0, 0.8):
         wrong = 0
@@ -36,6 +37,7 @@ def pearl() -> Iterator[Check]:
     yield Check("both modes occur", modes == {True, False})
     yield from overlap("pearl:size=4")
     yield from _post_verify()
+    yield from rejection_checks("pearl")
 
 
 def _post_verify() -> Iterator[Check]:

@@ -10,12 +10,14 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.decoders.speculative.rsd import condition_on_parent
 
 
 @oracle_test("rsd")
 def rsd() -> Iterator[Check]:
-    """Gumbel-top-k per node; stochastic beams with the paper's formula."""
+    """Gumbel-top-k per node; stochastic beams with the paper's formula. Samples under
+    the paper's rejection rule follow the target."""
     keys = np.array([0.3, 2.0, -1.0])
     naive = -np.log(np.exp(-0.5) - np.exp(-2.0) + np.exp(-keys))
     yield Check(
@@ -63,3 +65,5 @@ def rsd() -> Iterator[Check]:
     yield from compare_trees("rsd", partial(beams, width=3, depth=4))
     yield from compare_trees("rsd:width=4,depth=3", partial(beams, width=4, depth=3))
     yield from compare_trees("rsd:branching=3-2-1", branching)
+    yield from rejection_checks("rsd")
+    yield from rejection_checks("rsd", branching="3-2-1")

@@ -14,17 +14,20 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     TARGET,
     chain_oracle,
 )
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import accepted, rounds, scripted
 
 
 @oracle_test("specdec++")
 def specdec() -> Iterator[Check]:
-    """A chain ends with the first draft for which 1 - product > bound; that draft is kept."""
+    """A chain ends with the first draft for which 1 - product > bound; that draft is kept. Samples
+    under the paper's rejection rule follow the target."""
     for key, bound, min_drafts, size in (
         ("specdec++", 0.7, 2, 20),
         ("specdec++:bound=0.6,min_drafts=3,size=6", 0.6, 3, 6),
     ):
         yield from _compare_chains(key, bound, min_drafts, size)
+    yield from rejection_checks("specdec++")
 
 
 def _compare_chains(key: str, bound: float, min_drafts: int, size: int) -> Iterator[Check]:

@@ -9,6 +9,9 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.copied_chains import PROMPTS
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.certification.oracles.speculative.paying_trees import PayingRanks, seconds
+from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
 from anydecode.certification.rounds import Logits, TracedRound, accepted, rounds, scripted, wordy
 from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
@@ -17,8 +20,9 @@ from anydecode.sampling.noise import Noise
 
 @oracle_test("stand")
 def stand() -> Iterator[Check]:
-    """Running averages over ten tokens, longest n-gram first, Gumbel samples without replacement
-    for the tree of the two best nodes and for the whole published tree."""
+    """Running averages over ten tokens, longest n-gram first, Gumbel samples without replacement,
+    for the part of the published tree that pays and for the whole tree. Samples under the paper's
+    rejection rule follow the target."""
     table = NgramProbabilities(width=2)
     table.update((1,), [5, 6], [0.6, 0.4])
     table.update((1,), [6, 7], [0.8, 0.2])
@@ -27,54 +31,88 @@ def stand() -> Iterator[Check]:
         {k: round(v, 9) for k, v in table.rows[(1,)][1].items()} == {6: 0.6, 5: 0.3},
     )
     logits = wordy(spread=1.6, echo=3)  # so that the n-gram length matters
-    # At the default cost of 0.1 a row, two nodes of the published tree pay.
-    for key, shape in (("stand", [(0,), (0, 0)]), ("stand:row_cost=0", PUBLISHED)):
+    for key in ("stand", "stand:row_cost=0"):
         for temperature in (0.0, 0.8):
             with scripted(logits) as llm:
+                llm.cost_model = FixedCosts(seconds)
                 trace = [
                     one
                     for prompt in PROMPTS
                     for one in rounds(llm, key, prompt, temperature=temperature)
                 ]
-            wrong = _stand_mistakes(trace, logits, temperature, shape)
+            paying = PayingRanks(PUBLISHED) if key == "stand" else None
+            wrong = _stand_mistakes(trace, logits, temperature, paying)
             name = f"{key} at T={temperature}"
             yield Check(f"{name} equals the oracle", wrong == 0, f"{len(trace)} rounds")
             yield Check(f"{name}: drafts are accepted", accepted(trace) > 0)
+    yield from rejection_checks("stand", prompt=REPEATING)
 
 
 def _stand_mistakes(
-    trace: list[TracedRound], logits: Logits, temperature: float, shape: list[tuple[int, ...]]
+    trace: list[TracedRound], logits: Logits, temperature: float, paying: PayingRanks | None
 ) -> int:
-    averages: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
-    noise = Noise(5)
-    wrong = 0
-
-    def drawn(text: list[int]) -> list[int]:
-        row = next((averages[k][1] for n in (3, 2, 1) if (k := tuple(text[-n:])) in averages), None)
-        if row is None:
-            return []
-        ids = np.flatnonzero(row)
-        keys = np.log(row[ids])
-        if temperature:
-            keys = keys + noise.gumbel(ids, len(text))
-        order: list[int] = ids[np.argsort(-keys)].tolist()
-        return order
-
+    """The number of rounds with another tree than that of the paths that pay; None: all paths."""
+    replay, wrong = StandReplay(logits, temperature, paying), 0
     for one in trace:
+        wrong += one.paths != replay.tree(one.text)
+        replay.learn(one)
+    return wrong
+
+
+class StandReplay:
+    """The trees of STAND. `confidence` is the mean, over the nodes with children, of the largest
+    average probability."""
+
+    def __init__(self, logits: Logits, temperature: float, paying: PayingRanks | None) -> None:
+        self.logits = logits
+        self.temperature = temperature
+        self.paying = paying
+        self.confidence = 0.0
+        self._averages: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
+
+    def tree(self, text: list[int], size: int = len(PUBLISHED)) -> list[tuple[int, ...]]:
+        """The tree that is drafted after a text."""
+        shape = PUBLISHED if self.paying is None else self.paying.choose(len(text))
         tree: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
         samples: dict[tuple[int, ...], list[int]] = {}
-        for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
+        tops = {}
+        for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks))[:size]:
             above = tree.get(ranks[:-1])
             if above is None:
                 continue
             if above not in samples:
-                samples[above] = drawn([*one.text, *above])
+                samples[above] = self._drawn([*text, *above])
             if ranks[-1] < len(samples[above]):
                 tree[ranks] = (*above, samples[above][ranks[-1]])
-        wrong += one.paths != list(tree.values())[1:]
+                row = self._row([*text, *above])
+                assert row is not None
+                tops[above] = float(row.max())
+        self.confidence = float(np.mean(list(tops.values()))) if tops else 0.0
+        return list(tree.values())[1:]
+
+    def learn(self, one: TracedRound) -> None:
+        """Reads the ranks of the generated tokens, then the rows of a round."""
+        for number, token in enumerate(one.generated):
+            candidates = self._drawn([*one.text, *one.generated[:number]])
+            if candidates and self.paying is not None:
+                self.paying.saw(candidates, token)
         for path in [(), *one.paths]:
-            _learn(averages, [*one.text, *path], logits, temperature)
-    return wrong
+            _learn(self._averages, [*one.text, *path], self.logits, self.temperature)
+
+    def _row(self, text: list[int]) -> np.ndarray | None:
+        keys = (tuple(text[-n:]) for n in (3, 2, 1))
+        return next((self._averages[key][1] for key in keys if key in self._averages), None)
+
+    def _drawn(self, text: list[int]) -> list[int]:
+        row = self._row(text)
+        if row is None:
+            return []
+        ids = np.flatnonzero(row)
+        keys = np.log(row[ids])
+        if self.temperature:
+            keys = keys + Noise(5).gumbel(ids, len(text))
+        order: list[int] = ids[np.argsort(-keys)].tolist()
+        return order
 
 
 def _learn(

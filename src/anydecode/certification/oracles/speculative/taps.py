@@ -1,37 +1,44 @@
-"""Oracle test of TAPS: the drafts of both drafters replayed from the text and the target's rows,
-and their composition."""
+"""Oracle test of TAPS: the drafts of STAND are replayed from the text and the target's rows, those
+of suffix are asked of its own drafter, and their composition is done again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import numpy as np
+from types import SimpleNamespace
+from typing import Any
 
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.oracles.speculative.draft_lengths import latest_copy
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.certification.oracles.speculative.paying_trees import PayingRanks, seconds
+from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
+from anydecode.certification.oracles.speculative.stand import StandReplay
 from anydecode.certification.rounds import TracedRound, rounds, scripted, wordy
+from anydecode.decoders.speculative.suffix import SuffixDrafter
+from anydecode.decoders.speculative.token_recycling import PUBLISHED
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "aaaaaaaa")
 SIZE = 8
-COPY, RECYCLE = "prompt-lookup", "token-recycling"
-#: Rank paths that token recycling drafts by default: its published tree cut to those that pay.
-RANKS = ((0,), (0, 0))
+LOGITS = wordy(spread=1.6, echo=3)
 
 Path = tuple[int, ...]
 
 
 @oracle_test("taps")
 def taps() -> Iterator[Check]:
-    """By default the drafters' trees are merged, a node of each in turn, up to eight nodes, the
-    more accepted drafter first; with `route`, only that drafter's tree is verified."""
+    """By default the drafters' trees are merged, a node of each in turn, up to eight nodes, that
+    with the larger mean top probability in this round first; with `route`, it alone is verified.
+    Samples under the rejection rule follow the target."""
     for decoder, route in (("taps", False), ("taps:route=true", True)):
         for temperature in (0.0, 0.8):
             wrong = num_mixed = num_accepted = 0
             firsts: set[str] = set()
             for prompt in PROMPTS:
-                with scripted(wordy()) as llm:
+                with scripted(LOGITS) as llm:
+                    llm.cost_model = FixedCosts(seconds)
                     trace = rounds(llm, decoder, prompt, 60, temperature=temperature)
-                for one, expected in zip(trace, _replay(trace, route), strict=True):
+                for one, expected in zip(
+                    trace, _replay(trace, len(prompt), route, temperature), strict=True
+                ):
                     sources = list(expected.values())
                     wrong += one.paths != list(expected) or (one.entry["sources"] or []) != sources
                     num_mixed += len(set(sources)) == 2
@@ -40,50 +47,32 @@ def taps() -> Iterator[Check]:
             where = f"route={route}, T={temperature}"
             yield Check(f"trees and their sources equal the oracle's, {where}", wrong == 0)
             yield Check(f"drafts are accepted, {where}", num_accepted > 0, f"{num_accepted}")
-            yield Check(f"both drafters come first, {where}", firsts == {COPY, RECYCLE})
+            yield Check(f"both drafters come first, {where}", firsts == {"suffix", "stand"})
             if not route:
                 yield Check(f"trees are mixed, {where}", num_mixed > 0, f"{num_mixed}")
+    yield from rejection_checks("taps", prompt=REPEATING)
 
 
-def _replay(trace: list[TracedRound], route: bool) -> Iterator[dict[Path, str]]:
+def _replay(
+    trace: list[TracedRound], num_prompt: int, route: bool, temperature: float
+) -> Iterator[dict[Path, str]]:
     """The paths of each round's tree in order, with the drafter that each came from."""
-    logits = wordy()
-    successors: dict[int, list[int]] = {}
-    hits: dict[str, list[bool]] = {COPY: [], RECYCLE: []}
+    stand = StandReplay(LOGITS, temperature, PayingRanks(PUBLISHED))
+    request: Any = SimpleNamespace(prompt=trace[0].text[:num_prompt], tokens=[], prediction=None)
+    session: Any = SuffixDrafter().open(request)
     for one in trace:
-        copy = latest_copy(one.text, SIZE)
+        request.tokens = one.text[num_prompt:]
+        copied = session.draft(SIZE)
         drafts = {
-            COPY: [tuple(copy[: n + 1]) for n in range(len(copy))],
-            RECYCLE: list(_recycled(successors, one.text[-1])),
+            "suffix": [
+                tuple(copied.tokens[at] for at in copied.path(n)) for n in range(len(copied))
+            ],
+            "stand": stand.tree(one.text, SIZE),
         }
-        ranked = sorted((key for key in hits if drafts[key]), key=lambda key: -_rate(hits[key]))
+        confidences = {"suffix": copied.confidence, "stand": stand.confidence}
+        ranked = sorted((key for key in drafts if drafts[key]), key=lambda key: -confidences[key])
         yield _merged({key: drafts[key] for key in ranked[: 1 if route else None]})
-        for key, paths in drafts.items():
-            if paths:
-                hits[key].append((one.generated[0],) in paths)
-        for path in [(), *one.paths]:
-            seen = (*one.text, *path)
-            successors[seen[-1]] = np.argsort(-logits(seen), kind="stable")[:8].tolist()
-
-
-def _rate(hits: list[bool]) -> float:
-    """The rate of right first drafts, a round counting 0.9 times as much as the next; before the
-    first there is one success in two."""
-    weights = [0.9**age for age in range(len(hits), -1, -1)]
-    right = sum(weight * hit for weight, hit in zip(weights[1:], hits, strict=True))
-    return (weights[0] + right) / (2 * weights[0] + sum(weights[1:]))
-
-
-def _recycled(successors: dict[int, list[int]], last: int) -> Iterator[Path]:
-    for ranks in RANKS:
-        path: Path = ()
-        for rank in ranks:
-            following = successors.get((path or (last,))[-1])
-            if following is None:
-                break
-            path = (*path, following[rank])
-        else:
-            yield path
+        stand.learn(one)
 
 
 def _merged(drafts: dict[str, list[Path]]) -> dict[Path, str]:

@@ -10,38 +10,52 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.copied_chains import PROMPTS
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.certification.oracles.speculative.paying_trees import PayingRanks, seconds
 from anydecode.certification.rounds import TracedRound, accepted, rounds, scripted, wordy
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
 
 
 @oracle_test("token-recycling")
 def token_recycling() -> Iterator[Check]:
-    """The 80 published nodes; the matrix has each token's last top-8 successors."""
+    """The 80 published nodes; the matrix has each token's last top-8 successors. By default the
+    part of the tree is drafted that has the most expected tokens per second, by the costs of passes
+    and the rates of ranks so far."""
     levels = Counter(map(len, PUBLISHED))
     yield Check(
         "the published tree has 8, 21, 25, 15, 8 and 3 nodes on its levels",
         [levels[depth] for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3],
     )
+    yield from _compare("token-recycling:tree=published", is_whole=True)
+    yield from _compare("token-recycling", is_whole=False)
+
+
+def _compare(key: str, is_whole: bool) -> Iterator[Check]:
     logits = wordy()
-    total = 0
-    # Expected tokens per cost at 0.1 a row: 1.37 / 1.1, 1.507 / 1.2, 1.597 / 1.3, so two nodes pay.
-    for tree, paths in (("published", PUBLISHED), ("worthwhile", [(0,), (0, 0)])):
-        with scripted(logits) as llm:
-            trace: list[TracedRound] = []
-            for prompt in PROMPTS:
-                trace += rounds(llm, f"token-recycling:tree={tree}", prompt)
-        matrix: dict[int, list[int]] = {}
-        wrong = 0
-        for one in trace:
-            expected = {tuple(_follow(matrix, one.text[-1], path)) for path in paths} - {()}
-            wrong += set(one.paths) != expected
-            for path in [(), *one.paths]:
-                row = logits((*one.text, *path))
-                last = (*one.text, *path)[-1]
-                matrix[last] = np.argsort(-row, kind="stable")[:8].tolist()
-        total += accepted(trace)
-        yield Check(f"the {tree} tree equals the oracle", wrong == 0, f"{len(trace)} rounds")
-    yield Check("drafts are accepted", total > 0, f"{total}")
+    paying = PayingRanks(PUBLISHED)
+    with scripted(logits) as llm:
+        llm.cost_model = FixedCosts(seconds)
+        trace: list[TracedRound] = []
+        for prompt in PROMPTS:
+            trace += rounds(llm, key, prompt)
+    matrix: dict[int, list[int]] = {}
+    wrong, sizes = 0, set()
+    for one in trace:
+        paths = PUBLISHED if is_whole else paying.choose(len(one.text))
+        sizes.add(len(paths))
+        expected = {tuple(_follow(matrix, one.text[-1], path)) for path in paths} - {()}
+        wrong += set(one.paths) != expected
+        for before, token in zip([one.text[-1], *one.generated], one.generated, strict=False):
+            if before in matrix:
+                paying.saw(matrix[before], token)
+        for path in [(), *one.paths]:
+            row = logits((*one.text, *path))
+            last = (*one.text, *path)[-1]
+            matrix[last] = np.argsort(-row, kind="stable")[:8].tolist()
+    yield Check(f"the trees of {key} equal the oracle's", wrong == 0, f"{len(trace)} rounds")
+    yield Check(f"{key}: drafts are accepted", accepted(trace) > 0, f"{accepted(trace)}")
+    if not is_whole:
+        yield Check("the number of nodes follows the rates", len(sizes) > 1, f"{sorted(sizes)}")
 
 
 def _follow(matrix: dict[int, list[int]], token: int, ranks: tuple[int, ...]) -> list[int]:

@@ -1,0 +1,89 @@
+"""The rejection rules that papers publish, through the drafts of a whole method: its samples are
+compared with the enumerated distribution of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from anydecode import catalogue
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check
+from anydecode.certification.chi_square import (
+    DRAFT_SCRIPT,
+    PROMPT,
+    TARGET_SCRIPT,
+    VOCABULARY,
+    expected,
+    fit,
+    sampled,
+    small_llm,
+)
+from anydecode.decoders.framework.rejection import RejectionSampling
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.score import Scores
+from anydecode.scoring.tree import TokenTree
+
+#: A prompt that repeats itself, for methods that copy or learn from the text.
+REPEATING = (1, 0, 3, 1, 0, 3, 2, 1, 0, 3, 1)
+TEMPERATURE, SAMPLES = 0.8, 600
+
+
+class CountingRejection(RejectionSampling):
+    """The rule, with the numbers of drafts tested and accepted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_drafts = self.num_accepted = 0
+
+    def step(
+        self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
+    ) -> tuple[int | None, int]:
+        child, token = super().step(tree, scores, node, children)
+        self.num_drafts += len(children)
+        self.num_accepted += child is not None
+        return child, token
+
+
+class _MaskTokenizer(ByteTokenizer):
+    vocab_size = VOCABULARY + 1
+    mask_id = VOCABULARY
+
+
+def small_diffusion_llm() -> LLM:
+    """A target over five tokens, and a diffusion model that drafts for it."""
+
+    def draft(path: tuple[int, ...]) -> np.ndarray:
+        row: np.ndarray = np.append(DRAFT_SCRIPT(path[-1:]), np.float32(9.0))  # the mask is likely
+        return row
+
+    target = ScriptedModel(TARGET_SCRIPT, vocab_size=VOCABULARY)
+    drafting = ScriptedModel(draft, vocab_size=VOCABULARY + 1, causal=False)
+    return LLM(target, tokenizer=_MaskTokenizer(), draft=drafting, cache_positions=8192)
+
+
+def rejection_checks(
+    key: str,
+    open_llm: Callable[[], LLM] = small_llm,
+    prompt: Seq[int] = PROMPT,
+    samples: int = SAMPLES,
+    **parameters: Any,
+) -> Iterator[Check]:
+    """Checks that the samples of `key` under its published rejection rule follow the target's
+    distribution, while some drafts are accepted and some are not."""
+    rule, options = CountingRejection(), {"temperature": TEMPERATURE}
+    with open_llm() as llm:
+        decoder = catalogue.build(key, acceptance=rule, **parameters)
+        texts = sampled(llm, decoder, options, samples, prompt=prompt)
+    found = fit(texts, expected(options, prompt))
+    yield Check(
+        f"{key}: with the rejection rule samples follow the target", found.passed, str(found)
+    )
+    yield Check(
+        f"{key}: the rejection rule accepts and rejects drafts",
+        0 < rule.num_accepted < rule.num_drafts,
+        f"{rule.num_accepted} of {rule.num_drafts}",
+    )

@@ -1,0 +1,146 @@
+"""Token editing: a step unmasks confident masks of the block and replaces tokens of the block for
+which the model has become confident of another one (Bie et al., "LLaDA2.1: Speeding Up Text
+Diffusion via Token Editing", arXiv:2602.08676).
+
+A block that holds no mask is edited further until nothing changes. Its tokens are emitted when it
+is finished, because until then each of them may change.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import DEVIATIONS, BlockCausalCache
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule, TopKUnmasking
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+
+#: In `Canvas.policy_state`: whether the last step edited something, and how many steps of the block
+#: began without masks.
+_HAS_EDITED, _POST_STEPS = "token-editing edited", "token-editing post steps"
+
+
+class EditedBlocks(FixedBlocks):
+    """`FixedBlocks` that close when they hold no mask and the last step edited nothing.
+
+    Args:
+        size: See `FixedBlocks`.
+        max_post_steps: The number of steps without masks after which a block closes in any case.
+    """
+
+    def __init__(self, size: int | None, max_post_steps: int) -> None:
+        super().__init__(size)
+        self.max_post_steps = max_post_steps
+
+    def should_close(self, canvas: Canvas) -> bool:
+        state = canvas.policy_state
+        is_settled = not state.get(_HAS_EDITED) or state[_POST_STEPS] >= self.max_post_steps
+        return super().should_close(canvas) and is_settled
+
+
+class TokenEditing(Denoiser):
+    """Unmasks masks and edits tokens of the block in the same step.
+
+    With a sampler that depends on the text before a position (a constraint, a penalty), tokens are
+    unmasked only.
+    """
+
+    edit = 0.9
+
+    def is_complete(self, canvas: Canvas) -> bool:
+        return canvas.block is None and super().is_complete(canvas)
+
+    def emitted_stop(self, canvas: Canvas) -> int:
+        stop = super().emitted_stop(canvas)
+        return stop if canvas.block is None else min(stop, canvas.block[0])
+
+    def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
+        if sequence.sampler.is_stateful:
+            yield from super().step(sequence, canvas)
+            return
+        block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
+        [predictions] = yield from self.forward(sequence, canvas, region=block)
+        if canvas.block is None:
+            canvas.open(*block)
+            canvas.policy_state[_POST_STEPS] = 0
+        masks, edited = canvas.masked(*block), self._edited(canvas, predictions, block)
+        canvas.policy_state[_HAS_EDITED] = bool(len(edited))
+        canvas.policy_state[_POST_STEPS] += not len(masks)
+        tokens = predictions.tokens(edited)
+        canvas.edit(edited, tokens, predictions.confidence(edited))
+        self._compute_logprobs(
+            sequence, canvas, predictions, edited, tokens.tolist(), predictions.sampler
+        )
+        chosen = self.choose(canvas, predictions, masks) if len(masks) else masks
+        self.commit(sequence, canvas, predictions, chosen, edited=edited.tolist())
+
+    def _edited(
+        self, canvas: Canvas, predictions: Predictions, block: tuple[int, int]
+    ) -> np.ndarray:
+        """The positions of the block whose tokens are replaced."""
+        positions = np.arange(*block)
+        positions = positions[canvas.committed[positions] >= 0]
+        differs = predictions.tokens(positions) != canvas.tokens[positions]
+        result: np.ndarray = positions[differs & (predictions.confidence(positions) > self.edit)]
+        return result
+
+
+@register(
+    Card(
+        "token-editing",
+        "diffusion",
+        paper="LLaDA2.1: Speeding Up Text Diffusion via Token Editing (arXiv:2602.08676)",
+        exactness="lossy",
+        summary="Unmasks masks above a threshold, and replaces tokens of the block above another.",
+        needs=("block-diffusion model",),
+        works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
+        deviations=(
+            *DEVIATIONS,
+            "finished blocks are not edited (no multi-block editing)",
+            "with constraints and other stateful samplers, tokens are unmasked only",
+            "the mask token is never generated",
+        ),
+        remote={
+            "block": Range(1, 4096),
+            "threshold": Range(0, 1),
+            "edit": Range(0, 1),
+            "max_post_steps": Range(0, 64),
+        },
+    )
+)
+def token_editing(
+    block: int | None = None,
+    threshold: float = 0.95,
+    edit: float = 0.9,
+    max_post_steps: int = 16,
+    mask: int | None = None,
+) -> TokenEditing:
+    """Denoises block by block, and edits tokens until the block is finished.
+
+    For models that were trained to correct tokens, such as LLaDA2.1, whose authors also give
+    threshold=0.7, edit=0.5 ("quality") and threshold=0.5, edit=0 ("speed"). A model that was
+    trained with masks only does not know what to put in place of a token.
+
+    Args:
+        block: Positions per block (default: the model's own block size, else 4).
+        threshold: Masks with more confidence are unmasked, at least the best one.
+        edit: Tokens are replaced by another one with more confidence than this.
+        max_post_steps: The largest number of steps of a block that holds no mask.
+        mask: The mask token (default: the tokenizer's).
+    """
+    for name, value in (("threshold", threshold), ("edit", edit)):
+        if not 0 <= value <= 1:
+            raise InvalidRequestError(f"{name} must be between 0 and 1, not {value}")
+    if max_post_steps < 0:
+        raise InvalidRequestError(f"max_post_steps must be 0 or more, not {max_post_steps}")
+    unmask = ThresholdOrSchedule(threshold, TopKUnmasking())
+    blocks, cache = EditedBlocks(block, max_post_steps), BlockCausalCache(block)
+    decoder = TokenEditing(blocks, unmask=unmask, cache=cache, mask=mask, tempered=True)
+    decoder.edit = edit
+    return decoder

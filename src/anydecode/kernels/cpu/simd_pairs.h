@@ -1,0 +1,179 @@
+/* Pairs of the vectors of simd.h: one vector of 512 bits each where the processor multiplies such
+ * ones. Every lane is computed as in single vectors. */
+#ifndef ANYDECODE_SIMD_PAIRS_H
+#define ANYDECODE_SIMD_PAIRS_H
+
+#include "simd.h"
+
+#ifdef __AVX512VNNI__
+#define HAS_WIDE_PAIRS
+typedef __m512 f8x2;
+typedef __m512i i8x2;
+typedef __m512i b32x2;
+INLINE f8x2 f8x2_join(f8 x, f8 y) {
+  __m512d low = _mm512_castpd256_pd512(_mm256_castps_pd(x));
+  return _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_castps_pd(y), 1));
+}
+INLINE f8 f8x2_part(f8x2 x, int i) {
+  __m512d bits = _mm512_castps_pd(x);
+  return _mm256_castpd_ps(i ? _mm512_extractf64x4_pd(bits, 1) : _mm512_castpd512_pd256(bits));
+}
+INLINE f8x2 f8x2_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE f8x2 f8x2_load_f16(const uint16_t *p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE f8x2 f8x2_from_bf16(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+INLINE f8x2 f8x2_load_bf16(const uint16_t *p) {
+  return f8x2_from_bf16(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE __m256i load_two_halves(const uint16_t *p, const uint16_t *q) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p)),
+                                 _mm_loadu_si128((const __m128i *)q), 1);
+}
+INLINE f8x2 f8x2_load_two_f16(const uint16_t *p, const uint16_t *q) {
+  return _mm512_cvtph_ps(load_two_halves(p, q));
+}
+INLINE f8x2 f8x2_load_two_bf16(const uint16_t *p, const uint16_t *q) {
+  return f8x2_from_bf16(load_two_halves(p, q));
+}
+INLINE f8x2 f8x2_load_twice(const float *p) {
+  return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
+}
+INLINE void f8x2_store(float *p, f8x2 x) { _mm512_storeu_ps(p, x); }
+INLINE f8x2 f8x2_set(float x) { return _mm512_set1_ps(x); }
+INLINE f8x2 f8x2_mul(f8x2 x, f8x2 y) { return _mm512_mul_ps(x, y); }
+INLINE f8x2 f8x2_fma(f8x2 x, f8x2 y, f8x2 z) { return _mm512_fmadd_ps(x, y, z); }
+INLINE f8x2 f8x2_from_i8x2(i8x2 x) { return _mm512_cvtepi32_ps(x); }
+INLINE i8x2 i8x2_set(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE i8x2 i8x2_add(i8x2 x, i8x2 y) { return _mm512_add_epi32(x, y); }
+INLINE i8x2 i8x2_sub(i8x2 x, i8x2 y) { return _mm512_sub_epi32(x, y); }
+INLINE b32x2 b32x2_join(b32 x, b32 y) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
+}
+INLINE b32x2 b32x2_and(b32x2 x, int mask) {
+  return _mm512_and_si512(x, _mm512_set1_epi8((char)mask));
+}
+INLINE b32x2 b32x2_or(b32x2 x, b32x2 y) { return _mm512_or_si512(x, y); }
+INLINE b32x2 b32x2_lookup(const uint8_t *table, b32x2 i) {
+  __m128i values = _mm_loadu_si128((const __m128i *)table);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), i);
+}
+#define b32x2_right(x, n) _mm512_srli_epi16(x, n)
+#define b32x2_left(x, n) _mm512_slli_epi16(x, n)
+INLINE i8x2 pin_pair(i8x2 x) {
+  __asm__ volatile("" : "+v"(x));
+  return x;
+}
+INLINE b32x2 pin_byte_pair(b32x2 x) { return pin_pair(x); }
+
+typedef __m512i quad_pair; /* the same four activations in every lane */
+INLINE quad_pair quad_pair_load(const int8_t *a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  return _mm512_set1_epi32(four);
+}
+INLINE i8x2 partial_pair_dot(b32x2 w, quad_pair a) {
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, a);
+}
+INLINE i8x2 add_partial_pair_dot(i8x2 sum, b32x2 w, quad_pair a) {
+  return _mm512_dpbusd_epi32(sum, w, a);
+}
+INLINE i8x2 widen_partial_pair(i8x2 x) { return x; }
+typedef b32x2 byte_pair;
+INLINE byte_pair byte_pair_weights(b32x2 w) { return w; }
+INLINE i8x2 initial_byte_pair_sum(int32_t sum) { return i8x2_set(-128 * sum); }
+INLINE i8x2 add_byte_pair_dot(i8x2 sum, byte_pair w, quad_pair a) {
+  return _mm512_dpbusd_epi32(sum, w, a);
+}
+#else
+typedef struct { f8 v[2]; } f8x2;
+typedef struct { i8 v[2]; } i8x2;
+typedef struct { b32 v[2]; } b32x2;
+INLINE f8x2 f8x2_join(f8 x, f8 y) { return (f8x2){{x, y}}; }
+INLINE f8 f8x2_part(f8x2 x, int i) { return x.v[i]; }
+INLINE f8x2 f8x2_load(const float *p) { return f8x2_join(f8_load(p), f8_load(p + 8)); }
+INLINE f8x2 f8x2_load_f16(const uint16_t *p) {
+  return f8x2_join(f8_load_f16(p), f8_load_f16(p + 8));
+}
+INLINE f8x2 f8x2_load_bf16(const uint16_t *p) {
+  return f8x2_join(f8_load_bf16(p), f8_load_bf16(p + 8));
+}
+INLINE f8x2 f8x2_load_two_f16(const uint16_t *p, const uint16_t *q) {
+  return f8x2_join(f8_load_f16(p), f8_load_f16(q));
+}
+INLINE f8x2 f8x2_load_two_bf16(const uint16_t *p, const uint16_t *q) {
+  return f8x2_join(f8_load_bf16(p), f8_load_bf16(q));
+}
+INLINE f8x2 f8x2_load_twice(const float *p) { return f8x2_join(f8_load(p), f8_load(p)); }
+INLINE void f8x2_store(float *p, f8x2 x) {
+  f8_store(p, x.v[0]);
+  f8_store(p + 8, x.v[1]);
+}
+INLINE f8x2 f8x2_set(float x) { return (f8x2){{f8_set(x), f8_set(x)}}; }
+INLINE f8x2 f8x2_mul(f8x2 x, f8x2 y) {
+  return (f8x2){{f8_mul(x.v[0], y.v[0]), f8_mul(x.v[1], y.v[1])}};
+}
+INLINE f8x2 f8x2_fma(f8x2 x, f8x2 y, f8x2 z) {
+  return (f8x2){{f8_fma(x.v[0], y.v[0], z.v[0]), f8_fma(x.v[1], y.v[1], z.v[1])}};
+}
+INLINE f8x2 f8x2_from_i8x2(i8x2 x) {
+  return (f8x2){{f8_from_i8(x.v[0]), f8_from_i8(x.v[1])}};
+}
+INLINE i8x2 i8x2_set(int32_t x) { return (i8x2){{i8_set(x), i8_set(x)}}; }
+INLINE i8x2 i8x2_add(i8x2 x, i8x2 y) {
+  return (i8x2){{i8_add(x.v[0], y.v[0]), i8_add(x.v[1], y.v[1])}};
+}
+INLINE i8x2 i8x2_sub(i8x2 x, i8x2 y) {
+  return (i8x2){{i8_sub(x.v[0], y.v[0]), i8_sub(x.v[1], y.v[1])}};
+}
+INLINE b32x2 b32x2_join(b32 x, b32 y) { return (b32x2){{x, y}}; }
+INLINE b32x2 b32x2_and(b32x2 x, int mask) {
+  return (b32x2){{b32_and(x.v[0], mask), b32_and(x.v[1], mask)}};
+}
+INLINE b32x2 b32x2_or(b32x2 x, b32x2 y) {
+  return (b32x2){{b32_or(x.v[0], y.v[0]), b32_or(x.v[1], y.v[1])}};
+}
+INLINE b32x2 b32x2_lookup(const uint8_t *table, b32x2 i) {
+  return (b32x2){{b32_lookup(table, i.v[0]), b32_lookup(table, i.v[1])}};
+}
+#define b32x2_right(x, n) ((b32x2){{b32_right((x).v[0], n), b32_right((x).v[1], n)}})
+#define b32x2_left(x, n) ((b32x2){{b32_left((x).v[0], n), b32_left((x).v[1], n)}})
+INLINE i8x2 pin_pair(i8x2 x) { return (i8x2){{pin(x.v[0]), pin(x.v[1])}}; }
+INLINE b32x2 pin_byte_pair(b32x2 x) {
+  return (b32x2){{pin_bytes(x.v[0]), pin_bytes(x.v[1])}};
+}
+
+typedef quad quad_pair;
+INLINE quad_pair quad_pair_load(const int8_t *a) { return quad_load(a); }
+INLINE i8x2 partial_pair_dot(b32x2 w, quad_pair a) {
+  return (i8x2){{partial_dot(w.v[0], a), partial_dot(w.v[1], a)}};
+}
+INLINE i8x2 add_partial_pair_dot(i8x2 sum, b32x2 w, quad_pair a) {
+  return (i8x2){
+      {add_partial_dot(sum.v[0], w.v[0], a), add_partial_dot(sum.v[1], w.v[1], a)}};
+}
+INLINE i8x2 widen_partial_pair(i8x2 x) {
+  return (i8x2){{widen_partial(x.v[0]), widen_partial(x.v[1])}};
+}
+typedef struct { byte_vector v[2]; } byte_pair;
+INLINE byte_pair byte_pair_weights(b32x2 w) {
+  return (byte_pair){{byte_weights(w.v[0]), byte_weights(w.v[1])}};
+}
+INLINE i8x2 initial_byte_pair_sum(int32_t sum) {
+  return (i8x2){{initial_byte_sum(sum), initial_byte_sum(sum)}};
+}
+INLINE i8x2 add_byte_pair_dot(i8x2 sum, byte_pair w, quad_pair a) {
+  return (i8x2){{add_byte_dot(sum.v[0], w.v[0], a), add_byte_dot(sum.v[1], w.v[1], a)}};
+}
+#endif
+
+INLINE f8x2 f8x2_load_two(const float *p, const float *q) {
+  return f8x2_join(f8_load(p), f8_load(q));
+}
+INLINE b32x2 b32x2_load(const uint8_t *p, const uint8_t *q) {
+  return b32x2_join(b32_load(p), b32_load(q));
+}
+
+#endif

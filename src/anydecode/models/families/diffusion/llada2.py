@@ -1,0 +1,62 @@
+"""LLaDA2.0 and 2.1, mini and flash ("LLaDA2.0: Scaling Up Diffusion Language Models to 100B",
+arXiv:2512.15745).
+
+Of LLaDA2.2, whose experts are chosen per block, the config has `expert_capacity`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anydecode.errors import CheckpointError
+from anydecode.models.families.family import Denoising, MixtureOfExperts
+from anydecode.models.families.like import diffusion_family
+from anydecode.models.families.values import Config, bool_value
+
+
+def _checked(config: Config) -> dict[str, Any]:
+    """Refuse what the supported models do not have."""
+    if config.get("expert_capacity") is not None:
+        raise CheckpointError(
+            "experts that are chosen per block (expert_capacity, LLaDA2.2) are not supported"
+        )
+    for key in ("norm_head", "use_bias", "use_qkv_bias"):
+        if bool_value(config, key):
+            raise CheckpointError(f"{key}=true is not supported in a llada2_moe config")
+    return {}
+
+
+FAMILIES = {
+    "llada2_moe": diffusion_family(
+        "glm4_moe",
+        "LLaDA2MoeModelLM",
+        denoising=Denoising(
+            "LLaDA2.0, LLaDA2.1",
+            context="blocks",
+            block_size="block_size",
+            default_block_size=32,
+            mask_token=156895,
+            decoder="sdar:threshold=0.95",
+        ),
+        derived=_checked,
+        moe=MixtureOfExperts(
+            scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
+        ),
+        keys={
+            "num_shared_experts": ("n_shared_experts",),
+            "score_function": ("scoring_func",),
+            "moe_router_enable_expert_bias": ("use_expert_bias",),
+        },
+        names={
+            "embed_tokens": "word_embeddings",
+            "self_attn.qkv_proj": "attention.query_key_value",
+            "self_attn.q_proj": "attention.query_key_value.query",
+            "self_attn.k_proj": "attention.query_key_value.key",
+            "self_attn.v_proj": "attention.query_key_value.value",
+            "self_attn.o_proj": "attention.dense",
+            "self_attn.q_norm": "attention.query_layernorm",
+            "self_attn.k_norm": "attention.key_layernorm",
+        },
+        defaults={"use_qk_norm": True, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
+    )
+}

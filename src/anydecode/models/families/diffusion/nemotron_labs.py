@@ -1,0 +1,52 @@
+"""Nemotron-Labs-Diffusion 3B and 8B: the layers of Ministral 3, trained to fill blocks behind a
+causal context and to predict the next token.
+
+The same weights open as a causal model with `family="nemotron_labs_diffusion_ar"`, or where the
+config has the class `NemotronLabsDiffusionForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from anydecode.models.families.dispatch import class_names
+from anydecode.models.families.family import Denoising
+from anydecode.models.families.like import diffusion_family
+from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.values import Config
+from anydecode.models.limits import refusal
+
+_CAUSAL = "NemotronLabsDiffusionForCausalLM"
+
+
+def _checked(config: Config) -> dict[str, Any]:
+    """Refuse models that were trained in another way."""
+    paradigm = config.get("dlm_paradigm")
+    if paradigm not in (None, "bidirectional"):
+        raise refusal("dlm_paradigm", paradigm, "'bidirectional'")
+    return {"sliding_window": None}
+
+
+FAMILIES = {
+    "nemotron_labs_diffusion": diffusion_family(
+        "ministral3",
+        "NemotronLabsDiffusionModel",
+        denoising=Denoising(
+            "Nemotron-Labs-Diffusion 3B, 8B",
+            context="causal",
+            block_size="block_size",
+            needs_block_size=True,
+            mask_token=100,
+            decoder="sdar:threshold=0.9",
+        ),
+        derived=_checked,
+    ),
+    "nemotron_labs_diffusion_ar": replace(
+        TABLE["ministral3"],
+        architectures=(_CAUSAL,),
+        model_types=("nemotron_labs_diffusion",),
+        is_own=lambda config: _CAUSAL in class_names(config),
+        derived=_checked,
+    ),
+}

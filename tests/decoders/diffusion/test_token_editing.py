@@ -1,0 +1,127 @@
+"""Token editing: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import LLM, Regex, catalogue
+from anydecode.certification.denoising import bidirectional, dense
+from anydecode.certification.oracles.diffusion.token_editing import drifting, edited
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.token_editing import EditedBlocks, TokenEditing
+from anydecode.errors import InvalidRequestError
+from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("token-editing")
+
+
+@pytest.mark.parametrize("parameter", ["threshold", "edit", "max_post_steps"])
+def test_certificate_rejects_an_ignored_parameter(
+    parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_parameter(monkeypatch, "token-editing", parameter)
+    assert_rejected("token-editing")
+
+
+@pytest.mark.parametrize("defaults", [{"threshold": 0.9}, {"edit": 0.8}])
+def test_certificate_rejects_other_defaults(
+    defaults: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_defaults(monkeypatch, "token-editing", **defaults)
+    assert_rejected("token-editing")
+
+
+def test_certificate_rejects_blocks_that_close_when_they_hold_no_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        EditedBlocks, "should_close", lambda self, canvas: not len(canvas.masked(*canvas.block))
+    )
+    assert_rejected("token-editing")
+
+
+def test_certificate_rejects_edits_of_masks_that_this_step_unmasked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that fills something counts as one that edits."""
+    should_close = EditedBlocks.should_close
+
+    def late(self: EditedBlocks, canvas: Canvas) -> bool:
+        assert canvas.block is not None
+        inside = canvas.committed[canvas.block[0] : canvas.block[1]]
+        has_filled = bool((inside == canvas.step - 1).any())
+        return not has_filled and should_close(self, canvas)
+
+    monkeypatch.setattr(EditedBlocks, "should_close", late)
+    assert_rejected("token-editing")
+
+
+def test_only_what_cannot_change_is_streamed() -> None:
+    """Tokens are emitted by whole blocks, though blocks are filled over many steps."""
+    script = drifting(6.0)
+    expected, changes = edited(script, 24, 6, 0.7, 0.5)
+    with bidirectional(script, block_size=6) as llm:
+        decoder = "token-editing:threshold=0.7,edit=0.5"
+        chunks = list(llm.stream([5, 6, 7], decoder=decoder, max_tokens=24, ignore_eos=True))
+    assert chunks[-1].generation is not None and chunks[-1].generation.tokens == expected
+    assert len([chunk for chunk in chunks if chunk.text]) <= 5 < len(changes)
+
+
+def test_prompts_and_fixed_tokens_are_not_edited() -> None:
+    mask = 258
+    template = [5, 6, mask, mask, 7, mask, 8, mask]
+    with bidirectional(dense(spread=9.0), block_size=4) as llm:
+        answer = llm.generate(
+            template, decoder="token-editing:threshold=0.5,edit=0", max_tokens=6, ignore_eos=True
+        )
+    assert len(answer.tokens) == 6 and mask not in answer.tokens
+    assert (answer.tokens[2], answer.tokens[4]) == (7, 8)
+
+
+def test_a_constraint_holds() -> None:
+    with bidirectional(drifting(6.0), block_size=6) as llm:
+        answer = llm.generate(
+            [5, 6, 7],
+            decoder="token-editing:threshold=0.5,edit=0",
+            constraint=Regex("[a-f]{12}"),
+            max_tokens=16,
+        )
+    assert len(answer.text) == 12 and set(answer.text) <= set("abcdef")
+
+
+@pytest.mark.parametrize("kind", ["mask", "fixed", "to a mask"])
+def test_what_is_no_token_cannot_be_edited(kind: str) -> None:
+    canvas = Canvas(np.array([3, 9, 9]), mask=9)
+    canvas.commit([1], [4], [0.5])
+    position, token = {"mask": (2, 5), "fixed": (0, 5), "to a mask": (1, 9)}[kind]
+    with pytest.raises(ValueError, match="cannot be edited"):
+        canvas.edit([position], [token], [0.5])
+    canvas.edit([1], [5], [0.7])
+    assert canvas.tokens.tolist() == [3, 5, 9] and canvas.confidence[1] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("threshold=2", "threshold must be between 0 and 1"),
+        ("edit=-1", "edit must be between 0 and 1"),
+        ("max_post_steps=-1", "0 or more"),
+    ],
+)
+def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:
+    with LLM("tiny-blocks") as llm, pytest.raises(InvalidRequestError, match=message):
+        llm.generate("a", decoder=f"token-editing:{parameters}")
+
+
+def test_the_released_modes_end(tmp_path: Any) -> None:
+    decoder = catalogue.build("token-editing", threshold=0.5, edit=0.0)
+    assert isinstance(decoder, TokenEditing)
+    with LLM("tiny-blocks") as llm:
+        answer = llm.generate("sort Leo Ada Ben:", decoder=decoder, max_tokens=24)
+    assert answer.stats.passes <= 24 + 4 * 16

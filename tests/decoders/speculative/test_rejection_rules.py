@@ -1,0 +1,191 @@
+"""Every drafter under the rejection rule: samples follow the target; mistakes are noticed. And the
+rules that every method offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import catalogue
+from anydecode.api.llm import LLM
+from anydecode.certification.chi_square import (
+    DRAFT_SCRIPT,
+    PROMPT,
+    TARGET_SCRIPT,
+    VOCABULARY,
+    small_llm,
+)
+from anydecode.certification.oracles.speculative.rejection_rules import (
+    REPEATING,
+    rejection_checks,
+    small_diffusion_llm,
+)
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.decoders.speculative.dyspec import DySpecDrafter
+from anydecode.decoders.speculative.rsd import StochasticBeam
+from anydecode.errors import InvalidRequestError
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.tree import TokenTree
+
+Patch = pytest.MonkeyPatch
+
+DRAFT_MODEL = (
+    "speculative-sampling",
+    "rsd",
+    "dyspec",
+    "opt-tree",
+    "fixed-tree",
+    "eagle",
+    "medusa",
+    "hydra",
+    "mtp",
+    "specdec++",
+    "eqspec-exspec",
+    "longspec",
+    "easyspec",
+    "s2d",
+    "rapid",
+    "online-sd",
+    "omnidraft",
+)
+MODEL_FREE = (
+    "prompt-lookup",
+    "copyspec",
+    "aggressive",
+    "aded",
+    "lookahead",
+    "suffix",
+    "token-recycling",
+    "stand",
+    "bandit",
+    "taps",
+)
+DIFFUSION = ("deer", "diffuspec", "specdiff-2")
+#: Methods whose rule is their idea, or whose drafts rest on the noise that the target will use.
+ONE_RULE = {
+    "auto",
+    "jacobi",
+    "lenient-sampling",
+    "saguaro",
+    "smartspec",
+    "top-m-acceptance",
+    "typical-acceptance",
+}
+
+
+class _SmallTokenizer(ByteTokenizer):
+    vocab_size = VOCABULARY
+
+
+def translating_llm() -> LLM:
+    """`small_llm`, with a tokenizer of the draft model."""
+    draft = ScriptedModel(DRAFT_SCRIPT, vocab_size=VOCABULARY)
+    draft.tokenizer = _SmallTokenizer()  # type: ignore[attr-defined]
+    target = ScriptedModel(TARGET_SCRIPT, vocab_size=VOCABULARY)
+    return LLM(target, tokenizer=_SmallTokenizer(), draft=draft, cache_positions=8192)
+
+
+def setting(key: str) -> tuple[Callable[[], LLM], tuple[int, ...]]:
+    """The models and the prompt on which `key` drafts."""
+    if key in DIFFUSION:
+        return small_diffusion_llm, tuple(PROMPT)
+    if key == "omnidraft":
+        return translating_llm, tuple(PROMPT)
+    return small_llm, REPEATING if key in MODEL_FREE else tuple(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        key if key in ("rsd", "eagle", "stand") else pytest.param(key, marks=pytest.mark.slow)
+        for key in (*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, "pearl")
+    ],
+)
+def test_samples_follow_the_target(key: str) -> None:
+    open_llm, prompt = setting(key)
+    failed = [one for one in rejection_checks(key, open_llm, prompt) if not one.passed]
+    assert not failed
+
+
+@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION])
+def test_lossy_rules_run(key: str) -> None:
+    open_llm, prompt = setting(key)
+    with open_llm() as llm:
+        for rule in ("typical", "top-m"):
+            decoder = llm.decoder(f"{key}:acceptance={rule}")
+            assert isinstance(decoder, Speculative) and decoder.acceptance.exactness == "lossy"
+            answer = llm.generate(list(prompt), decoder=decoder, max_tokens=12, temperature=0.8)
+            assert len(answer.tokens) == 12
+        llm.engine.check_integrity()
+
+
+def test_every_speculative_method_takes_a_rule_or_has_one() -> None:
+    without = {
+        card.key
+        for card in catalogue.cards("speculative")
+        if "acceptance" not in {one.name for one in catalogue.parameters(card.key)}
+    }
+    assert without == ONE_RULE
+
+
+@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, "dflash", "pearl"])
+def test_unknown_rules_are_refused_in_one_line(key: str) -> None:
+    with pytest.raises(InvalidRequestError, match="unknown acceptance rule 'none'") as refusal:
+        catalogue.build(key, acceptance="none")
+    assert "\n" not in str(refusal.value)
+
+
+def assert_wrong(key: str) -> None:
+    """Asserts that the samples of `key` do not follow the target."""
+    open_llm, prompt = setting(key)
+    assert not next(rejection_checks(key, open_llm, prompt)).passed
+
+
+@pytest.mark.parametrize("kind", [StochasticBeam, DySpecDrafter])
+def test_siblings_that_are_chosen_but_compared_as_drawn_are_noticed(
+    monkeypatch: Patch, kind: type[TreeDrafter]
+) -> None:
+    def new_tree(self: TreeDrafter, sequence: Any) -> GrowingTree:
+        return GrowingTree(sequence, noise="none")
+
+    monkeypatch.setattr(kind, "new_tree", new_tree)
+    assert_wrong("rsd" if kind is StochasticBeam else "dyspec")
+
+
+@pytest.mark.parametrize("key", ["opt-tree", "fixed-tree", "eagle"])
+def test_probable_siblings_that_are_compared_as_drawn_are_noticed(
+    monkeypatch: Patch, key: str
+) -> None:
+    pruned = GrowingTree.pruned
+
+    def as_drawn(self: GrowingTree, nodes: Any, kind: str, with_probabilities: bool) -> Any:
+        return pruned(self, nodes, "wor", True)
+
+    monkeypatch.setattr(GrowingTree, "pruned", as_drawn)
+    assert_wrong(key)
+
+
+def test_a_table_whose_probabilities_are_ignored_is_noticed(monkeypatch: Patch) -> None:
+    from anydecode.decoders.speculative import stand
+
+    def even(self: Any, row: dict[int, float]) -> np.ndarray:
+        dense = np.zeros(VOCABULARY)
+        dense[list(row)] = 1 / len(row)
+        return dense
+
+    monkeypatch.setattr(stand._Session, "_dense", even)
+    assert_wrong("stand")
+
+
+def test_distributions_of_the_next_position_are_noticed(monkeypatch: Patch) -> None:
+    from anydecode.decoders.speculative import draft_model, specdecpp
+
+    def shifted(drafts: list[int], rows: list[np.ndarray]) -> TokenTree:
+        return draft_model.sampled_chain(drafts, rows[1:] + rows[:1])
+
+    monkeypatch.setattr(specdecpp, "sampled_chain", shifted)
+    assert_wrong("specdec++")

@@ -1,0 +1,168 @@
+"""Nemotron-Labs-Diffusion in its published layout, against a forward pass in plain torch: a causal
+context, blocks from the end of the prompt, YaRN, queries that grow; and the same weights as a
+causal model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from anydecode import LLM
+from anydecode.errors import CheckpointError
+from anydecode.models.families import spec_from_config
+from diffusion_checkpoints import (
+    MASK,
+    SIZES,
+    Tiny,
+    assert_decodes_as_published,
+    forward,
+    largest_difference,
+    recorded,
+    write,
+)
+
+#: The positions that the model was trained with before YaRN: tests go beyond them.
+ORIGINAL, FACTOR, THETA, BETA = 16, 16.0, 1000000.0, 0.1
+PUBLISHED: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "attention_bias": False,
+    "attn_implementation": "sdpa",
+    "auto_map": {
+        "AutoConfig": "configuration_nemotron_labs_diffusion.NemotronLabsDiffusionConfig",
+        "AutoModel": "modeling_nemotron_labs_diffusion.NemotronLabsDiffusionModel",
+    },
+    "block_size": 8,
+    "bos_token_id": 1,
+    "dlm_paradigm": "bidirectional",
+    "eos_token_id": 11,
+    "hidden_act": "silu",
+    "mask_token_id": MASK,
+    "mlp_bias": False,
+    "model_type": "nemotron_labs_diffusion",
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": FACTOR,
+        "llama_4_scaling_beta": BETA,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "rope_theta": THETA,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+
+
+def yarn() -> torch.Tensor:
+    """Fast frequencies as they are, slow ones divided by the factor, a ramp between them."""
+    dim = SIZES["head_dim"]
+    plain = THETA ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def index(turns: float) -> float:
+        return dim * math.log(ORIGINAL / (turns * 2 * math.pi)) / (2 * math.log(THETA))
+
+    low, high = max(math.floor(index(32.0)), 0), min(math.ceil(index(1.0)), dim - 1)
+    ramp = ((torch.arange(dim // 2).double() - low) / (high - low)).clamp(0, 1)
+    return plain / FACTOR * ramp + plain * (1 - ramp)
+
+
+def growth(positions: torch.Tensor) -> torch.Tensor:
+    return 1 + BETA * torch.log(1 + (positions // ORIGINAL).double())
+
+
+NAMES = {
+    "embed": "encoder.embed_tokens",
+    "norm": "encoder.norm",
+    "head": "diffusion_head",
+    "layer": "encoder.layers.{}.",
+}
+TINY = Tiny(
+    PUBLISHED,
+    block=8,
+    has_causal_context=True,
+    names=NAMES,
+    frequencies=yarn(),
+    query_factor=growth,
+    decoder="sdar:threshold=0.9",
+)
+
+
+def test_every_pass_equals_the_reference(tmp_path: Path) -> None:
+    assert_decodes_as_published(TINY, tmp_path)
+
+
+def test_blocks_behind_a_longer_prompt_equal_the_reference(tmp_path: Path) -> None:
+    """Three blocks, the last ones behind finished ones, at positions beyond the original ones."""
+    tensors = write(TINY, tmp_path)
+    prompt = [(5 * i + 2) % 60 for i in range(21)]
+    passes = recorded(tmp_path, prompt, length=24)
+    assert len(passes[0][0]) == 45 and len(passes) >= 6
+    assert largest_difference(TINY, tensors, passes, len(prompt)) < 2e-4
+
+
+def test_wrong_references_differ(tmp_path: Path) -> None:
+    """Negative controls: blocks from position 0 in a context of blocks, smaller blocks, shifted
+    logits, queries that do not grow, frequencies without YaRN."""
+    tensors = write(TINY, tmp_path)
+    prompt = [(5 * i + 2) % 60 for i in range(21)]
+    passes = recorded(tmp_path, prompt, length=16)
+    plain = THETA ** (-torch.arange(0, 16, 2).double() / 16)
+    wrongs: list[dict[str, Any]] = [
+        {"has_causal_context": False},
+        {"block": 4},
+        {"shift": 1},
+        {"query_factor": None},
+        {"frequencies": plain},
+    ]
+    for wrong in wrongs:
+        assert largest_difference(replace(TINY, **wrong), tensors, passes[-1:], 21) > 1e-3, wrong
+
+
+@pytest.mark.parametrize("says", ["family", "class"])
+def test_the_same_weights_are_a_causal_model(says: str, tmp_path: Path) -> None:
+    """Greedy tokens equal those of the reference with causal rows, with and without a draft of the
+    same weights, which drafts a block at a time."""
+    names = ["NemotronLabsDiffusionForCausalLM"]
+    config = PUBLISHED if says == "family" else {**PUBLISHED, "architectures": names}
+    tensors = write(replace(TINY, config=config), tmp_path / "causal")
+    write(TINY, tmp_path / "draft")
+    causal, text = replace(TINY, block=1, has_causal_context=False), [3, 1, 4, 15, 9]
+    for _ in range(12):
+        text.append(int(forward(causal, tensors, text)[-1].argmax()))
+    options = {"family": "nemotron_labs_diffusion_ar"} if says == "family" else {}
+    with LLM(
+        str(tmp_path / "causal"),
+        draft=str(tmp_path / "draft"),
+        cache_positions=512,
+        threads=1,
+        **options,  # type: ignore[arg-type]
+    ) as llm:
+        assert llm.model.spec.causal and llm.default_decoder == "auto"
+        for decoder in ("autoregressive", "diffuspec"):
+            found = llm.generate(text[:5], max_tokens=12, decoder=decoder, ignore_eos=True)
+            assert found.tokens == text[5:], decoder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": None}, "lacks 'block_size'"),
+        ({"dlm_paradigm": "block_diff"}, "dlm_paradigm is 'block_diff'"),
+    ],
+)
+def test_what_is_not_supported_raises_an_error(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec_from_config({**PUBLISHED, **change})
