@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anydecode.constraints.tools.families import TOOL_FORMATS
-from anydecode.server.parsers import Event, Parser
+from anydecode.server.parsers import Event, Parser, reasoning_tags
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOL = (("call", "f"), ("arguments", '{"a": 1}'), ("end", ""))
@@ -41,3 +41,18 @@ def test_white_space_alone_after_a_call_is_no_content(
             else:
                 events.append((kind, value))
     assert events == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        ("{{ messages }}", "<think>a</think>b"),
+        ("<think>\n\n</think>", "<think>a</think>b"),
+        ("<seed:think>{{ x }}</seed:think>", "<seed:think>a</seed:think>b"),
+        ("[THINK]{{ x }}[/THINK]", "[THINK]a[/THINK]b"),
+        ("<|channel>thought\n{{ x }}<channel|>", "<|channel>thoughta<channel|>b"),
+    ],
+)
+def test_the_chat_template_names_the_tags_of_the_reasoning(template: str, answer: str) -> None:
+    parser = Parser(reasoning_tags("auto", template), None)
+    assert list(parser.push(answer, final=True)) == [("reasoning", "a"), ("content", "b")]
