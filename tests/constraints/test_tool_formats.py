@@ -291,6 +291,11 @@ def test_a_name_that_may_be_longer_is_not_given() -> None:
         assert [value for _, value in stream.run(steps, "[get", final=True)] == found
 
 
+BY_ROLE = (
+    ' to=functions.get_weather<|channel|>commentary json<|message|>{"town": "Oslo", "days": 3}'
+)
+
+
 def test_reasoning_and_answers_of_harmony() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
     for parts in ([text], list(text)):
@@ -301,17 +306,17 @@ def test_reasoning_and_answers_of_harmony() -> None:
             for kind, value in stream.run(steps, part, final=position == len(parts) - 1):
                 texts[kind] += value
         assert texts == {"reasoning": "Hm.", "content": "Hi"}
+    for parts in ([BY_ROLE], list(BY_ROLE)):
+        stream = TextStream()
+        steps = TOOL_FORMATS["gpt-oss"].parse(stream, {})  # no tools: a call is text
+        events = [event for part in parts for event in stream.run(steps, part)]
+        assert {kind for kind, _ in events} == {"content"}
     final = "<|channel|>final<|message|>Hi"
     call = TOOL_FORMATS["gpt-oss"].render([("stop", {})])
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     assert accepts("gpt-oss", thought + call, is_required=True)
     assert accepts("gpt-oss", final, is_required=False)
     assert not accepts("gpt-oss", final + call, is_required=True)
-
-
-BY_ROLE = (
-    ' to=functions.get_weather<|channel|>commentary json<|message|>{"town": "Oslo", "days": 3}'
-)
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ class HarmonyCalls(NamedCalls):
 
 
 def _called(header: str, names: Set[str], is_complete: bool) -> str:
-    """The function that a header names; empty if there is none, or if it may be a longer one in a
-    header that was cut."""
+    """The function that a header names; empty if there are no functions, if it names none, or if it
+    may be a longer one in a header that was cut."""
     found = _CALLED.search(header)
-    if found is None:
+    if found is None or not names:
         return ""
     if is_complete or found.end() < len(header):
         return found[1]
