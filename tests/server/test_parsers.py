@@ -56,3 +56,16 @@ def test_white_space_alone_after_a_call_is_no_content(
 def test_the_chat_template_names_the_tags_of_the_reasoning(template: str, answer: str) -> None:
     parser = Parser(reasoning_tags("auto", template), None)
     assert list(parser.push(answer, final=True)) == [("reasoning", "a"), ("content", "b")]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_part_of_a_reasoning_tag_is_text_unless_the_answer_was_cut(is_cut: bool) -> None:
+    for answer, kind, text in (("<thin", "content", ""), ("1 <", "content", "1 <"),
+                               ("<think>so</thi", "reasoning", "so")):  # fmt: skip
+        for parts in ([answer], list(answer)):
+            parser = Parser(("<think>", "</think>"), None)
+            events = [event for part in parts for event in parser.push(part)]
+            events += parser.push("", final=True, is_cut=is_cut)
+            whole = text if is_cut else answer.removeprefix("<think>")
+            assert "".join(value for _, value in events) == whole
+            assert {found for found, _ in events} <= {kind}

@@ -342,6 +342,8 @@ def test_choices_of_tools() -> None:
         ):
             error = client.refused(CHAT, tools=offered(), tool_choice=choice)
             assert problem in error["message"] and error["param"] == "tool_choice"
+        error = client.refused(CHAT, tools=offered(), tool_choice={**named, "strict": True})
+        assert (error["code"], error["param"]) == ("unknown_parameter", "tool_choice.strict")
 
 
 @pytest.mark.parametrize("stream", [False, True])
