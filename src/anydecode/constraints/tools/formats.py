@@ -43,10 +43,13 @@ class ToolFormat(ABC):
         markers: Texts that the chat templates of the family contain, all of them.
         reasoning_opening: The text that starts the reasoning, in a format in which all parts of an
             answer are on channels; else empty.
+        answer_opening: In such a format, the text that starts the answer behind the reasoning, in
+            two parts: other texts may start with the first one.
     """
 
     markers: tuple[str, ...] = field(default=(), kw_only=True)
     reasoning_opening: str = field(default="", kw_only=True)
+    answer_opening: tuple[str, str] = field(default=("", ""), kw_only=True)
 
     @property
     @abstractmethod

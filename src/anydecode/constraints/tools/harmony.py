@@ -25,6 +25,7 @@ class HarmonyCalls(NamedCalls):
     before: str = f"{_CHANNEL}commentary{_RECIPIENT}"
     between: str = f" <|constrain|>json{_MESSAGE}"
     reasoning_opening: str = f"{_CHANNEL}analysis{_MESSAGE}"
+    answer_opening: tuple[str, str] = (f"{_CHANNEL}final", _MESSAGE)
 
     @property
     def start_trigger(self) -> str:
