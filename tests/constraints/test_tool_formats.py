@@ -199,6 +199,18 @@ def test_calls_that_models_write(format_name: str, text: str, call: Any) -> None
     assert parsed(format_name, list(text))[1] == [("f", call)]
 
 
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+def test_arguments_are_written_in_one_way(format_name: str) -> None:
+    value = {"town": "Oslo", "more": {"a": "b", "c": [1, "d"]}}
+    text = TOOL_FORMATS[format_name].render([("get_weather", value)], SCHEMAS)
+    for parts in ([text], list(text)):
+        stream = TextStream()
+        steps = TOOL_FORMATS[format_name].parse(stream, SCHEMAS)
+        events = [event for part in parts for event in stream.run(steps, part)]
+        arguments = "".join(text for kind, text in events if kind == "arguments")
+        assert arguments == json.dumps(value)
+
+
 @pytest.mark.parametrize("format_name", ["llama3", "llama4-json"])
 def test_calls_without_a_text_between_them_are_separate_calls(format_name: str) -> None:
     calls = [("get_weather", {"town": "Oslo"}), ("stop", {})]

@@ -53,6 +53,7 @@ class PythonSyntax(ValueSyntax):
     def parse_string(self, stream: TextStream) -> Steps[bool | None]:
         if not (yield from stream.next_of('"', removes=False)):
             return None
+        stream.take(stream.buffer.index('"'))  # white space behind a key
         return (yield from stream.json_value())
 
 
