@@ -54,7 +54,7 @@ SCHEMAS: dict[str, Any] = {
     },
     "stop": {"type": "object", "properties": {}},
 }
-TAGS = ("<escape>", "</parameter>", "</arg_value>")
+TAGS = ("<escape>", '<|"|>', "</parameter>", "</arg_value>")
 NAMES = st.text("abcxyz_", min_size=1, max_size=4)
 TEXTS = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=12
@@ -182,12 +182,40 @@ def test_rendered_calls_are_allowed(format_name: str, calls: list[tuple[str, Any
          "</function>\n</tool_call>", {"a": [1, 2]}),
         ("functiongemma", "<start_function_call>call:f{a:[1,{b:<escape>}<escape>}]}"
          "<end_function_call>", {"a": [1, {"b": "}"}]}),
+        ("glm-4.7", "<tool_call>f<arg_key>a</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
+         {"a": [1, 2]}),
+        ("phi", '<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>', {"a": 1}),
+        ("llama4-json", '<|python_start|><|python_end|>{"name": "f", "parameters": {"a": 1}}',
+         {"a": 1}),
         ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
          ' to=functions.f <|constrain|>json<|message|>{"a": 1}', {"a": 1}),
+        ("gpt-oss", "<|channel|>analysis<|message|>hm to=functions.g<|end|><|start|>assistant"
+         ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', {"a": 1}),
+        ("gpt-oss", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', {"a": 1}),
+        ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": 1}', {"a": 1}),
     ],
 )  # fmt: skip
 def test_calls_that_models_write(format_name: str, text: str, call: Any) -> None:
     assert parsed(format_name, list(text))[1] == [("f", call)]
+
+
+@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+def test_arguments_are_written_in_one_way(format_name: str) -> None:
+    value = {"town": "Oslo", "more": {"a": "b", "c": [1, "d"]}}
+    text = TOOL_FORMATS[format_name].render([("get_weather", value)], SCHEMAS)
+    for parts in ([text], list(text)):
+        stream = TextStream()
+        steps = TOOL_FORMATS[format_name].parse(stream, SCHEMAS)
+        events = [event for part in parts for event in stream.run(steps, part)]
+        arguments = "".join(text for kind, text in events if kind == "arguments")
+        assert arguments == json.dumps(value)
+
+
+@pytest.mark.parametrize("format_name", ["llama3", "llama4-json"])
+def test_calls_without_a_text_between_them_are_separate_calls(format_name: str) -> None:
+    calls = [("get_weather", {"town": "Oslo"}), ("stop", {})]
+    text = "".join(json.dumps({"name": name, "parameters": value}) for name, value in calls)
+    assert parsed(format_name, list(text)) == ("", calls, 2)
 
 
 @pytest.mark.parametrize("format_name", TOOL_FORMATS)
@@ -254,7 +282,9 @@ def test_the_start_of_a_tag_is_text_unless_the_answer_was_cut(is_cut: bool) -> N
         assert "".join(value for _, value in events) == (expected if is_cut else text)
 
 
-@pytest.mark.parametrize("format_name", ["glm", "qwen3-coder", "functiongemma"])
+@pytest.mark.parametrize(
+    "format_name", ["glm", "glm-4.7", "seed", "qwen3-coder", "functiongemma", "gemma4"]
+)
 def test_no_part_of_a_closing_tag_is_in_the_arguments(format_name: str) -> None:
     call_format = TOOL_FORMATS[format_name]
     text = call_format.render([("get_weather", {"town": "Oslo"})], SCHEMAS)
@@ -273,6 +303,11 @@ def test_a_name_that_may_be_longer_is_not_given() -> None:
         assert [value for _, value in stream.run(steps, "[get", final=True)] == found
 
 
+BY_ROLE = (
+    ' to=functions.get_weather<|channel|>commentary json<|message|>{"town": "Oslo", "days": 3}'
+)
+
+
 def test_reasoning_and_answers_of_harmony() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
     for parts in ([text], list(text)):
@@ -283,6 +318,11 @@ def test_reasoning_and_answers_of_harmony() -> None:
             for kind, value in stream.run(steps, part, final=position == len(parts) - 1):
                 texts[kind] += value
         assert texts == {"reasoning": "Hm.", "content": "Hi"}
+    for parts in ([BY_ROLE], list(BY_ROLE)):
+        stream = TextStream()
+        steps = TOOL_FORMATS["gpt-oss"].parse(stream, {})  # no tools: a call is text
+        events = [event for part in parts for event in stream.run(steps, part)]
+        assert {kind for kind, _ in events} == {"content"}
     final = "<|channel|>final<|message|>Hi"
     call = TOOL_FORMATS["gpt-oss"].render([("stop", {})])
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -291,22 +331,48 @@ def test_reasoning_and_answers_of_harmony() -> None:
     assert not accepts("gpt-oss", final + call, is_required=True)
 
 
+@pytest.mark.parametrize(
+    "before", ["", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"]
+)
+def test_harmony_may_name_the_function_behind_the_role(before: str) -> None:
+    """As the published chat template writes earlier calls."""
+    text = before + BY_ROLE
+    for is_required in (False, True):
+        assert accepts("gpt-oss", text, is_required=is_required)
+        assert not accepts("gpt-oss", text.replace("get_weather", "other"), is_required=is_required)
+        assert not accepts("gpt-oss", text.replace("3", '"3"'), is_required=is_required)
+    call = text.index(" to=functions.")
+    for end in range(call + 2, len(text)):
+        stream = TextStream()
+        steps = TOOL_FORMATS["gpt-oss"].parse(stream, SCHEMAS)
+        events = list(stream.run(steps, text[:end], final=True, is_cut=True))
+        assert "content" not in [kind for kind, _ in events]
+        names = [name for kind, name in events if kind == "call"]
+        assert names == (["get_weather"] if end > text.index("_weather") + 8 else names[:1])
+
+
 #: Parts of the chat templates of published models.
 TEMPLATES = {
-    "gpt-oss": "<|channel|>commentary to=functions.x <|constrain|>json<|message|>",
+    "gpt-oss": '"functions." + name + "<|channel|>commentary " + "json<|message|>" <|call|>',
     "functiongemma": "<start_function_call>call:",
+    "gemma4": "<|tool_call>call:{{ name }}",
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>",
     "deepseek-v3": "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>\n```json",
     "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
-    "qwen3-coder": "<tool_call>\n<function=example_function_name>",
+    "seed": "<seed:tool_call>\n<function=example_function_name>\n<parameter=example>",
+    "qwen3-coder": "<tool_call>\n<function=example_function_name>\n<parameter=example>",
+    "glm-4.7": "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
     "glm": "<tool_call>{name}\n<arg_key>",
     "mistral-args": "[TOOL_CALLS]{name}[ARGS]",
     "mistral": "[TOOL_CALLS] [",
     "phi-functools": "generated in a single JSON list formatted as functools[{",
     "phi": "<|tool|>{tools}<|/tool|>",
     "granite": "<|start_of_role|>assistant ... <|tool_call|>",
+    "nemotron": "<TOOLCALL>[{name}]</TOOLCALL>",
+    "lfm2": "<|im_start|>system\nList of tools: [",
     "llama4": "[func_name1(params_name1=params_value1, params_name2=params_value2...)]",
-    "llama3": 'Respond in the format {"name": function name, "parameters": {}} <|python_tag|>',
+    "llama4-json": '<|header_start|>user Respond in the format {"name": function name, "parameters',
+    "llama3": 'Respond in the format {"name": function name, "parameters": dictionary}',
     "hermes": "<tools></tools> <tool_call>",
 }
 
@@ -321,7 +387,7 @@ def test_the_chat_template_selects_the_format(format_name: str) -> None:
 @pytest.mark.parametrize("format_name", TOOL_FORMATS)
 def test_tags_are_text_although_checkpoints_mark_them_as_special(format_name: str) -> None:
     text = TOOL_FORMATS[format_name].render([("stop", {})])
-    tags = re.findall(r"<[|｜][^|｜]+[|｜]>|\[[A-Z_]+\]", text)
+    tags = re.findall(r"<[|｜][^|｜<>]+[|｜]>|<\|\w+>|<\w+\|>|\[[A-Z_]+\]", text)
     backend = Tokenizer(BPE(unk_token="?", vocab={"?": 0}, merges=[]))
     backend.add_special_tokens([AddedToken(tag, special=True) for tag in [*tags, "<|other|>"]])
     tokenizer = HFTokenizer(backend)

@@ -246,6 +246,17 @@ def test_fields_of_tools_without_effect_are_listed(client: Client) -> None:
     assert found["ignored"] == sorted(f"tools.{name}" for name in unread)
 
 
+def test_fields_of_blocks_without_effect_are_listed(client: Client) -> None:
+    block = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "x": None}
+    found = post(client, messages=[{"role": "user", "content": [block]}], system=[block])
+    assert "ignored" not in found["anydecode"]
+    for path, fields in (
+        ("messages.content", {"messages": [{"role": "user", "content": [{**block, "x": 1}]}]}),
+        ("system", {"system": [{**block, "x": 1}]}),
+    ):
+        assert post(client, **fields)["anydecode"]["ignored"] == [f"{path}.x"]
+
+
 def test_json_schemas_are_enforced(client: Client) -> None:
     config = {"format": {"type": "json_schema", "schema": TOWN}}
     message = post(client, output_config=config, max_tokens=60)
@@ -300,7 +311,7 @@ def test_blocks_become_messages() -> None:
         {"role": "tool", "content": "", "tool_call_id": "2"},
         {"role": "user", "content": "f"},
     ]
-    assert ignored == []
+    assert ignored == ["messages.content.is_error"]
 
 
 def user(*blocks: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anydecode.constraints.tools.families import TOOL_FORMATS
-from anydecode.server.parsers import Event, Parser
+from anydecode.server.parsers import Event, Parser, reasoning_tags
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOL = (("call", "f"), ("arguments", '{"a": 1}'), ("end", ""))
@@ -41,3 +41,31 @@ def test_white_space_alone_after_a_call_is_no_content(
             else:
                 events.append((kind, value))
     assert events == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        ("{{ messages }}", "<think>a</think>b"),
+        ("<think>\n\n</think>", "<think>a</think>b"),
+        ("<seed:think>{{ x }}</seed:think>", "<seed:think>a</seed:think>b"),
+        ("[THINK]{{ x }}[/THINK]", "[THINK]a[/THINK]b"),
+        ("<|channel>thought\n{{ x }}<channel|>", "<|channel>thoughta<channel|>b"),
+    ],
+)
+def test_the_chat_template_names_the_tags_of_the_reasoning(template: str, answer: str) -> None:
+    parser = Parser(reasoning_tags("auto", template), None)
+    assert list(parser.push(answer, final=True)) == [("reasoning", "a"), ("content", "b")]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_part_of_a_reasoning_tag_is_text_unless_the_answer_was_cut(is_cut: bool) -> None:
+    for answer, kind, text in (("<thin", "content", ""), ("1 <", "content", "1 <"),
+                               ("<think>so</thi", "reasoning", "so")):  # fmt: skip
+        for parts in ([answer], list(answer)):
+            parser = Parser(("<think>", "</think>"), None)
+            events = [event for part in parts for event in parser.push(part)]
+            events += parser.push("", final=True, is_cut=is_cut)
+            whole = text if is_cut else answer.removeprefix("<think>")
+            assert "".join(value for _, value in events) == whole
+            assert {found for found, _ in events} <= {kind}

@@ -575,7 +575,14 @@ def test_fields_of_messages_that_the_template_does_not_read_are_listed() -> None
                 {"content": [{"type": "text", "text": "a", "cache_control": {}, "x": 1}]},
                 ["content.cache_control", "content.x"],
             ),
-        ):
+            (
+                {"role": "assistant", "tool_calls": [
+                    {"id": "1", "index": 0, "type": "function", "x": 1,
+                     "function": {"name": "f", "arguments": "{}", "y": 1}}
+                ]},
+                ["tool_calls.x", "tool_calls.y"],
+            ),
+        ):  # fmt: skip
             answer = client.ask(CHAT, messages=[{**message, **extra}, message], max_tokens=2)
             names = None if listed is None else [f"messages.{name}" for name in listed]
             assert answer["anydecode"].get("ignored") == names

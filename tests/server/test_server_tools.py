@@ -342,6 +342,8 @@ def test_choices_of_tools() -> None:
         ):
             error = client.refused(CHAT, tools=offered(), tool_choice=choice)
             assert problem in error["message"] and error["param"] == "tool_choice"
+        error = client.refused(CHAT, tools=offered(), tool_choice={**named, "strict": True})
+        assert (error["code"], error["param"]) == ("unknown_parameter", "tool_choice.strict")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -361,3 +363,20 @@ def test_a_named_function_is_called_once(stream: bool) -> None:
         assert reason == "tool_calls"
         both = client.ask(CHAT, **{**fields, "tool_choice": "required"})["choices"][0]
         assert len(both["message"]["tool_calls"]) == 2
+
+
+def test_a_format_of_gpt_oss_applies_behind_the_reasoning() -> None:
+    """Also if the model would add the kind of its content to the header of its last message."""
+    thought = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final"
+    schema = object_schema(a={"enum": [1, 2]})
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for header in ("<|message|>", " <|constrain|>json<|message|>"):
+        with replaying_llm(thought + header + '{"a": 2}') as llm:
+            with served(llm, tool_parser="gpt-oss") as client:
+                answer = client.ask(
+                    CHAT, response_format=response_format, max_tokens=200, temperature=0
+                )
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"] == "Hm."
+        assert json.loads(message["content"])["a"] in (1, 2)
+        assert answer["choices"][0]["finish_reason"] == "stop"

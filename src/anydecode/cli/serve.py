@@ -284,14 +284,18 @@ def serve(
             "--tool-parser",
             help=(
                 "Format of tool calls: auto, none, hermes, mistral, mistral-args, llama3, llama4,"
-                " qwen3-coder, deepseek-v3, deepseek-v3.1, glm, kimi, gpt-oss, granite, phi,"
-                " phi-functools or functiongemma."
+                " llama4-json, qwen3-coder, deepseek-v3, deepseek-v3.1, glm, glm-4.7, kimi,"
+                " gpt-oss, granite, phi, phi-functools, functiongemma, gemma4, lfm2, nemotron"
+                " or seed."
             ),
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
-        typer.Option("--reasoning-parser", help="Format of reasoning: auto, think, seed or none."),
+        typer.Option(
+            "--reasoning-parser",
+            help="Format of reasoning: auto, think, seed, mistral, gemma4 or none.",
+        ),
     ] = "auto",
     dtype: options.Dtype = None,
     cache: options.Cache = None,

@@ -39,12 +39,14 @@ class AfterReasoning(Constraint):
         closing: The tag that ends the reasoning.
         opened: Whether the prompt ends with the opening tag. If not, the generated text may start
             with that tag; if it does not, the constraint applies from the first token.
+        header: The text between the closing tag and the answer, in place of line breaks.
     """
 
     constraint: Constraint
     opening: str
     closing: str
     opened: bool
+    header: str = ""
 
     @property
     def tries(self) -> int:  # type: ignore[override]
@@ -90,10 +92,11 @@ class AfterReasoning(Constraint):
         return self._with_constraint(self.constraint.with_prefix(prefix))
 
     def _with_constraint(self, constraint: Constraint) -> AfterReasoning:
-        return AfterReasoning(constraint, self.opening, self.closing, self.opened)
+        return AfterReasoning(constraint, self.opening, self.closing, self.opened, self.header)
 
     def _tags(self) -> _Tags:
-        return _Tags(self.opening.encode(), self.closing.encode(), self.opened)
+        tags = (self.opening.encode(), self.closing.encode(), self.header.encode())
+        return _Tags(*tags, self.opened)
 
     def _started(
         self, tokenizer: Tokenizer, vocab_size: int, max_tokens: int | None
@@ -121,7 +124,7 @@ class AfterReasoning(Constraint):
 
 class _Position(NamedTuple):
     """A position before the answer: the phase, and the number of bytes matched of the next tag, or
-    of line breaks after the closing tag."""
+    of the header or line breaks after the closing tag."""
 
     phase: int
     matched: int = 0
@@ -133,7 +136,14 @@ class _Tags:
 
     opening: bytes
     closing: bytes
+    header: bytes
     opened: bool
+
+    def may_answer(self, position: _Position) -> bool:
+        """Whether an answer behind reasoning may start at `position`."""
+        return position.phase == _CLOSED and (
+            not self.header or position.matched == len(self.header)
+        )
 
     @property
     def start(self) -> _Position:
@@ -146,6 +156,9 @@ class _Tags:
             return self._after_reasoning(position.matched, data)
         if not data:
             return None
+        if position.phase == _CLOSED and self.header:
+            text = self.header[: position.matched] + data
+            return _Position(_CLOSED, len(text)) if self.header.startswith(text) else None
         if position.phase == _CLOSED:
             count = position.matched + len(data)
             fits = not data.strip(b"\n") and count <= MAX_LINE_BREAKS
@@ -202,7 +215,11 @@ class _Masks:
     def _tokens_to_check(self, position: _Position) -> Iterator[int]:
         """Tokens that have to be checked one by one. Of the others, all are allowed inside the
         reasoning and none outside of it."""
-        if position.phase == _CLOSED:
+        if position.phase == _CLOSED and self.tags.header:
+            needed_bytes = self.tags.header[position.matched :][:1]
+            if not needed_bytes:
+                return iter(())
+        elif position.phase == _CLOSED:
             needed_bytes = b"\n"
         elif position.phase == _START:
             needed_bytes = self.tags.opening[position.matched :][:1]
@@ -378,7 +395,7 @@ class AfterReasoningState(ConstraintState):
         """The answer's state; None inside the reasoning."""
         if self._inner is None:
             path = self._path
-            if path.position.phase == _CLOSED and path.answer_state is None:
+            if path.answer_state is None and self._masks.tags.may_answer(path.position):
                 path.answer_state = self._start_answer(path.num_tokens)
             if path.answer_state is not None:
                 self._inner = path.answer_state.fork()

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 REASONING_TAGS = {
     "think": ("<think>", "</think>"),
     "seed": ("<seed:think>", "</seed:think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
 }
 #: Tokens of the tool-call formats that checkpoints mark as special. They are part of the text too.
 TOOL_TAGS = frozenset(
@@ -20,7 +22,8 @@ TOOL_TAGS = frozenset(
         "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
         "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<start_function_call>",
         "<end_function_call>", "<escape>", "<|channel|>", "<|constrain|>", "<|message|>",
-        "<|start|>",
+        "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<seed:tool_call>",
+        "</seed:tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call_start|>",
     }
 )  # fmt: skip
 

@@ -173,7 +173,9 @@ async def start_chat(
     if make_constraint is not None:
         with with_field("tools" if tools else constraint_field(body.structured_outputs)):
             constraint = await service.preparation.constraint(state, make_constraint)
-        options["constraint"] = service.after_reasoning(constraint, prompt_end)
+        options["constraint"] = service.after_reasoning(
+            constraint, prompt_end, has_tools=bool(tools)
+        )
     tokens = await service.preparation.encode(state, text, special=False)
     run = await service.run([tokens], options, state, streamed=streamed)
     return ChatRun(service, run, partial(service.parser, prompt_end, parse))

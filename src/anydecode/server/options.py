@@ -23,6 +23,7 @@ from anydecode.server.protocol import (
 )
 from anydecode.server.settings import Settings
 
+_FIELDS_OF_CALL = frozenset({"id", "index", "type", "function"})
 #: How a chat template reads a field of a message or a tool.
 _READS = (".{}", "'{}'", '"{}"')
 
@@ -103,9 +104,17 @@ def ignored_fields(body: Options, template: str | None) -> list[str]:
 
 
 def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
-    """Fields of messages that the chat template does not mention, and those of their parts besides
-    texts. The id of a call belongs to its result also where no template shows it."""
+    """Fields of messages and of their calls that the chat template does not mention, and those of
+    their parts besides texts. The id of a call belongs to its result also where no template shows
+    it."""
     for message in body.messages:
+        for call in message.tool_calls or ():
+            function = call.get("function")
+            names = call.keys() - _FIELDS_OF_CALL
+            names |= (
+                function.keys() - {"name", "arguments"} if isinstance(function, dict) else set()
+            )
+            yield from (f"tool_calls.{name}" for name in names if not _is_read(name, template))
         if isinstance(message.content, list):
             parts = (part.keys() - {"type", "text"} for part in message.content)
             yield from (f"content.{name}" for names in parts for name in names)

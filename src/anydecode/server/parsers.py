@@ -11,7 +11,7 @@ from typing import Any
 
 from anydecode.constraints.tools.families import TOOL_FORMATS
 from anydecode.constraints.tools.formats import ToolFormat
-from anydecode.constraints.tools.stream import Event, Steps, TextStream, overlap
+from anydecode.constraints.tools.stream import MIN_CUT_TAG, Event, Steps, TextStream, overlap
 from anydecode.errors import InvalidRequestError
 from anydecode.models.tokenizer import REASONING_TAGS
 
@@ -58,8 +58,11 @@ class Splitter:
         self.inside = inside
         self._buffer = ""
 
-    def push(self, text: str, final: bool = False) -> Iterator[tuple[bool, str, bool]]:
-        """Yield (is inside, text, whether a tag ends it), in order."""
+    def push(
+        self, text: str, final: bool = False, is_cut: bool = False
+    ) -> Iterator[tuple[bool, str, bool]]:
+        """Yield (is inside, text, whether a tag ends it), in order. `final` flushes the buffer; of
+        an answer that a token limit cut (`is_cut`), without a part of a tag at its end."""
         if text and not self._buffer and self._tags[self.inside][:1] not in text:
             yield self.inside, text, False  # the common case: no tag can start here
             return
@@ -72,7 +75,9 @@ class Splitter:
             yield self.inside, self._buffer[:position], True
             self._buffer = self._buffer[position + len(tag) :]
             self.inside = not self.inside
-        num_kept = 0 if final or not tag else overlap(self._buffer, tag)
+        num_kept = overlap(self._buffer, tag) if tag else 0
+        if final and not (is_cut and num_kept >= MIN_CUT_TAG):
+            num_kept = 0
         ready = self._buffer[: len(self._buffer) - num_kept]
         self._buffer = self._buffer[len(ready) :]
         if ready:
@@ -107,7 +112,7 @@ class Parser:
         if self._reasoning is None:
             yield from self._push_answer(text, final, is_cut)
             return
-        for inside, part, closed in self._reasoning.push(text, final):
+        for inside, part, closed in self._reasoning.push(text, final, is_cut):
             if inside:
                 if part:
                     yield "reasoning", part

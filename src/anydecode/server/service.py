@@ -161,14 +161,24 @@ class Service:
         is_open = partial_answer.rfind(opening) > partial_answer.rfind(closing)
         return opening if is_open else closing
 
-    def after_reasoning(self, constraint: Constraint, prompt_end: str) -> Constraint:
+    def after_reasoning(
+        self, constraint: Constraint, prompt_end: str, *, has_tools: bool = False
+    ) -> Constraint:
         """`constraint`, applied after the reasoning if the answer to a rendered conversation that
-        ends with `prompt_end` starts with reasoning or may do so."""
+        ends with `prompt_end` starts with reasoning or may do so. `has_tools`: whether it is one of
+        tool calls."""
         if self._reasoning_tags is None:
             return constraint
         opening, closing = self._reasoning_tags
-        is_open = prompt_end.rstrip().endswith(opening)
-        may_open = self.may_open_reasoning and not prompt_end.rstrip().endswith(closing)
+        prompt_end = prompt_end.rstrip()
+        call_format = self.tool_format
+        if call_format is not None and call_format.reasoning_opening:
+            final, header = call_format.answer_opening
+            if has_tools or prompt_end.endswith((closing, header)):  # tool calls have channels
+                return constraint
+            return AfterReasoning(constraint, call_format.reasoning_opening, final, False, header)
+        is_open = prompt_end.endswith(opening)
+        may_open = self.may_open_reasoning and not prompt_end.endswith(closing)
         if is_open or may_open:
             return AfterReasoning(constraint, opening, closing, is_open)
         return constraint

@@ -15,6 +15,10 @@ from anydecode.server.protocol import StructuredOutputs, Tool
 
 #: The fields that describe a schema in a response format.
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+#: The fields of a `tool_choice`, in all the forms that it has in OpenAI's APIs.
+_FIELDS_OF_CHOICE = frozenset(
+    {"type", "name", "function", "allowed_tools", "mode", "tools", "server_label"}
+)
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -194,6 +198,9 @@ def select_tools(
             " function or allowed_tools",
             param="tool_choice",
         )
+    if unknown := sorted(choice.keys() - _FIELDS_OF_CHOICE):
+        field = f"tool_choice.{unknown[0]}"
+        raise ApiError(400, f"unknown field {field}", code="unknown_parameter", param=field)
     if choice.get("type") != "allowed_tools":
         return _named_tools(offered, [choice], choice), True
     allowed = choice.get("allowed_tools", choice)

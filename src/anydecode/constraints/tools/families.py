@@ -14,12 +14,15 @@ from anydecode.constraints.tools.tagged import TaggedCalls
 
 #: By name. The order is that of detection: the first format whose markers a template contains.
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "gpt-oss": HarmonyCalls(markers=("<|channel|>", "<|constrain|>")),
+    "gpt-oss": HarmonyCalls(markers=("<|channel|>", "<|message|>")),
     "functiongemma": EscapedCalls(
-        EscapeSyntax(),
+        EscapeSyntax("<escape>"),
         "<start_function_call>",
         "<end_function_call>",
         markers=("<start_function_call>",),
+    ),
+    "gemma4": EscapedCalls(
+        EscapeSyntax('<|"|>'), "<|tool_call>", "<tool_call|>", markers=("<|tool_call>",)
     ),
     "kimi": NamedCalls(
         "<|tool_call_begin|>functions.",
@@ -47,6 +50,16 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         closing="<｜tool▁calls▁end｜>",
         markers=("<｜tool▁calls▁begin｜>",),
     ),
+    "seed": TaggedCalls(
+        "<seed:tool_call>",
+        "\n<function=",
+        ">\n",
+        "<parameter=",
+        ">",
+        "</parameter>\n",
+        "</function>\n</seed:tool_call>",
+        markers=("<seed:tool_call>",),
+    ),
     "qwen3-coder": TaggedCalls(
         "<tool_call>",
         "\n<function=",
@@ -55,7 +68,17 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         ">\n",
         "\n</parameter>\n",
         "</function>\n</tool_call>",
-        markers=("<function=",),
+        markers=("<function=", "<parameter="),
+    ),
+    "glm-4.7": TaggedCalls(
+        "<tool_call>",
+        "",
+        "",
+        "<arg_key>",
+        "</arg_key><arg_value>",
+        "</arg_value>",
+        "</tool_call>",
+        markers=("</arg_key><arg_value>",),
     ),
     "glm": TaggedCalls(
         "<tool_call>",
@@ -76,15 +99,29 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "granite": JsonCalls(
         "<|tool_call|>", is_list=True, markers=("<|tool_call|>", "<|start_of_role|>")
     ),
+    "nemotron": JsonCalls("<TOOLCALL>", "</TOOLCALL>", is_list=True, markers=("<TOOLCALL>",)),
+    "lfm2": PythonicCalls(
+        PythonSyntax(),
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        markers=("List of tools: ", "<|im_start|>"),
+    ),
     "llama4": PythonicCalls(
         PythonSyntax(), "<|python_start|>", "<|python_end|>", markers=("[func_name1(",)
+    ),
+    "llama4-json": JsonCalls(
+        "<|python_start|>",
+        "<|python_end|>",
+        key="parameters",
+        is_optional=True,
+        markers=("<|header_start|>", '{"name": function name'),
     ),
     "llama3": JsonCalls(
         "<|python_tag|>",
         key="parameters",
         is_optional=True,
         separator="; ",
-        markers=("<|python_tag|>",),
+        markers=('{"name": function name, "parameters"',),
     ),
     "hermes": JsonCalls("<tool_call>", "</tool_call>", markers=("<tool_call>",)),
 }

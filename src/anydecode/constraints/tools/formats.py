@@ -21,8 +21,9 @@ JsonRule = Callable[[JsonSchema], str]
 @dataclass(frozen=True)
 class CallRules:
     """Parts of a Lark grammar: `trigger first (separator call)* closing`, with their `rules`. Where
-    the trigger may be left out, the first call is `bare`. `inexact`: the tools whose arguments may
-    match the grammar without being valid."""
+    the trigger may be left out, the first call is `bare`. `others`: other triggers, each with the
+    one call behind it. `inexact`: the tools whose arguments may match the grammar without being
+    valid."""
 
     first: str
     call: str
@@ -30,6 +31,7 @@ class CallRules:
     separator: str = ""
     closing: str = ""
     bare: str = ""
+    others: Mapping[str, str] = field(default_factory=dict)
     inexact: Set[str] = frozenset()
 
 
@@ -41,10 +43,13 @@ class ToolFormat(ABC):
         markers: Texts that the chat templates of the family contain, all of them.
         reasoning_opening: The text that starts the reasoning, in a format in which all parts of an
             answer are on channels; else empty.
+        answer_opening: In such a format, the text that starts the answer behind the reasoning, in
+            two parts: other texts may start with the first one.
     """
 
     markers: tuple[str, ...] = field(default=(), kw_only=True)
     reasoning_opening: str = field(default="", kw_only=True)
+    answer_opening: tuple[str, str] = field(default=("", ""), kw_only=True)
 
     @property
     @abstractmethod
@@ -77,9 +82,10 @@ class JsonCalls(ToolFormat):
         opening: The text before a call, or before a list of calls.
         closing: The text after it; may be empty.
         key: The key of the arguments.
-        is_list: Whether the calls are a JSON list.
-        is_optional: Whether `opening` may be left out at the start of the answer.
-        separator: The text between calls, without a list and a closing text.
+        is_list: Whether the calls are a JSON list. One call without the brackets is parsed too.
+        is_optional: Whether `opening` and `closing` may be left out, `opening` at the start of the
+            answer only. They then stand around all calls.
+        separator: The text between calls that have no list and no closing text of their own.
     """
 
     opening: str
@@ -109,13 +115,15 @@ class JsonCalls(ToolFormat):
         if self.is_list:
             first = f'{_SPACE} "[" object'
             closing = f'"]" {_SPACE} {closing}' if closing else '"]"'
-            return CallRules(first, "object", rules, '", "', closing, '"[" object', inexact)
+            bare = '"[" object'
+            return CallRules(first, "object", rules, '", "', closing, bare, inexact=inexact)
         first = f"{_SPACE} object"
-        if closing:
+        if closing and not self.is_optional:
             first = f"{first} {_SPACE} {closing}"
             call = f"{literal(self.opening)} {first}"
             return CallRules(first, call, rules, "/\\n?/", inexact=inexact)
-        return CallRules(first, "object", rules, literal(self.separator), "", "object", inexact)
+        closing, separator = closing and f"({closing})?", literal(self.separator)
+        return CallRules(first, "object", rules, separator, closing, "object", inexact=inexact)
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         if self.is_optional and (yield from stream.next_of(self.start_trigger[0], removes=False)):
@@ -127,12 +135,16 @@ class JsonCalls(ToolFormat):
         """Parses the calls behind an opening text `tag`, which is content if there are none. Of a
         call that is cut before its arguments, the name is kept if it is complete."""
         is_open = bool(tag)
-        if self.is_list:
-            if not (yield from stream.next_of("[")):
-                if not stream.has_ended:
-                    yield "content", tag
-                return
+        is_list = self.is_list and bool((yield from stream.next_of("[")))
+        if is_list:
             tag += "["
+        elif self.is_list and not (yield from stream.next_of("{", removes=False)):
+            if not stream.has_ended:
+                yield "content", tag
+            return
+        elif self.is_optional and self.closing:
+            tag += yield from stream.next_of(self.closing)
+        separator = "," if is_list else self.separator.strip()
         while True:
             is_complete = yield from stream.json_call()
             if not is_complete:
@@ -142,13 +154,14 @@ class JsonCalls(ToolFormat):
                     yield from stream.cut_call()
                 return
             tag, is_open = "", True
-            if self.closing and not self.is_list:
+            if self.closing and not is_list:
                 yield from stream.next_of(self.closing)
             yield "end", ""
-            separator = "," if self.is_list else self.separator.strip()
             if separator and (yield from stream.next_of(separator)):
                 continue
-            if self.is_list and (yield from stream.next_of("]")) and self.closing:
+            if self.is_optional and (yield from stream.next_of("{", removes=False)):
+                continue
+            if is_list and (yield from stream.next_of("]")) and self.closing:
                 yield from stream.next_of(self.closing)
             return
 
@@ -159,9 +172,9 @@ class JsonCalls(ToolFormat):
         ]
         if self.is_list:
             return f"{self.opening}[{', '.join(texts)}]{self.closing}"
-        if self.closing:
+        if self.closing and not self.is_optional:
             return "\n".join(f"{self.opening}\n{text}\n{self.closing}" for text in texts)
-        return self.opening + self.separator.join(texts)
+        return self.opening + self.separator.join(texts) + self.closing
 
 
 @dataclass(frozen=True)

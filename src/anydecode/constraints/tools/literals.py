@@ -1,5 +1,5 @@
-"""Formats in which calls look like those of a programming language: Llama 4's Python calls, and
-FunctionGemma's calls with strings between `<escape>` tokens."""
+"""Formats in which calls look like those of a programming language: Python calls of Llama 4 and
+LFM2, and Gemma's calls with strings between tokens of their own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.tools.formats import Call, CallRules, JsonRule, ToolFormat, literal
 from anydecode.constraints.tools.stream import Steps, TextStream
 from anydecode.constraints.tools.values import ArgumentGrammar, ValueSyntax, tool_rules
-
-_ESCAPE = "<escape>"
 
 
 class PythonSyntax(ValueSyntax):
@@ -55,11 +53,15 @@ class PythonSyntax(ValueSyntax):
     def parse_string(self, stream: TextStream) -> Steps[bool | None]:
         if not (yield from stream.next_of('"', removes=False)):
             return None
+        stream.take(stream.buffer.index('"'))  # white space behind a key
         return (yield from stream.json_value())
 
 
+@dataclass(frozen=True)
 class EscapeSyntax(ValueSyntax):
-    """FunctionGemma's: strings between `<escape>` tokens, and names without quotes."""
+    """Gemma's: strings between two tokens `quote`, and names without quotes."""
+
+    quote: str
 
     words = ("true", "false", "null")
     separator = ","
@@ -69,18 +71,18 @@ class EscapeSyntax(ValueSyntax):
         return name + ":"
 
     def text(self, value: str) -> str:
-        return f"{_ESCAPE}{value}{_ESCAPE}"
+        return f"{self.quote}{value}{self.quote}"
 
     def string(self, node: dict[str, Any], grammar: ArgumentGrammar) -> str:
-        return f"({literal(_ESCAPE)} {grammar.raw_string(node, _ESCAPE)})"
+        return f"({literal(self.quote)} {grammar.raw_string(node, self.quote)})"
 
     def parse_key(self, stream: TextStream) -> Steps[str | None]:
         return (yield from stream.read_until(":"))
 
     def parse_string(self, stream: TextStream) -> Steps[bool | None]:
-        if not (yield from stream.starts_with(_ESCAPE)):
+        if not (yield from stream.starts_with(self.quote)):
             return None
-        return (yield from stream.text_value(_ESCAPE))
+        return (yield from stream.text_value(self.quote))
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class PythonicCalls(LiteralCalls):
     def _call_rules(self, rules: Sequence[str], inexact: Set[str]) -> CallRules:
         closing = f'"]" ({literal(self.closing)})?'
         first = '"[" written'
-        return CallRules(first, "written", rules, '", "', closing, first, inexact)
+        return CallRules(first, "written", rules, '", "', closing, first, inexact=inexact)
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         if (yield from stream.next_of("[")):
@@ -183,7 +185,7 @@ class PythonicCalls(LiteralCalls):
 
 @dataclass(frozen=True)
 class EscapedCalls(LiteralCalls):
-    """FunctionGemma's calls: a name and arguments in braces, between two tokens."""
+    """Gemma's calls: a name and arguments in braces, between two tokens."""
 
     def _call_rule(self, name: str, members: str) -> str:
         return f'{literal(f"call:{name}{{")} {members} "}}"'

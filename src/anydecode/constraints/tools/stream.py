@@ -18,7 +18,7 @@ Steps = Generator[Event | None, None, _Result]
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 #: At the end of a text that was cut, so many characters of a tag or more are no text. Behind a call
 #: there is no text, so that one is enough, in any text.
-_MIN_CUT_TAG = 2
+MIN_CUT_TAG = 2
 #: The start of a call as a JSON object, up to the end of its name, and up to its arguments.
 _NAME_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _CALL_START = re.compile(
@@ -70,7 +70,7 @@ class TextStream:
             num_kept = max(overlap(self.buffer, tag) for tag in tags)
             if self.is_final and not (kind == "content" and self.follows_call):
                 is_word = self.buffer[len(self.buffer) - num_kept :].isalpha()
-                if is_word or not self.is_cut or num_kept < _MIN_CUT_TAG:
+                if is_word or not self.is_cut or num_kept < MIN_CUT_TAG:
                     num_kept = 0
             if len(self.buffer) > num_kept:
                 yield kind, self.take(len(self.buffer) - num_kept)

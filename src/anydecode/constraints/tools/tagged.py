@@ -80,7 +80,8 @@ class TaggedCalls(ToolFormat):
                 if not stream.has_ended:
                     yield "content", self.opening
                 continue
-            name = yield from stream.read_name(self.after_name, schemas.keys())
+            end = self.after_name.strip() or "<"
+            name = yield from stream.read_name(end, schemas.keys(), removes=end != "<")
             if name is None:
                 return
             yield "call", name

@@ -6,7 +6,7 @@ from __future__ import annotations
 import codecs
 import json
 from array import array
-from collections.abc import Callable, Mapping, MutableMapping, Set
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -211,16 +211,20 @@ class ToolCalls(CompletedConstraint):
                 options.append("text_and_trigger calls")
                 optional = "" if self.is_required else "?"
                 rules.append(f"text_and_trigger[lazy]: TEXT{optional} {trigger}")
-                rules.append(self._text_rule(text))
+                for number, (other, call) in enumerate(parts.others.items()):
+                    options.append(f"text_and_trigger_{number} {call}")
+                    text_and_other = f"TEXT{optional} {literal(other)}"
+                    rules.append(f"text_and_trigger_{number}[lazy]: {text_and_other}")
+                rules.append(self._text_rule(text, [self.call_format.trigger, *parts.others]))
             start = " | ".join(options if self.is_required else [*options, "TEXT"])
         return "\n".join([f"start: {start}", *rules])
 
-    def _text_rule(self, pattern: str) -> str:
+    def _text_rule(self, pattern: str, triggers: Sequence[str]) -> str:
         """The rule of text that matches `pattern` and in which no call starts."""
-        rule = f"TEXT: /{pattern}/ & ~/(?s:.*){regex_literal(self.call_format.trigger)}(?s:.*)/"
-        if self.call_format.start_trigger:
-            rule += f" & ~/\\s*{regex_literal(self.call_format.start_trigger)}(?s:.*)/"
-        return rule
+        starts = [f"(?s:.*){regex_literal(trigger)}" for trigger in triggers]
+        if start := self.call_format.start_trigger.lstrip():
+            starts.append(f"\\s*{regex_literal(start)}")
+        return f"TEXT: /{pattern}/ & ~/({'|'.join(starts)})(?s:.*)/"
 
     def _num_calls(self, text: str) -> int:
         """The number of complete calls in `text`."""

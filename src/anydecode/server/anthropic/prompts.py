@@ -18,6 +18,14 @@ _UNNAMED_OF_TOOL = frozenset({"cache_control", "strict"})
 _UNREAD_OF_TOOL = frozenset(
     {"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"}
 )
+#: Fields of a block that have an effect, by its type; those without one that answers do not name.
+_READ_OF_BLOCK = {
+    "text": {"text"},
+    "thinking": {"thinking"},
+    "tool_use": {"id", "name", "input"},
+    "tool_result": {"tool_use_id", "content"},
+}
+_UNNAMED_OF_BLOCK = frozenset({"type", "cache_control", "signature", "data"})
 #: Types of `tool_choice`, as those of OpenAI's API; "tool" names one.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -33,6 +41,7 @@ def translate(body: CountTokensRequest, template: str | None) -> tuple[ChatReque
         raise ApiError(400, f"n is {body.n}; a message has exactly one answer", param="n")
     ignored = ignored_fields(body, template)
     fields: dict[str, Any] = {"messages": _messages(body)}
+    ignored += sorted(_unread_of_blocks(body))
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
     if body.tools is not None:
@@ -61,6 +70,17 @@ def translate(body: CountTokensRequest, template: str | None) -> tuple[ChatReque
         if is_enabled is not None and not variables:
             ignored.append("thinking")
     return chat_request(body, **fields), ignored
+
+
+def _unread_of_blocks(body: CountTokensRequest) -> set[str]:
+    """The fields of blocks that have no effect, as "messages.content.citations"."""
+    contents = [("messages.content", message.content) for message in body.messages]
+    found: set[str] = set()
+    for path, content in [("system", body.system), *contents]:
+        for block in content if isinstance(content, list) else ():
+            unread = block.keys() - _READ_OF_BLOCK.get(block["type"], set()) - _UNNAMED_OF_BLOCK
+            found.update(f"{path}.{name}" for name in unread if block[name])
+    return found
 
 
 def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
