@@ -1,0 +1,55 @@
+"""DFlash in training: the blocks' logits are those of the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from anydecode.certification.oracles.speculative.dflash import Drafting  # noqa: E402
+from anydecode.training.drafters import dflash  # noqa: E402
+from anydecode.training.drafters.dflash import DFlash, choose_starts  # noqa: E402
+from learners import TinyLearner  # noqa: E402
+
+
+def equals_oracle(folder: Path) -> bool:
+    tiny = TinyLearner(DFlash, 3, length=14)
+    drafting, found = Drafting(tiny.checkpoint(folder), tiny.target), tiny.logits()
+    for (known, step), logits in found.items():
+        hidden = drafting.block(tiny.tokens[:known], 3)
+        expected, _, _ = drafting.step(hidden[step], 0, None)
+        try:
+            tiny.assert_equal(step, logits, expected)
+        except AssertionError:
+            return False
+    return len(found) > 4
+
+
+def test_blocks_equal_the_oracles(tmp_path: Path) -> None:
+    assert equals_oracle(tmp_path)
+
+
+def test_blocks_that_attend_to_the_context_of_their_first_slot_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target has not computed it when the block is drafted."""
+    attend = dflash.attend_blocks
+
+    def leaking(projections: Any, x: Any, context: Any, positions: Any, before: Any, n: int) -> Any:
+        return attend(projections, x, context, positions, before.roll(1, -1) | before, n)
+
+    monkeypatch.setattr(dflash, "attend_blocks", leaking)
+    assert not equals_oracle(tmp_path)
+
+
+def test_blocks_start_where_the_answer_goes_on() -> None:
+    tiny = TinyLearner(DFlash, 3, length=14)
+    tiny.batch.is_answer[1, :10] = False  # three tokens of the second text are left
+    starts = choose_starts(tiny.batch, torch.Generator().manual_seed(0))
+    assert starts.shape == (2, 2)
+    assert sorted({*starts[0].tolist()}) == sorted(starts[0].tolist())
+    assert all(tiny.batch.is_answer[0, start + 1] for start in starts[0])
+    assert tiny.batch.is_answer[1, starts[1, 0] + 1] and starts[1, 1] == 12
