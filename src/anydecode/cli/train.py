@@ -283,7 +283,7 @@ def train_drafter(
     ),
     recipe: Annotated[
         str,
-        typer.Option("--recipe", help="eagle-3, eagle, medusa, hydra, hydra++ or dflash."),
+        typer.Option("--recipe", help="eagle-3, eagle, medusa, hydra, hydra++, dflash or dspark."),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),
     minutes: Minutes = None,

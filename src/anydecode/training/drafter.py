@@ -251,7 +251,7 @@ class DrafterRun:
         torch.autograd.backward(total)
         nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            warmup = min(1.0, (self.step + 1) / 100)
+            warmup = min(1.0, max((self.step + 1) / 100, self.progress / 0.04))
             schedule = 0.1 + 0.45 * (1 + math.cos(math.pi * self.progress))
             group["lr"] = self._rate * warmup * schedule
         self.optimizer.step()

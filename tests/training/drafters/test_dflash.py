@@ -1,4 +1,4 @@
-"""DFlash in training: the blocks' logits are those of the oracle."""
+"""DFlash and DSpark in training: the blocks' logits are those of the oracle."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ torch = pytest.importorskip("torch")
 from anydecode.certification.oracles.speculative.dflash import Drafting  # noqa: E402
 from anydecode.training.drafters import dflash  # noqa: E402
 from anydecode.training.drafters.dflash import DFlash, choose_starts  # noqa: E402
+from anydecode.training.drafters.dspark import DSpark  # noqa: E402
 from learners import TinyLearner  # noqa: E402
 
 
-def equals_oracle(folder: Path) -> bool:
-    tiny = TinyLearner(DFlash, 3, length=14)
+def equals_oracle(recipe: type[DFlash], folder: Path) -> bool:
+    tiny = TinyLearner(recipe, 3, length=14)
     drafting, found = Drafting(tiny.checkpoint(folder), tiny.target), tiny.logits()
     for (known, step), logits in found.items():
         hidden = drafting.block(tiny.tokens[:known], 3)
-        expected, _, _ = drafting.step(hidden[step], 0, None)
+        previous = tiny.tokens[known - 1 + step]
+        expected, _, _ = drafting.step(hidden[step], previous, None)
         try:
             tiny.assert_equal(step, logits, expected)
         except AssertionError:
@@ -28,8 +30,22 @@ def equals_oracle(folder: Path) -> bool:
     return len(found) > 4
 
 
-def test_blocks_equal_the_oracles(tmp_path: Path) -> None:
-    assert equals_oracle(tmp_path)
+@pytest.mark.parametrize("recipe", [DFlash, DSpark])
+def test_blocks_equal_the_oracles(recipe: type[DFlash], tmp_path: Path) -> None:
+    assert equals_oracle(recipe, tmp_path)
+
+
+def test_confidence_equals_the_oracles(tmp_path: Path) -> None:
+    tiny = TinyLearner(DSpark, 3, length=14)
+    drafting = Drafting(tiny.checkpoint(tmp_path), tiny.target)
+    hidden = drafting.block(tiny.tokens, 3)
+    assert isinstance(tiny.learner, DSpark)
+    states = torch.from_numpy(hidden).float()
+    found = tiny.learner.confidence(states, torch.tensor([5, 6, 7])).sigmoid().tolist()
+    expected = [
+        drafting.step(row, token, None)[1] for row, token in zip(hidden, (5, 6, 7), strict=True)
+    ]
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_blocks_that_attend_to_the_context_of_their_first_slot_differ(
@@ -42,7 +58,7 @@ def test_blocks_that_attend_to_the_context_of_their_first_slot_differ(
         return attend(projections, x, context, positions, before.roll(1, -1) | before, n)
 
     monkeypatch.setattr(dflash, "attend_blocks", leaking)
-    assert not equals_oracle(tmp_path)
+    assert not equals_oracle(DFlash, tmp_path)
 
 
 def test_blocks_start_where_the_answer_goes_on() -> None:

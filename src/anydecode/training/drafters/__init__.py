@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anydecode.errors import InvalidRequestError
 from anydecode.training.drafters.dflash import DFlash
+from anydecode.training.drafters.dspark import DSpark
 from anydecode.training.drafters.eagle import Eagle
 from anydecode.training.drafters.eagle3 import Eagle3
 from anydecode.training.drafters.hydra import Hydra, HydraPlus
@@ -11,7 +12,7 @@ from anydecode.training.drafters.learner import Learner
 from anydecode.training.drafters.medusa import Medusa
 
 RECIPES: dict[str, type[Learner]] = {
-    learner.recipe: learner for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, DFlash)
+    learner.recipe: learner for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, DFlash, DSpark)
 }
 
 
