@@ -202,7 +202,7 @@ def train_adapter(
     steps: Steps = None,
     block: Annotated[int, typer.Option("--block", min=1, help="Block size in tokens.")] = 8,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 2,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-3,
     mask: Annotated[
         int | None,
@@ -313,7 +313,7 @@ def train_drafter(
             " and Hydra, slots of a block. Default: the recipe's.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 2,
     rate: Annotated[
         float | None, typer.Option("--rate", help="Peak learning rate. Default: the recipe's.")
     ] = None,

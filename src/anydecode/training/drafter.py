@@ -64,7 +64,7 @@ class DrafterOptions:
     tokens: int = 256
     vocabulary: int = 8192
     depth: int | None = None
-    batch: int = 8
+    batch: int = 2
     rate: float | None = None
     seed: int = 0
     save_seconds: float = 300.0
