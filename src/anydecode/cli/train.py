@@ -283,7 +283,9 @@ def train_drafter(
     ),
     recipe: Annotated[
         str,
-        typer.Option("--recipe", help="eagle-3, eagle, medusa, hydra, hydra++, dflash or dspark."),
+        typer.Option(
+            "--recipe", help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, dflash or dspark."
+        ),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),
     minutes: Minutes = None,
@@ -334,8 +336,8 @@ def train_drafter(
 
     Writing the texts and collecting the model's states come before the training. A run with the
     same --out is resumed; with more minutes, it is continued. The drafter is in the folder
-    "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra or
-    dflash).
+    "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
+    blockwise or dflash).
 
     Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
     """

@@ -140,10 +140,11 @@ def mapped_tokens(checkpoint: Checkpoint, vocab_size: int) -> np.ndarray | None:
             " tokens"
         )
     tokens = tokens.astype(np.int64)
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
+    if tokens.min() < 0 or tokens.max() >= vocab_size or len(np.unique(tokens)) < len(tokens):
         raise CheckpointError(
-            f"{checkpoint.name}: token_map has tokens from {tokens.min()} to {tokens.max()}; the"
-            f" target's are 0 to {vocab_size - 1}"
+            f"{checkpoint.name}: token_map has tokens from {tokens.min()} to {tokens.max()},"
+            f" {len(np.unique(tokens))} of its {len(tokens)} once; the target's are 0 to"
+            f" {vocab_size - 1}"
         )
     return tokens
 

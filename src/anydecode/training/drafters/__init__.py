@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from anydecode.errors import InvalidRequestError
+from anydecode.training.drafters.blockwise import Blockwise
 from anydecode.training.drafters.dflash import DFlash
 from anydecode.training.drafters.dspark import DSpark
 from anydecode.training.drafters.eagle import Eagle
@@ -12,7 +13,8 @@ from anydecode.training.drafters.learner import Learner
 from anydecode.training.drafters.medusa import Medusa
 
 RECIPES: dict[str, type[Learner]] = {
-    learner.recipe: learner for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, DFlash, DSpark)
+    learner.recipe: learner
+    for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, DFlash, DSpark)
 }
 
 
