@@ -53,9 +53,9 @@ class TinyLearner:
         """The logits of the drafts by the number of tokens that they know, and step."""
         drafted = self.learner.draft(self.batch, torch.Generator().manual_seed(3))
         found = {}
-        for step, states in enumerate(drafted.states):
-            starts = drafted.starts.expand(states.shape[:2])[0].tolist()
-            for state, start in zip(states[0], starts, strict=True):
+        for step, (states, starts) in enumerate(zip(*drafted, strict=True)):
+            places = starts.expand(states.shape[:2])[0].tolist()
+            for state, start in zip(states[0], places, strict=True):
                 if start + 1 + step < len(self.tokens):
                     previous = torch.tensor([self.tokens[start + 1 + step]])
                     logits = self.learner.logits(state[None], previous)

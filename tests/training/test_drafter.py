@@ -167,6 +167,9 @@ def test_the_vocabulary_is_the_most_frequent_tokens(tmp_path: Path) -> None:
     assert data.vocabulary(2, 12) == [3, 7]
     assert data.vocabulary(5, 12) == [0, 1, 3, 5, 7]
     assert data.coverage([3, 9]) == 1.0
+    assert data.unused_token(12) == 0
+    assert data.unused_token(1) == 0
+    assert DrafterData(tmp_path, {}, (3,), 64).taps == (2, 3, 3)  # those of the folder
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,8 @@ def train_drafter(
     recipe: Annotated[
         str,
         typer.Option(
-            "--recipe", help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, dflash or dspark."
+            "--recipe",
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, dflash, dspark or p-eagle.",
         ),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),

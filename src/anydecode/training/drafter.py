@@ -220,9 +220,9 @@ class DrafterRun:
         if state is None:
             return None
         for name, given in (("recipe", self.recipe.recipe), ("depth", self.depth)):
-            if state[name] != given:
+            if state.get(name) != given:
                 raise InvalidRequestError(
-                    f"{self.folder}: was trained with {name} {state[name]}, not {given}; give the"
+                    f"{self.folder}: was trained with {name} {state.get(name)}, not {given}; give the"
                     " same, or another --out"
                 )
         return state

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from anydecode.certification.oracles.speculative.dflash import Drafting  # noqa: E402
 from anydecode.training.drafters import dflash  # noqa: E402
-from anydecode.training.drafters.dflash import DFlash, choose_starts  # noqa: E402
+from anydecode.training.drafters.blocks import choose_starts  # noqa: E402
+from anydecode.training.drafters.dflash import DFlash  # noqa: E402
 from anydecode.training.drafters.dspark import DSpark  # noqa: E402
 from learners import TinyLearner  # noqa: E402
 
@@ -54,8 +55,8 @@ def test_blocks_that_attend_to_the_context_of_their_first_slot_differ(
     """The target has not computed it when the block is drafted."""
     attend = dflash.attend_blocks
 
-    def leaking(projections: Any, x: Any, context: Any, positions: Any, before: Any, n: int) -> Any:
-        return attend(projections, x, context, positions, before.roll(1, -1) | before, n)
+    def leaking(projections: Any, blocks: Any, context: Any, places: Any, visible: Any) -> Any:
+        return attend(projections, blocks, context, places, visible.roll(1, -1) | visible)
 
     monkeypatch.setattr(dflash, "attend_blocks", leaking)
     assert not equals_oracle(DFlash, tmp_path)

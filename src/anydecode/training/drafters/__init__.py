@@ -11,10 +11,11 @@ from anydecode.training.drafters.eagle3 import Eagle3
 from anydecode.training.drafters.hydra import Hydra, HydraPlus
 from anydecode.training.drafters.learner import Learner
 from anydecode.training.drafters.medusa import Medusa
+from anydecode.training.drafters.peagle import PEagle
 
 RECIPES: dict[str, type[Learner]] = {
     learner.recipe: learner
-    for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, DFlash, DSpark)
+    for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, DFlash, DSpark, PEagle)
 }
 
 

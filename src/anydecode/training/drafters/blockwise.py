@@ -50,7 +50,7 @@ class Blockwise(Learner):
         state = batch.final[:, :-1]
         added = self.blockwise.output(functional.relu(self.blockwise.hidden(state)))
         states = [state + part for part in added.chunk(self.depth, -1)]
-        return Drafted(states, torch.arange(state.shape[1]))
+        return Drafted(states, [torch.arange(state.shape[1])] * self.depth)
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         config = {

@@ -13,7 +13,8 @@ from torch import nn
 
 from anydecode.models.network import Network
 from anydecode.training.drafter_data import DraftBatch
-from anydecode.training.drafters.layers import DraftLayer, Projections, copy_norm, layer_shape
+from anydecode.training.drafters.blocks import Blocks, attend_blocks, choose_starts
+from anydecode.training.drafters.layers import DraftLayer, copy_norm, layer_shape
 from anydecode.training.drafters.learner import (
     Drafted,
     Files,
@@ -22,9 +23,6 @@ from anydecode.training.drafters.learner import (
     vocabulary_tensors,
 )
 from anydecode.training.transformer import Norm
-
-#: One block is trained per this number of tokens of an answer, at random places.
-TOKENS_PER_BLOCK = 4
 
 
 class DFlash(Learner):
@@ -90,13 +88,15 @@ class DFlash(Learner):
         x = self.embed(tokens.flatten(1))
         positions = (anchors[:, :, None] + torch.arange(slots)).flatten(1)
         context = self.hidden_norm(self.fc(batch.taps))
-        before = torch.arange(context.shape[1]) < anchors.repeat_interleave(slots, 1)[:, :, None]
+        places = torch.arange(context.shape[1])
+        visible = places < anchors.repeat_interleave(slots, 1)[:, :, None]
+        near = torch.ones(slots, slots, dtype=torch.bool)
         for layer in self._layers:
-            y = layer.input_layernorm(x)
-            x = x + attend_blocks(layer.self_attn, y, context, positions, before[:, None], slots)
+            blocks = Blocks(layer.input_layernorm(x), positions, near)
+            x = x + attend_blocks(layer.self_attn, blocks, context, places, visible[:, None])
             x = layer.add_mlp(x)
         states = self.norm(x).view(len(x), -1, slots, self.width)[:, :, slots - self.depth :]
-        return Drafted([states[:, :, step] for step in range(self.depth)], starts)
+        return Drafted(list(states.unbind(2)), [starts] * self.depth)
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         kind, architecture = self.kind
@@ -127,49 +127,3 @@ class DFlash(Learner):
         if has_head:
             tensors["lm_head.weight"] = self.head
         return Files(config, {**tensors, **vocabulary_tensors(self.vocabulary, self.num_tokens)})
-
-
-def choose_starts(batch: DraftBatch, random: torch.Generator) -> torch.Tensor:
-    """The positions before the first tokens of blocks, `[batch, blocks]`: random ones of each text,
-    behind which the answer goes on; then, for texts with fewer blocks than others, one behind which
-    nothing is trained."""
-    chosen = []
-    for row in batch.is_answer:
-        found = torch.nonzero(row[1:])[:, 0]
-        count = -(-len(found) // TOKENS_PER_BLOCK)
-        chosen.append(found[torch.randperm(len(found), generator=random)[:count]])
-    none = batch.tokens.shape[1] - 2
-    return nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=none)
-
-
-def attend_blocks(
-    projections: Projections,
-    x: torch.Tensor,
-    context: torch.Tensor,
-    positions: torch.Tensor,
-    before: torch.Tensor,
-    slots: int,
-) -> torch.Tensor:
-    """The output of an attention of blocks, `[batch, rows, width]`.
-
-    Args:
-        projections: Its matrices.
-        x: What the blocks' slots read, `[batch, rows, width]`.
-        context: What the keys and values of the context read, `[batch, length, width]`.
-        positions: Of the slots, `[batch, rows]`.
-        before: Whether a slot attends to a position of the context, `[batch, 1, rows, length]`.
-        slots: Number of slots of a block, which attend to each other.
-    """
-    length = context.shape[1]
-
-    def split(rows: torch.Tensor) -> torch.Tensor:
-        return rows.reshape(*rows.shape[:2], -1, slots, rows.shape[-1])
-
-    q, keys = projections.queries(x, positions), projections.keys(x, positions)
-    values, others = projections.values(x), projections.keys(context, torch.arange(length))
-    far = (q @ others.transpose(-1, -2)).masked_fill(~before, float("-inf"))
-    near = (split(q) @ split(keys).transpose(-1, -2)).flatten(2, 3)
-    weights = torch.softmax(torch.cat([far, near], -1).float(), -1).to(values.dtype)
-    mixed = weights[..., :length] @ projections.values(context)
-    mixed = mixed + (split(weights[..., length:]) @ split(values)).flatten(2, 3)
-    return projections.output(mixed)

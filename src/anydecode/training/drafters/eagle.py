@@ -55,7 +55,7 @@ class Eagle(Learner):
             x = self.fc(torch.cat([self.embed(tokens), state], -1))
             state = layer.add_mlp(x + attention.step(x))
             outputs.append(state)
-        return Drafted(outputs, torch.arange(batch.tokens.shape[1] - 1))
+        return Drafted(outputs, [torch.arange(batch.tokens.shape[1] - 1)] * self.depth)
 
     def extra_loss(
         self,

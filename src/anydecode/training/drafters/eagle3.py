@@ -73,7 +73,7 @@ class Eagle3(Learner):
             state = state + attention.step(torch.cat([embedded, layer.hidden_norm(state)], -1))
             state = layer.add_mlp(state)
             outputs.append(self.norm(state))
-        return Drafted(outputs, torch.arange(batch.tokens.shape[1] - 1))
+        return Drafted(outputs, [torch.arange(batch.tokens.shape[1] - 1)] * self.depth)
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         config = {

@@ -78,7 +78,7 @@ class Hydra(Learner):
         for step, blocks in enumerate(self.hydra_mlp):
             inputs.append(embedded[:, 1 + step : 1 + step + rows])
             states.append(blocks(torch.cat(inputs, -1)))
-        return Drafted(states, torch.arange(rows))
+        return Drafted(states, [torch.arange(rows)] * self.depth)
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         config = {

@@ -28,13 +28,13 @@ class Drafted(NamedTuple):
 
     Attributes:
         states: For each draft step, what the head reads: `[batch, rows, width]`.
-        starts: int64 `[batch, rows]` or `[rows]`: a row drafts behind the position `start` + 1, the
-            last token that it knows; step i predicts the token at `start` + 2 + i. Rows whose
-            predicted token is not trained have any state.
+        starts: For each draft step, int64 `[batch, rows]` or `[rows]`: a row drafts behind the
+            position `start` + 1, the last token that it knows; step i predicts the token at `start`
+            + 2 + i. Rows whose predicted token is not trained have any state.
     """
 
     states: list[torch.Tensor]
-    starts: torch.Tensor
+    starts: list[torch.Tensor]
 
 
 @dataclass
@@ -152,8 +152,8 @@ class Learner(nn.Module, ABC):
         rows[trained] = torch.arange(len(teacher))
         rows = functional.pad(rows, (0, self.depth + 1), value=-1)
         losses = []
-        for step, states in enumerate(drafted.states):
-            positions = (drafted.starts + 1 + step).expand(states.shape[:2])
+        for step, (states, starts) in enumerate(zip(*drafted, strict=True)):
+            positions = (starts + 1 + step).expand(states.shape[:2])
             own = rows[texts, positions]
             chosen = own >= 0
             previous = batch.tokens[texts.expand_as(positions)[chosen], positions[chosen]]

@@ -39,7 +39,7 @@ class Medusa(Learner):
         """Row t reads the target's state at position t."""
         state = batch.final[:, :-1]
         states = [state + functional.silu(block(state)) for block in self.blocks]
-        return Drafted(states, torch.arange(state.shape[1]))
+        return Drafted(states, [torch.arange(state.shape[1])] * self.depth)
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         config = {
