@@ -222,8 +222,8 @@ class DrafterRun:
         for name, given in (("recipe", self.recipe.recipe), ("depth", self.depth)):
             if state.get(name) != given:
                 raise InvalidRequestError(
-                    f"{self.folder}: was trained with {name} {state.get(name)}, not {given}; give the"
-                    " same, or another --out"
+                    f"{self.folder}: was trained with {name} {state.get(name)}, not {given}; give"
+                    " the same, or another --out"
                 )
         return state
 
