@@ -14,7 +14,12 @@ from anydecode.certification.tiny_blocks import (
     dspark_checkpoint,
     peagle_checkpoint,
 )
-from anydecode.certification.tiny_heads import hydra_checkpoint, medusa_checkpoint, mtp_checkpoint
+from anydecode.certification.tiny_heads import (
+    blockwise_checkpoint,
+    hydra_checkpoint,
+    medusa_checkpoint,
+    mtp_checkpoint,
+)
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
@@ -34,6 +39,7 @@ _LAYOUTS: dict[str, tuple[str, Callable[[Network], Checkpoint], str]] = {
     "medusa.pt": ("medusa", medusa_checkpoint, "medusa_lm_head.pt"),
     "hydra": ("hydra", hydra_checkpoint, "model.safetensors"),
     "hydra++": ("hydra", partial(hydra_checkpoint, has_prefix=True), "hydra_lm_head.pt"),
+    "blockwise": ("blockwise", partial(blockwise_checkpoint, modulus=9), "model.safetensors"),
     "mtp": ("mtp", mtp_checkpoint, "model.safetensors"),
     "dflash": ("dflash", dflash_checkpoint, "model.safetensors"),
     "speculators": ("dflash", _speculators, "model.safetensors"),

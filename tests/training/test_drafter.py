@@ -1,4 +1,4 @@
-"""Training of drafters: the network equals the engine's oracle, the loss falls, runs resume."""
+"""Training of drafters: training raises acceptance, runs resume, data is shared."""
 
 from __future__ import annotations
 
@@ -7,70 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from anydecode.certification.oracles.speculative.eagle import Cache, Drafting  # noqa: E402
 from anydecode.certification.tiny import tiny_network  # noqa: E402
 from anydecode.cli.main import run  # noqa: E402
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError  # noqa: E402
-from anydecode.models.loading import load_checkpoint  # noqa: E402
-from anydecode.training.drafter import (  # noqa: E402
-    DrafterRecipe,
-    DrafterRun,
-    default_taps,
-    save_eagle3,
-    shape_of,
-)
+from anydecode.training.drafter import DrafterOptions, DrafterRun  # noqa: E402
 from anydecode.training.drafter_data import DrafterData  # noqa: E402
-from anydecode.training.eagle3 import Eagle3, as_tensor  # noqa: E402
+from anydecode.training.drafters import RECIPES, find_recipe  # noqa: E402
+from anydecode.training.drafters.layers import layer_shape  # noqa: E402
+from anydecode.training.drafters.learner import spread_taps  # noqa: E402
 from anydecode.training.generated import without_loop  # noqa: E402
 from gguf_models import SIZES, make_tensors, write_folder  # noqa: E402
 from model_files import tokenizer_json  # noqa: E402
 
-CONFIG = {"max_position_embeddings": 256, "rope_theta": 10000.0}
-
-
-def test_unrolled_steps_equal_the_oracles_rows(tmp_path: Path) -> None:
-    """Row t of step i: the drafter behind t + 1 rows of the target's states and i of its own."""
-    network = tiny_network(layers=6)
-    size, steps, length = network.spec.hidden_size, 3, 7
-    vocabulary = [token for token in range(network.spec.vocab_size) if token % 3]
-    torch.manual_seed(1)
-    learner = Eagle3(
-        shape_of(network),
-        as_tensor(network.weights.embedding),
-        as_tensor(network.weights.head)[vocabulary],
-    )
-    for parameter in learner.parameters():
-        parameter.data = (parameter + 0.1 * torch.randn_like(parameter)).bfloat16().float()
-    save_eagle3(tmp_path, learner, CONFIG, default_taps(6), vocabulary)
-    drafting = Drafting(load_checkpoint(tmp_path), network)
-    assert drafting.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 3, 3]
-    random = np.random.default_rng(2)
-    tokens = random.integers(0, network.spec.vocab_size, length).tolist()
-    taps = random.standard_normal((length, 3, size)).astype(np.float32)
-    with torch.no_grad():
-        unrolled = learner(torch.tensor([tokens]), torch.from_numpy(taps).flatten(1)[None], steps)
-        logits = [learner.head.bfloat16().float() @ states[0].T for states in unrolled]
-    fused = [drafting.tensors["fc.weight"] @ row.reshape(-1) for row in taps]
-    for row in range(length - 1):
-        cache = Cache()
-        for position in range(row + 1):
-            found, state = drafting.row(cache, tokens[position + 1], fused[position], position + 1)
-        for step in range(steps):
-            if step:
-                position = row + 1 + step
-                if position >= length:
-                    break
-                found, state = drafting.row(cache, tokens[position], state, position)
-            expected = found[vocabulary]
-            assert np.allclose(logits[step][:, row].numpy(), expected, atol=2e-4)
-
-
-RECIPE = DrafterRecipe(steps=30, texts=90, tokens=16, vocabulary=30, batch=8, rate=1e-2)
+OPTIONS = DrafterOptions(steps=30, texts=90, tokens=16, vocabulary=30, batch=8, rate=1e-2)
 TEMPLATE = "{% for m in messages %}u{{ m['content'] }}\nb{% endfor %}"
 
 
@@ -105,7 +58,7 @@ def test_a_run_trains_a_drafter_and_the_command_continues_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages: list[str] = []
-    half = DrafterRun(model, tmp_path, replace(RECIPE, steps=15))
+    half = DrafterRun(model, tmp_path, replace(OPTIONS, steps=15))
     half.run(lambda stage, done, detail: stages.append(stage))
     assert list(dict.fromkeys(stages)) == ["texts", "states", "training", "evaluation"]
     plot = tmp_path / "curve.svg"
@@ -122,6 +75,74 @@ def test_a_run_trains_a_drafter_and_the_command_continues_it(
     assert last[0] > first[0] + 0.05
     assert found["results"]["temperature 0.0"]["tokens_per_pass"] > 1.0
     assert "probability of acceptance" in plot.read_text()
+
+
+@pytest.fixture(scope="module")
+def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts and states that all recipes can read."""
+    folder = tmp_path_factory.mktemp("data")
+    DrafterRun(model, folder, replace(OPTIONS, steps=1), data=folder / "data").collect()
+    return folder / "data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_raises_acceptance_over_the_untrained_twin(
+    recipe: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """In the engine's loop, on held-out prompts."""
+    options = replace(OPTIONS, recipe=recipe, steps=60, depth=2)
+    trained = DrafterRun(model, tmp_path, options, data=data)
+    trained.prepare()
+    trained.save()
+    trained.evaluate()
+    first = trained.results["temperature 0.0"]
+    trained.run()
+    last = trained.results["temperature 0.0"]
+    assert last["tokens_per_pass"] > first["tokens_per_pass"] + 0.05
+    assert last["accepted_by_depth"][0] > first["accepted_by_depth"][0] + 0.05
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_interrupted_run_is_resumed_bit_by_bit(
+    recipe: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    options = replace(OPTIONS, recipe=recipe, steps=6, depth=2)
+    weights = []
+    for stop in (None, 2):
+        folder = tmp_path / f"{stop}"
+        done = DrafterRun(model, folder, options, data=data)
+
+        def report(
+            stage: str, fraction: float, detail: str, run: Any = done, stop: Any = stop
+        ) -> None:
+            if run.step == stop:
+                raise KeyboardInterrupt
+
+        if stop is not None:
+            with pytest.raises(KeyboardInterrupt):
+                done.train(report)
+            done = DrafterRun(model, folder, options, data=data)
+        done.train()
+        assert done.step == 6
+        weights.append((folder / "drafter" / "model.safetensors").read_bytes())
+        state = torch.load(folder / "state.pt")
+        weights[-1] += b"".join(x.numpy().tobytes() for x in state["weights"].values())
+    assert weights[0] == weights[1]
+
+
+def test_a_run_of_another_recipe_is_not_resumed(model: Path, data: Path, tmp_path: Path) -> None:
+    options = replace(OPTIONS, recipe="medusa", steps=1)
+    DrafterRun(model, tmp_path, options, data=data).train()
+    for other in ({"recipe": "hydra"}, {"depth": 3}):
+        with pytest.raises(InvalidRequestError, match="was trained with"):
+            DrafterRun(model, tmp_path, replace(options, **other), data=data).run()
+
+
+def test_data_with_other_states_is_refused(model: Path, tmp_path: Path) -> None:
+    DrafterRun(model, tmp_path, replace(OPTIONS, recipe="medusa"))
+    with pytest.raises(InvalidRequestError, match="has data from"):
+        DrafterRun(model, tmp_path, replace(OPTIONS, recipe="dflash"))
 
 
 def test_data_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -146,6 +167,9 @@ def test_the_vocabulary_is_the_most_frequent_tokens(tmp_path: Path) -> None:
     assert data.vocabulary(2, 12) == [3, 7]
     assert data.vocabulary(5, 12) == [0, 1, 3, 5, 7]
     assert data.coverage([3, 9]) == 1.0
+    assert data.unused_token(12) == 0
+    assert data.unused_token(1) == 0
+    assert DrafterData(tmp_path, {}, (3,), 64).taps == (2, 3, 3)  # those of the folder
 
 
 @pytest.mark.parametrize(
@@ -155,13 +179,27 @@ def test_answers_end_where_they_repeat(tokens: list[int], kept: int) -> None:
     assert without_loop(tokens) == tokens[:kept]
 
 
-def test_invalid_recipes_and_targets_are_refused() -> None:
-    for values in ({"steps": None}, {"minutes": 1.0}, {"batch": 0}, {"texts": 64}):
+def test_invalid_options_and_targets_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invalid: tuple[dict[str, Any], ...] = (
+        {"steps": None}, {"minutes": 1.0}, {"batch": 0}, {"texts": 64}, {"depth": 0},
+        {"recipe": "eagle3"},
+    )  # fmt: skip
+    for values in invalid:
         with pytest.raises(InvalidRequestError):
-            replace(RECIPE, **values)
+            replace(OPTIONS, **values)
+    with pytest.raises(SystemExit):
+        run(["train", "drafter", "--recipe", "eagle-4", "--out", str(tmp_path)])
+    assert capsys.readouterr().err.strip() == (
+        f"anydecode: recipe 'eagle-4' is unknown; choose from {', '.join(RECIPES)}"
+    )
     with pytest.raises(UnsupportedCombinationError, match="at least 6"):
-        default_taps(4)
+        spread_taps(4)
     network = tiny_network(layers=6)
     network.spec = replace(network.spec, logit_scale=2.0)
     with pytest.raises(UnsupportedCombinationError, match="without factors"):
-        shape_of(network)
+        find_recipe("medusa")(network, [1, 2], 2, 0)
+    network.spec = replace(network.spec, norm="layer")
+    with pytest.raises(UnsupportedCombinationError, match="that of Llama"):
+        layer_shape(network)

@@ -59,6 +59,34 @@ def hydra_checkpoint(
     return Checkpoint("hydra", Path("hydra"), config, tensors)
 
 
+def blockwise_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 3, modulus: int = 0
+) -> Checkpoint:
+    """Random proposal heads, which often agree with a target of small `residual`: their hidden part
+    has a unit for each token, which adds the row of the target's head for the token that follows,
+    and random units. With a `modulus`, tokens that it divides cannot be drafted."""
+    states, following = _following(target)
+    (count, hidden), matrix = states.shape, random_matrices(seed)
+    head, tokens = target.weights.head.data, following
+    rows: list[np.ndarray] = []
+    for _ in range(heads):
+        tokens = following[tokens]
+        rows.append(np.hstack([0.06 * head[tokens].T, 1.5 * matrix(hidden, count)[:, :hidden]]))
+    inner = np.concatenate([states, 2 * matrix(hidden, hidden)])
+    tensors = {
+        "blockwise.hidden.weight": inner + 0.3 * matrix(*inner.shape),
+        "blockwise.hidden.bias": np.repeat(
+            np.array([-0.4 * hidden, 0], np.float32), (count, hidden)
+        ),
+        "blockwise.output.weight": np.concatenate(rows),
+        "blockwise.output.bias": 0.1 * matrix(1, heads * hidden)[0],
+    }
+    if modulus:
+        tensors["token_map"] = np.arange(count)[np.arange(count) % modulus > 0]
+    config = {"blockwise_num_heads": heads, "blockwise_hidden_size": len(inner)}
+    return Checkpoint("blockwise", Path("blockwise"), config, tensors)
+
+
 #: Names in the layouts of modules that predict further tokens: the prefixes of the layer and of the
 #: other tensors, the norms of embedding and state, the projection and the last norm.
 MTP_LAYOUTS = {
@@ -90,16 +118,22 @@ def mtp_checkpoint(target: Network, *, seed: int = 0, layout: str = "nextn") -> 
     return Checkpoint("mtp", Path("mtp"), drafter_config(target), tensors)
 
 
+def _following(target: Network) -> tuple[np.ndarray, np.ndarray]:
+    """The state of each token `[vocab_size, hidden_size]`, and the token that the target predicts
+    from it, if its layers added nothing to the embeddings."""
+    embedding, head = target.weights.embedding.data, target.weights.head.data
+    states = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
+    return states, (states @ head.T).argmax(-1)
+
+
 def _predicting(target: Network, steps: int) -> np.ndarray:
     """A head that predicts the token `steps` tokens behind a state's, float32 `[vocab_size,
     hidden_size]`, if the target's layers added nothing to the embeddings: each row is the sum of
     the states before its token."""
-    embedding, head = target.weights.embedding.data, target.weights.head.data
-    states = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
-    following = (states @ head.T).argmax(-1)
-    tokens = np.arange(len(embedding))
+    states, following = _following(target)
+    tokens = np.arange(len(states))
     for _ in range(steps):
         tokens = following[tokens]
-    rows = np.zeros_like(embedding)
+    rows = np.zeros_like(states)
     np.add.at(rows, tokens, 0.15 * states)
     return rows

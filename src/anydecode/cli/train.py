@@ -202,7 +202,7 @@ def train_adapter(
     steps: Steps = None,
     block: Annotated[int, typer.Option("--block", min=1, help="Block size in tokens.")] = 8,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 2,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-3,
     mask: Annotated[
         int | None,
@@ -281,9 +281,23 @@ def train_drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (
         options.DEFAULT_MODEL
     ),
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, dflash, dspark or p-eagle.",
+        ),
+    ] = "eagle-3",
     out: Out = Path("trained-drafter"),
     minutes: Minutes = None,
     steps: Steps = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="Folder of texts and states that several runs share. Default: data in --out.",
+        ),
+    ] = None,
     texts: Annotated[
         int, typer.Option("--texts", help="Number of answers that the model writes to learn from.")
     ] = 4000,
@@ -293,11 +307,19 @@ def train_drafter(
     vocabulary: Annotated[
         int, typer.Option("--vocabulary", min=1, help="Number of tokens that it can draft.")
     ] = 8192,
-    unrolled: Annotated[
-        int, typer.Option("--unrolled", min=1, help="Draft steps that the loss unrolls.")
-    ] = 3,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 8,
-    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 5e-4,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth",
+            min=1,
+            help="Tokens that it learns to draft at once: unrolled steps of EAGLE, heads of Medusa"
+            " and Hydra, slots of a block. Default: the recipe's.",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 2,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate. Default: the recipe's.")
+    ] = None,
     head: Annotated[
         bool,
         typer.Option(
@@ -311,34 +333,36 @@ def train_drafter(
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train an EAGLE-3 drafter for a model, on answers to prompts that the model writes itself.
+    """Train a drafter for a model, on answers to prompts that the model writes itself.
 
     Writing the texts and collecting the model's states come before the training. A run with the
     same --out is resumed; with more minutes, it is continued. The drafter is in the folder
-    "drafter" of --out: use it with --draft and --decoder eagle.
+    "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
+    blockwise or dflash).
 
     Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
     """
     from anydecode.training import curve
     from anydecode.training.diffusion import limit_threads
-    from anydecode.training.drafter import DrafterRecipe, DrafterRun
+    from anydecode.training.drafter import DrafterOptions, DrafterRun
 
     if minutes is None and steps is None:
         minutes = 60.0
-    recipe = DrafterRecipe(
+    settings = DrafterOptions(
         minutes,
         steps,
+        recipe=recipe,
         texts=texts,
         tokens=tokens,
         vocabulary=vocabulary,
-        unrolled=unrolled,
+        depth=depth,
         batch=batch,
         rate=rate,
         seed=seed,
         has_head=head,
     )
     limit_threads(threads)
-    run = DrafterRun(model, out, recipe, dtype)
+    run = DrafterRun(model, out, settings, dtype, data)
     with progress("drafter", 1.0, unit="percent") as bar:
         run.run(lambda stage, done, detail: bar.update(done, step=stage, detail=detail))
     if plot is not None:

@@ -104,8 +104,49 @@ def reduced_head(
         return reader.matrix("lm_head", (len(tokens), hidden), is_outer=True)
     if other.in_features != hidden or not np.isin(tokens, range(other.out_features)).all():
         raise CheckpointError(f"{source}: has no lm_head, and the target's does not fit")
-    rows = plain_weight(read_rows(other, tokens).astype(DTYPES["BF16"]))
+    return _rows_of(reader, tokens, other, read_rows)
+
+
+def _rows_of(reader: TensorReader, tokens: np.ndarray, head: Weight, read_rows: ReadRows) -> Weight:
+    rows = plain_weight(read_rows(head, tokens).astype(DTYPES["BF16"]))
     return reader.convert(rows, "lm_head", is_outer=True)
+
+
+def head_rows(
+    reader: TensorReader,
+    tokens: np.ndarray | None,
+    target: Network,
+    read_rows: ReadRows,
+    packed: list[Weight],
+) -> Weight:
+    """The rows of the target's head for some tokens, or the head, which is added to `packed`, where
+    `tokens` is None. Arguments as for `reduced_head`."""
+    head = target.weights.head
+    if tokens is None:
+        packed.append(head)
+        return head
+    return _rows_of(reader, tokens, head, read_rows)
+
+
+def mapped_tokens(checkpoint: Checkpoint, vocab_size: int) -> np.ndarray | None:
+    """The tokens of the rows of a head, int64, as `token_map` tells them; None for all."""
+    stored = checkpoint.tensors.get("token_map")
+    if stored is None:
+        return None
+    tokens = np.asarray(stored)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
+        raise CheckpointError(
+            f"{checkpoint.name}: token_map is {tokens.dtype} of shape {tokens.shape}, not a list of"
+            " tokens"
+        )
+    tokens = tokens.astype(np.int64)
+    if tokens.min() < 0 or tokens.max() >= vocab_size or len(np.unique(tokens)) < len(tokens):
+        raise CheckpointError(
+            f"{checkpoint.name}: token_map has tokens from {tokens.min()} to {tokens.max()},"
+            f" {len(np.unique(tokens))} of its {len(tokens)} once; the target's are 0 to"
+            f" {vocab_size - 1}"
+        )
+    return tokens
 
 
 def head_tokens(checkpoint: Checkpoint, size: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anydecode.models.blockwise import is_blockwise, load_blockwise
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.draft_heads import is_draft_head, load_draft_head
 from anydecode.models.hydra import is_hydra, load_hydra
@@ -20,6 +21,7 @@ Loader = Callable[..., Network]
 _KINDS: tuple[tuple[Callable[[Checkpoint], bool], Loader], ...] = (
     (is_medusa, load_medusa),
     (is_hydra, load_hydra),
+    (is_blockwise, load_blockwise),
     (is_mtp, load_mtp),
     (is_draft_head, load_draft_head),
 )

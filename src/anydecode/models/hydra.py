@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.interface import Attention, Backend, Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.dense_layer import read_dense_layer
-from anydecode.models.drafter_files import check_target
+from anydecode.models.drafter_files import ReadRows, check_target, head_rows, mapped_tokens
 from anydecode.models.families.values import bool_value, int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
@@ -77,7 +78,7 @@ class HydraNetwork(StepNetwork):
         x = backend.add(head.residual.apply(backend, x), inner)
         for block in head.blocks:
             x = backend.add(x, backend.activate(block.apply(backend, x), "silu"))
-        return head.output.apply(backend, x)
+        return self.scaled_logits(backend, head.output.apply(backend, x))
 
     def step_matrices(self) -> Iterator[Weight]:
         for head in self.heads:
@@ -92,16 +93,23 @@ def is_hydra(checkpoint: Checkpoint) -> bool:
     return any(_BLOCK.fullmatch(name) for name in checkpoint.tensors)
 
 
-def load_hydra(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> HydraNetwork:
+def load_hydra(
+    checkpoint: Checkpoint,
+    target: Network,
+    dtype: str | None = None,
+    read_rows: ReadRows = dequantize_rows,
+) -> HydraNetwork:
     """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
         check_target(target)
-        return _Hydra(checkpoint, target, dtype).read()
+        return _Hydra(checkpoint, target, dtype, read_rows).read()
 
 
 class _Hydra:
-    def __init__(self, checkpoint: Checkpoint, target: Network, dtype: str | None) -> None:
-        self.checkpoint, self.target = checkpoint, target
+    def __init__(
+        self, checkpoint: Checkpoint, target: Network, dtype: str | None, read_rows: ReadRows
+    ) -> None:
+        self.checkpoint, self.target, self.read_rows = checkpoint, target, read_rows
         config = checkpoint.config
         if not bool_value(config, "grounded_heads", True):
             raise refusal("grounded_heads", False, "true: heads that read the drafted tokens")
@@ -113,15 +121,21 @@ class _Hydra:
         self.hidden = target.spec.hidden_size
 
     def read(self) -> HydraNetwork:
-        heads = [self._head(head) for head in range(len(self.blocks))]
-        prefix = self._prefix() if self.reader.has_module(_PREFIX) else None
         embedding = self.target.weights.embedding
+        packed, shared = [embedding], None
+        tokens = mapped_tokens(self.checkpoint, self.target.spec.vocab_size)
+        if not self.outputs:
+            shared = Linear(head_rows(self.reader, tokens, self.target, self.read_rows, packed))
+        size = self.target.spec.vocab_size if tokens is None else len(tokens)
+        heads = [self._head(head, size, shared) for head in range(len(self.blocks))]
+        prefix = self._prefix() if self.reader.has_module(_PREFIX) else None
         layers = [LayerWeights()] if prefix is None else prefix.weights.layers
-        weights = ModelWeights(embedding, layers, None, heads[0].output.weight)
-        spec = self._spec(len(heads), prefix)
-        return HydraNetwork(spec, weights, packed=(embedding,), heads=heads, prefix=prefix)
+        head = heads[0].output.weight
+        weights = ModelWeights(embedding, layers, None, head, head_tokens=tokens)
+        spec = self._spec(len(heads), 0 if tokens is None else size, prefix)
+        return HydraNetwork(spec, weights, packed=tuple(packed), heads=heads, prefix=prefix)
 
-    def _spec(self, num_heads: int, prefix: Network | None) -> ModelSpec:
+    def _spec(self, num_heads: int, head_size: int, prefix: Network | None) -> ModelSpec:
         target = self.target.spec
         layer = LayerSpec(None, None, mlp="none") if prefix is None else prefix.spec.layers[0]
         return ModelSpec(
@@ -134,6 +148,9 @@ class _Hydra:
             embedding_scale=target.embedding_scale,
             states=StateSpec((), self.hidden, num_heads=num_heads),
             has_final_norm=False,
+            head_size=head_size,
+            logit_scale=1.0 if self.outputs else target.logit_scale,
+            logit_softcap=None if self.outputs else target.logit_softcap,
         )
 
     def _numbers(self, pattern: re.Pattern[str]) -> dict[int, list[int]]:
@@ -147,28 +164,29 @@ class _Hydra:
 
     def _check_numbers(self) -> None:
         heads = list(range(len(self.blocks)))
-        is_valid = list(self.blocks) == list(self.outputs) == heads and len(heads) <= MAX_STEPS
+        is_valid = list(self.blocks) == heads and len(heads) <= MAX_STEPS
+        is_valid &= not self.outputs or list(self.outputs) == heads
         if not is_valid or any(len(found) > 1 for found in self.outputs.values()):
             raise CheckpointError(
                 f"{self.checkpoint.name}: has blocks of the Hydra heads {list(self.blocks)[:40]}"
                 f" and outputs of {list(self.outputs)[:40]}; allowed are 1 to {MAX_STEPS} heads"
             )
 
-    def _head(self, head: int) -> HydraHead:
+    def _head(self, head: int, size: int, shared: Linear | None) -> HydraHead:
         first, *others = (f"hydra_mlp.{head}.{number}" for number in self.blocks[head])
         wide, square = (self.hidden, (head + 2) * self.hidden), (self.hidden, self.hidden)
-        read, (number,) = self.reader.linear, self.outputs[head]
-        shape = (self.target.spec.vocab_size, self.hidden)
-        name = f"hydra_lm_head.{head}.{number}"
-        bias = None
-        if self.reader.has(f"{name}.bias"):
-            bias = self.reader.vector(f"{name}.bias", shape[0])
+        read = self.reader.linear
         return HydraHead(
             read(f"{first}.linear", wide, False),
             read(f"{first}.res_connection", wide, False),
             [read(f"{other}.linear", square, False) for other in others],
-            Linear(self.reader.matrix(name, shape, is_outer=True), bias),
+            shared or self._output(head, size),
         )
+
+    def _output(self, head: int, size: int) -> Linear:
+        name = f"hydra_lm_head.{head}.{self.outputs[head][0]}"
+        bias = self.reader.vector(f"{name}.bias", size) if self.reader.has(f"{name}.bias") else None
+        return Linear(self.reader.matrix(name, (size, self.hidden), is_outer=True), bias)
 
     def _prefix(self) -> Network:
         """The layer of Hydra++: one of the target's kind, which has its keys and values."""

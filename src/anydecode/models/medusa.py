@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.drafter_files import check_target
+from anydecode.models.drafter_files import ReadRows, check_target, head_rows, mapped_tokens
 from anydecode.models.families.values import bool_value, optional_number
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
@@ -73,11 +74,16 @@ def is_medusa(checkpoint: Checkpoint) -> bool:
     return _layout(checkpoint.tensors) is not None
 
 
-def load_medusa(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> MedusaNetwork:
+def load_medusa(
+    checkpoint: Checkpoint,
+    target: Network,
+    dtype: str | None = None,
+    read_rows: ReadRows = dequantize_rows,
+) -> MedusaNetwork:
     """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
         check_target(target)
-        return _Medusa(checkpoint, target, dtype).read()
+        return _Medusa(checkpoint, target, dtype, read_rows).read()
 
 
 def _layout(tensors: Mapping[str, Any]) -> tuple[re.Pattern[str], str] | None:
@@ -85,25 +91,28 @@ def _layout(tensors: Mapping[str, Any]) -> tuple[re.Pattern[str], str] | None:
 
 
 class _Medusa:
-    def __init__(self, checkpoint: Checkpoint, target: Network, dtype: str | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, target: Network, dtype: str | None, read_rows: ReadRows
+    ) -> None:
         layout = _layout(checkpoint.tensors)
         assert layout is not None, "checked by `is_medusa`"
         self.pattern, self.name = layout
-        self.checkpoint, self.target = checkpoint, target
+        self.checkpoint, self.target, self.read_rows = checkpoint, target, read_rows
         self.reader = TensorReader(checkpoint, dtype, re.sub(r"{\w+}", "0", self.name))
         self.hidden = target.spec.hidden_size
         self.packed: list[Weight] = [target.weights.embedding]
 
     def read(self) -> MedusaNetwork:
         counts = self._counts()
-        tokens, size = self._tokens()
-        heads = self._outputs(len(counts), size)
+        vocab = self.target.spec.vocab_size
+        tokens = mapped_tokens(self.checkpoint, vocab)
+        size = vocab if tokens is None else len(tokens)
+        heads, is_targets = self._outputs(len(counts), tokens, size)
         parts = [
             MedusaHead([self._block(head, block) for block in range(count)], output)
             for head, (count, output) in enumerate(zip(counts, heads, strict=True))
         ]
-        has_own_head = heads[0] is not self.target.weights.head
-        spec = self._spec(len(parts), 0 if tokens is None else size, has_own_head)
+        spec = self._spec(len(parts), 0 if tokens is None else size, not is_targets)
         embedding = self.target.weights.embedding
         weights = ModelWeights(embedding, [LayerWeights()], None, heads[0], head_tokens=tokens)
         return MedusaNetwork(spec, weights, packed=tuple(self.packed), heads=parts)
@@ -147,22 +156,23 @@ class _Medusa:
         name = self.name.format(head=head, block=block)
         return self.reader.linear(name, (self.hidden, self.hidden), False)
 
-    def _outputs(self, num_heads: int, size: int) -> list[Weight]:
-        """The last matrix of each head; without one in the files, the target's head."""
+    def _outputs(
+        self, num_heads: int, tokens: np.ndarray | None, size: int
+    ) -> tuple[list[Weight], bool]:
+        """The last matrix of each head, and whether it is the target's head, as without one in the
+        files."""
         names = [self._output_name(head) for head in range(num_heads)]
         found = [name for name in names if name is not None]
         if not found:
-            if size != self.target.spec.vocab_size:
-                raise CheckpointError(f"{self.checkpoint.name}: a token_map needs heads of its own")
-            self.packed.append(self.target.weights.head)
-            return [self.target.weights.head] * num_heads
+            head = head_rows(self.reader, tokens, self.target, self.read_rows, self.packed)
+            return [head] * num_heads, True
         if len(found) < num_heads:
             missing = names.index(None)
             raise CheckpointError(f"{self.checkpoint.name}: Medusa head {missing} has no output")
         read = {
             name: self.reader.matrix(name, (size, self.hidden), is_outer=True) for name in found
         }
-        return [read[name] for name in found]
+        return [read[name] for name in found], False
 
     def _output_name(self, head: int) -> str | None:
         """The module of a head's last matrix."""
@@ -176,17 +186,3 @@ class _Medusa:
                 one for one in names if one.startswith(start) and one[len(start) :].isdecimal()
             ]
         return next((name for name in options if self.reader.has(f"{name}.weight")), None)
-
-    def _tokens(self) -> tuple[np.ndarray | None, int]:
-        """The tokens of the heads' rows, if they are not all, and the number of rows."""
-        vocab = self.target.spec.vocab_size
-        stored = self.checkpoint.tensors.get("token_map")
-        if stored is None:
-            return None, vocab
-        tokens = np.asarray(stored)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
-            raise CheckpointError(
-                f"{self.checkpoint.name}: token_map is {tokens.dtype} of shape {tokens.shape}, not"
-                " a list of tokens"
-            )
-        return tokens.astype(np.int64), len(tokens)

@@ -11,7 +11,6 @@ from typing import Any
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize_rows
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.draft_heads import load_draft_head
 from anydecode.models.drafters import Loader, drafter_model, find_loader
 from anydecode.models.families import load_network
 from anydecode.models.interface import Model
@@ -126,7 +125,7 @@ def _open_head(
             f"{checkpoint.name} reads the states of its target, which {target.name} does not return"
         )
     options: dict[str, Any] = {}
-    if load is load_draft_head:
+    if load is not load_mtp:
         options["read_rows"] = getattr(target.executor, "read_rows", dequantize_rows)
     network = load(checkpoint, target.network, dtype, **options)
     packer = getattr(target.executor, "packer", None)

@@ -1,8 +1,8 @@
-"""Training of a drafter that reads the states of its target: EAGLE-3 (arXiv:2503.01840), on text
-that the target writes itself.
+"""Training of drafters that read the states of their target, on text that the target writes itself.
 
 A run has a folder, from which it can be resumed: `data/` (see `DrafterData`), `state.pt`,
-`log.json`, and `drafter/`, the drafter in the layout of released checkpoints.
+`log.json`, and `drafter/`, the drafter in the layout of released checkpoints. What the drafter is
+and how it learns is its recipe's (`training/drafters/`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,35 +21,36 @@ from safetensors.torch import save_file
 from torch import nn
 
 from anydecode.api.llm import LLM
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.interface import Attention
+from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
-from anydecode.models.network import GatedMlp, Network
+from anydecode.models.network import Network
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.drafter_data import NUM_HELD_OUT, DrafterData
-from anydecode.training.eagle3 import STEP_DECAY, Eagle3, Eagle3Shape, as_tensor, step_losses
+from anydecode.training.drafter_evaluation import measure
+from anydecode.training.drafters import find_recipe
+from anydecode.training.drafters.learner import Learner, StepLosses
 
-#: Drafted and verified as chains of this length for the acceptance by depth.
-DEPTH = 5
 #: Calls with the stage of a run and the fraction of it that is done, and a detail to print.
 Report = Callable[[str, float, str], None]
 
 
 @dataclass(frozen=True)
-class DrafterRecipe:
+class DrafterOptions:
     """How a drafter is trained. One of `minutes` and `steps` is the budget of the training itself.
 
     Attributes:
         minutes: See above.
         steps: See above.
+        recipe: The kind of drafter; see `RECIPES`.
         texts: Number of texts that the model writes.
         tokens: Maximum number of tokens of an answer.
         vocabulary: Number of tokens that the drafter's head has.
-        unrolled: Number of draft steps of the loss.
+        depth: Number of tokens that it learns to draft: draft steps, heads or slots of a block. The
+            recipe's by default.
         batch: Texts per step.
-        rate: Peak learning rate.
+        rate: Peak learning rate. The recipe's by default.
         seed: Random seed.
         save_seconds: Seconds between saved states.
         has_head: Whether the drafter's files have the rows of its head. They are the target's, from
@@ -58,68 +59,29 @@ class DrafterRecipe:
 
     minutes: float | None = None
     steps: int | None = None
+    recipe: str = "eagle-3"
     texts: int = 4000
     tokens: int = 256
     vocabulary: int = 8192
-    unrolled: int = 3
-    batch: int = 8
-    rate: float = 5e-4
+    depth: int | None = None
+    batch: int = 2
+    rate: float | None = None
     seed: int = 0
     save_seconds: float = 300.0
     has_head: bool = True
 
     def __post_init__(self) -> None:
+        find_recipe(self.recipe)
         if (self.minutes is None) == (self.steps is None):
             raise InvalidRequestError("training takes either minutes or steps")
-        sizes = (self.tokens, self.vocabulary, self.unrolled, self.batch)
-        if (self.minutes or self.steps or 0) <= 0 or min(sizes) < 1:
+        sizes = (self.tokens, self.vocabulary, self.batch)
+        given = [value for value in (self.minutes, self.steps, self.depth) if value is not None]
+        if min(*sizes, *given) <= 0:
             raise InvalidRequestError(
-                "minutes or steps, tokens, vocabulary, unrolled and batch must be more than 0"
+                "minutes or steps, tokens, vocabulary, depth and batch must be more than 0"
             )
         if self.texts <= NUM_HELD_OUT:
             raise InvalidRequestError(f"training needs more than {NUM_HELD_OUT} texts")
-
-
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The states that EAGLE-3 reads, by number of layers."""
-    if num_layers < 6:
-        raise UnsupportedCombinationError(
-            f"the drafter reads states of three layers of a model with at least 6, not {num_layers}"
-        )
-    return 2, num_layers // 2, num_layers - 3
-
-
-def shape_of(network: Network) -> Eagle3Shape:
-    """The drafter's sizes for a target. Raises UnsupportedCombinationError for targets of another
-    kind than dense Llama-like ones."""
-    spec, last = network.spec, network.spec.layers[-1]
-    attention, mlp = last.attention, network.weights.layers[-1].mlp
-    is_plain = (
-        isinstance(attention, Attention)
-        and attention.latent_dim is None
-        and last.rope is not None
-        and 2 * len(last.rope.frequencies) == attention.head_dim
-        and (last.rope.factor, last.rope.growth) == (1.0, 0.0)
-        and isinstance(mlp, GatedMlp)
-        and last.activation == "silu"
-        and spec.norm == "rms"
-        and (spec.logit_scale, spec.logit_softcap) == (1.0, None)
-    )
-    if not is_plain:
-        raise UnsupportedCombinationError(
-            "drafters can be trained for models whose last layer is that of Llama, with a head"
-            " without factors"
-        )
-    assert isinstance(attention, Attention) and isinstance(mlp, GatedMlp) and last.rope is not None
-    return Eagle3Shape(
-        width=spec.hidden_size,
-        heads=attention.num_heads,
-        kv_heads=attention.num_kv_heads,
-        head_width=attention.head_dim,
-        hidden=mlp.gate.weight.out_features,
-        frequencies=last.rope.frequencies,
-        norm_eps=spec.norm_eps,
-    )
 
 
 class DrafterRun:
@@ -128,20 +90,33 @@ class DrafterRun:
     Args:
         model: The target, in any of the forms that `LLM` takes a path in.
         folder: The run's folder: new, or that of an interrupted run to resume.
-        recipe: How to train.
+        options: How to train.
         dtype: The weight format of the target, whose states and answers are learned.
+        data: The folder of the texts and states, to which those that are missing are added; by
+            default one in the run's folder. Runs of several recipes can share one.
     """
 
     def __init__(
-        self, model: str | Path, folder: Path, recipe: DrafterRecipe, dtype: str | None = None
+        self,
+        model: str | Path,
+        folder: Path,
+        options: DrafterOptions,
+        dtype: str | None = None,
+        data: Path | None = None,
     ) -> None:
-        self.model_path, self.folder, self.recipe, self.dtype = model, folder, recipe, dtype
+        self.model_path, self.folder, self.dtype = model, folder, dtype
+        self.recipe = find_recipe(options.recipe)
+        self.options = replace(
+            options,
+            depth=options.depth or self.recipe.default_depth,
+            rate=options.rate or self.recipe.default_rate,
+        )
         self.target: Checkpoint = load_checkpoint(model)
-        self.network = load_network(self.target, dtype)
-        self.shape, spec = shape_of(self.network), self.network.spec
-        self.taps = default_taps(spec.num_layers)
+        self.network: Network = load_network(self.target, dtype)
+        spec = self.network.spec
         source = {"model": self.target.name, "dtype": dtype}
-        self.data = DrafterData(folder / "data", source, self.taps, spec.hidden_size)
+        taps = self.recipe.taps(spec.num_layers)
+        self.data = DrafterData(data or folder / "data", source, taps, spec.hidden_size)
         self.vocabulary: list[int] = []
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, Any]] = []
@@ -153,34 +128,44 @@ class DrafterRun:
         return self.folder / "drafter"
 
     @property
+    def depth(self) -> int:
+        """Number of tokens that the drafter learns to draft."""
+        return self.options.depth or self.recipe.default_depth
+
+    @property
     def progress(self) -> float:
         """The fraction of the training's budget that is spent."""
-        if self.recipe.minutes is not None:
-            return min(1.0, self.seconds / (60 * self.recipe.minutes))
-        return min(1.0, self.step / (self.recipe.steps or 1))
+        if self.options.minutes is not None:
+            return min(1.0, self.seconds / (60 * self.options.minutes))
+        return min(1.0, self.step / (self.options.steps or 1))
 
     def run(self, report: Report = lambda *_: None) -> None:
         """Write texts, collect states, train, and evaluate the drafter; what a run before has done
         is not repeated."""
-        recipe = self.recipe
-        with LLM(self.model_path, dtype=self.dtype, threads=torch.get_num_threads()) as llm:
-            self.data.generate(
-                llm,
-                recipe.texts,
-                recipe.tokens,
-                recipe.seed,
-                lambda done: report("texts", done, f"{len(self.data.texts)} texts"),
-            )
-            self.data.collect(llm, lambda done: report("states", done, ""))
+        self._check_state()
+        self.collect(report)
         self.train(report)
         self.evaluate(report)
         self._save_log()
+
+    def collect(self, report: Report = lambda *_: None) -> None:
+        """Write the texts and collect the states that are missing."""
+        options = self.options
+        with LLM(self.model_path, dtype=self.dtype, threads=torch.get_num_threads()) as llm:
+            self.data.generate(
+                llm,
+                options.texts,
+                options.tokens,
+                options.seed,
+                lambda done: report("texts", done, f"{len(self.data.texts)} texts"),
+            )
+            self.data.collect(llm, lambda done: report("states", done, ""))
 
     # --- training
 
     def train(self, report: Report = lambda *_: None) -> None:
         """Train until the budget is spent. Ctrl-C saves too."""
-        self._prepare()
+        self.prepare()
         last, saved = time.monotonic(), self.seconds
         sums: list[list[float]] = []
         if not self.step:
@@ -194,29 +179,26 @@ class DrafterRun:
                     self._record(acceptance=_means(sums[-10:]))
                 if self.step % 200 == 0:
                     self._record(held_out=self._held_out())
-                if self.seconds - saved > self.recipe.save_seconds:
-                    self._save()
+                if self.seconds - saved > self.options.save_seconds:
+                    self.save()
                     last, saved = time.monotonic(), self.seconds
                 first = _means(sums[-10:])[0]
                 report("training", self.progress, f"accepted first drafts: {first:.3f}")
             self._record(held_out=self._held_out())
         finally:
-            self._save()
+            self.save()
 
-    def _prepare(self) -> None:
-        recipe, spec, data = self.recipe, self.network.spec, self.data
-        self.vocabulary = data.vocabulary(recipe.vocabulary, spec.vocab_size)
-        embedding = as_tensor(self.network.weights.embedding)
-        head = as_tensor(self.network.weights.head)[self.vocabulary].clone()
-        torch.manual_seed(recipe.seed)
-        self.learner = Eagle3(self.shape, embedding, head)
-        self.learner.initialize(self.network)
+    def prepare(self) -> None:
+        """Make the drafter, untrained or as the run before has left it."""
+        options, spec, data = self.options, self.network.spec, self.data
+        self.vocabulary = data.vocabulary(options.vocabulary, spec.vocab_size)
+        torch.manual_seed(options.seed)
+        mask = data.unused_token(spec.vocab_size)
+        self.learner: Learner = self.recipe(self.network, self.vocabulary, self.depth, mask)
         self.optimizer = torch.optim.AdamW(
-            self.learner.parameters(), recipe.rate, (0.9, 0.95), weight_decay=0.01
+            self.learner.parameters(), self._rate, (0.9, 0.95), weight_decay=0.01
         )
-        self._rows = torch.full((spec.vocab_size,), -1)
-        self._rows[self.vocabulary] = torch.arange(len(self.vocabulary))
-        state = load_state(self.folder / "state.pt")
+        state = self._check_state()
         if state is not None:
             if state["vocabulary"] != self.vocabulary:
                 raise InvalidRequestError(
@@ -228,13 +210,30 @@ class DrafterRun:
             self.step, self.seconds = state["step"], state["seconds"]
             self.history = state["history"]
 
+    @property
+    def _rate(self) -> float:
+        return self.options.rate or self.recipe.default_rate
+
+    def _check_state(self) -> dict[str, Any] | None:
+        """The saved state. Raises InvalidRequestError if it is another recipe's."""
+        state = load_state(self.folder / "state.pt")
+        if state is None:
+            return None
+        for name, given in (("recipe", self.recipe.recipe), ("depth", self.depth)):
+            if state.get(name) != given:
+                raise InvalidRequestError(
+                    f"{self.folder}: was trained with {name} {state.get(name)}, not {given}; give"
+                    " the same, or another --out"
+                )
+        return state
+
     def _indices(self) -> list[int]:
         """The texts of the current step: every text once per epoch, in an order that depends on
         the seed and the epoch."""
-        size, count = self.recipe.batch, len(self.data.texts) - NUM_HELD_OUT
+        size, count = self.options.batch, len(self.data.texts) - NUM_HELD_OUT
         per_epoch = len(self.data.batches(range(count), size))
         epoch, index = divmod(self.step, per_epoch)
-        random = Random(f"{self.recipe.seed}/drafter/{epoch}")
+        random = Random(f"{self.options.seed}/drafter/{epoch}")
         indices = list(range(NUM_HELD_OUT, len(self.data.texts)))
         random.shuffle(indices)
         batches = self.data.batches(indices, size)
@@ -242,38 +241,38 @@ class DrafterRun:
         return batches[index]
 
     def _update(self) -> list[float]:
-        losses = self._losses(self._indices())
+        losses = self._losses(self._indices(), self.step)
+        decay = self.recipe.step_decay
         total = sum(
-            (STEP_DECAY**step * one.loss / max(1, one.count) for step, one in enumerate(losses)),
+            (decay**step * one.loss / max(1, one.count) for step, one in enumerate(losses)),
             torch.zeros(()),
         )
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(total)
         nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            warmup = min(1.0, (self.step + 1) / 100)
+            warmup = min(1.0, max((self.step + 1) / 100, self.progress / 0.04))
             schedule = 0.1 + 0.45 * (1 + math.cos(math.pi * self.progress))
-            group["lr"] = self.recipe.rate * warmup * schedule
+            group["lr"] = self._rate * warmup * schedule
         self.optimizer.step()
         self.step += 1
         return [one.accepted / max(1, one.count) for one in losses]
 
-    def _losses(self, indices: list[int]) -> list[Any]:
-        batch = self.data.load(indices)
-        # A token that the head has not cannot be drafted: its position is left out.
-        has_row = self._rows[batch.tokens.roll(-1, 1)] >= 0
-        trained = batch.is_answer & has_row
+    def _losses(self, indices: list[int], step: int) -> list[StepLosses]:
+        random = torch.Generator().manual_seed(
+            Random(f"{self.options.seed}/{step}").getrandbits(63)
+        )
         with torch.autocast("cpu", torch.bfloat16):
-            return step_losses(
-                self.learner, batch.tokens, batch.taps, batch.final, trained, self.recipe.unrolled
-            )
+            return self.learner.losses(self.data.load(indices), random)
 
     @torch.no_grad()
     def _held_out(self) -> list[float]:
         """The probability that a draft is accepted on held-out texts, by draft step."""
-        sums = np.zeros((2, self.recipe.unrolled))
-        for indices in self.data.batches(range(NUM_HELD_OUT), self.recipe.batch):
-            for step, one in enumerate(self._losses(indices)):
+        sums = np.zeros((2, self.depth))
+        for number, indices in enumerate(
+            self.data.batches(range(NUM_HELD_OUT), self.options.batch)
+        ):
+            for step, one in enumerate(self._losses(indices, -1 - number)):
                 sums[:, step] += one.accepted, one.count
         return [float(value) for value in sums[0] / sums[1].clip(1)]
 
@@ -281,8 +280,11 @@ class DrafterRun:
         rounded = {name: [round(one, 4) for one in value] for name, value in values.items()}
         self.history.append({"step": self.step, "seconds": round(self.seconds, 1), **rounded})
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write the state, the log and the drafter."""
         state = {
+            "recipe": self.recipe.recipe,
+            "depth": self.depth,
             "weights": self.learner.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
@@ -292,27 +294,20 @@ class DrafterRun:
         }
         save_state(self.folder / "state.pt", state)
         self._save_log()
-        save_eagle3(
-            self.drafter,
-            self.learner,
-            self.target.config,
-            self.taps,
-            self.vocabulary,
-            self.recipe.has_head,
-        )
+        save_drafter(self.drafter, self.learner, self.target.config, self.options.has_head)
 
     def _save_log(self) -> None:
         save_json(self.folder / "log.json", self.log())
 
     def log(self) -> dict[str, Any]:
-        """The recipe, the history, and the results."""
+        """The options, the history, and the results."""
         data = {
             "texts": len(self.data.texts),
             "tokens": self.data.starts[-1],
             "head_coverage": round(self.data.coverage(self.vocabulary), 4),
         }
         return {
-            "recipe": asdict(self.recipe),
+            "options": asdict(self.options),
             "data": data,
             "steps": self.step,
             "seconds": round(self.seconds, 1),
@@ -320,85 +315,35 @@ class DrafterRun:
             "results": self.results,
         }
 
-    # --- evaluation
-
     def evaluate(self, report: Report = lambda *_: None) -> None:
-        """Measure the drafter in the engine, on held-out prompts: tokens per pass of the target,
-        and the fraction of the drafts that is accepted at each depth of a chain, of those whose
-        predecessors were."""
+        """Measure the written drafter in the engine, on held-out prompts; see `measure`."""
         prompts = [text.prompt for text in self.data.texts[:NUM_HELD_OUT]]
         threads = torch.get_num_threads()
         with LLM(self.model_path, draft=self.drafter, dtype=self.dtype, threads=threads) as llm:
             for temperature in (0.0, 0.8):
-                reached, accepted = np.zeros(DEPTH), np.zeros(DEPTH)
-                passes = tokens = 0
-                answers = llm.generate(
-                    prompts,
-                    decoder=f"eagle:size={DEPTH},depth={DEPTH},width=1",
-                    temperature=temperature,
-                    max_tokens=self.recipe.tokens,
-                    trace=True,
+                self.results[f"temperature {temperature}"] = measure(
+                    llm, prompts, self.learner, self.options.tokens, temperature
                 )
-                for answer in answers:
-                    passes, tokens = passes + answer.stats.passes, tokens + len(answer.tokens)
-                    for event in answer.trace or ():
-                        length, kept = len(event["drafted"]), len(event["accepted"])
-                        reached[: min(kept + 1, length)] += 1
-                        accepted[:kept] += 1
                 report("evaluation", 0.5 if temperature == 0 else 1.0, "")
-                self.results[f"temperature {temperature}"] = {
-                    "tokens_per_pass": round(tokens / max(1, passes), 3),
-                    "accepted_by_depth": [
-                        round(float(value), 3) for value in accepted / reached.clip(1)
-                    ],
-                }
 
 
 def _means(rows: list[list[float]]) -> list[float]:
     return [float(value) for value in np.mean(rows, 0)]
 
 
-def save_eagle3(
-    folder: Path,
-    learner: Eagle3,
-    target: dict[str, Any],
-    taps: tuple[int, ...],
-    vocabulary: list[int],
-    has_head: bool = True,
+def save_drafter(
+    folder: Path, learner: Learner, target: dict[str, Any], has_head: bool = True
 ) -> None:
-    """Write a drafter in EAGLE-3's layout, in bfloat16. `target` is the target's config."""
-    shape, num_tokens = learner.shape, learner.embedding.shape[0]
-    tokens = torch.tensor(vocabulary)
-    kept = torch.zeros(num_tokens, dtype=torch.bool)
-    kept[tokens] = True
-    tensors = {
-        **{name: part.detach().bfloat16() for name, part in learner.state_dict().items()},
-        **({"lm_head.weight": learner.head.bfloat16()} if has_head else {}),
-        "d2t": tokens - torch.arange(len(tokens)),
-        "t2d": kept,
-    }
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.width,
-        "intermediate_size": shape.hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_width,
-        "max_position_embeddings": target["max_position_embeddings"],
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": target["rope_theta"],
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": num_tokens,
-        "draft_vocab_size": len(tokens),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(taps)},
-    }
+    """Write a drafter in the layout of its kind, with matrices in bfloat16. `target` is the
+    target's config."""
+    config, tensors = learner.files(target, has_head)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
     partial = path.with_suffix(".part")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(partial))
+    rounded = {
+        name: tensor.detach().bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file({name: tensor.contiguous() for name, tensor in rounded.items()}, str(partial))
     partial.replace(path)
     save_json(folder / "config.json", config)

@@ -82,11 +82,11 @@ class DrafterData:
     Args:
         folder: The folder, which need not exist.
         source: The name of the model and its weight format.
-        taps: Numbers of layers.
+        taps: Numbers of layers, whose states are read. A folder that exists may have more.
         hidden_size: Of the model.
 
     Raises:
-        InvalidRequestError: The folder has data from another source.
+        InvalidRequestError: The folder has data from another source, or lacks one of the taps.
     """
 
     def __init__(
@@ -96,9 +96,14 @@ class DrafterData:
         self.taps, self.hidden_size = tuple(taps), hidden_size
         source = {**source, "taps": list(taps), "hidden_size": hidden_size}
         source_file = folder / "source.json"
-        if source_file.is_file() and (stored := read_json(source_file)) != source:
-            raise InvalidRequestError(f"{folder} has data from {stored}, not from {source}")
-        save_json(source_file, source)
+        if source_file.is_file():
+            stored = read_json(source_file)
+            self.taps = tuple(stored.get("taps", ()))
+            if stored != {**source, "taps": list(self.taps)} or not set(taps) <= set(self.taps):
+                raise InvalidRequestError(f"{folder} has data from {stored}, not from {source}")
+        else:
+            save_json(source_file, source)
+        self._columns = [self.taps.index(tap) for tap in taps]
         self._texts_file, self._states_file = folder / "texts.jsonl", folder / "states.f16"
         self.texts: list[Text] = []
         self._num_chunks = 0
@@ -197,6 +202,11 @@ class DrafterData:
         others = (token for token in range(num_tokens) if token not in counts)
         return sorted([*ranked, *others][:size])
 
+    def unused_token(self, num_tokens: int) -> int:
+        """The first token that no text has; the last of `num_tokens` if there is none."""
+        used = {token for text in self.texts for token in text.tokens}
+        return next((token for token in range(num_tokens) if token not in used), num_tokens - 1)
+
     def coverage(self, vocabulary: Sequence[int]) -> float:
         """The fraction of the held-out answers' tokens that are in `vocabulary`."""
         kept = set(vocabulary)
@@ -215,15 +225,16 @@ class DrafterData:
     def load(self, indices: Sequence[int]) -> DraftBatch:
         """The texts `indices` with their states."""
         shape = (self.starts[-1], len(self.taps) + 1, self.hidden_size)
+        columns = [*self._columns, len(self.taps)]
         states = np.memmap(self._states_file, np.float16, "r", shape=shape)
         length = max(len(self.texts[index]) for index in indices)
         tokens = torch.zeros(len(indices), length, dtype=torch.long)
         is_answer = torch.zeros(len(indices), length, dtype=torch.bool)
-        rows = torch.zeros(len(indices), length, *shape[1:])
+        rows = torch.zeros(len(indices), length, len(columns), self.hidden_size)
         for row, index in enumerate(indices):
             text, start = self.texts[index], self.starts[index]
             tokens[row, : len(text)] = torch.tensor(text.tokens)
             is_answer[row, len(text.prompt) - 1 : len(text) - 1] = True
-            part = np.array(states[start : start + len(text)])
+            part = states[start : start + len(text), columns]
             rows[row, : len(text)] = torch.from_numpy(part).float()
         return DraftBatch(tokens, rows[:, :, :-1].flatten(2), rows[:, :, -1], is_answer)

@@ -107,9 +107,9 @@ class Drafting:
 
         def rotated(part: str, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
             parts = product(f"self_attn.{part}_proj", rows).reshape(len(rows), -1, width)
-            return rotate(
-                self._norm(parts, f"{name}.self_attn.{part}_norm"), positions, frequencies
-            )
+            if f"{name}.self_attn.{part}_norm.weight" in self.tensors:  # layers of Llama have none
+                parts = self._norm(parts, f"{name}.self_attn.{part}_norm")
+            return rotate(parts, positions, frequencies)
 
         q, k = rotated("q", inputs, places[len(context) :]), rotated("k", both, places)
         v = product("self_attn.v_proj", both).reshape(len(both), -1, width)

@@ -1,0 +1,26 @@
+"""Recipes of drafters that read the states of their target, by name."""
+
+from __future__ import annotations
+
+from anydecode.errors import InvalidRequestError
+from anydecode.training.drafters.blockwise import Blockwise
+from anydecode.training.drafters.dflash import DFlash
+from anydecode.training.drafters.dspark import DSpark
+from anydecode.training.drafters.eagle import Eagle
+from anydecode.training.drafters.eagle3 import Eagle3
+from anydecode.training.drafters.hydra import Hydra, HydraPlus
+from anydecode.training.drafters.learner import Learner
+from anydecode.training.drafters.medusa import Medusa
+from anydecode.training.drafters.peagle import PEagle
+
+RECIPES: dict[str, type[Learner]] = {
+    learner.recipe: learner
+    for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, DFlash, DSpark, PEagle)
+}
+
+
+def find_recipe(name: str) -> type[Learner]:
+    """The recipe of this name. Raises InvalidRequestError if there is none."""
+    if name not in RECIPES:
+        raise InvalidRequestError(f"recipe {name!r} is unknown; choose from {', '.join(RECIPES)}")
+    return RECIPES[name]

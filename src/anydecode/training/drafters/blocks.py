@@ -1,0 +1,73 @@
+"""Blocks of drafted tokens in training: where they begin, and their attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from anydecode.training.drafter_data import DraftBatch
+from anydecode.training.drafters.layers import Projections
+
+#: One block is trained per this number of tokens of an answer, at random places.
+TOKENS_PER_BLOCK = 4
+
+
+class Blocks(NamedTuple):
+    """Slots of blocks, `rows` in all.
+
+    Attributes:
+        inputs: What the attention reads of them, `[batch, rows, numbers]`.
+        positions: int64 `[batch, rows]`.
+        visible: bool `[slots, slots]`: to which slots of a block each of them attends.
+    """
+
+    inputs: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+
+
+def choose_starts(batch: DraftBatch, random: torch.Generator) -> torch.Tensor:
+    """The positions before the first tokens of blocks, `[batch, blocks]`: random ones of each text,
+    behind which the answer goes on; then, for texts with fewer blocks than others, one behind which
+    nothing is trained."""
+    chosen = []
+    for row in batch.is_answer:
+        found = torch.nonzero(row[1:])[:, 0]
+        count = -(-len(found) // TOKENS_PER_BLOCK)
+        chosen.append(found[torch.randperm(len(found), generator=random)[:count]])
+    none = batch.tokens.shape[1] - 2
+    return nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=none)
+
+
+def attend_blocks(
+    projections: Projections,
+    blocks: Blocks,
+    context: torch.Tensor,
+    places: torch.Tensor,
+    visible: torch.Tensor,
+) -> torch.Tensor:
+    """The output of an attention of blocks, `[batch, rows, width]`.
+
+    Args:
+        projections: Its matrices.
+        blocks: The blocks, which attend to a context and to themselves.
+        context: What the keys and values of the context read, `[batch, length, numbers]`.
+        places: The positions of the context, `[length]`.
+        visible: Whether a slot attends to a row of the context, `[batch, 1, rows, length]`.
+    """
+    x, positions, own = blocks
+    length, slots, least = context.shape[1], len(own), float("-inf")
+
+    def split(rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(*rows.shape[:2], -1, slots, rows.shape[-1])
+
+    q, keys = projections.queries(x, positions), projections.keys(x, positions)
+    values, others = projections.values(x), projections.keys(context, places)
+    far = (q @ others.transpose(-1, -2)).masked_fill(~visible, least)
+    near = (split(q) @ split(keys).transpose(-1, -2)).masked_fill(~own, least).flatten(2, 3)
+    weights = torch.softmax(torch.cat([far, near], -1).float(), -1).to(values.dtype)
+    mixed = weights[..., :length] @ projections.values(context)
+    mixed = mixed + (split(weights[..., length:]) @ split(values)).flatten(2, 3)
+    return projections.output(mixed)
