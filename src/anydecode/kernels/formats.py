@@ -157,7 +157,8 @@ def _to_float(weight: Weight, data: np.ndarray) -> np.ndarray:
     """Some rows of a weight in float32."""
     format, in_features = weight.format, weight.in_features
     if not is_packed(format):
-        return data.astype(np.float32, copy=False)
+        values = data.astype(np.float32, copy=False)
+        return values if weight.scale == 1 else values * np.float32(weight.scale)
     rows, (_, size) = data.shape[0], BLOCKS[format]
     out = np.empty((rows, in_features), np.float32)
     step = max(1, GROUP_VALUES // max(1, in_features))

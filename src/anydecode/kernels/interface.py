@@ -40,8 +40,7 @@ class Weight:
     `data` is `[out_features, in_features]` in float32, float16 or bfloat16, or uint8
     `[out_features, bytes_per_row]` in GGUF's block layout. `name` is the module's name in the
     Hugging Face layout without `.weight` (`model.layers.3.self_attn.q_proj`), by which adapters
-    identify their targets. The values of a block format are multiplied by `scale`, which is 1 for
-    other formats.
+    identify their targets. The values are multiplied by `scale`.
     """
 
     format: str
