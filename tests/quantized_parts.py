@@ -57,8 +57,8 @@ def bitsandbytes_four_bits(
 
 
 def bitsandbytes_int8(matrix: np.ndarray) -> Parts:
-    largest = np.abs(matrix).max(1)
-    codes = np.rint(matrix * (127 / largest)[:, None]).astype(np.int8)
+    largest = np.abs(matrix.astype(np.float16)).max(1).astype(np.float32)
+    codes = np.rint(matrix * (127 / largest)[:, None]).clip(-127, 127).astype(np.int8)
     parts = {"weight": codes, "SCB": largest, "weight_format": np.array(0, np.uint8)}
     return parts, codes * (largest / np.float32(127))[:, None]
 
@@ -259,7 +259,7 @@ CASES = {
     "bitsandbytes fp4": Case(
         bitsandbytes_four_bits, {"kind": "fp4", "dtype": "float32"}, BITSANDBYTES, "F32"
     ),
-    "bitsandbytes int8": Case(bitsandbytes_int8, {}, EIGHT, "F32"),
+    "bitsandbytes int8": Case(bitsandbytes_int8, {}, EIGHT, "Q8_0"),
     "hqq 8 bits": Case(hqq, {"bits": 8}, HQQ, "F16"),
     "hqq 4 bits": Case(hqq, {"bits": 4}, HQQ, "Q4_1"),
     "hqq 3 bits": Case(hqq, {"bits": 3}, HQQ, "Q4_1"),

@@ -146,6 +146,18 @@ def test_plain_numbers_are_the_bits_of_the_tools(name: str, tmp_path: Path) -> N
     assert np.array_equal(weight.data, values.astype(weight.data.dtype))
 
 
+def test_an_order_that_is_not_used(tmp_path: Path) -> None:
+    case = CASES["packed int4"]
+    matrix = np.random.default_rng(2).standard_normal((6, 128), np.float32)
+    parts, values = case.write(matrix)
+    parts["weight_g_idx"] = np.full(128, -1, np.int32)
+    tensors = {f"x.{part}": array for part, array in parts.items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight) and weight.format == "Q4_0"
+    assert np.array_equal(dequantize(weight), values)
+
+
 def test_hqq_writes_no_settings_of_its_own(tmp_path: Path) -> None:
     parts, values = quantized_parts.hqq(matrices()["model.layers.0.mlp.down_proj"], bits=8)
     folder = write_folder(tmp_path / "m", {f"x.{part}": array for part, array in parts.items()})

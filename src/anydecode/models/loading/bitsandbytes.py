@@ -3,7 +3,8 @@ per run of numbers (Dettmers et al., 2023, arXiv:2305.14314), and int8 with a sc
 (Dettmers et al., 2022, arXiv:2208.07339).
 
 4-bit weights become plain numbers in the type from which they were quantised, which is named in the
-file: the same bits to which bitsandbytes dequantises them. No kernel has these tables.
+file: the same bits to which bitsandbytes dequantises them. No kernel has these tables. int8 becomes
+Q8_0, without loss.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ def layouts(settings: Any, path: object) -> list[Layout]:
 
 
 def _read_int8(get: Get, has: Has, module: str, settings: Any) -> Weight:
-    """The scales are the largest absolute values of the outputs."""
+    """The scales are the largest absolute values of the outputs, over 127. The values were float16,
+    so that Q8_0 holds them, and 1/127 is the factor of all."""
     numbers, largest = get(f"{module}.weight"), get(f"{module}.SCB")
     stored = int(get(f"{module}.weight_format")) if has(f"{module}.weight_format") else 0
     if stored:
         raise CheckpointError(f"the weight_format of {module!r} is {stored}; supported is 0")
     if numbers.dtype != np.int8 or largest.dtype != np.float32:
         raise misfit(module, numbers, largest)
-    scales = largest.reshape(-1, 1) / np.float32(127)
-    return scaled_weight(numbers, scales, np.zeros(numbers.shape[-1], np.int64), module)
+    groups = np.zeros(numbers.shape[-1], np.int64)
+    weight = scaled_weight(numbers, largest.reshape(-1, 1), groups, module)
+    weight.scale /= 127
+    return weight
 
 
 def _read_four_bits(get: Get, has: Has, module: str, settings: Any) -> Weight:

@@ -121,6 +121,8 @@ def _groups(get: Get, has: Has, module: str, num_inputs: int, num_groups: int) -
     if not has(f"{module}.weight_g_idx"):
         return runs(num_inputs, num_groups, module)
     groups = get(f"{module}.weight_g_idx")
+    if groups.dtype.kind == "i" and (groups == -1).any():  # declared, but not used
+        return runs(num_inputs, num_groups, module)
     is_valid = groups.dtype.kind == "i" and groups.shape == (num_inputs,)
     if not is_valid or groups.min() < 0 or groups.max() >= num_groups:
         raise CheckpointError(
