@@ -17,6 +17,7 @@ from anydecode.kernels import ptq161 as layout
 from anydecode.kernels.formats import check_weight, dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.models.opening import choose_executor
 from anydecode.quantization import ptq161
 from certificates import assert_certified, assert_rejected
@@ -114,6 +115,31 @@ def test_a_file_has_the_logits_of_its_dense_weights(source: Path) -> None:
     cache = model.new_cache(len(TOKENS))
     parts = [logits(model, chain(TOKENS[a:b], a), cache) for a, b in ((0, 6), (6, 12), (12, 13))]
     assert np.array_equal(np.concatenate(parts), together)
+
+
+def test_a_file_with_other_columns_is_refused_in_one_line(source: Path) -> None:
+    target = source.with_name("small.gguf")
+    ptq161.quantize_gguf(source, target, ["a text to calibrate with"], epochs=0)
+    content = target.read_bytes()
+    name = b"blk.1.attn_q.columns"
+    for wrong, message in (
+        (b"blk.1.attn_q.colunms", "is not part of the llama models|has no 'blk.1.attn_q.columns'"),
+        (b"", "not a PTQ161 matrix of 64 by 64 with 13 salient inputs"),
+    ):
+        changed = content.replace(name, wrong) if wrong else zeroed(target)
+        target.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            load_checkpoint(target).tensors["model.layers.1.self_attn.q_proj.weight"]
+        assert "\n" not in str(caught.value)
+        target.write_bytes(content)
+
+
+def zeroed(path: Path) -> bytes:
+    """The file with all columns of one matrix salient."""
+    info = GGUFFile(path).tensors["blk.1.attn_q.columns"]
+    content = bytearray(path.read_bytes())
+    content[info.offset : info.offset + info.num_bytes] = bytes(info.num_bytes)
+    return bytes(content)
 
 
 def test_bits_per_weight() -> None:

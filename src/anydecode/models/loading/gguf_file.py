@@ -164,6 +164,7 @@ class GGUFFile:
         weight = Weight(info.format, rows, info.shape[-1], raw.reshape(rows, -1), weight_name)
         if info.format == ptq161.FORMAT:
             weight.columns = self._columns(info)
+            ptq161.check(weight)
         return weight
 
     def _columns(self, info: TensorInfo) -> np.ndarray:

@@ -20,6 +20,7 @@ from anydecode.kernels.library import load_library
 from anydecode.kernels.packing import Packer
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.opening import check_torch
 from anydecode.quantization import ptq161
 from anydecode.tasks.tasks import TASKS, examples
 
@@ -74,6 +75,7 @@ def read_bits(weight: Weight) -> np.ndarray:
 @oracle_test(ptq161.KEY)
 def sub_two_bits() -> Iterator[Check]:
     """The rule, the format, the kernel and the learning."""
+    check_torch(f"the certificate of {ptq161.KEY}")
     import torch
 
     from anydecode.quantization.ptq161_blocks import Binarized, distance
