@@ -459,7 +459,7 @@ def test_awq(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' are not supported"),
+        ({"quant_method": "eetq"}, "'eetq' are not supported"),
         ({"quant_method": "fp8"}, "FP8 of format 'e4m3' with weight_block_size None"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv layout"),

@@ -77,6 +77,10 @@ BENCHES = {
         "anydecode.benchmarks.quantization:bench_quantization",
         "Accuracy lost by a diffusion model in quantised formats, at the same number of passes.",
     ),
+    "perplexity": Bench(
+        "anydecode.benchmarks.perplexity:bench_perplexity",
+        "The perplexity of a text under several models, or one model in several formats.",
+    ),
     "serving": Bench(
         "anydecode.benchmarks.serving.bench:bench_serving",
         "A request trace replayed against a server: latencies and goodput under an SLO.",

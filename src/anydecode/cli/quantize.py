@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,9 +24,21 @@ def quantize(
     format: Annotated[
         str,
         typer.Option(
-            "--format", help="Format of the weights, such as q8_0, q6_k, q4_k, iq4_nl or mxfp4."
+            "--format",
+            help="Format of the weights, such as q8_0, q6_k, q4_k, iq4_nl, mxfp4 or ptq161.",
         ),
     ] = "q4_k",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            help="Texts for ptq161, separated by empty lines; default: the package's prompts.",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option("--epochs", min=0, help="Passes of ptq161 over all texts; default: 20."),
+    ] = None,
     prompt: Annotated[
         str,
         typer.Option("--prompt", help="A text that the new model continues; empty: no check."),
@@ -41,6 +53,7 @@ def quantize(
     """
     from anydecode.api.llm import LLM
     from anydecode.models.loading import load_checkpoint
+    from anydecode.quantization import ptq161
     from anydecode.quantization.gguf import quantize_file
 
     source = load_checkpoint(model).path
@@ -49,15 +62,21 @@ def quantize(
             f"{source}: is a folder; `quantize` reads GGUF files, which convert_hf_to_gguf.py of"
             " llama.cpp writes"
         )
-    with progress("the new file", unit="bytes") as bar:
-        summary = quantize_file(
-            source,
-            out,
-            format,
-            overwrite=force,
-            threads=threads or usable_cores(),
-            progress=lambda done, total, name: bar.update(done, total, detail=name),
-        )
+    is_calibrated = format.lower() == ptq161.KEY
+    if not is_calibrated and (calibrate is not None or epochs is not None):
+        raise InvalidRequestError(f"--calibrate and --epochs are options of {ptq161.KEY} alone")
+    with progress("the new file", unit="count" if is_calibrated else "bytes") as bar:
+        common: dict[str, Any] = {
+            "overwrite": force,
+            "threads": threads or usable_cores(),
+            "progress": lambda done, total, name: bar.update(done, total, detail=name),
+        }
+        if is_calibrated:
+            texts = ptq161.calibration_texts(calibrate)
+            given = ptq161.EPOCHS if epochs is None else epochs
+            summary = ptq161.quantize_gguf(source, out, texts, epochs=given, **common)
+        else:
+            summary = quantize_file(source, out, format, **common)
     text = None
     if prompt:
         with LLM(str(out), **options.without_none(threads=threads)) as llm:

@@ -15,6 +15,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels import ptq161
 from anydecode.kernels.bit_fields import bits, flat, half, nibbles, signed
 from anydecode.kernels.grids import GRID_FORMATS, grid_codes
 from anydecode.kernels.interface import Weight
@@ -77,6 +78,8 @@ def row_bytes(format: str, in_features: int) -> int:
     Raises:
         ValueError: The row does not divide into blocks of the format.
     """
+    if format == ptq161.FORMAT:
+        return ptq161.row_bytes(in_features)
     values, size = BLOCKS[format]
     if in_features % values:
         raise ValueError(f"a row of {in_features} values does not divide into {format} blocks")
@@ -89,6 +92,9 @@ def check_weight(weight: Weight) -> None:
     Raises:
         CheckpointError: They are not those of the weight's format and size.
     """
+    if weight.format == ptq161.FORMAT:
+        ptq161.check(weight)
+        return
     packed = is_packed(weight.format)
     values, size = BLOCKS[weight.format]
     columns = weight.in_features // values * size if packed else weight.in_features
@@ -157,7 +163,10 @@ def _to_float(weight: Weight, data: np.ndarray) -> np.ndarray:
     """Some rows of a weight in float32."""
     format, in_features = weight.format, weight.in_features
     if not is_packed(format):
-        return data.astype(np.float32, copy=False)
+        values = data.astype(np.float32, copy=False)
+        return values if weight.scale == 1 else values * np.float32(weight.scale)
+    if format == ptq161.FORMAT:
+        return ptq161.dequantize(weight, data)
     rows, (_, size) = data.shape[0], BLOCKS[format]
     out = np.empty((rows, in_features), np.float32)
     step = max(1, GROUP_VALUES // max(1, in_features))

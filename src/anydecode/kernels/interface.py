@@ -25,6 +25,8 @@ FORMATS = (
     "NVFP4", "TQ1_0", "TQ2_0",
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 )  # fmt: skip
+#: Weight formats that GGUF does not have.
+OWN_FORMATS = ("PTQ161",)
 
 #: `Rows.variant` of rows that only store keys and values, see `Network.storing_layer`.
 STORE_ONLY = -1
@@ -40,8 +42,8 @@ class Weight:
     `data` is `[out_features, in_features]` in float32, float16 or bfloat16, or uint8
     `[out_features, bytes_per_row]` in GGUF's block layout. `name` is the module's name in the
     Hugging Face layout without `.weight` (`model.layers.3.self_attn.q_proj`), by which adapters
-    identify their targets. The values of a block format are multiplied by `scale`, which is 1 for
-    other formats.
+    identify their targets. The values are multiplied by `scale`. `columns` has the scales of the
+    inputs of PTQ161 (see `kernels/ptq161.py`); other formats have none.
     """
 
     format: str
@@ -50,11 +52,12 @@ class Weight:
     data: np.ndarray
     name: str = ""
     scale: float = 1.0
+    columns: np.ndarray | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `data`."""
-        return self.data.nbytes
+        """Bytes of `data` and `columns`."""
+        return self.data.nbytes + (0 if self.columns is None else self.columns.nbytes)
 
     def free(self) -> None:
         """Free `data`, after an executor has packed its own copy."""

@@ -15,11 +15,11 @@ import numpy as np
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.build import local_variants
 from anydecode.kernels.host import has_torch
-from anydecode.kernels.interface import FORMATS
+from anydecode.kernels.interface import FORMATS, OWN_FORMATS
 from anydecode.kernels.library_cache import built_library
 
 #: Format name -> its code in C (`enum Format`).
-FORMAT_CODES = {name: code for code, name in enumerate(FORMATS)}
+FORMAT_CODES = {name: code for code, name in enumerate((*FORMATS, *OWN_FORMATS))}
 
 
 class Matrix(ctypes.Structure):
@@ -33,6 +33,7 @@ class Matrix(ctypes.Structure):
         ("out_features", c_int32),
         ("in_features", c_int32),
         ("scale", c_float),
+        ("columns", pointer),
     ]
 
 

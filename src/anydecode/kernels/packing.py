@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 
+from anydecode.kernels import ptq161
 from anydecode.kernels.formats import check_weight
 from anydecode.kernels.grids import GRID_FORMATS, grid
 from anydecode.kernels.interface import Weight
@@ -17,7 +18,7 @@ from anydecode.kernels.mapped import address_of, release_mapped
 from anydecode.kernels.pages import map_anonymous
 
 #: Formats whose products read float32 rows; products of the others read rows quantised to int8.
-FLOAT_FORMATS = ("F32", "F16", "BF16")
+FLOAT_FORMATS = ("F32", "F16", "BF16", "PTQ161")
 _CHUNK = 1 << 25
 _HUGE = 1 << 21  # bytes of a huge page
 
@@ -42,6 +43,7 @@ class Packer:
         self._next_address = 0
         self._packed: weakref.WeakKeyDictionary[Weight, Matrix] = weakref.WeakKeyDictionary()
         self._matrices: list[Matrix] = []
+        self._tables: list[np.ndarray] = []
         self.num_bytes = 0
         self.has_quantised = False  # whether any packed weight is quantised
 
@@ -64,13 +66,22 @@ class Packer:
         points = grid_table(weight.format) if weight.format in GRID_FORMATS else None
         matrix = Matrix(
             self._allocate(size), None if points is None else points.ctypes.data, group_bytes, code,
-            weight.out_features, weight.in_features, weight.scale,
+            weight.out_features, weight.in_features, weight.scale, self._columns(weight),
         )  # fmt: skip
         self._library.repack(ctypes.byref(matrix), address_of(data), data.strides[0], self._threads)
         release_mapped(weight.data)
         self.num_bytes += size
         self.has_quantised |= weight.format not in FLOAT_FORMATS
         return matrix
+
+    def _columns(self, weight: Weight) -> int | None:
+        """The address of the order and the scales of the inputs of PTQ161; None for others."""
+        if weight.columns is None:
+            return None
+        table = ptq161.column_table(weight.columns)
+        self._tables.append(table)
+        self.num_bytes += table.nbytes
+        return address_of(table)
 
     def _allocate(self, size: int) -> int:
         """The address of `size` new bytes, aligned to cache lines."""

@@ -157,16 +157,20 @@ class ReferenceBackend(Backend):
         return torch.cat(parts, -1).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: Rope) -> torch.Tensor:
-        bound = self._rows()
         if rope not in self._rotary:
             table = elementary.RotaryTable(rope, self.device)
             self._rotary[rope] = table
-        cos, sin = self._rotary[rope].rows(bound.positions, bound.max_position)
+        cos, sin = self._rotary[rope].rows(*self.rope_positions(len(x)))
         cos, sin, half = cos[:, None, :], sin[:, None, :], cos.shape[1]
         heads = x.view(len(x), num_heads, -1)
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         rotated = (first * cos - second * sin, second * cos + first * sin, rest)
         return torch.cat(rotated, -1).flatten(-2)
+
+    def rope_positions(self, count: int) -> tuple[torch.Tensor, int]:
+        """The positions of the `count` rows, int64, and the largest of them."""
+        bound = self._rows()
+        return bound.positions, bound.max_position
 
     def store(self, k: torch.Tensor, v: torch.Tensor | None, layer: int, shape: Attention) -> None:
         bound = self._rows()

@@ -114,6 +114,6 @@ def _dense_groups(weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
     step = max(64, GROUP_VALUES // weight.in_features // 64 * 64)
     for first in range(0, weight.out_features, step):
         data = weight.data[first : first + step]
-        if weight.format != "F32":
+        if weight.format != "F32" or weight.scale != 1:
             data = dequantize(replace(weight, out_features=len(data), data=data))
         yield first, as_tensor(data)

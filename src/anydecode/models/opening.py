@@ -18,6 +18,7 @@ from anydecode.errors import (
     UnsupportedCombinationError,
 )
 from anydecode.kernels.host import has_torch
+from anydecode.kernels.interface import OWN_FORMATS
 from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.kernels.packing import Packer
 from anydecode.models.checkpoint import Checkpoint
@@ -134,7 +135,9 @@ def _triton_executor(
                 "recurrent layers run on the CPU only; use device='cpu'"
             )
         missing = ""
-        if any(layer.has_sinks for layer in network.spec.layers):
+        if any(weight.format in OWN_FORMATS for weight in network.matrices()):
+            missing = "PTQ161"
+        elif any(layer.has_sinks for layer in network.spec.layers):
             missing = "attention sinks (gpt-oss)"
         elif any(shape.is_two_sided for shape in shapes):
             missing = "windows on both sides (ModernBERT)"

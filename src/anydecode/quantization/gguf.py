@@ -13,7 +13,7 @@ import os
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.kernels import ptq161
 from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize, plain_weight, row_bytes
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.gguf_file import FORMAT_CODES, GGUFFile, TensorInfo
@@ -72,6 +73,7 @@ def quantize_file(
     overwrite: bool = False,
     threads: int = 1,
     progress: Progress = lambda done, total, name: None,
+    given: Mapping[str, Weight] | None = None,
 ) -> Summary:
     """Write the model of a GGUF file to another one in another format.
 
@@ -82,6 +84,7 @@ def quantize_file(
         overwrite: Whether the target may exist.
         threads: Number of threads.
         progress: Called with the bytes written, those in all, and the name of a tensor.
+        given: Tensors that are quantised already, by name.
 
     Raises:
         InvalidRequestError: The format is unknown, or the target cannot be written.
@@ -91,7 +94,7 @@ def quantize_file(
     if format not in FORMATS:
         allowed = ", ".join(name.lower() for name in FORMATS)
         raise InvalidRequestError(f"unknown format {format.lower()!r}; choose from {allowed}")
-    _check_target(source, target, overwrite)
+    check_target(source, target, overwrite)
     file = GGUFFile(source)
     architecture = str(file.metadata.get("general.architecture"))
     factors = [
@@ -104,7 +107,10 @@ def quantize_file(
             f"{source}: {factors[0]!r} is a factor of a quantised weight; use a file whose weights"
             " have no factors of their own"
         )
+    check_source(file)
     plan = {info.name: _planned(info, format) for info in file.tensors.values()}
+    errors = _Errors()
+    stored = _stored(file, given or {}, plan, errors)
     header, offsets, size = _header(file, plan, format)
     free = shutil.disk_usage(target.parent).free
     if size > free:
@@ -112,15 +118,19 @@ def quantize_file(
             f"{target}: needs {size / 1e9:.2f} GB; the disk has {free / 1e9:.2f} GB free"
         )
     part = target.with_name(f"{target.name}.part")
-    errors = _Errors()
     try:
         with part.open("wb") as out, ThreadPoolExecutor(threads) as pool:
             out.write(header)
-            for info in file.tensors.values():
-                out.write(b"\0" * (len(header) + offsets[info.name] - out.tell()))
-                for data in _encoded(file, info, plan[info.name], pool, threads, errors):
+            for name, planned in plan.items():
+                out.write(b"\0" * (len(header) + offsets[name] - out.tell()))
+                parts: Iterable[bytes] = (
+                    [stored[name].tobytes()]
+                    if name in stored
+                    else _encoded(file, file.tensors[name], planned, pool, threads, errors)
+                )
+                for data in parts:
                     out.write(data)
-                    progress(out.tell(), size, info.name)
+                    progress(out.tell(), size, name)
         os.replace(part, target)
     except OSError as error:
         raise InvalidRequestError(f"{target}: cannot be written: {error.strerror}") from None
@@ -138,7 +148,37 @@ def quantize_file(
     )
 
 
-def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+def check_source(file: GGUFFile) -> None:
+    """Raise CheckpointError for a file that was quantised by PTQ1.61."""
+    if any(info.format == ptq161.FORMAT for info in file.tensors.values()):
+        raise CheckpointError(
+            f"{file.path}: is in {ptq161.FORMAT}; use the file from which it was made"
+        )
+
+
+def _stored(
+    file: GGUFFile, given: Mapping[str, Weight], plan: dict[str, TensorInfo], errors: _Errors
+) -> dict[str, np.ndarray]:
+    """The data of quantised tensors by name, after they were added to the plan."""
+    stored: dict[str, np.ndarray] = {}
+    for name, weight in given.items():
+        info = file.tensors[name]
+        plan[name] = replace(info, format=weight.format, num_bytes=weight.data.nbytes)
+        stored[name] = weight.data
+        tensor = file.view(info)
+        values = dequantize(tensor if isinstance(tensor, Weight) else plain_weight(tensor)).ravel()
+        difference = dequantize(weight).ravel() - values
+        errors.add(float(difference @ difference), float(values @ values))
+        if weight.columns is not None:
+            columns = f"{name.removesuffix('.weight')}.columns"
+            size = weight.columns.nbytes
+            plan[columns] = TensorInfo(columns, "BF16", weight.columns.shape, 0, size)
+            stored[columns] = weight.columns
+    return stored
+
+
+def check_target(source: Path, target: Path, overwrite: bool) -> None:
+    """Raise InvalidRequestError if `target` is no name of a new file."""
     if target.suffix != ".gguf":
         raise InvalidRequestError(f"{target}: the new file must be called NAME.gguf")
     if target.is_dir() or not target.parent.is_dir():

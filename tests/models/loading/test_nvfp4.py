@@ -112,7 +112,7 @@ def test_wrong_parts_are_refused_in_one_line(
     ("settings", "message"),
     [
         ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "ModelOpt with quant_algo 'W4A8_AWQ'"),
-        ({**COMPRESSED, "format": "pack-quantized"}, "with format 'pack-quantized'.*'nvfp4-pack"),
+        ({**COMPRESSED, "format": "marlin-24"}, "with format 'marlin-24'.*nvfp4-pack"),
     ],
 )
 def test_other_settings_are_refused(settings: dict[str, str], message: str, tmp_path: Path) -> None:

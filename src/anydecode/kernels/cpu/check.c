@@ -12,7 +12,7 @@ static const int stored_row_bytes[NUM_FORMATS] = {
     [Q5_0] = 176, [Q5_1] = 192, [Q2_K] = 84, [Q3_K] = 110, [Q4_K] = 144, [Q5_K] = 176,
     [Q6_K] = 210, [IQ4_NL] = 144, [IQ4_XS] = 136, [MXFP4] = 136, [NVFP4] = 144, [TQ1_0] = 54,
     [TQ2_0] = 66, [IQ1_S] = 50, [IQ1_M] = 56, [IQ2_XXS] = 66, [IQ2_XS] = 74, [IQ2_S] = 82,
-    [IQ3_XXS] = 98, [IQ3_S] = 110};
+    [IQ3_XXS] = 98, [IQ3_S] = 110, [PTQ161] = 60};
 
 static uint32_t next_random(uint32_t *state) {
   *state = *state * 1664525u + 1013904223u;
@@ -36,14 +36,19 @@ static int products_agree(int format, const Kernels *candidate, const Kernels *p
   static _Alignas(64) uint8_t scratch[ROWS * (IN / 32) * sizeof(Activations)];
   static _Alignas(64) float x[ROWS * IN], out[2][ROWS * OUT];
   static uint8_t grid[8 * 2048]; /* as many points as the largest one has */
+  static uint16_t columns[2 * IN]; /* of PTQ161 */
   const Kernels *both[2] = {candidate, plain};
   uint32_t state = 1u + (uint32_t)format;
   int64_t group_bytes = packed_group_bytes(format, IN);
   fill(format, stored, &state);
   for (size_t i = 0; i < sizeof grid; i++) grid[i] = (uint8_t)(64 + (next_random(&state) & 127));
+  for (int i = 0; i < IN; i++) {
+    columns[i] = (uint16_t)(i * 77 % IN);
+    columns[IN + i] = (uint16_t)(0x3f00 | (next_random(&state) & 0x7f));
+  }
   for (int i = 0; i < ROWS * IN; i++) x[i] = (float)next_random(&state) * 0x1p-23f - 1.0f;
   for (int i = 0; i < 2; i++) {
-    Matrix w = {packed[i], grid, group_bytes, format, OUT, IN, 0.75f};
+    Matrix w = {packed[i], grid, group_bytes, format, OUT, IN, 0.75f, columns};
     both[i]->repack(&w, stored, stored_row_bytes[format], 0, GROUPS);
     both[i]->linear(&w, x, ROWS, NULL, out[i], scratch);
   }

@@ -185,7 +185,7 @@ static void expert_products(const Op *op, const ExpertScratch *scratch, int whic
     split_groups(w, part, parts, &begin, &end);
     if (begin >= end) continue;
     const void *from = x + (int64_t)first * w->in_features;
-    if (!is_float(w->format))
+    if (!reads_floats(w->format))
       from = scratch->quantised + (int64_t)first * (w->in_features / QUANT_BLOCK);
     const float *bias = op->routing->bias[which];
     if (bias) bias += (int64_t)e * w->out_features;

@@ -300,7 +300,7 @@ static void linear(const Matrix *w, const float *x, int n, const float *bias, fl
                    uint8_t *scratch) {
   int64_t blocks = w->in_features / QUANT_BLOCK;
   const void *from = x;
-  if (!is_float(w->format)) {
+  if (!reads_floats(w->format)) {
     Activations *quantised = (Activations *)scratch;
     for (int r = 0; r < n; r++)
       quantise_row(x + (int64_t)r * w->in_features, w->in_features, quantised + r * blocks);

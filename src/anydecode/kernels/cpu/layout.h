@@ -19,7 +19,7 @@ enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 8 };
 enum Format {
   F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
   Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4, TQ1_0, TQ2_0,
-  IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, NUM_FORMATS
+  IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, PTQ161, NUM_FORMATS
 };
 
 enum Code {
@@ -40,12 +40,14 @@ enum { BUFFER_STREAM = -1, BUFFER_LOGITS = -2, BUFFER_NONE = -3 };
 enum Error { OK, ERROR_TOKEN, ERROR_SLOT, ERROR_TABLE, ERROR_ADAPTER, ERROR_MEMORY };
 
 /* A matrix packed in groups of eight output columns, one per lane. Its values are multiplied by
- * `scale`. `grid`: the points of IQ1, IQ2 and IQ3 (see grids.h), or NULL. */
+ * `scale`. `grid`: the points of IQ1, IQ2 and IQ3 (see grids.h), or NULL. `columns`: of PTQ161, the
+ * order of its inputs, those with signs first, and then their scales in bfloat16; else NULL. */
 typedef struct {
   const uint8_t *data, *grid;
   int64_t group_bytes;
   int32_t format, out_features, in_features;
   float scale;
+  const uint16_t *columns;
 } Matrix;
 
 typedef struct {
@@ -232,6 +234,8 @@ INLINE int is_super(int format) {
          has_byte_scale(format) || is_ternary(format) || has_grid(format);
 }
 INLINE int is_float(int format) { return format == F32 || format == F16 || format == BF16; }
+/* Whether products read rows of floats, not of quantised blocks. */
+INLINE int reads_floats(int format) { return is_float(format) || format == PTQ161; }
 INLINE int is_five_bit(int format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
 
 /* Bytes of the scales of a block or super-block: float16, but MXFP4 has exponents of one byte, and
@@ -270,7 +274,11 @@ INLINE int block_bytes(int format) {
   }
 }
 
+/* How many inputs of a matrix in PTQ161 have four bits: a fifth, rounded to nearest. */
+INLINE int ptq161_salient(int in_features) { return (in_features + 2) / 5; }
+
 INLINE int64_t packed_group_bytes(int format, int in_features) {
+  if (format == PTQ161) return 64 + (int64_t)in_features + 3 * ptq161_salient(in_features);
   if (format == F32) return (int64_t)in_features * 32;
   if (is_float(format)) return (int64_t)in_features * 16;
   int64_t blocks = in_features / QUANT_BLOCK;

@@ -3,6 +3,7 @@
 #ifndef ANYDECODE_LINEAR_H
 #define ANYDECODE_LINEAR_H
 
+#include "ptq161.h"
 #include "quant.h"
 
 /* The integer sums and totals of a tile stay in registers; AVX-512 has 32 of them. */
@@ -162,6 +163,12 @@ INLINE void float_tile(int format, int rows, int groups, const uint8_t *p, int64
   }
 }
 
+INLINE void row_tile(int format, int rows, int groups, const Matrix *w, const uint8_t *p,
+                     const float *const *x, f8 *total) {
+  if (format == PTQ161) ptq161_tile(rows, groups, w, p, x, total);
+  else float_tile(format, rows, groups, p, w->group_bytes, w->in_features, x, total);
+}
+
 /* Scale, add the bias and write the columns of `group` that exist. */
 INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias, float *out) {
   int column = group * LANES, left = w->out_features - column;
@@ -222,10 +229,10 @@ INLINE void float_groups(int format, int groups, const Matrix *w, const float *x
     int rows = n - r < FLOAT_ROWS ? n - r : FLOAT_ROWS;
     for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
     switch (rows) {
-      case 1: float_tile(format, 1, groups, p, w->group_bytes, w->in_features, a, total); break;
-      case 2: float_tile(format, 2, groups, p, w->group_bytes, w->in_features, a, total); break;
-      case 3: float_tile(format, 3, groups, p, w->group_bytes, w->in_features, a, total); break;
-      default: float_tile(format, 4, groups, p, w->group_bytes, w->in_features, a, total); break;
+      case 1: row_tile(format, 1, groups, w, p, a, total); break;
+      case 2: row_tile(format, 2, groups, w, p, a, total); break;
+      case 3: row_tile(format, 3, groups, w, p, a, total); break;
+      default: row_tile(format, 4, groups, w, p, a, total); break;
     }
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < groups; j++)
@@ -249,6 +256,7 @@ INLINE void float_columns(int format, const Matrix *w, const float *x, int64_t x
 COLUMNS(float, F32, float)
 COLUMNS(float, F16, float)
 COLUMNS(float, BF16, float)
+COLUMNS(float, PTQ161, float)
 COLUMNS(quant, Q8_0, Activations)
 COLUMNS(quant, Q4_0, Activations)
 COLUMNS(quant, Q4_1, Activations)
@@ -282,7 +290,8 @@ static const Columns columns_of[NUM_FORMATS] = {
     [MXFP4] = columns_MXFP4,   [NVFP4] = columns_NVFP4,   [TQ1_0] = columns_TQ2_0,
     [TQ2_0] = columns_TQ2_0,   [IQ1_S] = columns_IQ1_S,   [IQ1_M] = columns_IQ1_M,
     [IQ2_XXS] = columns_IQ2_XXS, [IQ2_XS] = columns_IQ2_S, [IQ2_S] = columns_IQ2_S,
-    [IQ3_XXS] = columns_IQ3_XXS, [IQ3_S] = columns_IQ3_S};
+    [IQ3_XXS] = columns_IQ3_XXS, [IQ3_S] = columns_IQ3_S,
+    [PTQ161] = columns_PTQ161};
 
 /* The range of column groups of share `thread` of `threads`: whole pairs, except for the last
  * group. */
@@ -295,12 +304,12 @@ static void split_groups(const Matrix *w, int thread, int threads, int *first, i
 
 /* Bytes of a unit of a row that a product reads: a float, or `Activations` for block formats. */
 INLINE int64_t unit_bytes(const Matrix *w) {
-  return is_float(w->format) ? 4 : (int64_t)sizeof(Activations);
+  return reads_floats(w->format) ? 4 : (int64_t)sizeof(Activations);
 }
 
 /* Units of such a row. */
 INLINE int64_t row_units(const Matrix *w) {
-  return is_float(w->format) ? w->in_features : w->in_features / QUANT_BLOCK;
+  return reads_floats(w->format) ? w->in_features : w->in_features / QUANT_BLOCK;
 }
 
 /* Columns [8 * first, 8 * last) of x @ w.T + bias. x: rows that are `x_stride` units apart. They are

@@ -3,6 +3,7 @@
 #ifndef ANYDECODE_REPACK_H
 #define ANYDECODE_REPACK_H
 
+#include "ptq161.h"
 #include "quant.h"
 
 /* A block of 32 weights of one row: codes as stored, float16 or integer scales. */
@@ -293,7 +294,9 @@ static void repack_floats(const Matrix *to, const uint8_t *from, int64_t row_byt
 /* Pack groups [first, last) of `to` from rows that are `row_bytes` apart. */
 static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int first, int last) {
   for (int g = first; g < last; g++) {
-    if (is_float(to->format))
+    if (to->format == PTQ161)
+      repack_ptq161(to, from, row_bytes, g);
+    else if (is_float(to->format))
       repack_floats(to, from, row_bytes, g);
     else
       repack_blocks(to, from, row_bytes, g);
@@ -353,6 +356,10 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
 
 /* One row of the matrix in float32, such as an embedding. */
 static void unpack_row(const Matrix *w, int row, float *out) {
+  if (w->format == PTQ161) {
+    unpack_ptq161(w, row, out);
+    return;
+  }
   int c = row % LANES;
   const uint8_t *p = w->data + row / LANES * w->group_bytes;
   if (is_float(w->format)) {

@@ -20,6 +20,7 @@ from anydecode.kernels.formats import (
     DTYPES,
     IQ4_VALUES,
     MXFP4_VALUES,
+    dequantize,
     e4m3,
     ternary_codes,
 )
@@ -128,7 +129,8 @@ def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -
     rows, columns = sum(w.out_features for w in weights), first.in_features
     tile_rows = rows // 2 if gated else rows
     if first.format in DTYPES:
-        parts = [as_tensor(w.data, device) for w in weights]
+        plain = (w.data if w.scale == 1 else dequantize(w) for w in weights)
+        parts = [as_tensor(part, device) for part in plain]
         data = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
         bits = 8 * data.element_size()
         return Packed(rows, columns, bits, data, Tile.of(tile_rows, columns, bits))

@@ -82,4 +82,5 @@ def _transposed(weight: Weight) -> np.ndarray:
     1/2048."""
     if is_packed(weight.format):
         return np.ascontiguousarray(dequantize(weight).T.astype(DTYPES["F16"]))
-    return np.ascontiguousarray(weight.data.T)
+    data = weight.data if weight.scale == 1 else dequantize(weight)
+    return np.ascontiguousarray(data.T)

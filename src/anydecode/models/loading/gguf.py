@@ -287,11 +287,39 @@ def _deinterleaved(reader: Reader, num_heads: int) -> np.ndarray | Weight:
     are moved, so packed weights stay packed."""
     tensor = reader()
     data = tensor.data if isinstance(tensor, Weight) else tensor
-    rows = np.arange(len(data)).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
-    moved = data[rows]
+    moved = data[_half_order(len(data), num_heads)]
     if isinstance(tensor, Weight):
         return replace(tensor, data=moved)
     return moved
+
+
+def _half_order(num_rows: int, num_heads: int) -> np.ndarray:
+    """The stored row of each row of `_deinterleaved`."""
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+def matrix_tensors(file: GGUFFile) -> dict[str, tuple[str, np.ndarray]]:
+    """The matrices that are stored as one tensor each.
+
+    Returns:
+        By the name in the Hugging Face layout: the name of the GGUF tensor, and which row of it is
+        each row of the matrix, int64 `[out_features]`.
+    """
+    config = config_from_gguf(file)
+    architecture: str = file.metadata["general.architecture"]
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    for info in file.tensors.values():
+        if len(info.shape) != 2 or info.name in IN_CONFIG:
+            continue
+        converted = _convert(file, info, architecture, config)
+        if len(converted) != 1:
+            continue
+        name, _, reader = converted[0]
+        order = np.arange(info.shape[0])
+        if isinstance(reader, partial) and reader.func is _deinterleaved:
+            order = _half_order(info.shape[0], reader.args[1])
+        found[name] = info.name, order
+    return found
 
 
 def _as_shape(reader: Reader, shape: Shape) -> np.ndarray:

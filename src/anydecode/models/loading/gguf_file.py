@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels import ptq161
 from anydecode.kernels.formats import BLOCKS, DTYPES, is_packed, row_bytes
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.gguf_split import part_names
@@ -65,6 +66,7 @@ FORMAT_CODES = {
     35: "TQ2_0",
     39: "MXFP4",
     40: "NVFP4",
+    161: "PTQ161",  # not of GGUF: other programs refuse the file
 }
 #: Names of unsupported formats, for error messages.
 _OTHER_FORMATS = {
@@ -159,7 +161,19 @@ class GGUFFile:
         if not is_packed(info.format):
             return raw.view(DTYPES[info.format]).reshape(info.shape)
         rows = math.prod(info.shape[:-1])
-        return Weight(info.format, rows, info.shape[-1], raw.reshape(rows, -1), weight_name)
+        weight = Weight(info.format, rows, info.shape[-1], raw.reshape(rows, -1), weight_name)
+        if info.format == ptq161.FORMAT:
+            weight.columns = self._columns(info)
+            ptq161.check(weight)
+        return weight
+
+    def _columns(self, info: TensorInfo) -> np.ndarray:
+        """The scales of the inputs of a matrix in PTQ161."""
+        name = f"{info.name.removesuffix('.weight')}.columns"
+        columns = self.read(name) if name in self.tensors else None
+        if not isinstance(columns, np.ndarray):
+            raise CheckpointError(f"{self.path}: {info.name!r} in PTQ161 has no {name!r}")
+        return columns
 
     def part(self, name: str, index: int, weight_name: str = "") -> np.ndarray | Weight:
         """Entry `index` along the outermost axis of a tensor (one expert of many)."""
@@ -281,7 +295,7 @@ class _Header:
                 f"stores {name!r} in format {format_name}; supported are"
                 f" {', '.join(sorted(BLOCKS))}"
             )
-        if 0 in shape or shape[-1] % BLOCKS[format][0]:
+        if 0 in shape or (format in BLOCKS and shape[-1] % BLOCKS[format][0]):
             raise self.fault(f"is corrupt: tensor {name!r} of shape {list(shape)} in {format}")
         size = math.prod(shape[:-1]) * row_bytes(format, shape[-1])
         if offset % alignment:

@@ -222,8 +222,9 @@ FLAT = (
 )
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = ("nemotron_h_moe",)
-#: Factors of a weight, which are read with it, and of activations, which are not used.
-SCALES = ("scale", "input_scale")
+#: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
+#: used.
+SCALES = ("scale", "columns", "input_scale")
 #: Rope factors, which are read into the config.
 IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.

@@ -22,7 +22,8 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES, plain_weight
 from anydecode.kernels.interface import Weight
 
-_BLOCK = 32
+#: Inputs per block.
+BLOCK = 32
 
 
 def grouped_weight(
@@ -43,25 +44,25 @@ def grouped_weight(
         bits: Bits per code, 4 or 8.
         name: The name of the result.
     """
-    block_groups = _block_groups(groups)
+    group_of_block = block_groups(groups)
     is_symmetric = bool((zeros == 1 << (bits - 1)).all())
     is_exact = bool((scales == scales.astype(np.float16)).all())
-    if block_groups is None or not is_exact or (bits == 8 and not is_symmetric):
+    if group_of_block is None or not is_exact or (bits == 8 and not is_symmetric):
         scale = scales.astype(np.float32)[groups].T
         offset = zeros.astype(np.float32)[groups].T
         values = scale * (codes.astype(np.float32) - offset)
         return plain_weight(values.astype(np.float16), name)
     # [out, blocks, 1]: each block's scale and zero are those of its group.
-    scale = np.ascontiguousarray(scales.astype(np.float16)[block_groups].T[..., None])
-    zero = zeros[block_groups].T[..., None]
-    blocks = codes.reshape(codes.shape[0], -1, _BLOCK)
+    scale = np.ascontiguousarray(scales.astype(np.float16)[group_of_block].T[..., None])
+    zero = zeros[group_of_block].T[..., None]
+    blocks = codes.reshape(codes.shape[0], -1, BLOCK)
     if bits == 8:
-        return _weight("Q8_0", name, scale, blocks ^ 128)
+        return block_weight("Q8_0", name, blocks ^ 128, scale)
     packed = blocks[..., :16] | (blocks[..., 16:] << 4)
     if is_symmetric:
-        return _weight("Q4_0", name, scale, packed)
+        return block_weight("Q4_0", name, packed, scale)
     low = (-scale.astype(np.float32) * zero).astype(np.float16)
-    return _weight("Q4_1", name, scale, packed, low)
+    return block_weight("Q4_1", name, packed, scale, low)
 
 
 def check_parts(module: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> None:
@@ -97,17 +98,23 @@ def unpack(words: np.ndarray, bits: int, dim: int) -> np.ndarray:
     return spread.reshape(shape)
 
 
-def _block_groups(groups: np.ndarray) -> np.ndarray | None:
+def block_groups(groups: np.ndarray) -> np.ndarray | None:
     """The group of each block of 32 inputs; None if a block has several groups."""
-    if len(groups) % _BLOCK:
+    if len(groups) % BLOCK:
         return None
-    blocks = groups.reshape(-1, _BLOCK)
+    blocks = groups.reshape(-1, BLOCK)
     return blocks[:, 0] if bool((blocks == blocks[:, :1]).all()) else None
 
 
-def _weight(
-    format: str, name: str, scale: np.ndarray, codes: np.ndarray, *more: np.ndarray
-) -> Weight:
-    heads = [np.ascontiguousarray(part).view(np.uint8) for part in (scale, *more)]
-    data = np.concatenate((*heads, codes), -1).reshape(len(codes), -1)
-    return Weight(format, data.shape[0], codes.shape[1] * _BLOCK, data, name)
+def block_weight(format: str, name: str, codes: np.ndarray, *heads: np.ndarray) -> Weight:
+    """A weight of a block format.
+
+    Args:
+        format: The format.
+        name: The name of the result.
+        codes: The bytes of each block's codes, uint8 `[out, blocks, bytes]`.
+        heads: What is stored before them, `[out, blocks, numbers]` each.
+    """
+    parts = [np.ascontiguousarray(part).view(np.uint8) for part in heads]
+    data = np.concatenate((*parts, codes), -1).reshape(len(codes), -1)
+    return Weight(format, data.shape[0], codes.shape[1] * BLOCK, data, name)

@@ -7,9 +7,7 @@ scales of activations are not used: products round activations to int8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,57 +19,21 @@ _GROUP = 16  # numbers per scale
 _E4M3_NAN = 127
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where a tool stores the parts of a weight; see `gptq.py` for the meaning of the members."""
+def read(
+    get: Callable[[str], np.ndarray], module: str, codes: str, factor: str, is_divisor: bool = False
+) -> Weight:
+    """Read a module's weight.
 
-    tool: str
-    setting: str  # of the config, which must be `value`
-    value: str
-    codes: str
-    factor: str
-    is_divisor: bool  # whether weights are divided by the factor
-    input_factor: str
-
-    @property
-    def MARKER(self) -> str:
-        """The tensor that only packed modules have."""
-        return self.factor
-
-    @property
-    def PARTS(self) -> tuple[str, ...]:
-        """The tensors of one packed module, except its bias."""
-        return self.codes, "weight_scale", self.factor, self.input_factor
-
-    def check(self, settings: Mapping[str, Any], path: object) -> None:
-        """Raise `CheckpointError` for unsupported settings."""
-        found = settings.get(self.setting)
-        if found != self.value:
-            raise CheckpointError(
-                f"{path}: {self.tool} with {self.setting} {found!r} is not supported; supported is"
-                f" {self.value!r}"
-            )
-
-    def read(
-        self,
-        get: Callable[[str], np.ndarray],
-        has: Callable[[str], bool],
-        module: str,
-        settings: Any,
-    ) -> Weight:
-        """Read a module's weight. `get` reads a tensor of the checkpoint by name."""
-        factor = _number(get, f"{module}.{self.factor}")
-        codes, scales = get(f"{module}.{self.codes}"), get(f"{module}.weight_scale")
-        return _weight(module, codes, scales, 1 / factor if self.is_divisor else factor)
-
-
-MODELOPT = Layout(
-    "ModelOpt", "quant_algo", "NVFP4", "weight", "weight_scale_2", False, "input_scale"
-)
-COMPRESSED_TENSORS = Layout(
-    "compressed-tensors", "format", "nvfp4-pack-quantized", "weight_packed", "weight_global_scale",
-    True, "input_global_scale",
-)  # fmt: skip
+    Args:
+        get: Reads a tensor of the checkpoint by name.
+        module: The name of the module.
+        codes: The tensor of the numbers.
+        factor: The tensor of the factor.
+        is_divisor: Whether weights are divided by the factor.
+    """
+    number = _number(get, f"{module}.{factor}")
+    packed, scales = get(f"{module}.{codes}"), get(f"{module}.weight_scale")
+    return _weight(module, packed, scales, 1 / number if is_divisor else number)
 
 
 def _number(get: Callable[[str], np.ndarray], name: str) -> float:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
-from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
-from anydecode.models.loading import awq, bd3lm, encoder, fp8, gpt, gptq, llada, nvfp4, sdar
-from anydecode.models.loading.lazy import LazyTensors, MissingTensorError, Reader
+from anydecode.models.loading import bd3lm, encoder, gpt, llada, sdar
+from anydecode.models.loading.lazy import LazyTensors, Reader
+from anydecode.models.loading.quantized import dequantizing_readers, settings_of
 from anydecode.models.loading.torch_file import heads_file, open_torch_file
 from anydecode.models.pooling import read_pooling
 from anydecode.models.tokenizers import HFTokenizer
@@ -61,7 +59,7 @@ def load_folder(path: Path) -> Checkpoint:
     config = read_json(path / "config.json")
     heads = heads_file(path)
     readers = _open_files(_files(path)) if heads is None else open_torch_file(heads)
-    settings = config.get("quantization_config") or _modelopt_settings(path)
+    settings = settings_of(path, config, readers)
     if isinstance(config.get("text_config"), dict):
         check_multimodal(config)
         config, readers = _language_model(config, readers)
@@ -78,7 +76,7 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = encoder.to_hf_layout(config, readers)
     config = sdar.with_block_size(config, path)
     if settings:
-        readers = _dequantizing_readers(path, readers, settings)
+        readers = dequantizing_readers(path, readers, settings)
     return Checkpoint(
         name=path.name,
         path=path,
@@ -187,61 +185,3 @@ def _language_model(
         elif name.startswith(("lm_head.", "mtp.")):
             result[name] = reader
     return text, result or readers
-
-
-def _modelopt_settings(path: Path) -> dict[str, Any] | None:
-    """The settings that ModelOpt writes to a file of its own."""
-    settings = read_json(path / "hf_quant_config.json").get("quantization")
-    if not isinstance(settings, dict) or settings.get("quant_algo") is None:
-        return None
-    return {**settings, "quant_method": "modelopt"}
-
-
-def _dequantizing_readers(
-    path: Path, readers: dict[str, Reader], settings: Any
-) -> dict[str, Reader]:
-    """Readers that return the parts of each quantised module as one weight."""
-    methods: dict[str, ModuleType | nvfp4.Layout] = {
-        "gptq": gptq,
-        "awq": awq,
-        "fp8": fp8,
-        "modelopt": nvfp4.MODELOPT,
-        "compressed-tensors": nvfp4.COMPRESSED_TENSORS,
-    }
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method == "mxfp4":  # a format of the kernels, which `families/experts.py` reads
-        return readers
-    if not isinstance(method, str) or method not in methods:
-        raise CheckpointError(
-            f"{path}: weights quantised with {method!r} are not supported; supported are"
-            f" {', '.join(methods)} and mxfp4"
-        )
-    layout = methods[method]
-    layout.check(settings, path)
-    end = f".{layout.MARKER}"
-    modules = sorted(name.removesuffix(end) for name in readers if name.endswith(end))
-    parts = {f"{module}.{part}" for module in modules for part in layout.PARTS}
-    result = {name: reader for name, reader in readers.items() if name not in parts}
-    get = partial(_read_plain, path, readers)
-    for module in modules:
-        read = partial(layout.read, get, readers.__contains__, module, settings)
-        result[f"{module}.weight"] = partial(_read_weight, path, module, read)
-    return result
-
-
-def _read_plain(path: Path, readers: dict[str, Reader], name: str) -> np.ndarray:
-    if name not in readers:
-        raise MissingTensorError(f"{path}: the checkpoint has no tensor {name!r}")
-    tensor = readers[name]()
-    assert isinstance(tensor, np.ndarray), "safetensors hold plain tensors"
-    return tensor
-
-
-def _read_weight(path: Path, module: str, read: Callable[[], Weight]) -> Weight:
-    """Read one module's weight; errors name the checkpoint."""
-    try:
-        return read()
-    except MissingTensorError:
-        raise
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None

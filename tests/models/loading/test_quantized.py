@@ -1,0 +1,296 @@
+"""Quantised weights in the layouts of the tools that write them, from the folder to the logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
+
+import quantized_parts
+from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import dequantize
+from anydecode.kernels.interface import Weight
+from anydecode.kernels.library import load_library
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.opening import choose_executor
+from gguf_models import write_folder
+from quantized_parts import CASES, Case
+from tiny_models import built, chain, logits
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7]
+#: The kind of a tensor of torchao, by the type of its numbers.
+KINDS = {"int8": "IntxUnpackedToInt8Tensor", "float8_e4m3fn": "Float8Tensor"}
+
+
+def matrices() -> dict[str, np.ndarray]:
+    """The modules of a Llama and their weights."""
+    generator = np.random.default_rng(5)
+    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 2, hidden),
+        "self_attn.v_proj": (hidden // 2, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {
+        f"model.layers.{layer}.{name}": generator.standard_normal(shape, np.float32) * 0.1
+        for layer in range(2)
+        for name, shape in shapes.items()
+    }
+
+
+def others() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(6)
+    tensors: dict[str, np.ndarray] = {
+        name: generator.standard_normal((40, 256), np.float32)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    norms = [
+        f"model.layers.{layer}.{name}.weight"
+        for layer in range(2)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    ]
+    return tensors | {name: np.ones(256, np.float32) for name in (*norms, "model.norm.weight")}
+
+
+def write(folder: Path, case: Case) -> tuple[Path, Path]:
+    """A folder in a tool's layout, and one with the numbers that it means."""
+    quantized, plain, kinds = others(), others(), {}
+    for module, matrix in matrices().items():
+        parts, values = case.write(matrix, **case.options)
+        quantized |= {f"{module}.{part}": array for part, array in parts.items()}
+        plain[f"{module}.weight"] = values
+        if case.settings["quant_method"] == "torchao":
+            kinds[f"{module}.weight"] = kind_of(parts)
+    settings = {"quantization_config": case.settings}
+    if case.settings["quant_method"] == "modelopt":
+        settings = {}
+    one = write_folder(folder / "one", quantized, **SIZES, **settings)
+    if not settings:
+        content = {"producer": {"name": "modelopt"}, "quantization": case.settings}
+        (one / "hf_quant_config.json").write_text(json.dumps(content))
+    if kinds:
+        save_file(quantized, one / "model.safetensors", header(quantized, kinds))
+    return one, write_folder(folder / "two", plain, **SIZES)
+
+
+def kind_of(parts: dict[str, np.ndarray]) -> dict[str, Any]:
+    kind = KINDS[parts["_weight_qdata"].dtype.name]
+    return {"_type": kind, "_data": {"dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}}
+
+
+def header(tensors: dict[str, np.ndarray], kinds: dict[str, Any]) -> dict[str, str]:
+    plain = {name: {"_type": "Tensor"} for name in tensors if "_weight_" not in name}
+    texts = {name: json.dumps(entry) for name, entry in {**plain, **kinds}.items()}
+    return {**texts, "tensor_names": json.dumps(list(texts))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_dequantised_weights(name: str, tmp_path: Path) -> None:
+    if load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    case = CASES[name]
+    one, two = write(tmp_path, case)
+    checkpoint, plain = load_checkpoint(one), load_checkpoint(two)
+    assert set(checkpoint.tensors) == set(plain.tensors)
+    for module in matrices():
+        weight, expected = checkpoint.tensors[f"{module}.weight"], plain.tensors[f"{module}.weight"]
+        assert isinstance(weight, Weight) and isinstance(expected, np.ndarray)
+        assert weight.format == case.format
+        error = np.abs(dequantize(weight) - expected)
+        if weight.format == "Q4_1":  # offsets are rounded by less than 0.8% of a step
+            assert error.max() < 0.008 * case_step(case, expected)
+        else:  # tools round products to the type of the scales
+            kind = weight.data.dtype if weight.format in ("F16", "BF16") else np.dtype(np.float32)
+            share = {2: 2**-8 if kind == bfloat16 else 2**-10}.get(kind.itemsize, 2e-6)
+            assert (error <= share * np.abs(expected) + 1e-9).all()
+    reference = logits(built(plain, executor=choose_executor("native")), chain(TEXT))
+    native = logits(built(checkpoint, executor=choose_executor("native")), chain(TEXT))
+    share = np.linalg.norm(native - reference) / np.linalg.norm(reference)
+    is_packed = case.format not in ("F32", "F16", "BF16")
+    assert share < (0.03 if is_packed else 0.01 if case.format != "F32" else 1e-5)
+
+
+def case_step(case: Case, values: np.ndarray) -> float:
+    """The largest step between the numbers of a matrix with offsets."""
+    groups = values.reshape(len(values), -1, 32)
+    return float((groups.max(-1) - groups.min(-1)).max()) / ((1 << case.options["bits"]) - 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["bitsandbytes nf4", "hqq 8 bits", "packed int4, order", "fp8, blocks"]
+)
+def test_plain_numbers_are_the_bits_of_the_tools(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    matrix = np.random.default_rng(2).standard_normal((6, 256), np.float32)
+    parts, values = case.write(matrix, **case.options)
+    tensors = {f"x.{part}": array for part, array in parts.items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight)
+    assert np.array_equal(weight.data, values.astype(weight.data.dtype))
+
+
+def test_an_order_that_is_not_used(tmp_path: Path) -> None:
+    case = CASES["packed int4"]
+    matrix = np.random.default_rng(2).standard_normal((6, 128), np.float32)
+    parts, values = case.write(matrix)
+    parts["weight_g_idx"] = np.full(128, -1, np.int32)
+    tensors = {f"x.{part}": array for part, array in parts.items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight) and weight.format == "Q4_0"
+    assert np.array_equal(dequantize(weight), values)
+
+
+def test_hqq_writes_no_settings_of_its_own(tmp_path: Path) -> None:
+    parts, values = quantized_parts.hqq(matrices()["model.layers.0.mlp.down_proj"], bits=8)
+    folder = write_folder(tmp_path / "m", {f"x.{part}": array for part, array in parts.items()})
+    tensors = load_checkpoint(folder).tensors
+    weight = tensors["x.weight"]
+    assert set(tensors) == {"x.weight"} and isinstance(weight, Weight)
+    assert np.array_equal(dequantize(weight), values)
+
+
+SWAPPED = {
+    "bitsandbytes nf4": ("weight", lambda x: x >> 4 | x << 4),
+    "hqq 4 bits": ("W_q", lambda x: x >> 4 | x << 4),
+    "packed int4": ("weight_packed", lambda x: x.view(np.uint8)[:, ::-1].copy().view(np.int32)),
+    "packed int4, order": ("weight_g_idx", lambda x: np.sort(x)),
+    "packed int4, zero points": ("weight_zero_point", lambda x: x * 0),
+    "fp8, outputs": ("weight_scale", lambda x: x[::-1].copy()),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_another_order_has_other_weights(name: str, tmp_path: Path) -> None:
+    """Negative controls: nibbles, words, groups, zero points and outputs in another order."""
+    case, (part, change) = CASES[name], SWAPPED[name]
+    matrix = np.random.default_rng(2).standard_normal((16, 128), np.float32)
+    parts, values = case.write(matrix, **case.options)
+    parts[part] = change(parts[part])
+    tensors = {f"x.{name}": array for name, array in parts.items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight)
+    assert np.abs(dequantize(weight) - values).max() > 0.1
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def text(content: str) -> np.ndarray:
+    return np.frombuffer(content.encode(), np.uint8).copy()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("bitsandbytes nf4", {"weight": np.zeros((3, 1), np.uint8)}, "do not fit together"),
+        ("bitsandbytes nf4", {"weight.absmax": np.zeros(3, np.float32)}, "do not fit together"),
+        ("bitsandbytes nf4", {"weight.quant_map": np.zeros(8, np.float32)}, "do not fit together"),
+        ("bitsandbytes nf4", {STATE: text("{")}, "is not valid JSON"),
+        ("bitsandbytes nf4", {STATE: text("[]")}, "is no JSON object"),
+        ("bitsandbytes nf4", {STATE: text('{"shape": [4]}')}, "the shape of 'x' is"),
+        ("bitsandbytes nf4", {STATE: text('{"shape": [4, 4]}')}, "the blocksize of .x. is None"),
+        (
+            "bitsandbytes nf4",
+            {STATE: text('{"shape": [4, 128], "blocksize": 64, "dtype": "int4"}')},
+            "quantised from 'int4'; supported are float32",
+        ),
+        ("bitsandbytes int8", {"weight": np.zeros((4, 128), np.uint8)}, "do not fit together"),
+        ("bitsandbytes int8", {"weight_format": np.array(1, np.uint8)}, "supported is 0"),
+        ("bitsandbytes int8", {"SCB": np.full(4, np.nan, np.float32)}, "is not finite"),
+        ("hqq 4 bits", {"W_q": np.zeros((1, 32), np.uint8)}, "do not fit together"),
+        ("hqq 4 bits", {"scale": np.ones((3, 1), np.float16)}, "do not fit together"),
+        ("hqq 4 bits", {"packing": text("5bit_u8")}, "is '5bit_u8'; supported are 8bit_u8, 4bit"),
+        ("hqq 4 bits", {"compute_dtype": text("torch.int8")}, "is 'torch.int8'; supported are"),
+        ("hqq 4 bits", {"quant_zero": np.array(1, np.uint8)}, "are quantised themselves"),
+        ("hqq 4 bits", {"shape": np.array([4], np.int64)}, "has the shape"),
+        ("packed int4", {"weight_packed": np.zeros((4, 17), np.int32)}, "allowed are 1 to 8"),
+        ("packed int4", {"weight_packed": np.zeros((3, 16), np.int32)}, "do not fit together"),
+        ("packed int4", {"weight_scale": np.ones((4, 3), bfloat16)}, "have 3 groups"),
+        ("packed int4", {"weight_scale": np.ones((4, 4), np.int32)}, "are int32, no float"),
+        ("packed int4, order", {"weight_g_idx": np.full(128, 4, np.int32)}, "is not a group, of 4"),
+        (
+            "packed int4, zero points",
+            {"weight_zero_point": np.ones((2, 4), np.int32)},
+            "do not fit",
+        ),
+        ("int8", {"weight": np.zeros((4, 128), np.uint8)}, "do not fit together"),
+        ("int8", {"weight_scale": np.ones((3, 1), bfloat16)}, "do not fit together"),
+        ("mxfp4", {"weight_scale": np.full((4, 4), 255, np.uint8)}, "exponents below 255"),
+        ("mxfp4", {"weight_scale": np.zeros((4, 3), np.uint8)}, "do not fit together"),
+        ("modelopt fp8", {"weight": np.zeros((4, 128), np.int8)}, "do not fit together"),
+        ("modelopt fp8, outputs", {"weight_scale": np.ones(3, np.float32)}, "do not fit together"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_in_one_line(
+    name: str, changes: dict[str, np.ndarray], message: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    matrix = np.random.default_rng(2).standard_normal((4, 128), np.float32)
+    parts = case.write(matrix, **case.options)[0] | changes
+    tensors = {f"x.{part}": array for part, array in parts.items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(folder).tensors["x.weight"]
+    assert "\n" not in str(caught.value) and "'x" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "quip"}, "quantised with 'quip' are not supported; .*bitsandbytes, hqq"),
+        (quantized_parts.compressed("marlin-24"), "format 'marlin-24' is not supp.*pack-quantized"),
+        ({**quantized_parts.PACKED, "config_groups": [1]}, "allowed is an object of objects"),
+        (
+            {**quantized_parts.PACKED, "transform_config": {"config_groups": {"R1": {}}}},
+            "with a transform_config is not supported",
+        ),
+        (quantized_parts.compressed("float-quantized", block_structure=[0, 1]), "block_structure"),
+        (
+            {**quantized_parts.PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "format 'sparse-24-bitmask' is not supported",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "'W4A8_AWQ' is not .*are FP8, FP8_",
+        ),
+    ],
+)
+def test_other_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", {"a": np.zeros(2)}, quantization_config=settings)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_tensors_of_torchao_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(
+        tmp_path / "m", {"a": np.zeros(2)}, quantization_config=quantized_parts.TORCHAO
+    )
+    kinds = {"x.weight": {"_type": "Int4TilePackedTo4dTensor"}}
+    save_file({"a": np.zeros(2)}, folder / "model.safetensors", header({}, kinds))
+    with pytest.raises(
+        CheckpointError, match="is a Int4TilePackedTo4dTensor of torchao.*Int8Tensor"
+    ):
+        load_checkpoint(folder)

@@ -1,0 +1,299 @@
+"""The tensors with which tools store a quantised matrix, in numpy, and the numbers that they mean.
+
+Every function takes a float32 matrix `[out, in]` and returns the tensors of a module by their names
+in it, and the dequantised matrix. Each was compared with what the tool itself writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_dtypes import bfloat16, float4_e2m1fn, float8_e4m3fn
+
+Parts = tuple[dict[str, np.ndarray], np.ndarray]
+
+NF4 = (
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+)  # fmt: skip
+FP4 = (
+    0.0, 0.0052083335, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25,
+    -0.0, -0.0052083335, -0.6666667, -1.0, -0.33333334, -0.5, -0.16666667, -0.25,
+)  # fmt: skip
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).copy()
+
+
+def bitsandbytes_four_bits(
+    matrix: np.ndarray, kind: str = "nf4", is_nested: bool = False, dtype: str = "bfloat16"
+) -> Parts:
+    table = np.array(NF4 if kind == "nf4" else FP4, np.float32)
+    runs = matrix.reshape(-1, 64)
+    scales = np.abs(runs).max(1)
+    state = {"quant_type": kind, "blocksize": 64, "dtype": dtype, "shape": list(matrix.shape)}
+    parts = {"weight.absmax": scales, "weight.quant_map": table}
+    if is_nested:
+        offset = float(scales.mean())
+        nested = np.linspace(-1, 1, 256, dtype=np.float32)
+        count = -(-len(scales) // 256)
+        factors = np.full(count, np.abs(scales - offset).max(), np.float32)
+        codes = np.abs((scales - offset) / factors[0] - nested[:, None]).argmin(0).astype(np.uint8)
+        scales = nested[codes] * factors[0] + np.float32(offset)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        parts["weight.absmax"] = codes
+        parts |= {"weight.nested_quant_map": nested, "weight.nested_absmax": factors}
+    codes = np.abs((runs / scales[:, None])[..., None] - table).argmin(-1).astype(np.uint8)
+    pairs = codes.reshape(-1, 2)
+    parts["weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).astype(np.uint8)
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = _bytes(json.dumps(state))
+    values = (table[codes] * scales[:, None]).reshape(matrix.shape)
+    rounded = {"bfloat16": bfloat16, "float16": np.float16, "float32": np.float32}[dtype]
+    return parts, values.astype(rounded).astype(np.float32)
+
+
+def bitsandbytes_int8(matrix: np.ndarray) -> Parts:
+    largest = np.abs(matrix.astype(np.float16)).max(1).astype(np.float32)
+    codes = np.rint(matrix * (127 / largest)[:, None]).clip(-127, 127).astype(np.int8)
+    parts = {"weight": codes, "SCB": largest, "weight_format": np.array(0, np.uint8)}
+    return parts, codes * (largest / np.float32(127))[:, None]
+
+
+def hqq(
+    matrix: np.ndarray, bits: int = 4, axis: int = 1, group: int = 32, dtype: str = "float16"
+) -> Parts:
+    kind = np.dtype(bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    groups = matrix.reshape((-1, group) if axis else (group, -1))
+    low, high = (f(groups, axis, keepdims=True) for f in (np.min, np.max))
+    scales = ((high - low) / ((1 << bits) - 1)).astype(kind)
+    zeros = (-low / scales.astype(np.float32)).astype(kind)
+    codes = np.rint(groups / scales.astype(np.float32) + zeros.astype(np.float32))
+    codes = codes.clip(0, (1 << bits) - 1).astype(np.uint8)
+    values = (codes.astype(kind) - zeros) * scales
+    if bits == 3:
+        padded = np.zeros((-(-len(codes) // 10) * 10, codes.shape[1]), np.int32)
+        padded[: len(codes)] = codes
+        fields, packing = np.split(padded, 10), "3bit_32"
+    else:
+        fields, packing = np.split(codes, 8 // bits), f"{bits}bit_u8"
+    packed = np.bitwise_or.reduce(
+        [field << bits * (len(fields) - 1 - i) for i, field in enumerate(fields)]
+    )
+    flag, number = (lambda x: np.array(x, np.uint8)), (lambda x: np.array(x, np.int32))
+    parts = {
+        "W_q": packed, "scale": scales, "zero": zeros, "shape": np.array(matrix.shape, np.int64),
+        "nbits": number(bits), "group_size": number(group), "axis": number(axis),
+        "packing": _bytes(packing), "compute_dtype": _bytes(f"torch.{dtype}"),
+        "unpack_view_dtype": _bytes("torch.int32" if bits == 3 else "torch.uint8"),
+        "view_as_float": flag(0), "quant_scale": flag(0), "quant_zero": flag(0),
+        "offload_meta": flag(0), "encoded_state_dict": flag(1), "stores_quant_config": flag(1),
+        "channel_wise": flag(1), "optimize": flag(1), "round_zero": flag(bits == 4),
+    }  # fmt: skip
+    return parts, values.reshape(matrix.shape).astype(np.float32)
+
+
+def pack_stream(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes `[rows, n]` as int32 words, without gaps between them, bit by bit."""
+    rows, count = codes.shape
+    words = np.zeros((rows, -(-count * bits // 32)), np.uint32)
+    for i, bit in np.ndindex(count, bits):
+        at = i * bits + bit
+        words[:, at // 32] |= (codes[:, i].astype(np.uint32) >> bit & 1) << np.uint32(at % 32)
+    return words.view(np.int32)
+
+
+def _integers(
+    matrix: np.ndarray, bits: int, groups: np.ndarray, is_symmetric: bool, dtype: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Signed numbers, scales and zero points by group, and the exact products."""
+    count, half = int(groups.max()) + 1, 1 << (bits - 1)
+    low, high = (
+        np.stack([f(matrix[:, groups == g], 1) for g in range(count)], 1) for f in (np.min, np.max)
+    )
+    if is_symmetric:
+        scales = (np.maximum(-low, high) / (half - 0.5)).astype(dtype)
+        zeros = np.zeros(scales.shape, np.int8)
+    else:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        scales = ((high - low) / (2 * half - 1)).astype(dtype)
+        zeros = np.rint(-half - low / scales.astype(np.float32)).clip(-half, half - 1)
+        zeros = zeros.astype(np.int8)
+    factor, offset = scales.astype(np.float32)[:, groups], zeros.astype(np.float32)[:, groups]
+    numbers = np.rint(matrix / factor + offset).clip(-half, half - 1).astype(np.int8)
+    return numbers, scales, zeros, (numbers - offset) * factor
+
+
+def pack_quantized(
+    matrix: np.ndarray,
+    bits: int = 4,
+    group: int = 32,
+    is_symmetric: bool = True,
+    has_order: bool = False,
+    dtype: Any = bfloat16,
+) -> Parts:
+    groups = np.arange(matrix.shape[1]) // group
+    if has_order:
+        groups = groups[np.random.default_rng(1).permutation(len(groups))]
+    numbers, scales, zeros, values = _integers(matrix, bits, groups, is_symmetric, dtype)
+    half = 1 << (bits - 1)
+    parts = {
+        "weight_packed": pack_stream(numbers.astype(np.int16) + half, bits),
+        "weight_shape": np.array(matrix.shape, np.int64),
+        "weight_scale": scales,
+    }
+    if not is_symmetric:
+        packed = pack_stream(zeros.T.astype(np.int16) + half, bits).T
+        parts["weight_zero_point"] = np.ascontiguousarray(packed)
+    if has_order:
+        parts["weight_g_idx"] = groups.astype(np.int32)
+    return parts, values
+
+
+def int_quantized(
+    matrix: np.ndarray, is_symmetric: bool = True, dtype: Any = bfloat16, is_single: bool = False
+) -> Parts:
+    shape = (1, matrix.size) if is_single else matrix.shape
+    groups = np.zeros(shape[1], np.int64)
+    numbers, scales, zeros, values = _integers(
+        matrix.reshape(shape), 8, groups, is_symmetric, dtype
+    )
+    if is_single:
+        scales, zeros = scales.reshape(1), zeros.reshape(1)
+    parts = {"weight": numbers.reshape(matrix.shape), "weight_scale": scales}
+    return parts if is_symmetric else {**parts, "weight_zero_point": zeros}, values.reshape(
+        matrix.shape
+    )
+
+
+def fp8(matrix: np.ndarray, kind: str = "tensor", dtype: Any = np.float32) -> Parts:
+    """`kind` is "tensor" (one number), "channel" `[out, 1]`, "output" `[out]` or "block"."""
+    rows, columns = {"tensor": matrix.shape, "block": (128, 128)}.get(kind, (1, matrix.shape[1]))
+    scales = np.empty((-(-len(matrix) // rows), -(-matrix.shape[1] // columns)), dtype)
+    for i, j in np.ndindex(scales.shape):
+        part = matrix[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        scales[i, j] = np.abs(part).max() / 448
+    factors = np.repeat(np.repeat(scales, rows, 0), columns, 1)[: len(matrix), : matrix.shape[1]]
+    numbers = (matrix / factors.astype(np.float32)).astype(float8_e4m3fn)
+    if kind in ("tensor", "output"):
+        scales = scales.reshape(() if kind == "tensor" else -1)
+    return {"weight": numbers, "weight_scale": scales}, numbers.astype(np.float32) * factors
+
+
+def _fp4(matrix: np.ndarray, factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    numbers = (matrix / factors).astype(float4_e2m1fn)
+    codes = numbers.view(np.uint8) & 15
+    return codes[:, ::2] | codes[:, 1::2] << 4, numbers.astype(np.float32) * factors
+
+
+def mxfp4(matrix: np.ndarray) -> Parts:
+    largest = np.abs(matrix.reshape(len(matrix), -1, 32)).max(-1)
+    exponents = np.floor(np.log2(largest / 4)).astype(np.int16)
+    packed, values = _fp4(matrix, np.repeat(2.0**exponents, 32, 1).astype(np.float32))
+    return {"weight_packed": packed, "weight_scale": (exponents + 127).astype(np.uint8)}, values
+
+
+def nvfp4(matrix: np.ndarray, is_modelopt: bool = False) -> Parts:
+    factor = np.float32(np.abs(matrix).max() / (6 * 448))
+    largest = np.abs(matrix.reshape(len(matrix), -1, 16)).max(-1)
+    scales = (largest / (6 * factor)).astype(float8_e4m3fn)
+    packed, values = _fp4(matrix, np.repeat(scales.astype(np.float32) * factor, 16, 1))
+    if is_modelopt:
+        parts = {"weight": packed, "weight_scale_2": np.array(factor)}
+    else:
+        parts = {"weight_packed": packed, "weight_global_scale": np.array([1 / factor])}
+    return {**parts, "weight_scale": scales}, values
+
+
+def torchao_int8(matrix: np.ndarray, bits: int = 8, group: int = 0, dtype: Any = bfloat16) -> Parts:
+    """`group` 0: one scale per output."""
+    groups = np.arange(matrix.shape[1]) // (group or matrix.shape[1])
+    numbers, scales, zeros, values = _integers(matrix, bits, groups, bits == 8, dtype)
+    names = ("_weight_qdata", "_weight_scale", "_weight_zero_point")
+    return dict(zip(names, (numbers, scales, zeros), strict=True)), values
+
+
+def torchao_fp8(matrix: np.ndarray) -> Parts:
+    parts, values = fp8(matrix, "channel")
+    names = {"weight": "_weight_qdata", "weight_scale": "_weight_scale"}
+    return {names[name]: part for name, part in parts.items()}, values
+
+
+class Case(NamedTuple):
+    """A layout: how a matrix is stored, the settings of its config, and the format it becomes."""
+
+    write: Callable[..., Parts]
+    options: dict[str, Any]
+    settings: dict[str, Any]
+    format: str
+
+
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "format": format}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+HQQ = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
+PACKED, INT8 = compressed("pack-quantized"), compressed("int-quantized")
+FLOAT = compressed("float-quantized", block_structure=[128, 128])
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
+EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+F32 = {"dtype": np.float32}
+
+CASES = {
+    "bitsandbytes nf4": Case(bitsandbytes_four_bits, {}, BITSANDBYTES, "BF16"),
+    "bitsandbytes nf4 nested": Case(
+        bitsandbytes_four_bits, {"is_nested": True, "dtype": "float16"}, BITSANDBYTES, "F16"
+    ),
+    "bitsandbytes fp4": Case(
+        bitsandbytes_four_bits, {"kind": "fp4", "dtype": "float32"}, BITSANDBYTES, "F32"
+    ),
+    "bitsandbytes int8": Case(bitsandbytes_int8, {}, EIGHT, "Q8_0"),
+    "hqq 8 bits": Case(hqq, {"bits": 8}, HQQ, "F16"),
+    "hqq 4 bits": Case(hqq, {"bits": 4}, HQQ, "Q4_1"),
+    "hqq 3 bits": Case(hqq, {"bits": 3}, HQQ, "Q4_1"),
+    "hqq 2 bits, axis 0": Case(hqq, {"bits": 2, "axis": 0, "dtype": "bfloat16"}, HQQ, "BF16"),
+    "hqq 1 bit": Case(hqq, {"bits": 1, "group": 16, "dtype": "float32"}, HQQ, "F32"),
+    "packed int4": Case(pack_quantized, {}, PACKED, "Q4_0"),
+    "packed int4, zero points": Case(pack_quantized, {"is_symmetric": False}, PACKED, "Q5_0"),
+    "packed int4, order": Case(pack_quantized, {"has_order": True}, PACKED, "BF16"),
+    "packed int4, float32 scales": Case(pack_quantized, F32, PACKED, "F32"),
+    "packed int3": Case(pack_quantized, {"bits": 3}, PACKED, "Q4_0"),
+    "packed int8": Case(pack_quantized, {"bits": 8}, PACKED, "Q8_0"),
+    "packed int8, zero points": Case(
+        pack_quantized, {"bits": 8, "is_symmetric": False}, PACKED, "BF16"
+    ),
+    "int8": Case(int_quantized, {}, INT8, "Q8_0"),
+    "int8, one scale": Case(int_quantized, {**F32, "is_single": True}, INT8, "Q8_0"),
+    "int8, zero points": Case(int_quantized, {**F32, "is_symmetric": False}, INT8, "F32"),
+    "fp8, one scale": Case(fp8, {}, FLOAT, "BF16"),
+    "fp8, outputs": Case(fp8, {"kind": "channel", "dtype": bfloat16}, FLOAT, "BF16"),
+    "fp8, blocks": Case(fp8, {"kind": "block"}, FLOAT, "F32"),
+    "naive int8": Case(int_quantized, {}, compressed("naive-quantized"), "Q8_0"),
+    "mxfp4": Case(mxfp4, {}, compressed("mxfp4-pack-quantized"), "MXFP4"),
+    "nvfp4": Case(nvfp4, {}, compressed("nvfp4-pack-quantized"), "NVFP4"),
+    "modelopt fp8": Case(fp8, {}, MODELOPT, "BF16"),
+    "modelopt fp8, outputs": Case(
+        fp8, {"kind": "output"}, {**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "F32"
+    ),
+    "modelopt fp8, blocks": Case(
+        fp8, {"kind": "block"}, {**MODELOPT, "quant_algo": "FP8_PB_WO"}, "F32"
+    ),
+    "modelopt nvfp4": Case(
+        nvfp4, {"is_modelopt": True}, {**MODELOPT, "quant_algo": "NVFP4"}, "NVFP4"
+    ),
+    "torchao int8": Case(torchao_int8, {}, TORCHAO, "Q8_0"),
+    "torchao int4": Case(torchao_int8, {"bits": 4, "group": 32}, TORCHAO, "Q5_0"),
+    "torchao fp8": Case(torchao_fp8, {}, TORCHAO, "BF16"),
+}
