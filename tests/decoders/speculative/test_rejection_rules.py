@@ -72,6 +72,7 @@ ONE_RULE = {
     "lenient-sampling",
     "saguaro",
     "smartspec",
+    "stree",
     "top-m-acceptance",
     "typical-acceptance",
 }

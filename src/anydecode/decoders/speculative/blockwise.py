@@ -15,11 +15,7 @@ from typing import Any
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.decoders.speculative.medusa import MedusaDrafter
@@ -74,5 +70,4 @@ def blockwise(size: int = 4, acceptance: str | Acceptance = "token-exact") -> Sp
             a rule.
     """
     rule = acceptance_rule(acceptance)
-    drafter = BlockwiseDrafter(max(1, size), isinstance(rule, RejectionSampling))
-    return Speculative(drafter, size, rule)
+    return Speculative(BlockwiseDrafter(max(1, size), rule), size, rule)
