@@ -34,6 +34,7 @@ from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
+from anydecode.models.time_mix import TimeMixWeights
 
 
 @dataclass(eq=False)
@@ -201,13 +202,15 @@ class LayerWeights:
     mlp_post_norm_bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
     attention_gate: Linear | None = None
-    recurrent: RecurrentWeights | None = None
+    recurrent: RecurrentWeights | TimeMixWeights | None = None
     latent: LatentWeights | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     streams: StreamBlock | None = None
     differential: DifferentialWeights | None = None
     memory_unit: MemoryUnit | None = None
+    # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
+    mlp_mix: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -300,6 +303,7 @@ class Network:
             if index == 0 and spec.attends_to_states:
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
+            _check_mixes(f"layer {index}, ", shape, layer, spec.hidden_size, index == 0)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
             if layer.memory_unit is not None:
                 _check_memory_unit(f"layer {index}, ", spec, layer.memory_unit)
@@ -364,8 +368,8 @@ class Network:
             if weights.memory_unit is not None:
                 mixed = weights.memory_unit.apply(backend, y, memory)
             else:
-                assert spec.recurrence is not None and weights.recurrent is not None
                 recurrent = weights.recurrent
+                assert spec.recurrence is not None and isinstance(recurrent, RecurrentWeights)
                 memory = self._ungated(backend, y, spec.recurrence, recurrent, index)
                 mixed = self._gated(backend, y, memory, spec.recurrence, recurrent)
             mixed = self._scaled(backend, mixed)
@@ -531,6 +535,10 @@ class Network:
         if spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
         assert weights.mlp is not None, "checked by `_add_blocks`"
+        if weights.mlp_mix is not None:
+            assert spec.recurrence is not None, "checked by `_check_time_mix`"
+            first, shape = self.spec.hidden_size, spec.recurrence.shape
+            (y,) = backend.shift(y, index, shape, first, [weights.mlp_mix])
         if isinstance(weights.mlp, Experts) and weights.mlp.norms is not None:
             y = self._experts_beside_mlp(backend, x, y, spec, weights.mlp, weights.mlp.norms)
         else:
@@ -595,6 +603,8 @@ class Network:
         if spec.recurrence is None:
             return self._attention(backend, x, spec, weights, index)
         assert weights.recurrent is not None, "checked by `_check_layer`"
+        if isinstance(weights.recurrent, TimeMixWeights):
+            return weights.recurrent.apply(backend, x, index, spec.recurrence.shape)
         y = self._recurrent(backend, x, spec.recurrence, weights.recurrent, index)
         if spec.attention is None:
             return y
@@ -831,7 +841,7 @@ def _check_layer(
         _check_attention(prefix, spec, spec.attention, layer, hidden, width)
     if (spec.recurrence is None) != (layer.recurrent is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
-    if spec.recurrence is not None and layer.recurrent is not None:
+    if spec.recurrence is not None and isinstance(layer.recurrent, RecurrentWeights):
         _check_recurrent(prefix, spec.recurrence, layer.recurrent, hidden)
     has_pre_norm, has_post_norm = spec.norms in ("pre", "both"), spec.norms != "pre"
     has_mlp = spec.mlp != "none"
@@ -1026,6 +1036,30 @@ def _check_recurrent(
         size = 0 if weights.norm is None else weights.norm.size
         if size * spec.norm_groups != shape.width_out:
             _check_vector(f"{prefix}norm", weights.norm, shape.width_out)
+
+
+def _check_mixes(
+    prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int, is_first: bool
+) -> None:
+    """Check the weights of RWKV's time mixing and channel mixing."""
+    weights = layer.recurrent if isinstance(layer.recurrent, TimeMixWeights) else None
+    has_mixes = spec.recurrence is not None and spec.recurrence.shape.rule == "wkv"
+    if {weights is not None, layer.mlp_mix is not None} != {has_mixes}:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights mixes positions")
+    if weights is None:
+        return
+    _check_vector(f"{prefix}the mix of the MLP's inputs", layer.mlp_mix, hidden)
+    _check_vector(f"{prefix}the mixes", weights.mixes.ravel(), 6 * hidden)
+    for name in ("receptance", "key", "value", "output"):
+        _check_linear(prefix + name, getattr(weights, name), (hidden, hidden))
+    if (weights.value_mix is None) != is_first:
+        raise CheckpointError(f"{prefix}all layers but the first mix their values")
+    for name, product in weights.products.items():
+        rank = product.down.weight.out_features
+        _check_linear(f"{prefix}{name}, down", product.down, (rank, hidden))
+        _check_linear(f"{prefix}{name}, up", product.up, (hidden, rank))
+    for name, vector in vars(weights.vectors).items():
+        _check_vector(prefix + name, vector, hidden)
 
 
 def _check_selective_gates(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:

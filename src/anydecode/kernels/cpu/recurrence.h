@@ -4,6 +4,8 @@
 
 #include "plan.h"
 #include "pointwise.h"
+#include "shift.h"
+#include "wkv.h"
 
 /* Store some of a row's inputs in its slot, from number op->count on. */
 static void store_inputs(const Pass *pass, const Op *op, int row, const float *x) {
@@ -30,17 +32,6 @@ INLINE void convolve(const Pass *pass, const Op *op, const int32_t *slots, int f
     if (shape->conv_bias)
       sum = f8_add(sum, f8_load_part(shape->conv_bias + first + i, count - i));
     f8_store_part(out + i, f8_activate(sum, shape->activation), count - i);
-  }
-}
-
-/* The slots of the last `count` positions that a row sees; -1 before the first position. */
-static void last_slots(const Pass *pass, int row, int count, int32_t *slots) {
-  int prefix = pass->prefix[row], length = prefix + pass->tail_length[row];
-  const int32_t *table = pass->tables[pass->table[row]];
-  const int32_t *tail = pass->tails + pass->tail_start[row];
-  for (int j = 0; j < count; j++) {
-    int position = length - count + j;
-    slots[j] = position < 0 ? -1 : position < prefix ? table[position] : tail[position - prefix];
   }
 }
 
@@ -152,7 +143,7 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
   float *times = scratch + floats + padded;
   HeadStep step = {scratch + floats, times + padded, NULL, 0.0f, 0.0f};
   step.query = step.key + (size + 7) / 8 * 8;
-  float *branches = step.query + (size + 7) / 8 * 8;
+  float *branches = step.key + (size + 7) / 8 * 32; /* advance_wkv uses four vectors */
   for (int run = 0; run < pass->num_runs; run++) {
     int32_t start = pass->scan_start[run];
     if (start == -1) memset(state, 0, (size_t)floats * 4);
@@ -163,11 +154,13 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
       int64_t stride = shape->width + shape->num_gates;
       const float *gates =
           pass->recurrent_inputs[op->layer] + pass->scan_slots[i] * stride + shape->width;
-      convolve(pass, op, slots, head * dim, dim, step.value);
+      if (shape->rule != RULE_WKV) convolve(pass, op, slots, head * dim, dim, step.value);
       int32_t row = pass->scan_rows[i], save = pass->scan_saves[i];
       float *to = row < 0 ? NULL : out + (int64_t)row * shape->heads * dim + head * dim;
       if (shape->rule == RULE_SELECTIVE) {
         advance_selective(shape, head, step.value, gates, times, state, to);
+      } else if (shape->rule == RULE_WKV) {
+        advance_wkv(shape, head, gates, step.key, state, to);
       } else {
         prepare(pass, op, head, slots, gates, &step);
         advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);

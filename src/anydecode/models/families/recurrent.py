@@ -16,6 +16,7 @@ from anydecode.models.limits import MAX_COUNT, number, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.network import RecurrentWeights
 from anydecode.models.spec import RecurrentSpec
+from anydecode.models.time_mix import TimeMixWeights
 
 #: The layer types of configs that stand for a recurrent sublayer.
 RECURRENT_TYPES = ("conv", "mamba", "linear_attention")
@@ -34,7 +35,9 @@ class RecurrentLayout:
     """
 
     spec: Callable[[Config], RecurrentSpec]
-    read: Callable[[TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights]
+    read: Callable[
+        [TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights | TimeMixWeights
+    ]
 
 
 def _conv(

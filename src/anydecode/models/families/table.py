@@ -47,6 +47,7 @@ from anydecode.models.families.recurrent import (
     MAMBA_2,
     SHORT_CONV,
 )
+from anydecode.models.families.rwkv import TIME_MIX, rwkv7_layers, rwkv7_sizes
 from anydecode.models.families.sambay import PHI4FLASH
 
 _GEMMA = {
@@ -610,6 +611,27 @@ FAMILIES |= {
     "mamba": Family(("MambaForCausalLM",), all_recurrent, recurrent=MAMBA, **_MAMBA),
     "falcon_mamba": Family(
         ("FalconMambaForCausalLM",), all_recurrent, recurrent=FALCON_MAMBA, **_MAMBA
+    ),
+    "rwkv7": Family(
+        ("RWKV7ForCausalLM", "Rwkv7ForCausalLM"),
+        rwkv7_layers,
+        derived=rwkv7_sizes,
+        norm="layer",
+        has_norm_bias=True,
+        has_embedding_norm=True,
+        mlp="plain",
+        recurrent=TIME_MIX,
+        keys={"norm_eps": ("layer_norm_eps",)},
+        names={
+            "embed_tokens": "embeddings",
+            "embed_norm": "layers.0.pre_norm",
+            "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.mix": "ffn.x_k",
+            "mlp.up_proj": "ffn.key",
+            "mlp.down_proj": "ffn.value",
+        },
+        defaults={"hidden_act": "sqrelu", "num_attention_heads": 1},
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),
