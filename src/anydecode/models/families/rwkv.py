@@ -9,7 +9,14 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Recurrence, WkvWeights
 from anydecode.models.families.recurrent import RecurrentLayout
-from anydecode.models.families.values import Config, bool_value, int_value, list_value, num_layers
+from anydecode.models.families.values import (
+    Config,
+    bool_value,
+    int_value,
+    list_value,
+    num_layers,
+    value_or,
+)
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.limits import MAX_COUNT, number, refusal
 from anydecode.models.linear import Linear
@@ -78,7 +85,7 @@ def rwkv7_layers(config: Config) -> list[str]:
 
 def _spec(config: Config) -> RecurrentSpec:
     hidden, dim = int_value(config, "hidden_size"), _head_dim(config)
-    eps = number("norm_eps", config.get("layer_norm_eps", 1e-5), 0.0, 1.0)
+    eps = number("norm_eps", value_or(config, "layer_norm_eps", 1e-5), 0.0, 1.0) * dim
     shape = Recurrence(
         "wkv",
         width=2 * hidden,
@@ -87,7 +94,7 @@ def _spec(config: Config) -> RecurrentSpec:
         head_dim=dim,
         num_groups=hidden // dim,
         state_size=dim,
-        norm_eps=eps * dim,
+        norm_eps=number("group_norm_eps", value_or(config, "group_norm_eps", eps), 0.0),
     )
     return RecurrentSpec(shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from anydecode.models.families.values import Config, layer_config
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.lazy import LazyTensors, Reader
+from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 
 _OUTER = {
@@ -38,7 +40,10 @@ _OUTER = {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 #: Modules outside the layers that have another meaning in one architecture.
-_OWN_OUTER = {"bloom": {"token_embd_norm": "model.embed_norm"}}
+_OWN_OUTER = {
+    "bloom": {"token_embd_norm": "model.embed_norm"},
+    "rwkv7": {"token_embd_norm": "model.embed_norm"},
+}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -130,6 +135,18 @@ _OVERRIDES = {
         "ssm_dt": "mixer.dt_proj",
         "ssm_out": "mixer.out_proj",
     },
+    "rwkv7": {
+        "attn_norm_2": "post_attention_layernorm",
+        "time_mix_receptance": "attn.r_proj",
+        "time_mix_key": "attn.k_proj",
+        "time_mix_value": "attn.v_proj",
+        "time_mix_output": "attn.o_proj",
+        "time_mix_ln": "attn.g_norm",
+        **{f"time_mix_{x}1": f"attn.{x}_lora.lora.0" for x in "wavg"},
+        **{f"time_mix_{x}2": f"attn.{x}_lora.lora.2" for x in "wavg"},
+        "channel_mix_key": "mlp.up_proj",
+        "channel_mix_value": "mlp.down_proj",
+    },
     "qwen2moe": {
         "ffn_gate_inp": "mlp.gate",
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -212,7 +229,17 @@ _OWN_VECTORS = {
         "ffn_down_exps.scale": "router.per_expert_scale",
         "layer_output_scale.weight": "layer_scalar",
     },
+    "rwkv7": {
+        "time_mix_lerp_fused.weight": "attn.x_x",
+        "time_mix_k_k.weight": "attn.k_k",
+        "time_mix_k_a.weight": "attn.k_a",
+        "time_mix_r_k.weight": "attn.r_k",
+        **{f"time_mix_{x}0.weight": f"attn.{x}_lora.lora.2.bias" for x in "wav"},
+        "channel_mix_lerp_k.weight": "ffn.x_k",
+    },
 }
+#: RWKV-7: the first layer does not mix its values; files have another product's in that place.
+_UNUSED_IN_FIRST = ("time_mix_v0", "time_mix_v1", "time_mix_v2")
 #: Factors of a weight, which are read with it, and of activations, which are not used.
 _SCALES = ("scale", "input_scale")
 #: Rope factors, which are read into the config.
@@ -242,7 +269,9 @@ def load_gguf(path: Path) -> Checkpoint:
         for name, shape, reader in _convert(file, info, architecture, config):
             readers[name], shapes[name] = reader, shape
     _check_shapes(path, architecture, config, shapes)
-    tokenizer = HFTokenizer.from_gguf(file.metadata, str(path))
+    is_rwkv = file.metadata.get("tokenizer.ggml.model") == "rwkv"
+    kind = RwkvTokenizer if is_rwkv else HFTokenizer
+    tokenizer = kind.from_gguf(file.metadata, str(path))
     generation = {
         key: value
         for key, value in (
@@ -298,8 +327,14 @@ def _convert(
         is_layer = is_extra or (layer.isdigit() and int(layer) < num_layers)
         vectors = {**_VECTORS, **_OWN_VECTORS.get(architecture, {})}
         vector = vectors.get(f"{part}.{leaf}".rstrip("."))
+        if architecture == "rwkv7" and layer == "0" and part in _UNUSED_IN_FIRST:
+            return []
         if is_layer and vector is not None:
-            return [(prefix + vector, info.shape, partial(_read, file, info, prefix + vector))]
+            own: Reader = partial(_read, file, info, prefix + vector)
+            shape = _own_shape(vector, info.shape, config)
+            if shape != info.shape:
+                own = partial(_as_shape, own, shape)
+            return [(prefix + vector, shape, own)]
         names = {**_LAYER, **_OVERRIDES.get(architecture, {}), **(_NEXTN if is_extra else {})}
         if is_extra and part not in names:
             return []
@@ -327,6 +362,20 @@ def _convert(
         if part == "attn_norm":
             found = [(second, info.shape, reader)] + ([] if has_both else found)
     return found
+
+
+def _own_shape(vector: str, shape: _Shape, config: Config) -> _Shape:
+    """The shape of a vector in Hugging Face's layout; a stored one that does not fit stays."""
+    shapes: dict[str, _Shape] = {}
+    if config["model_type"] == "rwkv7":
+        hidden, dim = config["hidden_size"], config["head_dim"]
+        shapes = {
+            "attn.x_x": (6, hidden),
+            "attn.r_k": (hidden // dim, dim),
+            "ffn.x_k": (hidden,),
+        }
+    own = shapes.get(vector, shape)
+    return own if math.prod(own) == math.prod(shape) else shape
 
 
 def is_own_vector(architecture: str, name: str) -> bool:
@@ -503,8 +552,9 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
     if family.has_norm_bias:
         yield "model.norm.bias", (hidden,), True
     if family.has_embedding_norm:
+        name = family.names.get("embed_norm", "embed_norm")
         for leaf in ("weight", "bias"):
-            yield f"model.embed_norm.{leaf}", (hidden,), True
+            yield f"model.{name}.{leaf}", (hidden,), True
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True
@@ -541,6 +591,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
             yield f"{start}conv.conv.weight", (hidden, 1, config["conv_L_cache"]), True
             matrices = {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
             vectors = {name: size for name, size in vectors.items() if "self_attn" not in name}
+        if architecture == "rwkv7":
+            matrices, vectors = _time_mix_shapes(config, layer), vectors | {"attn.g_norm": hidden}
+            for part, shape in _time_mix_vectors(config, layer).items():
+                yield f"{start}{part}", shape, True
         if architecture == "mamba":
             inner, size, rank = (
                 config[key] for key in ("intermediate_size", "state_size", "time_step_rank")
@@ -573,6 +627,31 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, _
         has_selection_bias = family.moe is not None and family.moe.has_selection_bias
         if has_selection_bias and is_expert_layer(config, layer):
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
+
+
+def _time_mix_ranks(config: Config, layer: int) -> dict[str, int]:
+    """The ranks of the low-rank products of RWKV-7's time mixing."""
+    keys = {"w": "decay", "a": "a", "g": "gate"} | ({"v": "v"} if layer else {})
+    return {part: config[f"{key}_low_rank_dim"] for part, key in keys.items()}
+
+
+def _time_mix_shapes(config: Config, layer: int) -> dict[str, _Shape]:
+    """The shapes of the matrices of RWKV-7's time mixing."""
+    hidden = config["hidden_size"]
+    shapes: dict[str, _Shape] = {f"attn.{part}_proj": (hidden, hidden) for part in "rkvo"}
+    for part, rank in _time_mix_ranks(config, layer).items():
+        shapes[f"attn.{part}_lora.lora.0"] = (rank, hidden)
+        shapes[f"attn.{part}_lora.lora.2"] = (hidden, rank)
+    return shapes
+
+
+def _time_mix_vectors(config: Config, layer: int) -> dict[str, _Shape]:
+    """The shapes of the vectors of RWKV-7, but for its norms."""
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    names = ["attn.k_k", "attn.k_a", "ffn.x_k"]
+    names += [f"attn.{x}_lora.lora.2.bias" for x in _time_mix_ranks(config, layer) if x != "g"]
+    vectors: dict[str, _Shape] = {name: (hidden,) for name in names}
+    return {**vectors, "attn.x_x": (6, hidden), "attn.r_k": (hidden // dim, dim)}
 
 
 def _stream_shapes(config: Config) -> tuple[dict[str, _Shape], dict[str, int]]:

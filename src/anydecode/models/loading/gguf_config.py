@@ -61,6 +61,7 @@ ARCHITECTURES = {
     "llada-moe": ("llada_moe", "LLaDAMoEModelLM"),
     "dream": ("dream", "DreamModel"),
     "rnd1": ("rnd1", "RND1LM"),
+    "rwkv7": ("rwkv7", "RWKV7ForCausalLM"),
 }
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
@@ -70,6 +71,8 @@ _SOFTMAX, _SIGMOID = 1, 2
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
 #: that of those chosen, which files of 2024 and early 2025 do not store. V2 has 160, V3 256.
 _DEEPSEEK_GROUPS = {(160, False): (8, 3), (256, True): (8, 4)}
+#: RWKV-7: the epsilon of the norms of heads, which files do not store.
+_RWKV_NORM_EPS = 64e-5
 _MISSING = object()
 
 
@@ -174,6 +177,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "llada-moe": _llada_moe,
         "dream": _dream,
         "rnd1": _rnd1,
+        "rwkv7": _rwkv7,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)
@@ -183,7 +187,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def _common(keys: Keys) -> dict[str, Any]:
     file = keys.file
     model_type, architecture = ARCHITECTURES[keys.architecture]
-    low = 0 if keys.architecture == "mamba" else 1  # it has no attention and no MLP
+    # Mamba has no attention and no MLP, RWKV no attention.
+    low = 0 if keys.architecture in ("mamba", "rwkv7") else 1
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count", low=low)
     heads = max(1, heads)
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
@@ -651,6 +656,20 @@ def _llada_moe(keys: Keys, config: dict[str, Any]) -> None:
 def _rnd1(keys: Keys, config: dict[str, Any]) -> None:
     _denoising(keys, config)
     _qwen3_moe(keys, config)
+def _rwkv7(keys: Keys, config: dict[str, Any]) -> None:
+    if keys.count("token_shift_count", 2) != 2:
+        raise CheckpointError(f"{keys.file.path}: RWKV-7 without channel mixing is not supported")
+    config["head_dim"] = keys.count("wkv.head_size")
+    config["intermediate_size"] = keys.count("feed_forward_length")
+    config["hidden_act"] = "sqrelu"
+    config["group_norm_eps"] = _RWKV_NORM_EPS
+    for key, name in (
+        ("decay_lora_rank", "decay_low_rank_dim"),
+        ("iclr_lora_rank", "a_low_rank_dim"),
+        ("value_residual_mix_lora_rank", "v_low_rank_dim"),
+        ("gate_lora_rank", "gate_low_rank_dim"),
+    ):
+        config[name] = keys.count(f"attention.{key}")
 
 
 def _granite(keys: Keys, config: dict[str, Any]) -> None:
