@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
     "falcon mamba": ("FalconMamba", {"intermediate_size": 128, "state_size": 12}),
     "rwkv7": ("", {}),
+    "recurrent gemma": ("RecurrentGemma", {"num_hidden_layers": 4, "attention_window_size": 9}),
 }
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 _BUILT: dict[tuple[str, int], Any] = {}

@@ -51,6 +51,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "rwkv7": ("", {}),
+    "recurrent gemma": (
+        "RecurrentGemma",
+        {"num_hidden_layers": 4, "attention_window_size": 9, "lru_width": 36},
+    ),
 }
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
 
@@ -218,7 +222,9 @@ def test_rows_that_do_not_see_every_position_are_refused(model: Transformer) -> 
             logits(model, whole(rows, model), new_cache(model))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2", "falcon mamba", "qwen3.5", "rwkv7"])
+@pytest.mark.parametrize(
+    "name", ["lfm2", "mamba2", "falcon mamba", "qwen3.5", "rwkv7", "recurrent gemma"]
+)
 def test_every_variant_of_the_native_kernels_has_the_same_bits(name: str) -> None:
     path = built_library()
     if path is None:

@@ -140,7 +140,7 @@ def test_low_rank_products_are_not_quantised(tmp_path: Path) -> None:
     quantize_file(path, tmp_path / "small.gguf", "Q8_0")
     weights = built(load_checkpoint(tmp_path / "small.gguf")).network.weights.layers[1]
     assert isinstance(weights.recurrent, TimeMixWeights)
-    formats = [linear.weight.format for linear in weights.recurrent.linears]
+    formats = [matrix.format for matrix in weights.recurrent.matrices]
     assert formats == ["Q8_0"] * 4 + ["F32"] * 8
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from anydecode.errors import CheckpointError
 from anydecode.kernels.library import load_library
 from anydecode.models.families.config import spec_from_config
+from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
+from anydecode.models.time_mix import TimeMixWeights
 from anydecode.models.transformer import Transformer
 from rwkv_models import CONFIG, LAYERS, paper_logits, rwkv_checkpoint, rwkv_tensors
 from tiny_models import built, chain, greedy, logits
@@ -145,3 +148,49 @@ def test_missing_tensors_are_refused(name: str, message: str) -> None:
     del tensors[name]
     with pytest.raises(CheckpointError, match=message):
         opened(tensors=tensors)
+
+
+def test_specs_that_do_not_fit_are_refused() -> None:
+    spec = spec_from_config(CONFIG)
+    first = spec.layers[0]
+    assert first.recurrence is not None
+    shape = first.recurrence.shape
+    wrong = [
+        (replace(shape, width=48), "num_heads \\* head_dim is 48"),
+        (replace(shape, state_size=8), "state_size is 8; allowed is an integer from 12 to 12"),
+        (replace(shape, num_groups=2), "num_groups is 2; allowed is an integer from 4 to 4"),
+        (replace(shape, norm_eps=-1.0), "norm_eps is -1.0"),
+        (replace(shape, num_heads=2, num_groups=2), "num_heads \\* head_dim is 24"),
+    ]
+    for other, message in wrong:
+        layer = replace(first, recurrence=replace(first.recurrence, shape=other))
+        with pytest.raises(CheckpointError, match=message):
+            replace(spec, layers=(layer,))
+    other = replace(shape, norm_eps=0.1)
+    layer = replace(first, recurrence=replace(first.recurrence, shape=other))
+    with pytest.raises(CheckpointError, match="layer 1: its recurrence is not that of the first"):
+        replace(spec, layers=(first, layer))
+    with pytest.raises(CheckpointError, match="time mixing needs an MLP"):
+        replace(spec, layers=(replace(first, mlp="none"),))
+
+
+def test_weights_that_do_not_fit_their_spec_are_refused() -> None:
+    network = opened(BACKENDS[0]).network
+    changes: list[tuple[int, str, Any, str]] = [
+        (0, "mlp_mix", None, "mixes positions"),
+        (1, "mlp_mix", np.zeros(3, np.float32), "the mix of the MLP's inputs"),
+        (1, "recurrent", replace(first_mix(network), value_mix=None), "mix their values"),
+        (1, "recurrent", replace(first_mix(network), mixes=np.zeros((5, 48), np.float32)), "mixes"),
+    ]
+    for index, name, value, message in changes:
+        layers = list(network.weights.layers)
+        layers[index] = replace(layers[index], **{name: value})
+        with pytest.raises(CheckpointError, match=message):
+            Network(network.spec, replace(network.weights, layers=layers))
+
+
+def first_mix(network: Network) -> TimeMixWeights:
+    """The time mixing of layer 1, which has all its parts."""
+    weights = network.weights.layers[1].recurrent
+    assert isinstance(weights, TimeMixWeights)
+    return weights

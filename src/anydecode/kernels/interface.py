@@ -120,7 +120,7 @@ class Attention:
 
 
 #: The rules of a `Recurrence`.
-RULES = ("conv", "ssd", "delta", "selective", "wkv")
+RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru")
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,11 @@ class Recurrence:
       S = S * exp(-exp(-0.5) * sigmoid(decay)) - (S @ removed) @ (removed * rate) + value @ added.
       The output S @ receptance of a head is normed as by `Backend.layer_norm`, with `norm`,
       `norm_bias` and `norm_eps`; then value * sum(receptance * added * bonus) is added.
+    - "lru" (RG-LRU of Griffin; De et al., arXiv:2402.19427): a state of one number per channel,
+      which is the output. The channels are the values alone. The gates are the input gates, then
+      the recurrence gates, one of each per channel; `step_bias` is added. With a = exp(decay *
+      sigmoid(recurrence gate)): S = a * S + sqrt(1 - a^2) * sigmoid(input gate) * value. At
+      position 0 the root is left out.
     """
 
     rule: str
@@ -169,6 +174,8 @@ class Recurrence:
         """Gates per row."""
         if self.rule == "selective":
             return 2 * self.num_groups * self.state_size + self.num_heads * self.head_dim
+        if self.rule == "lru":
+            return 2 * self.num_heads * self.head_dim
         if self.rule == "wkv":
             return 5 * self.num_heads * self.head_dim
         return {"ssd": self.num_heads, "delta": 2 * self.num_heads}.get(self.rule, 0)
@@ -196,7 +203,8 @@ class RecurrenceWeights:
     """The vectors of a recurrence, float32, see `Recurrence`.
 
     All but the first two are `[num_heads]`. With the rule "selective" they are `[num_heads *
-    head_dim]`, and `decay` is `[num_heads * head_dim, state_size]`.
+    head_dim]`, and `decay` is `[num_heads * head_dim, state_size]`. With the rule "lru" `decay` is
+    `[num_heads * head_dim]`, and `step_bias` `[2 * num_heads * head_dim]`.
     """
 
     conv: np.ndarray  # [width, window], the oldest position first

@@ -96,7 +96,8 @@ class RecurrentWeights:
 
     output(gate(x) * recurrence(input_gate(x) * inputs(x), gates(x))), see `RecurrentSpec`. With
     the rule "selective" the gates are keys(c), queries(c) and gates(step_down(c)), where c is the
-    output of the convolution.
+    output of the convolution. With the rule "lru" they are the products of its equal parts with
+    `input_blocks`, and those with `recurrence_blocks`, both side by side.
     """
 
     inputs: Linear
@@ -109,11 +110,15 @@ class RecurrentWeights:
     keys: Linear | None = None
     queries: Linear | None = None
     step_down: Linear | None = None
+    input_blocks: list[Weight] = field(default_factory=list)
+    recurrence_blocks: list[Weight] = field(default_factory=list)
 
     @property
-    def linears(self) -> list[Linear]:
-        """All products of the sublayer."""
-        return [value for value in vars(self).values() if isinstance(value, Linear)]
+    def matrices(self) -> list[Weight]:
+        """Every matrix of the sublayer."""
+        linears = [value for value in vars(self).values() if isinstance(value, Linear)]
+        blocks = [*self.input_blocks, *self.recurrence_blocks]
+        return [linear.weight for linear in linears] + blocks
 
 
 @dataclass(eq=False)
@@ -219,7 +224,7 @@ class LayerWeights:
         if self.per_layer is not None:
             linears += [self.per_layer.gate, self.per_layer.projection]
         weights = [] if self.streams is None else self.streams.matrices
-        linears += [] if self.recurrent is None else self.recurrent.linears
+        weights += [] if self.recurrent is None else self.recurrent.matrices
         if self.memory_unit is not None:
             linears += [self.memory_unit.gate, self.memory_unit.output]
         weights += [linear.weight for linear in linears if linear is not None]
@@ -736,6 +741,13 @@ def _recurrence(
     shape, vectors = spec.shape, weights.vectors
     if shape.rule == "conv":
         return backend.convolution(inputs, index, shape, vectors)
+    if shape.rule == "lru":
+        channels = backend.convolution(inputs, index, shape, vectors)
+        gates = tuple(
+            backend.grouped_linear(channels, blocks)
+            for blocks in (weights.input_blocks, weights.recurrence_blocks)
+        )
+        return backend.recurrence(None, gates, index, shape, vectors)
     assert weights.gates is not None, "checked by `_check_recurrent`"
     if shape.rule != "selective":
         gates = weights.gates.apply(backend, x)
@@ -1016,6 +1028,8 @@ def _check_recurrent(
     _check_linear(f"{prefix}output", weights.output, (hidden, shape.width_out))
     if shape.rule == "selective":
         _check_selective_gates(prefix, shape, weights)
+    elif shape.rule == "lru":
+        _check_blocks(prefix, shape, weights)
     elif (weights.gates is None) != (shape.rule == "conv"):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has gates")
     elif weights.gates is not None:
@@ -1028,14 +1042,29 @@ def _check_recurrent(
         count, size = shape.num_heads, 1
         if shape.rule == "selective":
             count, size = shape.width_out, shape.state_size
+        if shape.rule == "lru":
+            count = shape.width_out
         decay = None if vectors.decay is None else vectors.decay.ravel()
         _check_vector(f"{prefix}decay", decay, count * size)
-        _check_vector(f"{prefix}step_bias", vectors.step_bias, count)
+        num_biases = 2 * count if shape.rule == "lru" else count
+        _check_vector(f"{prefix}step_bias", vectors.step_bias, num_biases)
         _check_bias(f"{prefix}skip", vectors.skip, count)
     if spec.norm is not None:
         size = 0 if weights.norm is None else weights.norm.size
         if size * spec.norm_groups != shape.width_out:
             _check_vector(f"{prefix}norm", weights.norm, shape.width_out)
+
+
+def _check_blocks(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:
+    for name in ("input_blocks", "recurrence_blocks"):
+        blocks = getattr(weights, name)
+        if len(blocks) != shape.num_heads or len({block.format for block in blocks}) > 1:
+            raise CheckpointError(
+                f"{prefix}{name}: the weights have {len(blocks)} matrices; allowed are"
+                f" {shape.num_heads}, one per head, in one format"
+            )
+        for block in blocks:
+            _check_matrix(f"{prefix}{name}", block, (shape.head_dim, shape.head_dim))
 
 
 def _check_mixes(

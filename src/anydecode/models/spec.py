@@ -615,7 +615,10 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
         integer(f"{prefix}num_groups", groups, heads, heads)
         number(f"{prefix}norm_eps", shape.norm_eps, 0.0, MAX_FACTOR)
         return
-    width = heads * dim + (0 if shape.rule == "selective" else 2 * groups * size)
+    if shape.rule == "lru":
+        integer(f"{prefix}state_size", size, 1, 1)
+    has_keys = shape.rule not in ("selective", "lru")
+    width = heads * dim + (2 * groups * size if has_keys else 0)
     if shape.width != width:
         raise refusal(f"{prefix}conv width", shape.width, f"{width}")
     if heads * dim % spec.norm_groups:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.kernels.interface import Backend, Recurrence, WkvWeights
+from anydecode.kernels.interface import Backend, Recurrence, Weight, WkvWeights
 from anydecode.models.linear import Linear
 
 
@@ -68,10 +68,11 @@ class TimeMixWeights:
         return {x: y for x, y in vars(self).items() if isinstance(y, LowRankProduct)}
 
     @property
-    def linears(self) -> list[Linear]:
-        """All products of the sublayer."""
-        whole = [self.receptance, self.key, self.value, self.output]
-        return whole + [part for x in self.products.values() for part in (x.down, x.up)]
+    def matrices(self) -> list[Weight]:
+        """Every matrix of the sublayer."""
+        linears = [self.receptance, self.key, self.value, self.output]
+        linears += [part for x in self.products.values() for part in (x.down, x.up)]
+        return [linear.weight for linear in linears]
 
     def apply(self, backend: Backend, x: Any, layer: int, shape: Recurrence) -> Any:
         """The output of the sublayer of `layer` for its normed inputs."""

@@ -31,7 +31,8 @@ enum Code {
   OP_SHIFT, OP_STORED
 };
 
-enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV }; /* interface.py: RULES */
+/* interface.py: RULES */
+enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU };
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
 enum { MAX_BRANCH_STATES = 16 }; /* see kernels/recurrent.py */
 

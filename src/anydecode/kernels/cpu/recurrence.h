@@ -114,6 +114,30 @@ INLINE void advance_selective(const Recurrence *shape, int head, const float *va
   }
 }
 
+/* Advance the state of one head, [head_dim], by one step, with the rule RULE_LRU. `is_first`:
+ * whether it is that of position 0. */
+static void advance_lru(const Recurrence *shape, int head, const float *value, const float *gates,
+                        int is_first, float *state, float *out) {
+  int dim = shape->head_dim, first = head * dim, all = shape->heads * dim;
+  const float *inputs = gates + first, *recurrence = inputs + all, *bias = shape->step_bias + first;
+  for (int i = 0; i < dim; i += 8) {
+    int left = dim - i;
+    f8 share = f8_sigmoid(f8_add(f8_load_part(inputs + i, left), f8_load_part(bias + i, left)));
+    f8 gate = f8_add(f8_load_part(recurrence + i, left), f8_load_part(bias + all + i, left));
+    f8 exponent = f8_mul(f8_sigmoid(gate), f8_load_part(shape->decay + first + i, left));
+    f8 decay = f8_exp(exponent), change = f8_mul(f8_load_part(value + i, left), share);
+    if (!is_first) {
+      float factor[8];
+      f8_store(factor, f8_sub(f8_set(1.0f), f8_exp(f8_add(exponent, exponent))));
+      for (int k = 0; k < 8; k++) factor[k] = sqrtf(factor[k]);
+      change = f8_mul(change, f8_load(factor));
+    }
+    f8 s = f8_fma(f8_load_part(state + i, left), decay, change);
+    f8_store_part(state + i, s, left);
+    if (out) f8_store_part(out + i, s, left);
+  }
+}
+
 /* Set the inputs of one step of one head, with a rule other than RULE_SELECTIVE. `slots` are those
  * of the window, `gates` those of the row. */
 static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slots,
@@ -161,6 +185,9 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
         advance_selective(shape, head, step.value, gates, times, state, to);
       } else if (shape->rule == RULE_WKV) {
         advance_wkv(shape, head, gates, step.key, state, to);
+      } else if (shape->rule == RULE_LRU) {
+        int is_first = start == -1 && i == pass->scan_first[run] + lead;
+        advance_lru(shape, head, step.value, gates, is_first, state, to);
       } else {
         prepare(pass, op, head, slots, gates, &step);
         advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);
