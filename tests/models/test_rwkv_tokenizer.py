@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import LLM, JsonSchema
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.rwkv_tokenizer import RwkvTokenizer
+from gguf_models import write_folder
+from rwkv_models import CONFIG, rwkv_tensors
 
 _WORDS = ["he", "hell", "hello", "lo w", "wörld", "ö", "\n\n", "'\"", "\\n", "  ", "   ", "é日"]
 PIECES = [
@@ -191,3 +194,14 @@ def test_texts_that_cannot_be_encoded_are_refused() -> None:
         tokenizer.encode("ab")
     with pytest.raises(InvalidRequestError, match="surrogate"):
         tokenizer.encode("\ud800")
+
+
+def test_a_folder_generates_text_and_constrained_text(tmp_path: Path) -> None:
+    config = {**CONFIG, "vocab_size": 300}
+    write_vocabulary(write_folder(tmp_path, rwkv_tensors(config), **config))
+    with LLM(str(tmp_path)) as llm:
+        assert isinstance(llm.tokenizer, RwkvTokenizer)
+        assert llm.generate("hello", max_tokens=8, ignore_eos=True).tokens
+        constraint = JsonSchema({"type": "object", "properties": {"it's": {"type": "boolean"}}})
+        found = llm.generate("hello", max_tokens=64, constraint=constraint)
+        assert set(json.loads(found.text)) <= {"it's"}
