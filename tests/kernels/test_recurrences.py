@@ -62,6 +62,8 @@ TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
 @pytest.fixture(params=[(name, backend) for name in MODELS for backend in BACKENDS], ids=" ".join)
 def model(request: Any) -> Transformer:
     name, backend = request.param
+    if backend == "torch":
+        pytest.importorskip("torch")
     return random_model(name, choose_executor(backend, threads=2))
 
 

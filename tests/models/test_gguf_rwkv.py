@@ -116,6 +116,7 @@ def write_rwkv(
 
 @pytest.mark.parametrize("format", ["F32", "F16", "Q8_0"])
 def test_a_file_follows_the_papers_equations(format: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     tensors = rwkv_tensors(SIZES)
     checkpoint = load_checkpoint(write_rwkv(tmp_path / "tiny.gguf", tensors, format))
     assert isinstance(checkpoint.tokenizer, RwkvTokenizer)
@@ -136,6 +137,7 @@ def test_a_file_generates_a_text(tmp_path: Path) -> None:
 
 
 def test_low_rank_products_are_not_quantised(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     path = write_rwkv(tmp_path / "tiny.gguf", rwkv_tensors(SIZES))
     quantize_file(path, tmp_path / "small.gguf", "Q8_0")
     weights = built(load_checkpoint(tmp_path / "small.gguf")).network.weights.layers[1]

@@ -41,6 +41,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def opened(backend: str = BACKENDS[-1], tensors: Any = None, **config: Any) -> Transformer:
     checkpoint = rwkv_checkpoint(tensors=tensors, **config)
+    if backend == "torch":
+        pytest.importorskip("torch")
     return built(checkpoint, executor=choose_executor(backend, threads=2))
 
 
