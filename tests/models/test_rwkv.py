@@ -110,7 +110,7 @@ def test_a_model_without_a_mechanism_differs(mechanism: str) -> None:
         ({"num_heads": "x", "head_dim": None}, "num_heads is 'x'"),
         ({"norm_first": False}, "norm_first is False; allowed is true"),
         ({"norm_bias": 1}, "norm_bias is 1"),
-        ({"norm_eps": -1.0}, "layer_norm_eps is -1.0"),
+        ({"norm_eps": -1.0}, "norm_eps is -1.0"),
         ({"attn": {"layers": [1]}}, "layers with attention"),
         ({"value_dim": 96}, "value_dim is 96; allowed is 48"),
         ({"value_dim": [48, 48, 96]}, "value_dim is .*; allowed is 48"),
