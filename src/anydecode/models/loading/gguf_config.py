@@ -656,6 +656,8 @@ def _llada_moe(keys: Keys, config: dict[str, Any]) -> None:
 def _rnd1(keys: Keys, config: dict[str, Any]) -> None:
     _denoising(keys, config)
     _qwen3_moe(keys, config)
+
+
 def _rwkv7(keys: Keys, config: dict[str, Any]) -> None:
     if keys.count("token_shift_count", 2) != 2:
         raise CheckpointError(f"{keys.file.path}: RWKV-7 without channel mixing is not supported")
