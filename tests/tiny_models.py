@@ -70,6 +70,8 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif "_proj" in name or ".gate." in name:
                 torch.nn.init.normal_(parameter, std=0.25)
+            elif "rg_lru" in name or "conv_1d" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.2)

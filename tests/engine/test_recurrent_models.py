@@ -13,7 +13,8 @@ from anydecode.kernels.library import load_library
 from anydecode.kernels.recurrent import StatePool
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
-from tiny_models import PROMPTS, hf_model, own_model
+from rwkv_models import rwkv_checkpoint
+from tiny_models import PROMPTS, built, hf_model, own_model
 
 BACKEND = "torch" if load_library() is None else "native"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,6 +31,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
     "falcon mamba": ("FalconMamba", {"intermediate_size": 128, "state_size": 12}),
+    "rwkv7": ("", {}),
+    "recurrent gemma": ("RecurrentGemma", {"num_hidden_layers": 4, "attention_window_size": 9}),
 }
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 _BUILT: dict[tuple[str, int], Any] = {}
@@ -43,9 +46,12 @@ def name(request: Any) -> str:
 def model(name: str, seed: int = 0) -> Any:
     if (name, seed) not in _BUILT:
         family, settings = MODELS[name]
-        theirs = hf_model(family, seed, vocab_size=ByteTokenizer().vocab_size, **settings)
-        executor = choose_executor(BACKEND, threads=1)
-        _BUILT[name, seed] = own_model(theirs, executor=executor)
+        size, executor = ByteTokenizer().vocab_size, choose_executor(BACKEND, threads=1)
+        if name == "rwkv7":
+            _BUILT[name, seed] = built(rwkv_checkpoint(seed, vocab_size=size), executor=executor)
+        else:
+            theirs = hf_model(family, seed, vocab_size=size, **settings)
+            _BUILT[name, seed] = own_model(theirs, executor=executor)
     return _BUILT[name, seed]
 
 

@@ -30,6 +30,7 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
+_LEAVES, _GATES = ("weight", "bias"), ("input", "recurrent")
 _LATENT: dict[str, tuple[int, ...]] = {
     **_NORMS,
     "self_attn.q_a_proj.weight": (24, 64),
@@ -67,6 +68,47 @@ _SELECTIVE: dict[str, tuple[int, ...]] = {
     "mixer.dt_proj.bias": (96,),
     "mixer.out_proj.weight": (64, 96),
 }
+_TIME_MIX: dict[str, tuple[int, ...]] = {
+    **{f"{name}.{leaf}": (64,) for name in ("attn_norm", "ffn_norm") for leaf in _LEAVES},
+    **{f"attn.g_norm.{leaf}": (64,) for leaf in _LEAVES},
+    **{f"attn.x_{part}": (1, 1, 64) for part in "rwkvag"},
+    **{f"attn.{part}_proj.weight": (64, 64) for part in "rkvo"},
+    **{f"attn.{part}_lora.lora.0.weight": (6, 64) for part in "wavg"},
+    **{f"attn.{part}_lora.lora.2.weight": (64, 6) for part in "wavg"},
+    **{f"attn.{part}_lora.lora.2.bias": (64,) for part in "wav"},
+    "attn.k_k": (64,),
+    "attn.k_a": (64,),
+    "attn.r_k": (4, 16),
+    "ffn.x_k": (64,),
+    "ffn.key.weight": (96, 64),
+    "ffn.value.weight": (64, 96),
+}
+_LRU_NORMS: dict[str, tuple[int, ...]] = {
+    "temporal_pre_norm.weight": (64,),
+    "channel_pre_norm.weight": (64,),
+    **{f"mlp_block.{part}_proj.weight": (48, 64) for part in ("gate", "up")},
+    **{f"mlp_block.{part}_proj.bias": (48,) for part in ("gate", "up")},
+    "mlp_block.down_proj.weight": (64, 48),
+    "mlp_block.down_proj.bias": (64,),
+}
+_LRU: dict[str, tuple[int, ...]] = {
+    **_LRU_NORMS,
+    **{f"temporal_block.linear_{part}.weight": (64, 64) for part in ("x", "y", "out")},
+    **{f"temporal_block.linear_{part}.bias": (64,) for part in ("x", "y", "out")},
+    "temporal_block.conv_1d.weight": (64, 1, 4),
+    "temporal_block.conv_1d.bias": (64,),
+    "temporal_block.rg_lru.recurrent_param": (64,),
+    **{f"temporal_block.rg_lru.{gate}_gate_weight": (4, 16, 16) for gate in _GATES},
+    **{f"temporal_block.rg_lru.{gate}_gate_bias": (4, 16) for gate in _GATES},
+}
+_LOCAL: dict[str, tuple[int, ...]] = {
+    **_LRU_NORMS,
+    "temporal_block.q_proj.weight": (64, 64),
+    "temporal_block.k_proj.weight": (32, 64),
+    "temporal_block.v_proj.weight": (32, 64),
+    "temporal_block.o_proj.weight": (64, 64),
+    "temporal_block.o_proj.bias": (64,),
+}
 _ATTENTION: dict[str, tuple[int, ...]] = {
     "self_attn.q_proj.weight": (64, 64),
     "self_attn.k_proj.weight": (32, 64),
@@ -100,7 +142,8 @@ _MORE_OUTER: dict[str, dict[str, tuple[int, ...]]] = {
         "model.per_layer_projection_norm.weight": (8,),
         "model.altup_projections.0.weight": (64, 64),
         "model.altup_unembed_projections.0.weight": (64, 64),
-    }
+    },
+    "rwkv7": {"model.norm.bias": (64,)},
 }
 _MPT: dict[str, tuple[int, ...]] = {
     "norm_1.weight": (64,),
@@ -372,6 +415,37 @@ _FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...
             "eos_token_id": 2,
         },
         (_SELECTIVE, _SELECTIVE),
+    ),
+    "time mixing": (
+        {
+            "model_type": "rwkv7",
+            "architectures": ["RWKV7ForCausalLM"],
+            "vocab_size": 40,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "intermediate_size": 96,
+            "head_dim": 16,
+            "value_dim": [64, 64],
+            **{f"{part}_low_rank_dim": 6 for part in ("decay", "gate", "a", "v")},
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+        },
+        ({**_TIME_MIX, **{f"pre_norm.{leaf}": (64,) for leaf in _LEAVES}}, _TIME_MIX),
+    ),
+    "linear recurrence": (
+        {
+            **_SIZES,
+            "model_type": "recurrent_gemma",
+            "architectures": ["RecurrentGemmaForCausalLM"],
+            "intermediate_size": 96,
+            "lru_width": 64,
+            "conv1d_width": 4,
+            "attention_window_size": 8,
+            "logits_soft_cap": 30.0,
+            "block_types": ["recurrent", "attention"],
+        },
+        (_LRU, _LOCAL),
     ),
 }
 #: The names of the folders.

@@ -19,7 +19,8 @@ from anydecode.kernels.recurrent import PassStates, StatePool
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
-from tiny_models import chain, hf_model, logits, make_rows, own_model, whole
+from rwkv_models import rwkv_checkpoint
+from tiny_models import built, chain, hf_model, logits, make_rows, own_model, whole
 
 BACKENDS = ["torch", *(["native"] if load_library() is not None else [])]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
@@ -49,6 +50,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 72,
         },
     ),
+    "rwkv7": ("", {}),
+    "recurrent gemma": (
+        "RecurrentGemma",
+        {"num_hidden_layers": 4, "attention_window_size": 9, "lru_width": 36},
+    ),
 }
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
 
@@ -56,9 +62,16 @@ TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
 @pytest.fixture(params=[(name, backend) for name in MODELS for backend in BACKENDS], ids=" ".join)
 def model(request: Any) -> Transformer:
     name, backend = request.param
+    if backend == "torch":
+        pytest.importorskip("torch")
+    return random_model(name, choose_executor(backend, threads=2))
+
+
+def random_model(name: str, executor: Any) -> Transformer:
     family, settings = MODELS[name]
-    theirs = hf_model(family, **settings)
-    return own_model(theirs, executor=choose_executor(backend, threads=2))
+    if name == "rwkv7":
+        return built(rwkv_checkpoint(), executor=executor)
+    return own_model(hf_model(family, **settings), executor=executor)
 
 
 def new_cache(model: Transformer, max_states: int | None = None, interval: int = 8) -> Any:
@@ -211,13 +224,14 @@ def test_rows_that_do_not_see_every_position_are_refused(model: Transformer) -> 
             logits(model, whole(rows, model), new_cache(model))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2", "falcon mamba", "qwen3.5"])
+@pytest.mark.parametrize(
+    "name", ["lfm2", "mamba2", "falcon mamba", "qwen3.5", "rwkv7", "recurrent gemma"]
+)
 def test_every_variant_of_the_native_kernels_has_the_same_bits(name: str) -> None:
     path = built_library()
     if path is None:
         pytest.skip("the native kernels are not available here")
-    family, settings = MODELS[name]
-    theirs, found = hf_model(family, **settings), {}
+    found = {}
     try:
         for variant in (*local_variants(), "scalar"):
             try:
@@ -236,7 +250,7 @@ def test_every_variant_of_the_native_kernels_has_the_same_bits(name: str) -> Non
                     library=library,
                 )
 
-            model = own_model(theirs, executor=execute)
+            model = random_model(name, execute)
             found[variant] = in_parts(model, new_cache(model), [33, 7])
     finally:
         Library(path)  # the variant is that of the process

@@ -300,6 +300,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2Moe": {"num_experts": 4},
     "Olmoe": {"num_experts": 4},
     "FalconMamba": {},
+    "RecurrentGemma": {},
 }
 
 

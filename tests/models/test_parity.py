@@ -18,7 +18,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network, spec_from_config
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.loading import load_checkpoint
-from anydecode.models.network import Experts, Network
+from anydecode.models.network import Experts, Network, RecurrentWeights
 from anydecode.models.opening import choose_executor, torch_executor
 from anydecode.models.transformer import Transformer
 from gguf_models import write_folder
@@ -268,6 +268,13 @@ LLAMA_4_DENSE: dict[str, Any] = {
     },
 }
 
+#: The hidden states stay small, and the cap matters.
+RECURRENT_GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "attention_window_size": 7,
+    "num_key_value_heads": 1,
+    "logits_soft_cap": 3.0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -573,6 +580,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", GATED_DELTA),
     "qwen3.5 period": ("Qwen3_5", {**GATED_DELTA, "full_attention_interval": 2}),
     "qwen3.5 moe": ("Qwen3_5Moe", {**GATED_DELTA, **QWEN_EXPERTS}),
+    "recurrent gemma": ("RecurrentGemma", RECURRENT_GEMMA),
+    "recurrent gemma odd": (
+        "RecurrentGemma",
+        {
+            "lru_width": 36,
+            "conv1d_width": 3,
+            "block_types": ["attention", "recurrent"],
+            "attention_bias": True,
+            "num_key_value_heads": None,
+            "tie_word_embeddings": False,
+            "logits_soft_cap": 2.0,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
+        },
+    ),
     "mamba": ("Mamba", {"time_step_rank": 4}),
     "mamba odd": (
         "Mamba",
@@ -850,16 +871,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
     """Greedy tokens and the logits of every position."""
     import torch
+    from transformers import DynamicCache
 
     tokens, rows = list(prompt), []
     is_mamba = type(model).__name__.startswith(("Mamba", "FalconMamba"))
     name = "cache_params" if is_mamba else "past_key_values"
     past: dict[str, Any] = {}
+    if type(model).__name__.startswith("RecurrentGemma"):  # its outputs have no cache
+        past = {name: DynamicCache(config=model.config)}
     step = torch.tensor([prompt])
     for _ in range(count):
         with torch.inference_mode():
             out = model(step, **past, use_cache=True)
-        past = {name: out[name]}
+        past = {name: out[name]} if name in out else past
         rows.append(out.logits[0].numpy())
         step = out.logits[:, -1:].argmax(-1)
         tokens.append(int(step))
@@ -1303,6 +1327,12 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
     "jitter": ("phimoe", {"router_jitter_noise": 0.0}),
+    "window beside recurrences": ("recurrent gemma", {"attention_window_size": 6}),
+    "cap of logits": ("recurrent gemma", {"logits_soft_cap": 1.0}),
+    "half of the rotation": (
+        "recurrent gemma",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
     "step limit": ("mamba2", {"time_step_limit": [0.0, 0.5]}),
     "norms of gates": (
         "falcon mamba",
@@ -1388,6 +1418,23 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
         "llama4",
         lambda network: _each_spec(network, qk_norm="plain"),
     ),
+    "gates as stored": ("recurrent gemma", lambda network: _transpose_blocks(network)),
+    "gates without biases": (
+        "recurrent gemma",
+        lambda network: _each_vector(network, step_bias=lambda bias: 0 * bias),
+    ),
+    "a decay without its factor": (
+        "recurrent gemma",
+        lambda network: _each_vector(network, decay=lambda decay: decay / 8),
+    ),
+    "a convolution without a bias": (
+        "recurrent gemma",
+        lambda network: _each_vector(network, conv_bias=lambda bias: 0 * bias),
+    ),
+    "embeddings without a factor": (
+        "recurrent gemma",
+        lambda network: setattr(network, "spec", replace(network.spec, embedding_scale=1.0)),
+    ),
     "no linear biases": ("bloom", lambda network: _each_shape(network, slopes=None)),
     "slopes of a power of two": (
         "bloom odd",
@@ -1404,6 +1451,21 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "experts without factors": ("gemma4 experts", lambda network: _without_factors(network)),
     "router with the experts' norm": ("gemma4 experts", lambda network: _same_norm(network)),
 }
+
+
+def _transpose_blocks(network: Network) -> None:
+    for layer in network.weights.layers:
+        blocks = getattr(layer.recurrent, "input_blocks", [])
+        for block in blocks:
+            block.data = np.ascontiguousarray(block.data.T)
+
+
+def _each_vector(network: Network, **changes: Callable[[np.ndarray], np.ndarray]) -> None:
+    for layer in network.weights.layers:
+        for name, change in changes.items():
+            if isinstance(layer.recurrent, RecurrentWeights):
+                vectors = layer.recurrent.vectors
+                setattr(vectors, name, change(getattr(vectors, name)))
 
 
 def _each(network: Network, **changes: Any) -> None:

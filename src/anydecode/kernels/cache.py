@@ -57,7 +57,7 @@ def new_cache(
         return mapped_zeros(size, dtype).swapaxes(0, 1)
 
     inputs = {
-        layer: mapped_zeros((num_slots, shape.width + shape.num_gates), np.dtype(np.float32))
+        layer: mapped_zeros((num_slots, shape.num_inputs), np.dtype(np.float32))
         for layer, shape in recurrences.items()
     }
     has_states = any(shape.state_shape for shape in recurrences.values())

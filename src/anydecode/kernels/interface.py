@@ -123,7 +123,7 @@ class Attention:
 
 
 #: The rules of a `Recurrence`.
-RULES = ("conv", "ssd", "delta", "selective")
+RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru")
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,18 @@ class Recurrence:
     - "selective" (Mamba; Gu and Dao, arXiv:2312.00752): S = exp(step * decay) * S + step * value @
       key, with a step per channel of each head and a decay per number of the state. The channels
       are the values alone. The gates are the keys, the queries and those of the steps.
+    - "wkv" (RWKV-7; Peng et al., arXiv:2503.14456), without a convolution: the channels are the
+      inputs of the layer's token shifts, see `Backend.shift`. The gates are receptances, decays,
+      keys, values and rates, `[num_heads, head_dim]` each. With rate = sigmoid(rate), removed = the
+      key * key_scale, divided by its norm, and added = key * (1 + (rate - 1) * key_rate):
+      S = S * exp(-exp(-0.5) * sigmoid(decay)) - (S @ removed) @ (removed * rate) + value @ added.
+      The output S @ receptance of a head is normed as by `Backend.layer_norm`, with `norm`,
+      `norm_bias` and `norm_eps`; then value * sum(receptance * added * bonus) is added.
+    - "lru" (RG-LRU of Griffin; De et al., arXiv:2402.19427): a state of one number per channel,
+      which is the output. The channels are the values alone. The gates are the input gates, then
+      the recurrence gates, one of each per channel; `step_bias` is added. With a = exp(decay *
+      sigmoid(recurrence gate)): S = a * S + sqrt(1 - a^2) * sigmoid(input gate) * value. At
+      position 0 the root is left out.
     """
 
     rule: str
@@ -159,13 +171,23 @@ class Recurrence:
     state_size: int = 0
     step_limits: tuple[float, float] = (0.0, math.inf)
     has_tiled_keys: bool = False
+    norm_eps: float = 0.0
 
     @property
     def num_gates(self) -> int:
         """Gates per row."""
         if self.rule == "selective":
             return 2 * self.num_groups * self.state_size + self.num_heads * self.head_dim
+        if self.rule == "lru":
+            return 2 * self.num_heads * self.head_dim
+        if self.rule == "wkv":
+            return 5 * self.num_heads * self.head_dim
         return {"ssd": self.num_heads, "delta": 2 * self.num_heads}.get(self.rule, 0)
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers that a slot stores."""
+        return self.width + self.num_gates
 
     @property
     def width_out(self) -> int:
@@ -185,7 +207,8 @@ class RecurrenceWeights:
     """The vectors of a recurrence, float32, see `Recurrence`.
 
     All but the first two are `[num_heads]`. With the rule "selective" they are `[num_heads *
-    head_dim]`, and `decay` is `[num_heads * head_dim, state_size]`.
+    head_dim]`, and `decay` is `[num_heads * head_dim, state_size]`. With the rule "lru" `decay` is
+    `[num_heads * head_dim]`, and `step_bias` `[2 * num_heads * head_dim]`.
     """
 
     conv: np.ndarray  # [width, window], the oldest position first
@@ -193,6 +216,18 @@ class RecurrenceWeights:
     decay: np.ndarray | None = None  # negative
     step_bias: np.ndarray | None = None
     skip: np.ndarray | None = None
+
+
+@dataclass(eq=False)
+class WkvWeights:
+    """The vectors of a recurrence with the rule "wkv", float32 `[num_heads * head_dim]`, see
+    `Recurrence`."""
+
+    key_scale: np.ndarray
+    key_rate: np.ndarray
+    bonus: np.ndarray
+    norm: np.ndarray
+    norm_bias: np.ndarray
 
 
 class ClampedSwiglu(NamedTuple):
@@ -478,13 +513,28 @@ class Backend(ABC):
         gates: Sequence[Any],
         layer: int,
         shape: Recurrence,
-        weights: RecurrenceWeights,
+        weights: RecurrenceWeights | WkvWeights,
     ) -> Any:
         """Store x and gates in each row's slot of `layer`, then compute the recurrence.
 
-        `x` is None if `convolution` has stored it. `gates` has the parts of a row's gates in their
-        order. Each row must see all earlier positions and itself.
+        `x` is None if `convolution` or `shift` has stored it. `gates` has the parts of a row's
+        gates in their order. Each row must see all earlier positions and itself.
         """
+
+    @abstractmethod
+    def shift(
+        self, x: Any, layer: int, shape: Recurrence, first: int, mixes: Sequence[np.ndarray]
+    ) -> list[Any]:
+        """Store x in each row's slot of `layer`, from number `first` on, then compute x + (y - x) *
+        mix for each of `mixes`, float32 `[width]`, where y is the x of the position before, and
+        zero before the first (token shift).
+
+        Each row must see all earlier positions and itself.
+        """
+
+    @abstractmethod
+    def stored(self, layer: int, shape: Recurrence, first: int, size: int) -> Any:
+        """The `size` numbers from `first` on that each row's slot of an earlier layer stores."""
 
     @abstractmethod
     def gated(self, gate: Any, up: Any, activation: Activation) -> Any:

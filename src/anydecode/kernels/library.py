@@ -64,10 +64,12 @@ class Recurrence(ctypes.Structure):
 
     _fields_ = [
         *((name, pointer) for name in ("conv", "conv_bias", "decay", "step_bias", "skip")),
+        *((name, pointer) for name in ("key_scale", "key_rate", "bonus", "norm", "norm_bias")),
         *((name, c_int32) for name in ("rule", "width", "window", "activation")),
         *((name, c_int32) for name in ("heads", "head_dim", "groups", "state_size", "num_gates")),
         ("min_step", c_float),
         ("max_step", c_float),
+        ("norm_eps", c_float),
         ("has_tiled_keys", c_int32),
     ]
 

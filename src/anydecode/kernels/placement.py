@@ -11,7 +11,8 @@ from anydecode.kernels.steps import NONE, Code, Step, Value
 # Ops whose rows need no other row's results; in all others threads split columns or heads, or read
 # what other rows have stored.
 _BY_ROW = frozenset(Code) - {
-    *(Code.LINEAR, Code.GROUPED_LINEAR, Code.ATTEND, Code.EXPERTS, Code.CONVOLVE, Code.SCAN)
+    *(Code.LINEAR, Code.GROUPED_LINEAR, Code.ATTEND, Code.EXPERTS, Code.CONVOLVE, Code.SCAN),
+    Code.SHIFT,
 }
 # Ops that may overwrite their first input.
 _IN_PLACE = frozenset(

@@ -21,6 +21,7 @@ from anydecode.kernels.interface import (
     Rope,
     Routing,
     Weight,
+    WkvWeights,
 )
 from anydecode.kernels.library import Matrix, Op
 from anydecode.kernels.library import Recurrence as RecurrenceStruct
@@ -190,7 +191,7 @@ class NativeBackend(Backend):
         gates: Sequence[Value],
         layer: int,
         shape: Recurrence,
-        weights: RecurrenceWeights,
+        weights: RecurrenceWeights | WkvWeights,
     ) -> Value:
         fields = {"layer": layer, "recurrence": self._keep_recurrence(shape, weights)}
         inputs = tuple(gates) if x is None else (x, *gates)
@@ -200,15 +201,35 @@ class NativeBackend(Backend):
         self.recurrences.append(shape)
         return out
 
+    def shift(
+        self, x: Value, layer: int, shape: Recurrence, first: int, mixes: Sequence[np.ndarray]
+    ) -> list[Value]:
+        fields = {"layer": layer, "recurrence": self._keep_recurrence(shape), "count": first}
+        self._store_inputs((x,), first, fields)
+        return [self._shifted(x, self._keep_vector(mix), fields) for mix in mixes]
+
+    def _shifted(self, x: Value, mix: int, fields: Mapping[str, Any]) -> Value:
+        out = self._record(Code.SHIFT, (x,), x.width, weight=mix, **fields)
+        self.steps[-1].cache = "read"
+        return out
+
+    def stored(self, layer: int, shape: Recurrence, first: int, size: int) -> Value:
+        out, fields = Value(size), {"layer": layer, "count": first, "width": size}
+        fields["recurrence"] = self._keep_recurrence(shape)
+        self.steps.append(Step(Code.STORED, (), out, {**fields, "width_out": size}, cache="read"))
+        return out
+
     def _store_inputs(self, inputs: Sequence[Value], first: int, fields: Mapping[str, Any]) -> None:
         """Record that inputs of a recurrence are stored, from number `first` of a slot on."""
         for part in inputs:
-            store = {"width": part.width, "count": first, **fields}
+            store = {**fields, "width": part.width, "count": first}
             self.steps.append(Step(Code.STORE_INPUTS, (part,), None, store, cache="write"))
             first += part.width
 
-    def _keep_recurrence(self, shape: Recurrence, weights: RecurrenceWeights) -> int:
-        """The address of the C struct for a recurrence and its vectors."""
+    def _keep_recurrence(
+        self, shape: Recurrence, weights: RecurrenceWeights | WkvWeights | None = None
+    ) -> int:
+        """The address of the C struct for a recurrence and its vectors, if it reads these."""
         struct = RecurrenceStruct(
             rule=RULES.index(shape.rule),
             width=shape.width,
@@ -222,11 +243,11 @@ class NativeBackend(Backend):
             min_step=shape.step_limits[0],
             max_step=shape.step_limits[1],
             has_tiled_keys=int(shape.has_tiled_keys),
-            conv=self._keep_vector(np.ascontiguousarray(weights.conv.T)),
+            norm_eps=shape.norm_eps,
         )
-        for name in ("conv_bias", "decay", "step_bias", "skip"):
-            vector = getattr(weights, name)
+        for name, vector in vars(weights).items() if weights is not None else ():
             if vector is not None:
+                vector = np.ascontiguousarray(vector.T) if name == "conv" else vector
                 setattr(struct, name, self._keep_vector(vector))
         self.keepalive.append(struct)
         return ctypes.addressof(struct)

@@ -33,6 +33,7 @@ from anydecode.kernels.interface import (
     Routing,
     Rows,
     Weight,
+    WkvWeights,
 )
 from anydecode.kernels.recurrent import Scan, windows
 from anydecode.kernels.scan import convolve, run_scan
@@ -222,13 +223,36 @@ class ReferenceBackend(Backend):
     def convolution(
         self, x: torch.Tensor, layer: int, shape: Recurrence, weights: RecurrenceWeights
     ) -> torch.Tensor:
-        bound, stored = self._rows(), self._store_inputs((x,), 0, layer)
-        if shape.window not in bound.windows:
-            table = torch.from_numpy(windows(bound.rows, bound.index, shape.window))
-            bound.windows[shape.window] = table.to(self.device)
+        stored, table = self._store_inputs((x,), 0, layer), self._windows(shape.window)
         bias = self._optional(weights.conv_bias)
-        table = bound.windows[shape.window]
         return convolve(stored, table, shape, self._vector(weights.conv), bias)
+
+    def shift(
+        self,
+        x: torch.Tensor,
+        layer: int,
+        shape: Recurrence,
+        first: int,
+        mixes: Sequence[np.ndarray],
+    ) -> list[torch.Tensor]:
+        stored, slots = self._store_inputs((x,), first, layer), self._windows(2)[:, 0]
+        before = stored[slots.clamp(min=0), first : first + x.shape[-1]]
+        change = before.masked_fill((slots < 0).unsqueeze(-1), 0.0) - x
+        return [x + change * self._vector(mix) for mix in mixes]
+
+    def stored(self, layer: int, shape: Recurrence, first: int, size: int) -> torch.Tensor:
+        bound = self._rows()
+        stored = as_tensor(bound.cache.inputs[layer], self.device)
+        slots = torch.from_numpy(bound.rows.slots[bound.index].astype(np.int64)).to(self.device)
+        return stored[slots, first : first + size]
+
+    def _windows(self, size: int) -> torch.Tensor:
+        """The slots of the last `size` positions of each row, see `windows`."""
+        bound = self._rows()
+        if size not in bound.windows:
+            table = torch.from_numpy(windows(bound.rows, bound.index, size))
+            bound.windows[size] = table.to(self.device)
+        return bound.windows[size]
 
     def recurrence(
         self,
@@ -236,7 +260,7 @@ class ReferenceBackend(Backend):
         gates: Sequence[torch.Tensor],
         layer: int,
         shape: Recurrence,
-        weights: RecurrenceWeights,
+        weights: RecurrenceWeights | WkvWeights,
     ) -> torch.Tensor:
         bound = self._rows()
         assert bound.scan is not None

@@ -8,6 +8,7 @@ from anydecode.kernels import elementary
 from anydecode.kernels.interface import Recurrence
 from anydecode.kernels.recurrent import Scan
 from anydecode.kernels.torch_arrays import as_tensor
+from anydecode.kernels.wkv import WkvSteps
 
 #: Added to the sum of squares that keys and queries of the delta rule are divided by the root of.
 _NORM_EPS = 1e-6
@@ -58,7 +59,7 @@ def run_scan(
         states: float32 `[num_states, num_heads, head_dim, state_size]`, changed in place.
         num_rows: The number of rows.
         shape: The layer's recurrence.
-        weights: The fields of `RecurrenceWeights`.
+        weights: The fields of `RecurrenceWeights` or `WkvWeights`.
     """
     out = torch.empty(num_rows, shape.num_heads, shape.head_dim, device=stored.device)
     branches: dict[int, torch.Tensor] = {}
@@ -68,8 +69,6 @@ def run_scan(
         slots = as_tensor(scan.slots[part], stored.device).long()
         own = slots[scan.lead :]
         table = slots[scan.lead + 1 - shape.window :].unfold(0, shape.window, 1)
-        conv, conv_bias = weights["conv"], weights["conv_bias"]
-        assert conv is not None
         if begin < -1:
             state = branches[begin]
         else:
@@ -78,8 +77,9 @@ def run_scan(
         rows, saves = scan.rows[part][scan.lead :].tolist(), scan.saves[part][scan.lead :].tolist()
         for first in range(0, len(own), _STEPS):
             group = slice(first, first + _STEPS)
-            channels = convolve(stored, table[group], shape, conv, conv_bias)
-            steps = _Steps(shape, channels, stored[own[group], shape.width :], weights)
+            gates = stored[own[group], shape.width :]
+            is_first = begin == -1 and first == 0
+            steps = _steps(shape, stored, table[group], gates, weights, is_first)
             for index, (row, save) in enumerate(zip(rows[group], saves[group], strict=True)):
                 state = steps.advance(state, index)
                 if row >= 0:
@@ -89,6 +89,26 @@ def run_scan(
                 elif save < -1:
                     branches[save] = state
     return out.flatten(-2)
+
+
+def _steps(
+    shape: Recurrence,
+    stored: torch.Tensor,
+    table: torch.Tensor,
+    gates: torch.Tensor,
+    weights: dict[str, torch.Tensor | None],
+    is_first: bool,
+) -> _Steps | WkvSteps | _LruSteps:
+    """The steps of some positions of a run; `table` has the slots of their windows. `is_first`:
+    whether they start at position 0."""
+    if shape.rule == "wkv":
+        return WkvSteps(shape, gates, weights)
+    conv = weights["conv"]
+    assert conv is not None
+    channels = convolve(stored, table, shape, conv, weights["conv_bias"])
+    if shape.rule == "lru":
+        return _LruSteps(shape, channels, gates, weights, is_first)
+    return _Steps(shape, channels, gates, weights)
 
 
 class _Steps:
@@ -138,6 +158,37 @@ class _Steps:
         """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
         y = elementary.tree_sum(state * self._query[index])
         return y if self._skip is None else y + self._value[index] * self._skip
+
+
+class _LruSteps:
+    """The same with the rule "lru"."""
+
+    def __init__(
+        self,
+        shape: Recurrence,
+        channels: torch.Tensor,
+        gates: torch.Tensor,
+        weights: dict[str, torch.Tensor | None],
+        is_first: bool,
+    ) -> None:
+        decay, bias = weights["decay"], weights["step_bias"]
+        assert decay is not None and bias is not None
+        inputs, recurrence = elementary.sigmoid(gates + bias).chunk(2, -1)
+        exponent = recurrence * decay
+        factor = torch.sqrt(1.0 - elementary.exp(exponent * 2.0))
+        if is_first:
+            factor[0] = 1.0
+        size = (-1, *shape.state_shape) if shape.state_shape else (-1,)
+        self._decay = elementary.exp(exponent).view(size)
+        self._change = (channels * inputs * factor).view(size)
+
+    def advance(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The state after step `index`, from the one before it."""
+        return state * self._decay[index] + self._change[index]
+
+    def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
+        return state.squeeze(-1)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

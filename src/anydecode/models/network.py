@@ -34,6 +34,7 @@ from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
+from anydecode.models.time_mix import TimeMixWeights
 
 
 @dataclass(eq=False)
@@ -99,7 +100,8 @@ class RecurrentWeights:
 
     output(gate(x) * recurrence(input_gate(x) * inputs(x), gates(x))), see `RecurrentSpec`. With
     the rule "selective" the gates are keys(c), queries(c) and gates(step_down(c)), where c is the
-    output of the convolution.
+    output of the convolution. With the rule "lru" they are the products of its equal parts with
+    `input_blocks`, and those with `recurrence_blocks`, both side by side.
     """
 
     inputs: Linear
@@ -112,11 +114,15 @@ class RecurrentWeights:
     keys: Linear | None = None
     queries: Linear | None = None
     step_down: Linear | None = None
+    input_blocks: list[Weight] = field(default_factory=list)
+    recurrence_blocks: list[Weight] = field(default_factory=list)
 
     @property
-    def linears(self) -> list[Linear]:
-        """All products of the sublayer."""
-        return [value for value in vars(self).values() if isinstance(value, Linear)]
+    def matrices(self) -> list[Weight]:
+        """Every matrix of the sublayer."""
+        linears = [value for value in vars(self).values() if isinstance(value, Linear)]
+        blocks = [*self.input_blocks, *self.recurrence_blocks]
+        return [linear.weight for linear in linears] + blocks
 
 
 @dataclass(eq=False)
@@ -205,13 +211,15 @@ class LayerWeights:
     mlp_post_norm_bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
     attention_gate: Linear | None = None
-    recurrent: RecurrentWeights | None = None
+    recurrent: RecurrentWeights | TimeMixWeights | None = None
     latent: LatentWeights | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     streams: StreamBlock | None = None
     differential: DifferentialWeights | None = None
     memory_unit: MemoryUnit | None = None
+    # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
+    mlp_mix: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -220,7 +228,7 @@ class LayerWeights:
         if self.per_layer is not None:
             linears += [self.per_layer.gate, self.per_layer.projection]
         weights = [] if self.streams is None else self.streams.matrices
-        linears += [] if self.recurrent is None else self.recurrent.linears
+        weights += [] if self.recurrent is None else self.recurrent.matrices
         if self.memory_unit is not None:
             linears += [self.memory_unit.gate, self.memory_unit.output]
         weights += [linear.weight for linear in linears if linear is not None]
@@ -304,6 +312,7 @@ class Network:
             if index == 0 and spec.attends_to_states:
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
+            _check_mixes(f"layer {index}, ", shape, layer, spec.hidden_size, index == 0)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
             if layer.memory_unit is not None:
                 _check_memory_unit(f"layer {index}, ", spec, layer.memory_unit)
@@ -368,8 +377,8 @@ class Network:
             if weights.memory_unit is not None:
                 mixed = weights.memory_unit.apply(backend, y, memory)
             else:
-                assert spec.recurrence is not None and weights.recurrent is not None
                 recurrent = weights.recurrent
+                assert spec.recurrence is not None and isinstance(recurrent, RecurrentWeights)
                 memory = self._ungated(backend, y, spec.recurrence, recurrent, index)
                 mixed = self._gated(backend, y, memory, spec.recurrence, recurrent)
             mixed = self._scaled(backend, mixed)
@@ -535,6 +544,10 @@ class Network:
         if spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
         assert weights.mlp is not None, "checked by `_add_blocks`"
+        if weights.mlp_mix is not None:
+            assert spec.recurrence is not None, "checked by `_check_time_mix`"
+            first, shape = self.spec.hidden_size, spec.recurrence.shape
+            (y,) = backend.shift(y, index, shape, first, [weights.mlp_mix])
         if isinstance(weights.mlp, Experts) and weights.mlp.norms is not None:
             y = self._experts_beside_mlp(backend, x, y, spec, weights.mlp, weights.mlp.norms)
         else:
@@ -599,6 +612,8 @@ class Network:
         if spec.recurrence is None:
             return self._attention(backend, x, spec, weights, index)
         assert weights.recurrent is not None, "checked by `_check_layer`"
+        if isinstance(weights.recurrent, TimeMixWeights):
+            return weights.recurrent.apply(backend, x, index, spec.recurrence.shape)
         y = self._recurrent(backend, x, spec.recurrence, weights.recurrent, index)
         if spec.attention is None:
             return y
@@ -733,6 +748,13 @@ def _recurrence(
     shape, vectors = spec.shape, weights.vectors
     if shape.rule == "conv":
         return backend.convolution(inputs, index, shape, vectors)
+    if shape.rule == "lru":
+        channels = backend.convolution(inputs, index, shape, vectors)
+        gates = tuple(
+            backend.grouped_linear(channels, blocks)
+            for blocks in (weights.input_blocks, weights.recurrence_blocks)
+        )
+        return backend.recurrence(None, gates, index, shape, vectors)
     assert weights.gates is not None, "checked by `_check_recurrent`"
     if shape.rule != "selective":
         gates = weights.gates.apply(backend, x)
@@ -840,7 +862,7 @@ def _check_layer(
         _check_attention(prefix, spec, spec.attention, layer, hidden, width)
     if (spec.recurrence is None) != (layer.recurrent is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
-    if spec.recurrence is not None and layer.recurrent is not None:
+    if spec.recurrence is not None and isinstance(layer.recurrent, RecurrentWeights):
         _check_recurrent(prefix, spec.recurrence, layer.recurrent, hidden)
     has_pre_norm, has_post_norm = spec.norms in ("pre", "both"), spec.norms != "pre"
     has_mlp = spec.mlp != "none"
@@ -1015,6 +1037,8 @@ def _check_recurrent(
     _check_linear(f"{prefix}output", weights.output, (hidden, shape.width_out))
     if shape.rule == "selective":
         _check_selective_gates(prefix, shape, weights)
+    elif shape.rule == "lru":
+        _check_blocks(prefix, shape, weights)
     elif (weights.gates is None) != (shape.rule == "conv"):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has gates")
     elif weights.gates is not None:
@@ -1027,14 +1051,53 @@ def _check_recurrent(
         count, size = shape.num_heads, 1
         if shape.rule == "selective":
             count, size = shape.width_out, shape.state_size
+        if shape.rule == "lru":
+            count = shape.width_out
         decay = None if vectors.decay is None else vectors.decay.ravel()
         _check_vector(f"{prefix}decay", decay, count * size)
-        _check_vector(f"{prefix}step_bias", vectors.step_bias, count)
+        num_biases = 2 * count if shape.rule == "lru" else count
+        _check_vector(f"{prefix}step_bias", vectors.step_bias, num_biases)
         _check_bias(f"{prefix}skip", vectors.skip, count)
     if spec.norm is not None:
         size = 0 if weights.norm is None else weights.norm.size
         if size * spec.norm_groups != shape.width_out:
             _check_vector(f"{prefix}norm", weights.norm, shape.width_out)
+
+
+def _check_blocks(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:
+    for name in ("input_blocks", "recurrence_blocks"):
+        blocks = getattr(weights, name)
+        if len(blocks) != shape.num_heads or len({block.format for block in blocks}) > 1:
+            raise CheckpointError(
+                f"{prefix}{name}: the weights have {len(blocks)} matrices; allowed are"
+                f" {shape.num_heads}, one per head, in one format"
+            )
+        for block in blocks:
+            _check_matrix(f"{prefix}{name}", block, (shape.head_dim, shape.head_dim))
+
+
+def _check_mixes(
+    prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int, is_first: bool
+) -> None:
+    """Check the weights of RWKV's time mixing and channel mixing."""
+    weights = layer.recurrent if isinstance(layer.recurrent, TimeMixWeights) else None
+    has_mixes = spec.recurrence is not None and spec.recurrence.shape.rule == "wkv"
+    if {weights is not None, layer.mlp_mix is not None} != {has_mixes}:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights mixes positions")
+    if weights is None:
+        return
+    _check_vector(f"{prefix}the mix of the MLP's inputs", layer.mlp_mix, hidden)
+    _check_vector(f"{prefix}the mixes", weights.mixes.ravel(), 6 * hidden)
+    for name in ("receptance", "key", "value", "output"):
+        _check_linear(prefix + name, getattr(weights, name), (hidden, hidden))
+    if (weights.value_mix is None) != is_first:
+        raise CheckpointError(f"{prefix}all layers but the first mix their values")
+    for name, product in weights.products.items():
+        rank = product.down.weight.out_features
+        _check_linear(f"{prefix}{name}, down", product.down, (rank, hidden))
+        _check_linear(f"{prefix}{name}, up", product.up, (hidden, rank))
+    for name, vector in vars(weights.vectors).items():
+        _check_vector(prefix + name, vector, hidden)
 
 
 def _check_selective_gates(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:

@@ -361,6 +361,7 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)
             _check_cache_layer(f"layer {index}: ", self.layers, index)
+            _check_mixes(f"layer {index}: ", self, layer)
             if size and not isinstance(layer.activation, str):
                 raise CheckpointError(f"layer {index}: per_layer_size is set with a clamped SwiGLU")
         num_experts = sum(layer.num_experts for layer in self.layers)
@@ -610,11 +611,35 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
     dim = integer(f"{prefix}head_dim", shape.head_dim, 1, MAX_COUNT)
     size = integer(f"{prefix}state_size", shape.state_size, 1, MAX_COUNT)
     integer(f"{prefix}num_heads * head_dim * state_size", heads * dim * size)
-    width = heads * dim + (0 if shape.rule == "selective" else 2 * groups * size)
+    integer(f"{prefix}numbers that a slot stores", shape.num_inputs)
+    if shape.rule == "wkv":
+        integer(f"{prefix}state_size", size, dim, dim)
+        integer(f"{prefix}num_groups", groups, heads, heads)
+        number(f"{prefix}norm_eps", shape.norm_eps, 0.0, MAX_FACTOR)
+        return
+    if shape.rule == "lru":
+        integer(f"{prefix}state_size", size, 1, 1)
+    has_keys = shape.rule not in ("selective", "lru")
+    width = heads * dim + (2 * groups * size if has_keys else 0)
     if shape.width != width:
         raise refusal(f"{prefix}conv width", shape.width, f"{width}")
     if heads * dim % spec.norm_groups:
         raise refusal(f"{prefix}norm_groups", spec.norm_groups, f"a divisor of {heads * dim}")
+
+
+def _check_mixes(prefix: str, spec: ModelSpec, layer: LayerSpec) -> None:
+    """The layers of RWKV store the inputs of their two sublayers, and have the values of the first
+    layer."""
+    if layer.recurrence is None or layer.recurrence.shape.rule != "wkv":
+        return
+    shape, first = layer.recurrence.shape, spec.layers[0].recurrence
+    if shape.width != 2 * spec.hidden_size or shape.width_out != spec.hidden_size:
+        allowed = f"heads of {spec.hidden_size} numbers together, the hidden size"
+        raise refusal(f"{prefix}num_heads * head_dim", shape.width_out, allowed)
+    if first is None or first.shape != shape:
+        raise CheckpointError(f"{prefix}its recurrence is not that of the first layer")
+    if layer.attention is not None or layer.mlp == "none" or layer.norms != "pre":
+        raise CheckpointError(f"{prefix}time mixing needs an MLP, and norms before both")
 
 
 def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:

@@ -38,7 +38,8 @@ _OUTER = ("token_embd.weight", "output.weight")
 #: Parts of the names of matrices that stay: they are small, or not read as matrices.
 _KEPT = (
     "norm", "ffn_gate_inp", "position_embd", "token_types", "conv", "ssm_a", "ssm_b", "ssm_dt",
-    "ssm_x", "time_mix", "altup_router", "altup_predict_coef", "altup_correct_coef",
+    "ssm_x", "altup_router", "altup_predict_coef", "altup_correct_coef", "time_mix_lerp",
+    "time_mix_w", "time_mix_a", "time_mix_g", "time_mix_v0", "time_mix_v1", "time_mix_v2",
 )  # fmt: skip
 #: Formats with blocks of 256 -> what llama.cpp writes where a row is no multiple of that.
 _SMALL_BLOCKS = {

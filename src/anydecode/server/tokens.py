@@ -6,6 +6,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from anydecode.errors import InvalidRequestError
+from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.server.chat_run import render
 from anydecode.server.errors import ApiError
@@ -65,7 +66,7 @@ def tokenizer_info(service: Service) -> Response:
         texts["bos_token"] = tokenizer.token_text(tokenizer.bos_id)
     if tokenizer.eos_ids:
         texts["eos_token"] = tokenizer.token_text(min(tokenizer.eos_ids))
-    if isinstance(tokenizer, HFTokenizer):
+    if isinstance(tokenizer, HFTokenizer | RwkvTokenizer):
         texts |= tokenizer.special_texts
     if tokenizer.chat_template is not None:
         texts["chat_template"] = tokenizer.chat_template

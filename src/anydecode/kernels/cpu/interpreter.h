@@ -151,6 +151,8 @@ static void run_row(const Step *s, int r) {
       break;
     case OP_STORE: store_row(s->pass, op, r, a + from, b ? b + from : NULL); break;
     case OP_STORE_INPUTS: store_inputs(s->pass, op, r, a + from); break;
+    case OP_SHIFT: shift_row(s->pass, op, r, a + from, out + to); break;
+    case OP_STORED: stored_row(s->pass, op, r, out + to); break;
     case OP_CONVOLVE: convolve_row(s->pass, op, r, out + to); break;
     case OP_GATED: gated(a + from, b + from, op->width, op, out + from); break;
     case OP_ADD: add_rows(a + from, b + from, wide, out + from); break;

@@ -27,10 +27,12 @@ enum Code {
   OP_STORE, OP_ATTEND, OP_MERGE, OP_GATED, OP_ADD, OP_SCALE, OP_SOFTCAP, OP_COPY, OP_EXPERTS,
   OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE, OP_STORE_INPUTS, OP_CONVOLVE,
   OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN, OP_TOKEN_ROW,
-  OP_CLAMP, OP_MULTIPLY, OP_CUT_OFF, OP_MATCH_MAGNITUDE, OP_MIX, OP_SPREAD
+  OP_CLAMP, OP_MULTIPLY, OP_CUT_OFF, OP_MATCH_MAGNITUDE, OP_MIX, OP_SPREAD,
+  OP_SHIFT, OP_STORED
 };
 
-enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE }; /* interface.py: RULES */
+/* interface.py: RULES */
+enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU };
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
 enum { MAX_BRANCH_STATES = 16 }; /* see kernels/recurrent.py */
 
@@ -74,8 +76,9 @@ typedef struct {
 typedef struct {
   const float *conv; /* [window, width] */
   const float *conv_bias, *decay, *step_bias, *skip; /* conv_bias, skip: NULL: none */
+  const float *key_scale, *key_rate, *bonus, *norm, *norm_bias; /* of RULE_WKV */
   int32_t rule, width, window, activation, heads, head_dim, groups, state_size, num_gates;
-  float min_step, max_step;
+  float min_step, max_step, norm_eps;
   int32_t has_tiled_keys;
 } Recurrence;
 
@@ -304,7 +307,7 @@ INLINE int64_t attention_state_floats(int padded, int heads) {
  * step, and the states of a tree's branches. */
 INLINE int64_t recurrence_floats(int head_dim, int state_size) {
   int64_t state = (int64_t)head_dim * state_size;
-  return (1 + MAX_BRANCH_STATES) * state + (head_dim + 7) / 8 * 16 + (state_size + 7) / 8 * 16;
+  return (1 + MAX_BRANCH_STATES) * state + (head_dim + 7) / 8 * 16 + (state_size + 7) / 8 * 32;
 }
 
 INLINE int64_t attention_scratch_floats(int head_dim, int group) {

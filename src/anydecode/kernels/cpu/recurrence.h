@@ -4,6 +4,8 @@
 
 #include "plan.h"
 #include "pointwise.h"
+#include "shift.h"
+#include "wkv.h"
 
 /* Store some of a row's inputs in its slot, from number op->count on. */
 static void store_inputs(const Pass *pass, const Op *op, int row, const float *x) {
@@ -30,17 +32,6 @@ INLINE void convolve(const Pass *pass, const Op *op, const int32_t *slots, int f
     if (shape->conv_bias)
       sum = f8_add(sum, f8_load_part(shape->conv_bias + first + i, count - i));
     f8_store_part(out + i, f8_activate(sum, shape->activation), count - i);
-  }
-}
-
-/* The slots of the last `count` positions that a row sees; -1 before the first position. */
-static void last_slots(const Pass *pass, int row, int count, int32_t *slots) {
-  int prefix = pass->prefix[row], length = prefix + pass->tail_length[row];
-  const int32_t *table = pass->tables[pass->table[row]];
-  const int32_t *tail = pass->tails + pass->tail_start[row];
-  for (int j = 0; j < count; j++) {
-    int position = length - count + j;
-    slots[j] = position < 0 ? -1 : position < prefix ? table[position] : tail[position - prefix];
   }
 }
 
@@ -129,6 +120,30 @@ INLINE void advance_selective(const Recurrence *shape, int head, const float *va
   }
 }
 
+/* Advance the state of one head, [head_dim], by one step, with the rule RULE_LRU. `is_first`:
+ * whether it is that of position 0. */
+static void advance_lru(const Recurrence *shape, int head, const float *value, const float *gates,
+                        int is_first, float *state, float *out) {
+  int dim = shape->head_dim, first = head * dim, all = shape->heads * dim;
+  const float *inputs = gates + first, *recurrence = inputs + all, *bias = shape->step_bias + first;
+  for (int i = 0; i < dim; i += 8) {
+    int left = dim - i;
+    f8 share = f8_sigmoid(f8_add(f8_load_part(inputs + i, left), f8_load_part(bias + i, left)));
+    f8 gate = f8_add(f8_load_part(recurrence + i, left), f8_load_part(bias + all + i, left));
+    f8 exponent = f8_mul(f8_sigmoid(gate), f8_load_part(shape->decay + first + i, left));
+    f8 decay = f8_exp(exponent), change = f8_mul(f8_load_part(value + i, left), share);
+    if (!is_first) {
+      float factor[8];
+      f8_store(factor, f8_sub(f8_set(1.0f), f8_exp(f8_add(exponent, exponent))));
+      for (int k = 0; k < 8; k++) factor[k] = sqrtf(factor[k]);
+      change = f8_mul(change, f8_load(factor));
+    }
+    f8 s = f8_fma(f8_load_part(state + i, left), decay, change);
+    f8_store_part(state + i, s, left);
+    if (out) f8_store_part(out + i, s, left);
+  }
+}
+
 /* Set the inputs of one step of one head, with a rule other than RULE_SELECTIVE. `slots` are those
  * of the window, `gates` those of the row. */
 static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slots,
@@ -158,7 +173,7 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
   float *times = scratch + floats + padded;
   HeadStep step = {scratch + floats, times + padded, NULL, 0.0f, 0.0f};
   step.query = step.key + (size + 7) / 8 * 8;
-  float *branches = step.query + (size + 7) / 8 * 8;
+  float *branches = step.key + (size + 7) / 8 * 32; /* advance_wkv uses four vectors */
   for (int run = 0; run < pass->num_runs; run++) {
     int32_t start = pass->scan_start[run];
     if (start == -1) memset(state, 0, (size_t)floats * 4);
@@ -169,11 +184,16 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
       int64_t stride = shape->width + shape->num_gates;
       const float *gates =
           pass->recurrent_inputs[op->layer] + pass->scan_slots[i] * stride + shape->width;
-      convolve(pass, op, slots, head * dim, dim, step.value);
+      if (shape->rule != RULE_WKV) convolve(pass, op, slots, head * dim, dim, step.value);
       int32_t row = pass->scan_rows[i], save = pass->scan_saves[i];
       float *to = row < 0 ? NULL : out + (int64_t)row * shape->heads * dim + head * dim;
       if (shape->rule == RULE_SELECTIVE) {
         advance_selective(shape, head, step.value, gates, times, state, to);
+      } else if (shape->rule == RULE_WKV) {
+        advance_wkv(shape, head, gates, step.key, state, to);
+      } else if (shape->rule == RULE_LRU) {
+        int is_first = start == -1 && i == pass->scan_first[run] + lead;
+        advance_lru(shape, head, step.value, gates, is_first, state, to);
       } else {
         prepare(pass, op, head, slots, gates, &step);
         advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);

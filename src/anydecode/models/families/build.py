@@ -32,6 +32,7 @@ from anydecode.models.network import (
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.streams import StreamBlock, StreamProjections
+from anydecode.models.time_mix import TimeMixWeights
 from anydecode.models.transformer import Executor, Transformer
 
 
@@ -105,9 +106,10 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         )
     weights = ModelWeights(embedding, layers, norm, head, bias, norm_bias, table)
     if spec.has_embedding_norm:
-        weights.embedding_norm = reader.vector("embed_norm.weight", spec.hidden_size)
+        name = family.names.get("embed_norm", "embed_norm")
+        weights.embedding_norm = reader.vector(f"{name}.weight", spec.hidden_size)
         if family.has_norm_bias:
-            weights.embedding_norm_bias = reader.vector("embed_norm.bias", spec.hidden_size)
+            weights.embedding_norm_bias = reader.vector(f"{name}.bias", spec.hidden_size)
     if spec.num_segments:
         shape = (spec.num_segments, spec.hidden_size)
         weights.segments = reader.tensor("embed_segments.weight", shape)
@@ -171,6 +173,8 @@ class _LayerReader:
             )
         if has_mlp:
             layer.mlp = self._mlp()
+        if isinstance(layer.recurrent, TimeMixWeights):
+            layer.mlp_mix = self._reader.vector(self._full("mlp.mix"), self._hidden)
         if self._per_layer_size:
             layer.per_layer = self._per_layer()
         if self._num_streams > 1:

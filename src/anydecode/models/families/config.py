@@ -56,6 +56,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
     "relu2": "relu2",
+    "sqrelu": "relu2",
 }
 
 #: The keys for the number of experts.

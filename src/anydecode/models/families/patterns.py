@@ -7,7 +7,10 @@ import math
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES
 from anydecode.models.families.family import Scales
 from anydecode.models.families.values import (
     Config,
@@ -293,6 +296,32 @@ def lfm2_sizes(config: Config) -> dict[str, Any]:
         multiple = int_value(config, "block_multiple_of", 256)
         inner = -(-int(factor * int(2 * inner / 3)) // multiple) * multiple
     return {"intermediate_size": inner, "block_auto_adjust_ff_dim": False}
+
+
+def recurrent_gemma_layers(config: Config) -> list[str]:
+    """RecurrentGemma: a pattern of recurrences and of attention with a window, repeated."""
+    count = num_layers(config)
+    key = "block_types" if config.get("block_types") is not None else "_block_types"
+    pattern = list_value(config, key, str) or ["recurrent", "recurrent", "attention"]
+    if not set(pattern) <= {"recurrent", "attention"}:
+        raise refusal(key, pattern, "a list of recurrent and attention")
+    kinds = {"recurrent": "linear_attention", "attention": SLIDING}
+    return [kinds[pattern[layer % len(pattern)]] for layer in range(count)]
+
+
+def recurrent_gemma_sizes(config: Config) -> dict[str, Any]:
+    """RecurrentGemma: the config has the size of both halves of a gated MLP together, and layer
+    types under another key."""
+    return {
+        "intermediate_size": int_value(config, "intermediate_size", low=2) // 2,
+        "layer_types": recurrent_gemma_layers(config),
+    }
+
+
+def recurrent_gemma_scales(config: Config) -> Scales:
+    """RecurrentGemma: embeddings are scaled by the root of the hidden size in bfloat16."""
+    root = np.float32(int_value(config, "hidden_size") ** 0.5)
+    return Scales(float(root.astype(DTYPES["BF16"])))
 
 
 def granite_scales(config: Config) -> Scales:

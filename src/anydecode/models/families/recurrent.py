@@ -17,6 +17,7 @@ from anydecode.models.limits import MAX_COUNT, number, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.network import RecurrentWeights
 from anydecode.models.spec import RecurrentSpec
+from anydecode.models.time_mix import TimeMixWeights
 
 #: The layer types of configs that stand for a recurrent sublayer.
 RECURRENT_TYPES = ("conv", "mamba", "linear_attention")
@@ -35,7 +36,9 @@ class RecurrentLayout:
     """
 
     spec: Callable[[Config], RecurrentSpec]
-    read: Callable[[TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights]
+    read: Callable[
+        [TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights | TimeMixWeights
+    ]
 
 
 def _conv(
@@ -373,3 +376,67 @@ def _separate_gates(reader: TensorReader, name: str, shape: Recurrence, hidden: 
 
 #: Qwen3-Next and Qwen3.5: the gated delta rule.
 GATED_DELTA = RecurrentLayout(_delta_spec, _read_delta)
+
+
+def _lru_spec(config: Config) -> RecurrentSpec:
+    width = int_value(config, "lru_width", int_value(config, "hidden_size"))
+    heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
+    if width % heads:
+        raise refusal("lru_width", width, f"a multiple of the {heads} heads")
+    shape = Recurrence(
+        "lru",
+        width=width,
+        window=int_value(config, "conv1d_width", 4, high=MAX_COUNT),
+        num_heads=heads,
+        head_dim=width // heads,
+        num_groups=heads,
+        state_size=1,
+    )
+    if value_or(config, "hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise refusal("hidden_activation", config["hidden_activation"], "gelu_pytorch_tanh")
+    return RecurrentSpec(shape, gate="gelu_tanh")
+
+
+def _read_lru(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    name, shape = f"{layer}.temporal_block", spec.shape
+    width, heads, dim = shape.width, shape.num_heads, shape.head_dim
+    inputs, gate = (
+        reader.linear(f"{name}.linear_{part}", (width, hidden), True) for part in ("x", "y")
+    )
+    output = reader.linear(f"{name}.linear_out", (hidden, width), True)
+    conv, bias = _conv(reader, f"{name}.conv_1d", spec, True)
+    lru = f"{name}.rg_lru"
+
+    # The matrices of heads are small and keep their format. They are stored transposed.
+    def blocks(part: str) -> list[Weight]:
+        stack = reader.stacked(f"{lru}.{part}_weight", (heads, dim, dim))
+        return [
+            plain_weight(np.ascontiguousarray(block.T), f"model.{lru}.{part}.{head}")
+            for head, block in enumerate(stack)
+        ]
+
+    biases = [
+        reader.tensor(f"{lru}.{part}_gate_bias", (heads, dim)).ravel()
+        for part in ("input", "recurrent")
+    ]
+    parameter = reader.vector(f"{lru}.recurrent_param", width)
+    vectors = RecurrenceWeights(
+        conv,
+        bias,
+        decay=-8.0 * np.logaddexp(np.float32(0.0), parameter),
+        step_bias=np.concatenate(biases),
+    )
+    return RecurrentWeights(
+        inputs,
+        gate,
+        output,
+        vectors,
+        input_blocks=blocks("input_gate"),
+        recurrence_blocks=blocks("recurrent_gate"),
+    )
+
+
+#: RecurrentGemma: the gated linear recurrent unit of Griffin.
+GATED_LRU = RecurrentLayout(_lru_spec, _read_lru)

@@ -34,6 +34,9 @@ from anydecode.models.families.patterns import (
     mpt_scales,
     nemotron_h_layers,
     no_rope,
+    recurrent_gemma_layers,
+    recurrent_gemma_scales,
+    recurrent_gemma_sizes,
     rope_flags,
     rope_if_named,
     rope_if_sliding,
@@ -44,10 +47,12 @@ from anydecode.models.families.recurrent import (
     FALCON_H1,
     FALCON_MAMBA,
     GATED_DELTA,
+    GATED_LRU,
     MAMBA,
     MAMBA_2,
     SHORT_CONV,
 )
+from anydecode.models.families.rwkv import TIME_MIX, rwkv7_layers, rwkv7_sizes
 from anydecode.models.families.sambay import PHI4FLASH
 
 _GEMMA = {
@@ -675,6 +680,58 @@ FAMILIES |= {
     "mamba": Family(("MambaForCausalLM",), all_recurrent, recurrent=MAMBA, **_MAMBA),
     "falcon_mamba": Family(
         ("FalconMambaForCausalLM",), all_recurrent, recurrent=FALCON_MAMBA, **_MAMBA
+    ),
+    "recurrent_gemma": Family(
+        ("RecurrentGemmaForCausalLM",),
+        recurrent_gemma_layers,
+        derived=recurrent_gemma_sizes,
+        norm_offset=1.0,
+        has_partial_rotary=True,
+        scales=recurrent_gemma_scales,
+        recurrent=GATED_LRU,
+        keys={
+            "attention_window_size": ("sliding_window",),
+            "logits_soft_cap": ("final_logit_softcapping",),
+        },
+        names={
+            "norm": "final_norm",
+            "input_layernorm": "temporal_pre_norm",
+            "post_attention_layernorm": "channel_pre_norm",
+            **{f"self_attn.{part}_proj": f"temporal_block.{part}_proj" for part in "qkvo"},
+            **{f"mlp.{x}_proj": f"mlp_block.{x}_proj" for x in ("gate", "up", "down")},
+        },
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.5,
+            "sliding_window": 2048,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 1 << 20,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "rwkv7": Family(
+        ("RWKV7ForCausalLM", "Rwkv7ForCausalLM"),
+        rwkv7_layers,
+        derived=rwkv7_sizes,
+        norm="layer",
+        has_norm_bias=True,
+        has_embedding_norm=True,
+        mlp="plain",
+        recurrent=TIME_MIX,
+        keys={"norm_eps": ("layer_norm_eps",)},
+        names={
+            "embed_tokens": "embeddings",
+            "embed_norm": "layers.0.pre_norm",
+            "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.mix": "ffn.x_k",
+            "mlp.up_proj": "ffn.key",
+            "mlp.down_proj": "ffn.value",
+        },
+        defaults={"hidden_act": "sqrelu", "num_attention_heads": 1},
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),

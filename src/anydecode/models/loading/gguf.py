@@ -33,12 +33,15 @@ from anydecode.models.loading.gguf_names import (
     OWN_VECTORS,
     SCALES,
     STACKS,
+    UNUSED_IN_FIRST,
     VECTORS,
     WITHOUT_NEXTN,
     is_own_vector,
 )
+from anydecode.models.loading.gguf_recurrent_shapes import time_mix_vectors
 from anydecode.models.loading.gguf_shapes import Shape, check_shapes
 from anydecode.models.loading.lazy import LazyTensors, Reader
+from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 
 
@@ -60,7 +63,9 @@ def load_gguf(path: Path) -> Checkpoint:
         for name, shape, reader in _convert(file, info, architecture, config):
             readers[name], shapes[name] = reader, shape
     check_shapes(path, architecture, config, shapes)
-    tokenizer = HFTokenizer.from_gguf(file.metadata, str(path))
+    is_rwkv = file.metadata.get("tokenizer.ggml.model") == "rwkv"
+    kind = RwkvTokenizer if is_rwkv else HFTokenizer
+    tokenizer = kind.from_gguf(file.metadata, str(path))
     generation = {
         key: value
         for key, value in (
@@ -116,10 +121,12 @@ def _convert(
             heads = config["num_attention_heads"]
             return _heads(file, info, HEADS[architecture][part], prefix, heads)
         is_layer = is_extra or (layer.isdigit() and int(layer) < num_layers)
+        if layer == "0" and part in UNUSED_IN_FIRST.get(architecture, ()):
+            return []
         vectors = {**VECTORS, **OWN_VECTORS.get(architecture, {})}
         vector = vectors.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:
-            return [_vector(file, info, vector, prefix)]
+            return [_vector(file, info, vector, prefix, config)]
         names = {**LAYER, **OVERRIDES.get(architecture, {}), **(NEXTN if is_extra else {})}
         if is_extra and part not in names:
             return []
@@ -129,7 +136,7 @@ def _convert(
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
     if target.endswith(".norm") and f"{target}.{leaf}" in FLAT:
-        return [_vector(file, info, f"{target}.{leaf}", prefix)]
+        return [_vector(file, info, f"{target}.{leaf}", prefix, config)]
     if part in ("shortconv.conv", "ssm_conv1d") and leaf == "weight":
         shape = (info.shape[0], 1, *info.shape[1:])
         return [(name, shape, partial(_as_shape, reader, shape))]
@@ -152,12 +159,16 @@ def _convert(
     return found
 
 
-def _vector(file: GGUFFile, info: TensorInfo, name: str, prefix: str) -> tuple[str, Shape, Reader]:
-    """A tensor of a layer under its whole name; vectors have one axis."""
+def _vector(
+    file: GGUFFile, info: TensorInfo, name: str, prefix: str, config: Config
+) -> tuple[str, Shape, Reader]:
+    """A tensor of a layer under its whole name, in the shape of Hugging Face's layout; one that
+    does not fit it keeps its own."""
     reader: Reader = partial(_read, file, info, prefix + name)
-    if name not in FLAT:
+    shapes = time_mix_vectors(config) if config["model_type"] == "rwkv7" else {}
+    shape = (math.prod(info.shape),) if name in FLAT else shapes.get(name, info.shape)
+    if shape == info.shape or math.prod(shape) != math.prod(info.shape):
         return prefix + name, info.shape, reader
-    shape = (math.prod(info.shape),)
     return prefix + name, shape, partial(_as_shape, reader, shape)
 
 

@@ -48,6 +48,7 @@ from anydecode.models.loading.gguf_recurrent import (
     mamba,
     mamba_2,
     nemotron_h,
+    rwkv7,
 )
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
 
@@ -101,6 +102,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "llada-moe": llada_moe,
         "dream": dream,
         "rnd1": rnd1,
+        "rwkv7": rwkv7,
         "mamba2": mamba_2,
         "granitemoe": granite_moe,
         "granitehybrid": granite_hybrid,
@@ -119,7 +121,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def _common(keys: Keys) -> dict[str, Any]:
     file = keys.file
     model_type, architecture = ARCHITECTURES[keys.architecture]
-    low = 0 if keys.architecture in ("mamba", "mamba2") else 1  # no attention and no MLP
+    # Mamba has no attention and no MLP, RWKV no attention.
+    low = 0 if keys.architecture in ("mamba", "mamba2", "rwkv7") else 1
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count", low=low)
     heads = max(1, heads)
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))

@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "llada-moe": ("llada_moe", "LLaDAMoEModelLM"),
     "dream": ("dream", "DreamModel"),
     "rnd1": ("rnd1", "RND1LM"),
+    "rwkv7": ("rwkv7", "RWKV7ForCausalLM"),
     "mamba2": ("mamba2", "Mamba2ForCausalLM"),
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
     "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),

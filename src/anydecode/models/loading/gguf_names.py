@@ -13,7 +13,7 @@ OUTER = {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 #: Modules outside the layers that have another meaning in one architecture.
-OWN_OUTER = {"bloom": {"token_embd_norm": "model.embed_norm"}}
+OWN_OUTER = dict.fromkeys(("bloom", "rwkv7"), {"token_embd_norm": "model.embed_norm"})
 LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -141,6 +141,18 @@ OVERRIDES = {
     "qwen35moe": {**_GATED_DELTA, **_QWEN_EXPERTS},
     "lfm2": _SHORT_CONV,
     "lfm2moe": {**_SHORT_CONV, "ffn_gate_inp": "mlp.gate"},
+    "rwkv7": {
+        "attn_norm_2": "post_attention_layernorm",
+        "time_mix_receptance": "attn.r_proj",
+        "time_mix_key": "attn.k_proj",
+        "time_mix_value": "attn.v_proj",
+        "time_mix_output": "attn.o_proj",
+        "time_mix_ln": "attn.g_norm",
+        **{f"time_mix_{x}1": f"attn.{x}_lora.lora.0" for x in "wavg"},
+        **{f"time_mix_{x}2": f"attn.{x}_lora.lora.2" for x in "wavg"},
+        "channel_mix_key": "mlp.up_proj",
+        "channel_mix_value": "mlp.down_proj",
+    },
     "mamba": {
         "ssm_in": "mixer.in_proj",
         "ssm_conv1d": "mixer.conv1d",
@@ -211,6 +223,14 @@ OWN_VECTORS = {
         "layer_output_scale.weight": "layer_scalar",
     },
     "mamba": {"ssm_a": "mixer.A", "ssm_d": "mixer.D"},
+    "rwkv7": {
+        "time_mix_lerp_fused.weight": "attn.x_x",
+        "time_mix_k_k.weight": "attn.k_k",
+        "time_mix_k_a.weight": "attn.k_a",
+        "time_mix_r_k.weight": "attn.r_k",
+        **{f"time_mix_{x}0.weight": f"attn.{x}_lora.lora.2.bias" for x in "wav"},
+        "channel_mix_lerp_k.weight": "ffn.x_k",
+    },
     **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
@@ -220,6 +240,8 @@ FLAT = (
     *("mamba.A", "mamba.D", "mamba.norm.weight"),
     "mlp.gate.e_score_correction_bias",  # of ERNIE
 )
+#: RWKV-7: the first layer does not mix its values; files have another product's in that place.
+UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = ("nemotron_h_moe",)
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not

@@ -10,6 +10,9 @@ from anydecode.models.loading.gguf_dense import granite
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import partial_rotary
 
+#: RWKV-7: the epsilon of the norms of heads, which files do not store.
+_RWKV_NORM_EPS = 64e-5
+
 
 def lfm2(keys: Keys, config: dict[str, Any]) -> None:
     """Layers without key heads are convolutions."""
@@ -27,6 +30,23 @@ def lfm2_moe(keys: Keys, config: dict[str, Any]) -> None:
     _experts(keys, config)
     config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
     config["use_expert_bias"] = _has(keys, "exp_probs_b.bias")
+
+
+def rwkv7(keys: Keys, config: dict[str, Any]) -> None:
+    """RWKV-7 with channel mixing."""
+    if keys.count("token_shift_count", 2) != 2:
+        raise CheckpointError(f"{keys.file.path}: RWKV-7 without channel mixing is not supported")
+    config["head_dim"] = keys.count("wkv.head_size")
+    config["intermediate_size"] = keys.count("feed_forward_length")
+    config["hidden_act"] = "sqrelu"
+    config["group_norm_eps"] = _RWKV_NORM_EPS
+    for key, name in (
+        ("decay_lora_rank", "decay_low_rank_dim"),
+        ("iclr_lora_rank", "a_low_rank_dim"),
+        ("value_residual_mix_lora_rank", "v_low_rank_dim"),
+        ("gate_lora_rank", "gate_low_rank_dim"),
+    ):
+        config[name] = keys.count(f"attention.{key}")
 
 
 def mamba(keys: Keys, config: dict[str, Any]) -> None:

@@ -19,9 +19,11 @@ def has_recurrence(config: Config, kind: str) -> bool:
     )
 
 
-def recurrent_shapes(config: Config) -> Iterator[Expected]:
+def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
     """The tensors of a layer's recurrent sublayer."""
-    if "conv_L_cache" in config:
+    if "decay_low_rank_dim" in config:
+        yield from _time_mix(config, layer)
+    elif "conv_L_cache" in config:
         yield from _short_conv(config)
     elif "linear_key_head_dim" in config:
         yield from _gated_delta(config)
@@ -29,6 +31,31 @@ def recurrent_shapes(config: Config) -> Iterator[Expected]:
         yield from _mamba(config)
     else:
         yield from _mamba_2(config)
+
+
+def time_mix_vectors(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the vectors of RWKV-7, but for those of its norms."""
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    names = ("attn.k_k", "attn.k_a", "ffn.x_k", *(f"attn.{x}_lora.lora.2.bias" for x in "wav"))
+    vectors: dict[str, tuple[int, ...]] = {name: (hidden,) for name in names}
+    return {**vectors, "attn.x_x": (6, hidden), "attn.r_k": (hidden // dim, dim)}
+
+
+def _time_mix(config: Config, layer: int) -> Iterator[Expected]:
+    hidden, is_first = config["hidden_size"], layer == 0
+    for part in "rkvo":
+        yield f"attn.{part}_proj.weight", (hidden, hidden), True
+    for part, key in (("w", "decay"), ("a", "a"), ("g", "gate"), ("v", "v")):
+        if part == "v" and is_first:
+            continue
+        rank = config[f"{key}_low_rank_dim"]
+        yield f"attn.{part}_lora.lora.0.weight", (rank, hidden), True
+        yield f"attn.{part}_lora.lora.2.weight", (hidden, rank), True
+    for leaf in ("weight", "bias"):
+        yield f"attn.g_norm.{leaf}", (hidden,), True
+    for name, shape in time_mix_vectors(config).items():
+        if not (is_first and name.startswith("attn.v_")):
+            yield name, shape, True
 
 
 def _short_conv(config: Config) -> Iterator[Expected]:

@@ -40,8 +40,9 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
     if family.has_norm_bias:
         yield "model.norm.bias", (hidden,), True
     if family.has_embedding_norm:
+        name = family.names.get("embed_norm", "embed_norm")
         for leaf in ("weight", "bias"):
-            yield f"model.embed_norm.{leaf}", (hidden,), True
+            yield f"model.{name}.{leaf}", (hidden,), True
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True
@@ -77,7 +78,7 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
             yield f"{start}altup.correct_output_scale", (hidden,), True
         mlp = _mlp_shapes(architecture, own, layer)
         if has_recurrence(config, kind):
-            for part, shape, required in recurrent_shapes(config):
+            for part, shape, required in recurrent_shapes(config, layer):
                 yield start + part, shape, required
         if kind in (MLP, MOE) or (has_recurrence(config, kind) and kind != HYBRID):
             matrices = {}

@@ -16,7 +16,14 @@ from anydecode.errors import AnydecodeError, ModelNotFoundError
 from anydecode.models.loading.gguf_split import first_parts, part_names
 
 #: The files of a checkpoint; pickled weights and files of other frameworks are not downloaded.
-_FOLDER = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
+_FOLDER = [
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "merges.txt",
+    "rwkv_vocab_*.txt",
+    "*.safetensors",
+]
 #: The preferred GGUF file of a repo that has several, best first.
 _PREFERRED = (
     "Q4_K_M", "Q4_K_S", "MXFP4", "Q4_1", "IQ4_NL", "IQ4_XS", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0",

@@ -22,6 +22,7 @@ from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.quantized import dequantizing_readers, settings_of
 from anydecode.models.loading.torch_file import heads_file, open_torch_file
 from anydecode.models.pooling import read_pooling
+from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -82,7 +83,7 @@ def load_folder(path: Path) -> Checkpoint:
         path=path,
         config=config,
         tensors=LazyTensors(path, readers),
-        tokenizer=HFTokenizer.from_folder(path),
+        tokenizer=HFTokenizer.from_folder(path) or RwkvTokenizer.from_folder(path),
         generation_config=read_json(path / "generation_config.json"),
         pooling=pooling,
     )
