@@ -69,7 +69,8 @@ INLINE void ptq161_tile(int rows, int groups, const Matrix *w, const uint8_t *p,
     }
   }
   for (int g = 0; g < groups; g++) {
-    const uint16_t *head = (const uint16_t *)(p + g * w->group_bytes);
+    uint16_t head[16];
+    memcpy(head, p + g * w->group_bytes, sizeof head); /* groups may have an odd number of bytes */
     f8 spread = f8_load_f16(head), mean = f8_load_f16(head + 8);
     for (int r = 0; r < rows; r++)
       total[r * groups + g] = f8_fma(mean, sum[r], f8_mul(spread, total[r * groups + g]));
@@ -92,7 +93,8 @@ INLINE void ptq161_tile(int rows, int groups, const Matrix *w, const uint8_t *p,
     }
   }
   for (int g = 0; g < groups; g++) {
-    const uint16_t *head = (const uint16_t *)(p + g * w->group_bytes) + 16;
+    uint16_t head[16];
+    memcpy(head, p + g * w->group_bytes + sizeof head, sizeof head);
     f8 step = f8_load_f16(head), middle = f8_load_f16(head + 8);
     for (int r = 0; r < rows; r++) {
       f8 part = f8_fma(middle, sum[r], f8_mul(step, coded[r * groups + g]));
