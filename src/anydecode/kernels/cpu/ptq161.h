@@ -109,7 +109,11 @@ static void unpack_ptq161(const Matrix *w, int row, float *out) {
   const uint8_t *p = w->data + row / LANES * w->group_bytes;
   const uint16_t *scale = w->columns + w->in_features;
   float head[4];
-  for (int i = 0; i < 4; i++) head[i] = f16_to_float(((const uint16_t *)p)[8 * i + c]);
+  for (int i = 0; i < 4; i++) {
+    uint16_t half;
+    memcpy(&half, p + 2 * (8 * i + c), 2);
+    head[i] = f16_to_float(half);
+  }
   p += PTQ161_HEADER;
   for (int k = 0; k < signs; k++) {
     float value = head[1] + (p[k] >> c & 1 ? head[0] : -head[0]);
