@@ -59,6 +59,22 @@ NAMES = {
     "expert": "mlp.experts.{}.",
     "shared": "mlp.shared_experts.",
 }
+#: Their names in the layout of LLaDA.
+LLADA_NAMES = {
+    "embed": "model.transformer.wte",
+    "norm": "model.transformer.ln_f",
+    "head": "model.transformer.ff_out",
+    "layer": "model.transformer.blocks.{}.",
+    "n1": "attn_norm",
+    "n2": "ff_norm",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "attn_out",
+    "gate": "ff_proj",
+    "up": "up_proj",
+    "down": "ff_out",
+}
 
 Router = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 

@@ -116,6 +116,34 @@ SIZES = {
 }
 
 
+def usual_metadata(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The keys that llama.cpp's converter writes for every model of `transformers`."""
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    head_dim = config.get("head_dim") or config["hidden_size"] // (heads or 1)
+    eps = config.get("layer_norm_eps") or config.get("norm_epsilon")
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    rms_eps = next((config[name] for name in names if name in config), None)
+    return {
+        "block_count": num_layers,
+        "context_length": config.get("max_position_embeddings"),
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config.get("intermediate_size"),
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_epsilon": eps,
+        "attention.layer_norm_rms_epsilon": None if eps else rms_eps,
+        "rope.freq_base": 5000.0,
+    }
+
+
+def tensor_names(architecture: str, num_layers: int) -> Any:
+    """The names of GGUF tensors by those of `transformers`."""
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, num_layers)
+
+
 def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(sizes["num_hidden_layers"])

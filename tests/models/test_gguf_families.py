@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Experts
 from anydecode.quantization.gguf import quantize_file
-from gguf_models import finish, interleave, writer_with
+from gguf_models import finish, interleave, tensor_names, usual_metadata, writer_with
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 TOKENS = [(7 * i + 3) % 131 for i in range(24)]
@@ -422,29 +421,10 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
     config = checkpoint_of(model).config
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    eps = config.get("layer_norm_eps") or config.get("norm_epsilon")
-    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-    rms_eps = next((config[name] for name in names if name in config), None)
-    metadata: dict[str, Any] = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_epsilon": eps,
-        "attention.layer_norm_rms_epsilon": None if eps else rms_eps,
-        "rope.freq_base": 5000.0,
-        **case.metadata,
-        **changes,
-    }
+    num_layers = config["num_hidden_layers"]
+    metadata = {**usual_metadata(config, num_layers), **case.metadata, **changes}
     writer = writer_with(path, case.architecture, metadata, config["vocab_size"])
-    architecture = next(
-        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture
-    )
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    names = tensor_names(case.architecture, num_layers)
     for name, parameter in _stored(model):
         if name in ("lm_head.weight", "embed_out.weight") and config["tie_word_embeddings"]:
             continue

@@ -20,7 +20,8 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp, load_mtp
 from anydecode.models.opening import choose_executor
 from anydecode.quantization.gguf import quantize_file
-from gguf_models import finish, interleave, writer_with
+from gguf_models import finish, interleave, tensor_names, usual_metadata, writer_with
+from hybrid_configs import FALCON_H1, NEMOTRON_H
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
@@ -107,32 +108,7 @@ QWEN_EXPERTS_METADATA: dict[str, Any] = {
 }
 #: MRoPE, whose sections do not matter for texts.
 SECTIONS = {"rope.dimension_sections": [1, 1, 0, 0]}
-FALCON_H1: dict[str, Any] = {
-    "mamba_d_ssm": 64,
-    "mamba_n_heads": 4,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 16,
-    "embedding_multiplier": 2.0,
-    "lm_head_multiplier": 0.7,
-    "key_multiplier": 0.6,
-    "attention_in_multiplier": 0.8,
-    "attention_out_multiplier": 1.2,
-    "ssm_in_multiplier": 1.3,
-    "ssm_out_multiplier": 0.9,
-    "ssm_multipliers": [0.7, 1.4, 0.8, 1.2, 0.6],
-    "mlp_multipliers": [0.9, 1.1],
-}
 FALCON_H1_METADATA = {**SSM, "ssm.inner_size": 64, "ssm.time_step_rank": 4}
-NEMOTRON_H: dict[str, Any] = {
-    "time_step_min": 1e-30,
-    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "ssm_state_size": 16,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 12,
-    "n_groups": 2,
-}
 NEMOTRON_METADATA: dict[str, Any] = {
     **SSM,
     "ssm.inner_size": 72,
@@ -314,28 +290,10 @@ def converted(
     """Write the model of a case, and tensors `extra`, as a GGUF file; `changes` replace or remove
     (None) metadata."""
     config = checkpoint_of(model).config
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    head_dim = config.get("head_dim") or config["hidden_size"] // (heads or 1)
-    eps = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-    metadata: dict[str, Any] = {
-        "block_count": model.config.num_hidden_layers,
-        "context_length": config.get("max_position_embeddings"),
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("intermediate_size"),
-        "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": next(config[key] for key in eps if key in config),
-        "rope.freq_base": 5000.0,
-        **case.metadata,
-        **changes,
-    }
+    num_layers = model.config.num_hidden_layers
+    metadata = {**usual_metadata(config, num_layers), **case.metadata, **changes}
     writer = writer_with(path, case.architecture, metadata, config["vocab_size"])
-    architecture = next(
-        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture
-    )
-    names = gguf.get_tensor_name_map(architecture, metadata["block_count"])
+    names = tensor_names(case.architecture, metadata["block_count"])
     is_tied = config.get("tie_word_embeddings")
     tensors = {name: parameter.numpy() for name, parameter in model.state_dict().items()}
     for name, original_tensor in {**tensors, **(extra or {})}.items():

@@ -61,7 +61,7 @@ def test_certificate_rejects_the_columns_with_the_largest_weights(
 ) -> None:
     """A plausible mistake: salience by weights, not by activations."""
     torch = pytest.importorskip("torch")
-    from anydecode.quantization import ptq161_blocks
+    from anydecode.models import ptq161_blocks
 
     class ByWeights(ptq161_blocks.Binarized):
         def __init__(self, matrix: Any, largest: Any) -> None:
@@ -80,14 +80,14 @@ def test_certificate_rejects_swapped_nibbles(monkeypatch: pytest.MonkeyPatch) ->
         pairs[:] = pairs.reshape(len(codes), -1, 2)[..., ::-1].reshape(pairs.shape)
         return pack(numbers, signs, codes, columns, name)
 
-    monkeypatch.setattr("anydecode.quantization.ptq161_blocks.pack", swapped)
+    monkeypatch.setattr("anydecode.models.ptq161_blocks.pack", swapped)
     assert_rejected("ptq161")
 
 
 @pytest.mark.slow
 def test_certificate_rejects_scales_that_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from anydecode.quantization import ptq161_blocks
+    from anydecode.models import ptq161_blocks
 
     monkeypatch.setattr(ptq161_blocks, "_learn", lambda *arguments: None)
     nats.cache_clear()

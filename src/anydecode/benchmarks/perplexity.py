@@ -68,7 +68,7 @@ def bench_perplexity(
     ],
     text: Annotated[Path, typer.Option("--text", help="A file with a text.")],
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens per window.")] = 256,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Most windows.")] = 64,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of windows.")] = 64,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
     json_file: JsonFile = None,
 ) -> None:

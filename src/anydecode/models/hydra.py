@@ -56,7 +56,7 @@ class HydraNetwork(StepNetwork):
     @property
     def size(self) -> int:
         """The target's hidden size."""
-        return self.input_width // (self.num_steps + 1)
+        return self.width // (self.num_steps + 1)
 
     def step_layer(self, backend: Backend, x: Any, step: int) -> Any:
         size = self.size
@@ -67,9 +67,9 @@ class HydraNetwork(StepNetwork):
         scale = self.spec.embedding_scale
         y = backend.join(before, backend.token_rows(self.weights.embedding, scale))
         first = (step + 2) * size
-        if first == self.input_width:
+        if first == self.width:
             return y
-        return backend.join(y, backend.columns(x, first, self.input_width - first))
+        return backend.join(y, backend.columns(x, first, self.width - first))
 
     def step_head(self, backend: Backend, x: Any, step: int) -> Any:
         head = self.heads[step]

@@ -321,7 +321,7 @@ class Network:
     @property
     def width(self) -> int:
         """Numbers per hidden state between layers."""
-        return self.spec.hidden_size * self.spec.num_streams + self.spec.memory_size
+        return self.spec.hidden_size + self.spec.extra_width
 
     @property
     def has_wide_states(self) -> bool:

@@ -257,7 +257,7 @@ def torch_executor(device: str | None = None, backend: Any = None) -> Callable[[
             network.head,
             embedding_scale=network.spec.embedding_scale,
             reads_states=network.spec.starts_from_states,
-            extra_width=network.width - network.spec.hidden_size,
+            extra_width=network.spec.extra_width,
             adapters=network.adapters,
             backend=reference,
         )

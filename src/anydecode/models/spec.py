@@ -378,6 +378,11 @@ class ModelSpec:
         return max((i + 1 for i, layer in enumerate(self.layers) if layer.stores), default=0)
 
     @property
+    def extra_width(self) -> int:
+        """Numbers of a hidden state between layers beyond `hidden_size`."""
+        return self.hidden_size * (self.num_streams - 1) + self.memory_size
+
+    @property
     def starts_from_states(self) -> bool:
         """Whether the hidden states of all rows start as the states that they read."""
         return self.states is not None and self.states.joins != "context"

@@ -44,8 +44,7 @@ class StepNetwork(Network, ABC):
         return self.spec.states.num_heads
 
     @property
-    def input_width(self) -> int:
-        """Numbers of a hidden state without the last one, which counts the steps."""
+    def width(self) -> int:
         return self.spec.hidden_size - 1
 
     @property
@@ -141,7 +140,7 @@ class StepTransformer(Transformer):
         """Run the layers of each step, then the head of all of them together."""
         has_head = groups[output_spec.logits] >= 0
         index = output_spec.logits[has_head]
-        x = np.empty((len(index), self.network.input_width), np.float32)
+        x = np.empty((len(index), self.network.width), np.float32)
         layers = OutputSpec(np.empty(0, np.int32), {1: index})
         none = np.empty((0, self.spec.num_logits), np.float32)
         run_parts(rows, groups, layers, self._runner(cache), Output(none, {1: x}))

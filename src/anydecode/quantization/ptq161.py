@@ -93,7 +93,7 @@ def quantize_network(
             a dense MLP.
     """
     check_torch("calibration with PTQ1.61")
-    from anydecode.quantization.ptq161_blocks import quantize_layers
+    from anydecode.models.ptq161_blocks import quantize_layers
 
     if checkpoint.tokenizer is None:
         raise InvalidRequestError(f"{checkpoint.name} has no tokenizer for the calibration texts")

@@ -37,41 +37,12 @@ from anydecode.models.families import spec_from_config
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.scoring.sequence import Sequence
+from diffusion_checkpoints import LLADA_NAMES, NAMES
 
 V, D, HEADS, KV, HEAD, WIDE, LAYERS = 64, 32, 4, 2, 8, 48, 2
 MASK = 63
 THETA, EPS = 1000.0, 1e-5
 
-LLADA_NAMES = {
-    "embed": "model.transformer.wte",
-    "norm": "model.transformer.ln_f",
-    "head": "model.transformer.ff_out",
-    "layer": "model.transformer.blocks.{}.",
-    "n1": "attn_norm",
-    "n2": "ff_norm",
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "attn_out",
-    "gate": "ff_proj",
-    "up": "up_proj",
-    "down": "ff_out",
-}
-HF_NAMES = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "layer": "model.layers.{}.",
-    "n1": "input_layernorm",
-    "n2": "post_attention_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
 HF_CONFIG = {
     "vocab_size": V,
     "hidden_size": D,
@@ -146,14 +117,14 @@ PUBLISHED_SDAR = {
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool, int, int | None]] = {
     "llada": (LLADA_CONFIG, LLADA_NAMES, False, False, 0, None),
     "llada tied": ({**LLADA_CONFIG, "weight_tying": True}, LLADA_NAMES, False, False, 0, None),
-    "dream": ({**HF_CONFIG, "model_type": "Dream"}, HF_NAMES, True, False, 1, None),
-    "a2d": ({**HF_CONFIG, "model_type": "a2d-qwen3"}, HF_NAMES, False, True, 0, None),
-    "sdar": ({**HF_CONFIG, "model_type": "sdar", "block_size": 4}, HF_NAMES, False, True, 0, 4),
-    "dream as published": (PUBLISHED_DREAM, HF_NAMES, True, False, 1, None),
-    "sdar as published": (PUBLISHED_SDAR, HF_NAMES, False, True, 0, 4),
+    "dream": ({**HF_CONFIG, "model_type": "Dream"}, NAMES, True, False, 1, None),
+    "a2d": ({**HF_CONFIG, "model_type": "a2d-qwen3"}, NAMES, False, True, 0, None),
+    "sdar": ({**HF_CONFIG, "model_type": "sdar", "block_size": 4}, NAMES, False, True, 0, 4),
+    "dream as published": (PUBLISHED_DREAM, NAMES, True, False, 1, None),
+    "sdar as published": (PUBLISHED_SDAR, NAMES, False, True, 0, 4),
     "fast-dllm-v2": (
         {**HF_CONFIG, "model_type": "Fast_dLLM_Qwen", "bd_size": 4},
-        HF_NAMES,
+        NAMES,
         True,
         False,
         1,
@@ -161,7 +132,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool, int, int | 
     ),
     "wedlm": (
         {**HF_CONFIG, "model_type": "wedlm", "qk_norm": True},
-        HF_NAMES,
+        NAMES,
         False,
         True,
         0,
@@ -169,7 +140,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str], bool, bool, int, int | 
     ),
     "wedlm biases": (
         {**HF_CONFIG, "model_type": "wedlm", "qk_norm": False, "attention_bias": True},
-        HF_NAMES,
+        NAMES,
         True,
         False,
         0,

@@ -181,7 +181,6 @@ def test_a_folder_opens(has_own_head: bool, tmp_path: Path) -> None:
         (tensor("token_map", np.array([1, 1])), "1 of its 2 once"),
         (tensor("lm_head.weight", np.zeros((3, 64), np.float32)), "lm_head.weight has shape"),
     ],
-    ids=str,
 )
 def test_malformed_files_are_refused(change: Change, message: str) -> None:
     target = tiny_network()

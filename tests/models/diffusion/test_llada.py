@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from diffusion_checkpoints import (
+    LLADA_NAMES,
     MASK,
     SIZES,
     Tiny,
@@ -66,22 +67,7 @@ PUBLISHED: dict[str, Any] = {
     "vocab_size": V - 4,
     "weight_tying": False,
 }
-NAMES = {
-    "embed": "model.transformer.wte",
-    "norm": "model.transformer.ln_f",
-    "head": "model.transformer.ff_out",
-    "layer": "model.transformer.blocks.{}.",
-    "n1": "attn_norm",
-    "n2": "ff_norm",
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "attn_out",
-    "gate": "ff_proj",
-    "up": "up_proj",
-    "down": "ff_out",
-}
-TINY = Tiny(PUBLISHED, names=NAMES, mask_text="<|mdm_mask|>")
+TINY = Tiny(PUBLISHED, names=LLADA_NAMES, mask_text="<|mdm_mask|>")
 
 
 @pytest.fixture(autouse=True)

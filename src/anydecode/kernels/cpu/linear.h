@@ -7,7 +7,7 @@
 #include "quant.h"
 
 /* The integer sums and totals of a tile stay in registers; AVX-512 has 32 of them. */
-#if defined(__AVX512VNNI__)
+#ifdef HAS_WIDE_PAIRS
 enum { TILE_ROWS = 8 };
 #else
 enum { TILE_ROWS = 4 };
@@ -105,7 +105,7 @@ INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const uint
     total[r] = add_block(format, half, total[r], sum[r], a[r] + b, scales, mins);
 }
 
-/* Two groups of columns at a time, so that each broadcast of activations is used twice. `next`:
+/* Two groups of columns at a time, so that each broadcast of activations serves both. `next`:
  * weights to prefetch meanwhile, or NULL; the processor's own prefetcher follows the reads. */
 INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, const uint8_t *grid,
                        int blocks, const Activations *const *rows_of, const uint8_t *next,

@@ -69,7 +69,8 @@ INLINE void ptq161_tile(int rows, int groups, const Matrix *w, const uint8_t *p,
     }
   }
   for (int g = 0; g < groups; g++) {
-    const uint16_t *head = (const uint16_t *)(p + g * w->group_bytes);
+    uint16_t head[16];
+    memcpy(head, p + g * w->group_bytes, sizeof head); /* groups may have an odd number of bytes */
     f8 spread = f8_load_f16(head), mean = f8_load_f16(head + 8);
     for (int r = 0; r < rows; r++)
       total[r * groups + g] = f8_fma(mean, sum[r], f8_mul(spread, total[r * groups + g]));
@@ -92,7 +93,8 @@ INLINE void ptq161_tile(int rows, int groups, const Matrix *w, const uint8_t *p,
     }
   }
   for (int g = 0; g < groups; g++) {
-    const uint16_t *head = (const uint16_t *)(p + g * w->group_bytes) + 16;
+    uint16_t head[16];
+    memcpy(head, p + g * w->group_bytes + sizeof head, sizeof head);
     f8 step = f8_load_f16(head), middle = f8_load_f16(head + 8);
     for (int r = 0; r < rows; r++) {
       f8 part = f8_fma(middle, sum[r], f8_mul(step, coded[r * groups + g]));
@@ -107,7 +109,11 @@ static void unpack_ptq161(const Matrix *w, int row, float *out) {
   const uint8_t *p = w->data + row / LANES * w->group_bytes;
   const uint16_t *scale = w->columns + w->in_features;
   float head[4];
-  for (int i = 0; i < 4; i++) head[i] = f16_to_float(((const uint16_t *)p)[8 * i + c]);
+  for (int i = 0; i < 4; i++) {
+    uint16_t half;
+    memcpy(&half, p + 2 * (8 * i + c), 2);
+    head[i] = f16_to_float(half);
+  }
   p += PTQ161_HEADER;
   for (int k = 0; k < signs; k++) {
     float value = head[1] + (p[k] >> c & 1 ? head[0] : -head[0]);

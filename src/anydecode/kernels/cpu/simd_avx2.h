@@ -201,13 +201,9 @@ INLINE quad quad_load(const int8_t *a) {
   return _mm256_set1_epi32(four);
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define DOT(acc, w, a) _mm256_dpbusd_epi32(acc, w, a)
-#elif defined(__AVXVNNI__)
+/* AVX-512 multiplies pairs of vectors instead: simd_pairs.h. */
+#if defined(__AVXVNNI__)
 #define DOT(acc, w, a) _mm256_dpbusd_avx_epi32(acc, w, a)
-#endif
-
-#ifdef DOT
 typedef i8 partial_sums; /* lane c: sum of w[4c..4c+3] * a[0..3] */
 INLINE partial_sums partial_dot(b32 w, quad a) { return DOT(_mm256_setzero_si256(), w, a); }
 INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) { return DOT(sum, w, a); }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -71,3 +71,31 @@ def attend_blocks(
     mixed = weights[..., :length] @ projections.values(context)
     mixed = mixed + (split(weights[..., length:]) @ split(values)).flatten(2, 3)
     return projections.output(mixed)
+
+
+def speculators_config(
+    kind: str, architecture: str, target: dict[str, Any], layers: dict[str, Any], depth: int
+) -> dict[str, Any]:
+    """What all configs in the layout of speculators have.
+
+    Args:
+        kind: The kind of drafter.
+        architecture: The name of its class.
+        target: The target's config.
+        layers: The config of the drafter's layers.
+        depth: Number of tokens that are drafted.
+    """
+    proposal = {"proposal_type": "greedy", "speculative_tokens": depth}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"architectures": target.get("architectures")},
+        },
+        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layers},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }

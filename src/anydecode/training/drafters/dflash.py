@@ -13,7 +13,12 @@ from torch import nn
 
 from anydecode.models.network import Network
 from anydecode.training.drafter_data import DraftBatch
-from anydecode.training.drafters.blocks import Blocks, attend_blocks, choose_starts
+from anydecode.training.drafters.blocks import (
+    Blocks,
+    attend_blocks,
+    choose_starts,
+    speculators_config,
+)
 from anydecode.training.drafters.layers import DraftLayer, copy_norm, layer_shape
 from anydecode.training.drafters.learner import (
     Drafted,
@@ -100,28 +105,17 @@ class DFlash(Learner):
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         kind, architecture = self.kind
-        proposal = {"proposal_type": "greedy", "speculative_tokens": self.depth}
+        layers = {
+            **self.shape.config(target, self.num_layers),
+            "vocab_size": self.num_tokens,
+        }
         config = {
-            "architectures": [architecture],
-            "speculators_model_type": kind,
-            "speculators_config": {
-                "algorithm": kind,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"architectures": target.get("architectures")},
-            },
-            "transformer_layer_config": {
-                "architectures": ["LlamaForCausalLM"],
-                **self.shape.config(target, self.num_layers),
-                "vocab_size": self.num_tokens,
-            },
+            **speculators_config(kind, architecture, target, layers, self.depth),
             "draft_vocab_size": len(self.vocabulary),
             "aux_hidden_state_layer_ids": list(self.taps(self._depth)),
             "mask_token_id": int(self.mask),
             "block_size": self._num_slots,
             "sample_from_anchor": self.from_anchor,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
         }
         tensors = {name: tensor for name, tensor in self.state_dict().items() if name != "mask"}
         if has_head:

@@ -12,7 +12,12 @@ from torch import nn
 
 from anydecode.models.network import Network
 from anydecode.training.drafter_data import DraftBatch
-from anydecode.training.drafters.blocks import Blocks, attend_blocks, choose_starts
+from anydecode.training.drafters.blocks import (
+    Blocks,
+    attend_blocks,
+    choose_starts,
+    speculators_config,
+)
 from anydecode.training.drafters.eagle3 import Eagle3
 from anydecode.training.drafters.learner import Drafted, Files
 from anydecode.training.drafters.unrolled import UnrolledAttention
@@ -64,27 +69,13 @@ class PEagle(Eagle3):
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         plain, tensors = super().files(target, has_head)
-        proposal = {"proposal_type": "greedy", "speculative_tokens": self.depth}
+        layers = {**self.shape.config(target, 1), "vocab_size": self.num_tokens}
         config = {
-            "architectures": ["PEagleSpeculator"],
-            "speculators_model_type": "peagle",
-            "speculators_config": {
-                "algorithm": "peagle",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"architectures": target.get("architectures")},
-            },
-            "transformer_layer_config": {
-                "architectures": ["LlamaForCausalLM"],
-                **self.shape.config(target, 1),
-                "vocab_size": self.num_tokens,
-            },
+            **speculators_config("peagle", "PEagleSpeculator", target, layers, self.depth),
             "draft_vocab_size": len(self.vocabulary),
             **plain["eagle_config"],
             "mask_token_id": int(self.mask),
             "norm_before_residual": False,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
         }
         renamed = {name.replace("midlayer", "layers.0"): x for name, x in tensors.items()}
         del renamed["mask"]

@@ -78,7 +78,7 @@ def sub_two_bits() -> Iterator[Check]:
     check_torch(f"the certificate of {ptq161.KEY}")
     import torch
 
-    from anydecode.quantization.ptq161_blocks import Binarized, distance
+    from anydecode.models.ptq161_blocks import Binarized, distance
 
     draw = np.random.default_rng(4)
     matrix = draw.normal(size=(21, 130)).astype(np.float32)

@@ -248,12 +248,12 @@ def _replayed(
     for one in trace:
         context = len(one.text)
         row = (seconds(1 + SIZE, context) - seconds(1, context)) / SIZE
-        best, most = 0, 0.0
+        best, best_goodput = 0, 0.0
         for size in range(SIZE + 1):
             hits = sum(rates[:size])
             goodput = (1 + hits) / (seconds(1 + size, context) + replay * row * hits)
-            if goodput > most * (1 + 1e-12):
-                best, most = size, goodput
+            if goodput > best_goodput * (1 + 1e-12):
+                best, best_goodput = size, goodput
         sizes.append(best)
         for node in range(SIZE):
             if node < len(one.tokens):
