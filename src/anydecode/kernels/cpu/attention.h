@@ -16,6 +16,15 @@ typedef struct {
   float *max;   /* [heads]: running maximum scores */
 } State;
 
+typedef struct {
+  int kv_head, head_dim, padded, value_padded, group;
+  int64_t bytes; /* of one head's key or value */
+  const Op *op;
+  const char *keys, *values; /* the key head's */
+  const int32_t *table;
+  int format;
+} Heads;
+
 /* One thread's scratch memory. */
 typedef struct {
   const char *key[KEY_BLOCK], *value[KEY_BLOCK]; /* the vectors of one block */
@@ -28,17 +37,17 @@ typedef struct {
   float *rescale;       /* [rows, group, 8]: factor for the earlier sums, in every lane */
   float *slopes, *row_positions; /* [rows, group]: of linear biases; else unused */
   float start;                   /* the first position of the block */
+  int end;                       /* of the shared table's positions in this part */
+  Heads next;                    /* of the thread's next part; its table starts at its positions */
+  int num_next;                  /* of these positions; 0: none */
   State segment, all;
 } Scratch;
 
+/* What one part of attention computes: the rows of a tile, one key head, and the segments
+ * [first, last). */
 typedef struct {
-  int kv_head, head_dim, padded, value_padded, group;
-  int64_t bytes; /* of one head's key or value */
-  const Op *op;
-  const char *keys, *values; /* the key head's */
-  const int32_t *table;
-  int format;
-} Heads;
+  int tile, kv_head, first, last;
+} AttentionPart;
 
 static State make_state(float *base, int padded, int heads) {
   State state = {base, base + (int64_t)heads * padded, 0};
@@ -188,8 +197,9 @@ static uint32_t gather(const Heads *h, const int32_t *slots, int count, Scratch 
 enum { BLOCKS_AHEAD = 4 };
 
 /* Prefetch slots a few blocks before they are used: they may be too scattered for the processor's
- * own prefetcher. */
-static void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
+ * own prefetcher. Inlined, since GCC takes a function that only prefetches for one without effect,
+ * and removes its calls. */
+INLINE void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
   for (int j = 0; j < count; j++) {
     if (slots[j] < 0) continue;
     for (int b = 0; b < h->bytes; b += 64) {
@@ -197,6 +207,18 @@ static void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
       if (h->values != h->keys) __builtin_prefetch(h->values + slots[j] * h->bytes + b, 0, 2);
     }
   }
+}
+
+/* Prefetch the block that lies BLOCKS_AHEAD blocks after the position `start`. Behind the end of this
+ * part's positions those of the thread's next part follow. */
+INLINE void prefetch_ahead(const Heads *h, const Scratch *scratch, int start) {
+  int from = start + BLOCKS_AHEAD * KEY_BLOCK, left = scratch->end - from;
+  int here = left < 0 ? 0 : left < KEY_BLOCK ? left : KEY_BLOCK;
+  prefetch_slots(h, h->table + from, here);
+  from = left < 0 ? -left : 0;
+  left = scratch->num_next - from;
+  int there = left < KEY_BLOCK - here ? left : KEY_BLOCK - here;
+  prefetch_slots(&scratch->next, scratch->next.table + from, there);
 }
 
 /* Tile sizes in heads and in pairs of keys (or of vectors of a value), so that each load serves
@@ -438,8 +460,7 @@ static void attend_block(const Pass *pass, const Heads *h, int row, int rows, in
     else has_tail |= 1 << i;
   }
   if (shared) {
-    int next = start + BLOCKS_AHEAD * KEY_BLOCK, left = pass->prefix[row] - next;
-    if (left > 0) prefetch_slots(h, h->table + next, left < KEY_BLOCK ? left : KEY_BLOCK);
+    prefetch_ahead(h, scratch, start);
     uint32_t present = gather(h, h->table + start, shared - start, scratch, 0);
     uint32_t present_masks[ATTENTION_ROWS];
     for (int i = 0; i < rows; i++) present_masks[i] = (has_tail >> i) & 1 ? 0 : masks[i] & present;
@@ -534,17 +555,13 @@ INLINE const float *sink_of(const Op *op, int64_t head) {
   return op->weight ? op->weight + head : NULL;
 }
 
-static void attend_tile(const Plan *plan, const Heads *h, int tile, const float *q, float *out,
-                        Scratch *scratch) {
-  int row = plan->tile_start[tile], rows = plan->tile_start[tile + 1] - row;
-  int heads = rows * h->group, first, last;
-  tile_segments(plan, h->op, tile, &first, &last);
-  int soon = plan->pass->prefix[row] - first * SEGMENT;
-  prefetch_slots(h, h->table + first * SEGMENT,
-               soon < BLOCKS_AHEAD * KEY_BLOCK ? soon : BLOCKS_AHEAD * KEY_BLOCK);
+static void attend_tile(const Plan *plan, const Heads *h, const AttentionPart *at, const float *q,
+                        float *out, Scratch *scratch) {
+  int row = plan->tile_start[at->tile], rows = plan->tile_start[at->tile + 1] - row;
+  int heads = rows * h->group;
   load_queries(plan->pass, h, row, rows, q, scratch);
   clear(&scratch->all, h->padded, heads);
-  for (int segment = first; segment < last; segment++) {
+  for (int segment = at->first; segment < at->last; segment++) {
     attend_segment(plan->pass, h, row, rows, segment, scratch);
     for (int i = 0; i < heads; i++) add_segment(&scratch->all, i, &scratch->segment, i, h->padded);
   }
@@ -573,34 +590,60 @@ INLINE float *part_state(const Plan *plan, const Op *op, int part) {
   return plan->states + part * attention_state_floats(padded, state_heads(plan, op));
 }
 
-static void attend(const Plan *plan, const Op *op, const float *q, float *out, int part,
+/* Find a part of attention. Returns 0 where there is none of this number. */
+static int find_part(const Plan *plan, const Op *op, int part, AttentionPart *found) {
+  if (!is_split(plan, op)) {
+    *found = (AttentionPart){.tile = part % plan->num_tiles, .kv_head = part / plan->num_tiles};
+    if (found->kv_head >= op->kv_heads) return 0;
+    tile_segments(plan, op, found->tile, &found->first, &found->last);
+    return 1;
+  }
+  for (int tile = 0; tile < plan->num_tiles; tile++) {
+    int first, last;
+    tile_segments(plan, op, tile, &first, &last);
+    int parts = (last - first) * op->kv_heads;
+    if (part < parts) {
+      int segment = first + part % (last - first);
+      *found = (AttentionPart){tile, part / (last - first), segment, segment + 1};
+      return 1;
+    }
+    part -= parts;
+  }
+  return 0;
+}
+
+/* One past the last position that a part takes from the shared table. */
+INLINE int shared_end(const Plan *plan, const AttentionPart *part) {
+  int32_t prefix = plan->pass->prefix[plan->tile_start[part->tile]], end = part->last * SEGMENT;
+  return prefix < end ? prefix : end;
+}
+
+static void attend(const Plan *plan, const Op *op, const float *q, float *out, int number,
                    int thread) {
   const Pass *pass = plan->pass;
   int padded = (op->head_dim + 7) / 8 * 8, group = op->heads / op->kv_heads;
   Scratch scratch = make_scratch(
       pass->attention_scratch + thread * pass->attention_scratch_floats, padded, group);
+  AttentionPart part, next;
+  find_part(plan, op, number, &part);
+  Heads h = tile_heads(plan, op, part.tile, part.kv_head);
+  scratch.end = shared_end(plan, &part);
+  if (find_part(plan, op, number + 1, &next)) {
+    scratch.next = tile_heads(plan, op, next.tile, next.kv_head);
+    scratch.next.table += next.first * SEGMENT;
+    scratch.num_next = shared_end(plan, &next) - next.first * SEGMENT;
+  }
+  int start = part.first * SEGMENT, soon = scratch.end - start;
+  prefetch_slots(&h, h.table + start,
+                 soon < BLOCKS_AHEAD * KEY_BLOCK ? soon : BLOCKS_AHEAD * KEY_BLOCK);
   if (!is_split(plan, op)) {
-    int tile = part % plan->num_tiles;
-    Heads h = tile_heads(plan, op, tile, part / plan->num_tiles);
-    attend_tile(plan, &h, tile, q, out, &scratch);
+    attend_tile(plan, &h, &part, q, out, &scratch);
     return;
   }
-  scratch.segment = make_state(part_state(plan, op, part), padded, state_heads(plan, op));
-  for (int tile = 0;; tile++) {
-    int row = plan->tile_start[tile], rows = plan->tile_start[tile + 1] - row, first, last;
-    tile_segments(plan, op, tile, &first, &last);
-    int parts = (last - first) * op->kv_heads;
-    if (part >= parts) {
-      part -= parts;
-      continue;
-    }
-    int segment = first + part % (last - first), left = pass->prefix[row] - segment * SEGMENT;
-    Heads h = tile_heads(plan, op, tile, part / (last - first));
-    prefetch_slots(&h, h.table + segment * SEGMENT, left < SEGMENT ? left : SEGMENT);
-    load_queries(pass, &h, row, rows, q, &scratch);
-    attend_segment(pass, &h, row, rows, segment, &scratch);
-    return;
-  }
+  int row = plan->tile_start[part.tile], rows = plan->tile_start[part.tile + 1] - row;
+  scratch.segment = make_state(part_state(plan, op, number), padded, state_heads(plan, op));
+  load_queries(pass, &h, row, rows, q, &scratch);
+  attend_segment(pass, &h, row, rows, part.first, &scratch);
 }
 
 /* Add the segments of split attention to one row of the result. */
