@@ -55,7 +55,7 @@ BENCHES = {
     ),
     "batched": Bench(
         "anydecode.benchmarks.batched:bench_batched",
-        "Throughput of sequences decoded together, beside llama.cpp's llama-batched-bench.",
+        "Prefill and decoding of one or many sequences, beside llama.cpp's llama-batched-bench.",
     ),
     "divergence": Bench(
         "anydecode.benchmarks.divergence:bench_divergence",
