@@ -5,9 +5,8 @@
 #ifndef ANYDECODE_ATTENTION_H
 #define ANYDECODE_ATTENTION_H
 
+#include "cache_vectors.h"
 #include "plan.h"
-#include "pointwise.h"
-#include "simd_pairs.h"
 
 /* The online-softmax state over some keys, for each query head of a tile. */
 typedef struct {
@@ -73,94 +72,6 @@ static Scratch make_scratch(float *base, int padded, int group) {
   return scratch;
 }
 
-/* Convert a vector of the cache's blocks to `padded` floats. */
-INLINE void decode_blocks(int format, const uint8_t *from, int padded, float *to) {
-  for (int i = 0; i < padded; i += 8, to += 8) {
-    int in_block = i % QUANT_BLOCK;
-    const uint8_t *block = from + i / QUANT_BLOCK * (format == Q8_0 ? 34 : 20);
-    f8 scale = f8_set_f16(block);
-    if (format == Q8_0) {
-      f8_store(to, f8_mul(f8_load_s8(block + 2 + in_block), scale));
-    } else {
-      uint64_t codes;
-      memcpy(&codes, block + 4 + in_block % 16, 8);
-      codes = (in_block < 16 ? codes : codes >> 4) & 0x0f0f0f0f0f0f0f0fu;
-      f8_store(to, f8_add(f8_mul(f8_load_u8((const uint8_t *)&codes), scale),
-                          f8_set_f16(block + 2)));
-    }
-  }
-}
-
-/* Convert one head's vector in the cache to `padded` floats; the padding is zero. */
-INLINE void decode_vector(int format, const char *from, int count, int padded, float *to) {
-  if (!is_float(format)) {
-    decode_blocks(format, (const uint8_t *)from, padded, to);
-    return;
-  }
-  if (count == padded) {
-    for (int i = 0; i < count; i += 8, to += 8) {
-      if (format == F32) f8_store(to, f8_load((const float *)from + i));
-      else if (format == F16) f8_store(to, f8_load_f16((const uint16_t *)from + i));
-      else f8_store(to, f8_load_bf16((const uint16_t *)from + i));
-    }
-    return;
-  }
-  for (int i = 0; i < padded; i++) {
-    const uint16_t *half = (const uint16_t *)from + i;
-    if (i >= count) to[i] = 0.0f;
-    else if (format == F32) to[i] = ((const float *)from)[i];
-    else to[i] = format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
-  }
-}
-
-/* Convert 32 floats to a block of the cache. */
-static void encode_block(int format, const float *from, uint8_t *to) {
-  f8 max = f8_load(from), negated_min = f8_sub(f8_set(0.0f), max), size = f8_abs(max);
-  for (int i = 8; i < QUANT_BLOCK; i += 8) {
-    f8 x = f8_load(from + i);
-    max = f8_max(x, max);
-    negated_min = f8_max(f8_sub(f8_set(0.0f), x), negated_min);
-    size = f8_max(f8_abs(x), size);
-  }
-  if (format == Q8_0) {
-    float amax = f8_reduce_max(size);
-    uint16_t scale = float_to_f16(amax / 127.0f);
-    int32_t low, high;
-    memcpy(to, &scale, 2);
-    round_block(from, amax > 0 ? 127.0f / amax : 0.0f, (int8_t *)to + 2, &low, &high);
-    return;
-  }
-  float low = -f8_reduce_max(negated_min), step = (f8_reduce_max(max) - low) / 15.0f;
-  float inverse = step > 0 ? 1.0f / step : 0.0f, codes[QUANT_BLOCK];
-  uint16_t halves[2] = {float_to_f16(step), float_to_f16(low)};
-  memcpy(to, halves, 4);
-  for (int i = 0; i < QUANT_BLOCK; i += 8) {
-    f8 code = f8_round(f8_mul(f8_sub(f8_load(from + i), f8_set(low)), f8_set(inverse)));
-    f8_store(codes + i, f8_min(f8_max(code, f8_set(0.0f)), f8_set(15.0f)));
-  }
-  for (int i = 0; i < 16; i++) to[4 + i] = (uint8_t)((int)codes[i] | (int)codes[16 + i] << 4);
-}
-
-/* Convert one head's vector to the cache's format. */
-INLINE void encode_vector(int format, const float *from, int count, char *to) {
-  int i = 0;
-  uint16_t *half = (uint16_t *)to;
-  if (format == F32) {
-    memcpy(to, from, (size_t)count * 4);
-  } else if (format == F16) {
-    for (; i + 8 <= count; i += 8) f8_store_f16(half + i, f8_load(from + i));
-    for (; i < count; i++) half[i] = float_to_f16(from[i]);
-  } else if (format == BF16) {
-    for (; i < count; i++) half[i] = float_to_bf16(from[i]);
-  } else {
-    for (; i < count; i += QUANT_BLOCK, to += format == Q8_0 ? 34 : 20) {
-      float part[QUANT_BLOCK] = {0};
-      memcpy(part, from + i, (size_t)(count - i < QUANT_BLOCK ? count - i : QUANT_BLOCK) * 4);
-      encode_block(format, part, (uint8_t *)to);
-    }
-  }
-}
-
 INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
                           Scratch *scratch, int at) {
   uint32_t present = 0;
@@ -221,43 +132,23 @@ INLINE void prefetch_ahead(const Heads *h, const Scratch *scratch, int start) {
   prefetch_slots(&scratch->next, scratch->next.table + from, there);
 }
 
-/* Tile sizes in heads and in pairs of keys (or of vectors of a value), so that each load serves
- * several sums and the sums fit the registers. */
-enum { FEW_HEADS = 3, TILE = 2 };
+/* Tile sizes in heads (the largest first) and in pairs of keys (or of vectors of a value), so that
+ * each load serves several sums and the sums fit the registers. */
+enum { TILE = 2 };
 #ifdef HAS_WIDE_PAIRS
-enum { MANY_HEADS = 12, SOME_HEADS = 6 };
+enum { MAX_HEADS = 12 };
+#define FOR_EACH_TILE(fold) fold(12) fold(8) fold(6) fold(4) fold(3) fold(2) fold(1)
 #else
-enum { MANY_HEADS = FEW_HEADS, SOME_HEADS = FEW_HEADS };
+enum { MAX_HEADS = 3 };
+#define FOR_EACH_TILE(fold) fold(3) fold(2) fold(1)
 #endif
-
-/* The numbers from `at` on of two keys. */
-INLINE f8x2 load_two(int format, const char *const *vectors, int at) {
-  if (format == F32)
-    return f8x2_load_two((const float *)vectors[0] + at, (const float *)vectors[1] + at);
-  const uint16_t *first = (const uint16_t *)vectors[0] + at;
-  const uint16_t *second = (const uint16_t *)vectors[1] + at;
-  return format == F16 ? f8x2_load_two_f16(first, second) : f8x2_load_two_bf16(first, second);
-}
-
-INLINE f8 load_as(int format, const char *vector, int at) {
-  if (format == F16) return f8_load_f16((const uint16_t *)vector + at);
-  if (format == BF16) return f8_load_bf16((const uint16_t *)vector + at);
-  return f8_load((const float *)vector + at);
-}
-
-/* Two consecutive vectors of a value. */
-INLINE f8x2 load_pair(int format, const char *vector, int at) {
-  if (format == F16) return f8x2_load_f16((const uint16_t *)vector + at);
-  if (format == BF16) return f8x2_load_bf16((const uint16_t *)vector + at);
-  return f8x2_load((const float *)vector + at);
-}
 
 /* Dot products of eight keys with each of a few queries, in the order of f8_fours. */
 INLINE void eight_scores(int format, int heads, const float *q, const char *const *key, int padded,
                          f8 *low, f8 *high) {
 #pragma GCC unroll 2
   for (int four = 0; four < 2; four++) {
-    f8x2 sum[MANY_HEADS * TILE];
+    f8x2 sum[MAX_HEADS * TILE];
 #pragma GCC unroll 24
     for (int j = 0; j < heads * TILE; j++) sum[j] = f8x2_set(0.0f);
     for (int d = 0; d < padded; d += 8) {
@@ -295,7 +186,7 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
                          int padded, uint32_t mask) {
   const float *q = scratch->q + (int64_t)at * padded;
   float *scores = scratch->scores + at * KEY_BLOCK, *block_max = scratch->block_max + at;
-  f8 max[MANY_HEADS], low[MANY_HEADS], high[MANY_HEADS];
+  f8 max[MAX_HEADS], low[MAX_HEADS], high[MAX_HEADS];
   for (int i = 0; i < heads; i++) max[i] = f8_set(-INFINITY);
   for (int j = 0; j < KEY_BLOCK; j += 8) {
     uint32_t eight = (mask >> j) & 255;
@@ -326,10 +217,10 @@ INLINE void block_weights(const State *state, int at, float block_max, float *sc
                           float *rescale) {
   float max = block_max > state->max[at] ? block_max : state->max[at];
   f8 factor = f8_exp(f8_set(state->max[at] - max)), sum = f8_set(0.0f);
-  for (int i = 0; i < KEY_BLOCK; i += 8) {
-    f8 weight = f8_exp(f8_sub(f8_load(scores + i), f8_set(max)));
-    f8_store(scores + i, weight);
-    sum = f8_add(sum, weight);
+  for (int i = 0; i < KEY_BLOCK; i += 16) {
+    f8x2 weights = f8x2_exp(f8x2_sub(f8x2_load(scores + i), f8x2_set(max)));
+    f8x2_store(scores + i, weights);
+    sum = f8_add(f8_add(sum, f8x2_part(weights, 0)), f8x2_part(weights, 1));
   }
   state->max[at] = max;
   f8_store(state->total + 8 * at, f8_fma(f8_load(state->total + 8 * at), factor, sum));
@@ -340,7 +231,7 @@ INLINE void block_weights(const State *state, int at, float block_max, float *sc
 INLINE void weigh_values(int format, int heads, const float *weights, const char *const *value,
                          int at, int lo, int hi, const float *rescale, int pairs, int padded,
                          float *sums) {
-  f8x2 sum[MANY_HEADS * TILE];
+  f8x2 sum[MAX_HEADS * TILE];
 #pragma GCC unroll 12
   for (int i = 0; i < heads; i++)
 #pragma GCC unroll 2
@@ -395,18 +286,22 @@ INLINE void fold_values(int format, int heads, const Heads *h, const Scratch *sc
     weigh_last(format, heads, weights, scratch->value, d, lo, hi, rescale, padded, sums + d);
 }
 
-/* Call `fold` (fold_scores or fold_values) for the heads [first, last), several at once. */
-#define FOLD_HEADS(fold, format, h, scratch, first, last, mask)                                \
-  do {                                                                                         \
-    int at = first;                                                                            \
-    for (; at + MANY_HEADS <= last; at += MANY_HEADS)                                          \
-      fold(format, MANY_HEADS, h, scratch, at, mask);                                          \
-    for (; at + SOME_HEADS <= last; at += SOME_HEADS)                                          \
-      fold(format, SOME_HEADS, h, scratch, at, mask);                                          \
-    for (; at + FEW_HEADS <= last; at += FEW_HEADS)                                            \
-      fold(format, FEW_HEADS, h, scratch, at, mask);                                           \
-    for (; at < last; at++) fold(format, 1, h, scratch, at, mask);                             \
-  } while (0)
+#define FOLD_SCORES(heads)                                                                   \
+  for (; at + heads <= last; at += heads) fold_scores(format, heads, h, scratch, at, mask);
+#define FOLD_VALUES(heads)                                                                   \
+  for (; at + heads <= last; at += heads) fold_values(format, heads, h, scratch, at, mask);
+
+/* Fold one block into the heads [first, last), which attend to the same positions. */
+INLINE void fold_heads(int format, const Heads *h, const Scratch *scratch, int first, int last,
+                       uint32_t mask) {
+  int at = first;
+  FOR_EACH_TILE(FOLD_SCORES)
+  for (at = first; at < last; at++)
+    block_weights(&scratch->segment, at, scratch->block_max[at], scratch->scores + at * KEY_BLOCK,
+                  scratch->rescale + at * 8);
+  at = first;
+  FOR_EACH_TILE(FOLD_VALUES)
+}
 
 /* Consecutive rows that attend to the same positions are processed together. */
 INLINE void fold_as(int format, const Heads *h, const Scratch *scratch, int first, int last,
@@ -414,12 +309,7 @@ INLINE void fold_as(int format, const Heads *h, const Scratch *scratch, int firs
   for (int row = first, next; row < last; row = next) {
     for (next = row + 1; next < last && masks[next] == masks[row]; next++) {}
     if (!masks[row]) continue;
-    int start = row * h->group, end = next * h->group;
-    FOLD_HEADS(fold_scores, format, h, scratch, start, end, masks[row]);
-    for (int at = start; at < end; at++)
-      block_weights(&scratch->segment, at, scratch->block_max[at], scratch->scores + at * KEY_BLOCK,
-                    scratch->rescale + at * 8);
-    FOLD_HEADS(fold_values, format, h, scratch, start, end, masks[row]);
+    fold_heads(format, h, scratch, row * h->group, next * h->group, masks[row]);
   }
 }
 
@@ -431,6 +321,7 @@ static void fold_block(const Heads *h, const Scratch *scratch, int first, int la
   switch (scratch->format) {
     case F16: fold_as(F16, h, scratch, first, last, masks); return;
     case BF16: fold_as(BF16, h, scratch, first, last, masks); return;
+    case Q8_0: fold_as(Q8_0, h, scratch, first, last, masks); return;
     default: fold_as(F32, h, scratch, first, last, masks);
   }
 }
@@ -504,8 +395,10 @@ static void attend_segment(const Pass *pass, const Heads *h, int row, int rows, 
                            Scratch *scratch) {
   int32_t end = 0, start = segment * SEGMENT;
   clear(&scratch->segment, h->padded, rows * h->group);
-  /* Plain numbers are converted to float32 as they are loaded, blocks beforehand. */
-  scratch->format = is_float(h->format) && h->padded == h->head_dim ? h->format : F32;
+  /* Vectors that end with a block, or with eight plain numbers, are converted to float32 as they are
+   * loaded, others beforehand. */
+  int block = h->format == Q8_0 ? QUANT_BLOCK : 8;
+  scratch->format = h->format != Q4_1 && h->head_dim % block == 0 ? h->format : F32;
   for (int i = 0; i < rows; i++) {
     int32_t last = pass->prefix[row + i] + pass->tail_length[row + i];
     end = last > end ? last : end;

@@ -1,25 +1,29 @@
-/* exp and tanh over eight lanes, with the same bits on every machine. */
+/* exp and tanh over lanes, with the same bits on every machine. */
 #ifndef ANYDECODE_MATHS_H
 #define ANYDECODE_MATHS_H
 
-#include "simd.h"
+#include "simd_pairs.h"
 
-/* e^x within 2 units in the last place; 0 below -87.3, x is capped at 88. */
-INLINE f8 f8_exp(f8 x) {
-  f8 tiny = f8_set(-87.33f);
-  f8 clipped = f8_min(f8_max(x, tiny), f8_set(88.0f));
-  f8 n = f8_round(f8_mul(clipped, f8_set(1.44269504088896341f)));
-  f8 r = f8_fma(n, f8_set(-0.693145751953125f), clipped);
-  r = f8_fma(n, f8_set(-1.42860682030941723e-6f), r);
-  f8 p = f8_set(1.0f / 5040);
-  p = f8_fma(p, r, f8_set(1.0f / 720));
-  p = f8_fma(p, r, f8_set(1.0f / 120));
-  p = f8_fma(p, r, f8_set(1.0f / 24));
-  p = f8_fma(p, r, f8_set(1.0f / 6));
-  p = f8_fma(p, r, f8_set(0.5f));
-  p = f8_fma(p, f8_mul(r, r), f8_add(r, f8_set(1.0f)));
-  return f8_select_below(x, tiny, f8_set(0.0f), f8_scale2(p, n));
-}
+/* Define V##_exp of one vector or of a pair: e^x within 2 units in the last place; 0 below -87.3, x
+ * is capped at 88. */
+#define DEFINE_EXP(V)                                                                    \
+  INLINE V V##_exp(V x) {                                                                \
+    V tiny = V##_set(-87.33f);                                                           \
+    V clipped = V##_min(V##_max(x, tiny), V##_set(88.0f));                               \
+    V n = V##_round(V##_mul(clipped, V##_set(1.44269504088896341f)));                    \
+    V r = V##_fma(n, V##_set(-0.693145751953125f), clipped);                             \
+    r = V##_fma(n, V##_set(-1.42860682030941723e-6f), r);                                \
+    V p = V##_set(1.0f / 5040);                                                          \
+    p = V##_fma(p, r, V##_set(1.0f / 720));                                              \
+    p = V##_fma(p, r, V##_set(1.0f / 120));                                              \
+    p = V##_fma(p, r, V##_set(1.0f / 24));                                               \
+    p = V##_fma(p, r, V##_set(1.0f / 6));                                                \
+    p = V##_fma(p, r, V##_set(0.5f));                                                    \
+    p = V##_fma(p, V##_mul(r, r), V##_add(r, V##_set(1.0f)));                            \
+    return V##_select_below(x, tiny, V##_set(0.0f), V##_scale2(p, n));                   \
+  }
+DEFINE_EXP(f8)
+DEFINE_EXP(f8x2)
 
 /* 1 / (1 + e^-x) */
 INLINE f8 f8_sigmoid(f8 x) {

@@ -38,12 +38,33 @@ INLINE f8x2 f8x2_load_two_f16(const uint16_t *p, const uint16_t *q) {
 INLINE f8x2 f8x2_load_two_bf16(const uint16_t *p, const uint16_t *q) {
   return f8x2_from_bf16(load_two_halves(p, q));
 }
+INLINE f8x2 f8x2_load_s8(const uint8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE f8x2 f8x2_load_two_s8(const uint8_t *p, const uint8_t *q) {
+  __m128i x = _mm_loadl_epi64((const __m128i *)p), y = _mm_loadl_epi64((const __m128i *)q);
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpacklo_epi64(x, y)));
+}
 INLINE f8x2 f8x2_load_twice(const float *p) {
   return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
 }
 INLINE void f8x2_store(float *p, f8x2 x) { _mm512_storeu_ps(p, x); }
 INLINE f8x2 f8x2_set(float x) { return _mm512_set1_ps(x); }
 INLINE f8x2 f8x2_mul(f8x2 x, f8x2 y) { return _mm512_mul_ps(x, y); }
+INLINE f8x2 f8x2_add(f8x2 x, f8x2 y) { return _mm512_add_ps(x, y); }
+INLINE f8x2 f8x2_sub(f8x2 x, f8x2 y) { return _mm512_sub_ps(x, y); }
+INLINE f8x2 f8x2_max(f8x2 x, f8x2 y) { return _mm512_max_ps(x, y); }
+INLINE f8x2 f8x2_min(f8x2 x, f8x2 y) { return _mm512_min_ps(x, y); }
+INLINE f8x2 f8x2_round(f8x2 x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+INLINE f8x2 f8x2_select_below(f8x2 x, f8x2 limit, f8x2 a, f8x2 b) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), b, a);
+}
+INLINE f8x2 f8x2_scale2(f8x2 x, f8x2 n) {
+  i8x2 e = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+  return _mm512_mul_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(e, 23)));
+}
 INLINE f8x2 f8x2_fma(f8x2 x, f8x2 y, f8x2 z) { return _mm512_fmadd_ps(x, y, z); }
 INLINE f8x2 f8x2_from_i8x2(i8x2 x) { return _mm512_cvtepi32_ps(x); }
 INLINE i8x2 i8x2_set(int32_t x) { return _mm512_set1_epi32(x); }
@@ -106,6 +127,10 @@ INLINE f8x2 f8x2_load_two_f16(const uint16_t *p, const uint16_t *q) {
 INLINE f8x2 f8x2_load_two_bf16(const uint16_t *p, const uint16_t *q) {
   return f8x2_join(f8_load_bf16(p), f8_load_bf16(q));
 }
+INLINE f8x2 f8x2_load_s8(const uint8_t *p) { return f8x2_join(f8_load_s8(p), f8_load_s8(p + 8)); }
+INLINE f8x2 f8x2_load_two_s8(const uint8_t *p, const uint8_t *q) {
+  return f8x2_join(f8_load_s8(p), f8_load_s8(q));
+}
 INLINE f8x2 f8x2_load_twice(const float *p) { return f8x2_join(f8_load(p), f8_load(p)); }
 INLINE void f8x2_store(float *p, f8x2 x) {
   f8_store(p, x.v[0]);
@@ -114,6 +139,26 @@ INLINE void f8x2_store(float *p, f8x2 x) {
 INLINE f8x2 f8x2_set(float x) { return (f8x2){{f8_set(x), f8_set(x)}}; }
 INLINE f8x2 f8x2_mul(f8x2 x, f8x2 y) {
   return (f8x2){{f8_mul(x.v[0], y.v[0]), f8_mul(x.v[1], y.v[1])}};
+}
+INLINE f8x2 f8x2_add(f8x2 x, f8x2 y) {
+  return (f8x2){{f8_add(x.v[0], y.v[0]), f8_add(x.v[1], y.v[1])}};
+}
+INLINE f8x2 f8x2_sub(f8x2 x, f8x2 y) {
+  return (f8x2){{f8_sub(x.v[0], y.v[0]), f8_sub(x.v[1], y.v[1])}};
+}
+INLINE f8x2 f8x2_max(f8x2 x, f8x2 y) {
+  return (f8x2){{f8_max(x.v[0], y.v[0]), f8_max(x.v[1], y.v[1])}};
+}
+INLINE f8x2 f8x2_min(f8x2 x, f8x2 y) {
+  return (f8x2){{f8_min(x.v[0], y.v[0]), f8_min(x.v[1], y.v[1])}};
+}
+INLINE f8x2 f8x2_round(f8x2 x) { return (f8x2){{f8_round(x.v[0]), f8_round(x.v[1])}}; }
+INLINE f8x2 f8x2_select_below(f8x2 x, f8x2 limit, f8x2 a, f8x2 b) {
+  return (f8x2){{f8_select_below(x.v[0], limit.v[0], a.v[0], b.v[0]),
+                 f8_select_below(x.v[1], limit.v[1], a.v[1], b.v[1])}};
+}
+INLINE f8x2 f8x2_scale2(f8x2 x, f8x2 n) {
+  return (f8x2){{f8_scale2(x.v[0], n.v[0]), f8_scale2(x.v[1], n.v[1])}};
 }
 INLINE f8x2 f8x2_fma(f8x2 x, f8x2 y, f8x2 z) {
   return (f8x2){{f8_fma(x.v[0], y.v[0], z.v[0]), f8_fma(x.v[1], y.v[1], z.v[1])}};
