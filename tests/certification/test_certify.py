@@ -31,7 +31,7 @@ SEAM_METHODS = (
     "prompt-lookup",
     "beam",
     "llada",
-    "layer-draft",
+    "layerskip",
     "pearl",
     "classifier-free-guidance",
     "multi-step",

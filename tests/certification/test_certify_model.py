@@ -267,7 +267,7 @@ def test_an_interrupted_run_prints_its_results(
 
 def test_the_default_methods_can_draft_for_any_model() -> None:
     keys = drafting_keys()
-    assert {"auto", "opt-tree", "pearl", "layer-draft"} <= set(keys)
+    assert {"auto", "opt-tree", "pearl", "layerskip"} <= set(keys)
     assert not {"deer", "typical-acceptance"} & set(keys)
 
 

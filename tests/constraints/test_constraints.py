@@ -162,7 +162,7 @@ def test_every_decoder_generates_the_tokens_of_plain_decoding(constraint, temper
     options = {"constraint": constraint, "temperature": temperature, "seed": 5, "max_tokens": 40}
     with scripted_llm() as llm:
         expected = llm.generate(PROMPT, logprobs=2, repetition_penalty=1.2, **options)
-        for decoder in ("multi-step", "prompt-lookup", "layer-draft", "speculative-sampling",
+        for decoder in ("multi-step", "prompt-lookup", "layerskip", "speculative-sampling",
                         "jump-forward"):  # fmt: skip
             answer = llm.generate(
                 PROMPT, decoder=decoder, logprobs=2, repetition_penalty=1.2, **options
@@ -175,7 +175,7 @@ def test_every_decoder_generates_the_tokens_of_plain_decoding(constraint, temper
         assert llm.generate(PROMPT, **options | {"constraint": None}).tokens != expected.tokens
 
 
-@pytest.mark.parametrize("decoder", ["autoregressive", "jump-forward", "beam", "layer-draft"])
+@pytest.mark.parametrize("decoder", ["autoregressive", "jump-forward", "beam", "layerskip"])
 def test_samples_are_valid_distinct_and_unchanged_by_preemption(decoder):
     """n samples differ, are valid, and are the same when preempted at random."""
     n = 1 if decoder == "beam" else 4

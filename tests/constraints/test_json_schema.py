@@ -325,7 +325,7 @@ def test_forced_completion_is_the_same_under_every_decoder(temperature, monkeypa
 
     expected = generate("autoregressive")
     assert expected.constraint["steered"]
-    for decoder in ("multi-step:count=3", "prompt-lookup", "layer-draft", "jump-forward", "auto"):
+    for decoder in ("multi-step:count=3", "prompt-lookup", "layerskip", "jump-forward", "auto"):
         assert generate(decoder).tokens == expected.tokens, decoder
 
     def fork_without_count(self):  # control: forks lose the token count

@@ -212,9 +212,7 @@ def test_multi_step_passes_can_fill_the_cache() -> None:
         assert run_multi_step(_MultiStepModel(seed=1), positions=positions) == alone(["a prompt"])
 
 
-@pytest.mark.parametrize(
-    "decoder", ["autoregressive", "prompt-lookup", "multi-step", "layer-draft"]
-)
+@pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup", "multi-step", "layerskip"])
 def test_preemption_does_not_change_the_output(decoder: str) -> None:
     model = ScriptedModel(seed=1)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=110) as llm:

@@ -87,7 +87,7 @@ def test_cached_and_spilled_prefixes() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layer-draft"]
+    "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layerskip"]
 )
 def test_drafts_and_trees(decoder: str, temperature: float) -> None:
     engine = {"draft": model(1), "cache_positions": 2048}

@@ -212,7 +212,7 @@ def test_gear_and_rows_that_start_later(family: str) -> None:
     if family not in SHARED:
         assert texts(family, PROMPTS[:1], {"cache_positions": 512}, decoder="gear")
         return
-    cases = [("gear", "keys and values"), ("layer-draft", "start at layer 0")]
+    cases = [("gear", "keys and values"), ("layerskip", "start at layer 0")]
     if family == "gemma3n":
         cases.append(("easyspec", "in parallel"))
     for decoder, message in cases:

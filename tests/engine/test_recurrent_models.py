@@ -99,7 +99,7 @@ def test_cached_prefixes(name: str, max_states: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layer-draft"]
+    "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layerskip"]
 )
 def test_drafts_and_trees(name: str, decoder: str, temperature: float) -> None:
     engine = {"draft": model(name, 1), "cache_positions": 2048}

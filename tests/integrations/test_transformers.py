@@ -261,7 +261,7 @@ def test_a_folder_around_the_function(
         ({"decoder": "token-healing"}, "texts of tokens"),
         ({"decoder": "unbiased-tokenization"}, "texts of tokens"),
         ({"decoder": "fixed-tree"}, "needs an assistant_model"),
-        ({"decoder": "layer-draft"}, "cannot run part of its layers"),
+        ({"decoder": "layerskip"}, "cannot run part of its layers"),
         ({"decoder": "nope"}, "no decoding method is called 'nope'"),
         ({"position_ids": [list(range(1, 9))]}, "position_ids"),
         ({"attention_mask": [[1] * 7 + [0]]}, "pad on the left"),

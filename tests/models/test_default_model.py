@@ -89,7 +89,7 @@ def test_output_is_equal_in_batches_with_caches_and_drafters(llm: LLM, temperatu
     options = {**OPTIONS, "temperature": temperature, "logprobs": 2}
     llm.clear()
     plain = [llm.generate(p, decoder="autoregressive", **options) for p in PROMPTS]
-    for decoder in ("autoregressive", "prompt-lookup", "layer-draft", "multi-step", "auto"):
+    for decoder in ("autoregressive", "prompt-lookup", "layerskip", "multi-step", "auto"):
         llm.clear()
         batch = llm.generate(PROMPTS, decoder=decoder, **options)
         assert [out.tokens for out in batch] == [out.tokens for out in plain], decoder

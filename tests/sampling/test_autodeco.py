@@ -72,7 +72,7 @@ def test_uncaptured_hidden_states_do_not_affect_drafts() -> None:
     options["sampler"] = catalogue.build("autodeco", heads=heads)
     with toy_llm() as llm:
         plain = llm.generate(PROMPTS, **options)
-        for decoder in ("layer-draft", "pearl", "awrs", "s2d"):
+        for decoder in ("layerskip", "pearl", "awrs", "s2d"):
             try:
                 found = llm.generate(PROMPTS, decoder=decoder, **options)
             except UnsupportedCombinationError:

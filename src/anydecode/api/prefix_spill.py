@@ -40,9 +40,9 @@ def parse_bytes(text: str | int) -> int:
         paper="Gao et al. 2024, CachedAttention, arXiv:2403.19708",
         exactness="token-exact",
         summary="Evicted prefixes are stored in main memory or on disk and restored bit by bit.",
+        missing=("prefetching and eviction by the queue of requests, and loading layer by layer",),
         deviations=(
-            "a block is written when its slots are reused, and read when a prompt needs it; there"
-            " is no prefetching for queued requests and no loading layer by layer",
+            "a block is written when its slots are reused, and read when a prompt needs it",
             "contexts are not truncated within a conversation, so keys keep their positions",
         ),
     )

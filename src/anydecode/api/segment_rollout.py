@@ -30,6 +30,7 @@ class UnfinishedSample:
         paper="Du et al. 2025, UloRL, arXiv:2507.19766",
         exactness="token-exact",
         summary="Generates long answers in segments; the next call resumes unfinished samples.",
+        missing=("the queue of unfinished samples, and samples across versions of the weights",),
         deviations=(
             "unfinished samples are returned to the caller as plain data, and the caller resumes"
             " them; the engine keeps only the cached prefix",

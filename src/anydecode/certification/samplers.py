@@ -34,7 +34,7 @@ TOLERANCE = 2e-6
 
 #: Decoders that must generate the tokens of plain decoding under every rule.
 EXACT = ("multi-step", "prompt-lookup", "token-recycling", "lookahead", "pearl",
-         "layer-draft")  # fmt: skip
+         "layerskip")  # fmt: skip
 
 
 class ToyModel(ScriptedModel):

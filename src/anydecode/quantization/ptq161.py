@@ -192,11 +192,10 @@ class SubTwoBits(WeightFormat):
         " for the others.",
         needs=("calibration texts", "torch to quantise"),
         works_with=("every decoder", "the native kernels and the torch reference"),
+        missing=("the preprocessing: a restorative LoRA, merged before a second quantisation",),
         deviations=(
             "a dtype, not a decoder: LLM(model, dtype='ptq161:texts=FILE'), or a GGUF file written"
             " by `anydecode quantize --format ptq161`",
-            "without the preprocessing of the paper: no restorative LoRA is trained on the"
-            " quantised model and merged into the weights before a second quantisation",
             "exactly a fifth of the columns, rounded to nearest, is salient; the released code"
             " takes those from the 80 % quantile on",
             "a sign of 0 is 1; in the released code it is 0",

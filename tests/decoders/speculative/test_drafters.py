@@ -27,7 +27,7 @@ MODEL_FREE = (
     "jacobi",
     "autoregressive",
     "multi-step",
-    "layer-draft",
+    "layerskip",
 )
 
 
@@ -43,7 +43,7 @@ class _AcceptsUnverified(Acceptance):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("key", [key for key in MODEL_FREE if key not in ("layer-draft",)])
+@pytest.mark.parametrize("key", [key for key in MODEL_FREE if key not in ("layerskip",)])
 def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) -> None:
     prompts = ["abcabcabd", "the cab had a bad cab", "h"]
     options = {"temperature": temperature, "seed": 4, "max_tokens": 40, "ignore_eos": True}

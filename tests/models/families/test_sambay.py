@@ -102,7 +102,7 @@ def test_states_of_rows_that_stop_early_are_used(monkeypatch: pytest.MonkeyPatch
     assert steps == [16, 16, 16, 12, 12, 1, 1]
 
 
-@pytest.mark.parametrize("decoder", ["layer-draft", "easyspec", "gear"])
+@pytest.mark.parametrize("decoder", ["layerskip", "easyspec", "gear"])
 def test_methods_that_need_other_layers_are_refused(decoder: str) -> None:
     draft = build_model(sambay_checkpoint(), executor=choose_executor(None, threads=1))
     with open_llm(draft=draft) as llm, pytest.raises(UnsupportedCombinationError) as caught:

@@ -26,9 +26,8 @@ from anydecode.scoring.sequence import Sequence
         exactness="lossy",
         summary="Quantizes keys and values; corrects them by a low-rank part and exact outliers.",
         works_with=("samplers", "constraints", "batches"),
+        missing=("the compressed store: the cache holds dequantized numbers and saves no memory",),
         deviations=(
-            "the kernels read unquantized keys and values, so the cache holds the dequantized form:"
-            " text and error are GEAR's, but no memory is saved",
             "one token per forward pass: a draft tree across the end of a buffer would see keys"
             " that are not compressed yet",
             "there are 2^bits levels; scales, minima and the low-rank part are 16-bit numbers",

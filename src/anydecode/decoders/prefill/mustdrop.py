@@ -67,6 +67,7 @@ def dropped(attention: np.ndarray, overall: float, single: float) -> np.ndarray:
         exactness="lossy",
         summary="Merges similar vision tokens and drops those with little attention from the text.",
         works_with=WORKS_WITH,
+        missing=("the stage in the vision encoder, which merges tokens and finds the key tokens",),
         deviations=(
             "works on the embeddings given with the prompt: similar neighbours are merged there,"
             " not in the vision encoder; the importance given with them selects the tokens that"

@@ -44,9 +44,9 @@ def chosen_share(
         paper="Shi et al. 2025, Nexus, arXiv:2507.06608",
         exactness="token-exact",
         summary="A cost model chooses the prompts' share of each pass; shortest prompts first.",
+        missing=("two streams at the same time: prefill and decode, each with cores of its own",),
         deviations=(
-            "the shares are rows of one pass on all cores, not sets of cores with a stream each:"
-            " the row kernels have one team of threads",
+            "the shares are rows of one pass on all cores",
             "costs are the machine's measured table; its slope replaces the saturation points and"
             " the bandwidth contention term",
             "waiting time is counted in passes, so that the order does not depend on the clock",

@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode.decoders.depth.layer_draft import LayerDraft
+from anydecode.decoders.depth.layerskip import LayerSkip
 from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence_data import SequenceData
 from certificates import assert_certified, assert_rejected
 
 
 def test_certificate() -> None:
-    assert_certified("layer-draft")
+    assert_certified("layerskip")
 
 
 def test_another_share_of_the_layers_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = LayerDraft.__init__
-    monkeypatch.setattr(LayerDraft, "__init__", lambda self: build(self, layers=1))
-    assert_rejected("layer-draft")
+    build = LayerSkip.__init__
+    monkeypatch.setattr(LayerSkip, "__init__", lambda self: build(self, layers=1))
+    assert_rejected("layerskip")
 
 
 def test_drafts_without_noise_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +29,7 @@ def test_drafts_without_noise_are_rejected(monkeypatch: pytest.MonkeyPatch) -> N
         return int(row.argmax())
 
     monkeypatch.setattr(Sequence, "sample", greedy)
-    assert_rejected("layer-draft")
+    assert_rejected("layerskip")
 
 
 def test_layers_that_run_twice_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,4 +40,20 @@ def test_layers_that_run_twice_are_rejected(monkeypatch: pytest.MonkeyPatch) -> 
         return self.score([*drafted, *tokens], rows="all")
 
     monkeypatch.setattr(Sequence, "complete", again)
-    assert_rejected("layer-draft")
+    assert_rejected("layerskip")
+
+
+def test_drafts_behind_an_end_token_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SequenceData, "stops_at", lambda self, token: False)
+    assert_rejected("layerskip")
+
+
+def test_drafts_beyond_the_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SequenceData, "remaining", 99)
+    assert_rejected("layerskip")
+
+
+def test_single_drafts_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = LayerSkip.__init__
+    monkeypatch.setattr(LayerSkip, "__init__", lambda self: build(self, size=1))
+    assert_rejected("layerskip")

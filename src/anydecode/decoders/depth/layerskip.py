@@ -9,6 +9,7 @@ from __future__ import annotations
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.speculation import verify_tree
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -17,30 +18,34 @@ from anydecode.scoring.tree import TokenTree
 
 @register(
     Card(
-        "layer-draft",
+        "layerskip",
         "depth",
-        paper="LayerSkip (arXiv:2404.16710), the self-speculative decoding without its training",
+        paper="Elhoushi et al. 2024, LayerSkip (arXiv:2404.16710)",
         exactness="token-exact",
         summary="The first layers propose draft tokens, the remaining layers verify them.",
         works_with=("constraints", "samplers", "batches", "adapters"),
+        missing=("the training of the model: layer dropout, and losses at the early exits",),
         deviations=(
             "verification samples with the target's own noise instead of comparing argmax tokens",
+            "the prompt runs through all layers at once, not first through those of the draft",
         ),
-        remote={"layers": Range(1, 1024), "size": Range(0, 64)},
+        remote={"layers": Range(1, 1024), "size": Range(1, 64)},
     )
 )
-class LayerDraft(Decoder):
+class LayerSkip(Decoder):
     """Drafts `size` tokens with the first layers, then runs the remaining layers.
+
+    A draft ends at a token that would end the text, and does not exceed the limit of tokens.
 
     Args:
         layers: How many layers the draft runs (default: a third of the model's).
-        size: How many draft tokens are proposed at a time.
+        size: Maximum number of draft tokens per round.
     """
 
     def __init__(self, layers: int | None = None, size: int = 4) -> None:
         if size < 1 or (layers is not None and layers < 1):
             raise InvalidRequestError(
-                f"layer-draft needs layers >= 1 and size >= 1, not layers={layers}, size={size}"
+                f"layerskip needs layers >= 1 and size >= 1, not layers={layers}, size={size}"
             )
         self.layers = layers
         self.size = size
@@ -49,7 +54,7 @@ class LayerDraft(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts:
             raise InvalidRequestError(
-                "layer-draft does not work with guidance, which needs a second prompt"
+                "layerskip does not work with guidance, which needs a second prompt"
             )
         num_layers = sequence.num_layers
         if self.layers is not None and self.layers >= num_layers:
@@ -61,17 +66,23 @@ class LayerDraft(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         exit_layer = self.layers or max(1, sequence.num_layers // 3)
         while not sequence.finished:
+            size = min(self.size, sequence.remaining - 1)  # a round yields one token more
+            if size < 1:
+                yield from verify_tree(sequence, TokenTree(), self.acceptance)
+                continue
             unscored = sequence.unscored()
             if len(unscored) > 1:
                 yield sequence.score(unscored[:-1])
             sampler, position = sequence.sampler.fork(), sequence.length
             draft_tokens: list[int] = []
             token = unscored[-1]
-            for _ in range(self.size):
+            while len(draft_tokens) < size:
                 scores = yield sequence.score([token], layers=(0, exit_layer))
                 token = sequence.sample(sampler, scores.row(0), position + len(draft_tokens))
                 sampler.advance(token)
                 draft_tokens.append(token)
+                if sequence.stops_at(token):
+                    break
             tree = TokenTree.chain(draft_tokens)
             scores = yield sequence.complete(draft_tokens[-1:])
             result = self.acceptance.walk(tree, scores)
