@@ -28,3 +28,8 @@ def test_certificate_rejects_the_first_bin_with_space(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(prepacking, "pack", first_fit)
     assert_rejected("prepacking")
+
+
+def test_certificate_rejects_short_prompts_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepacking, "is_prompt", lambda request: False)
+    assert_rejected("prepacking")

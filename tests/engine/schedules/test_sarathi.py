@@ -11,6 +11,7 @@ from anydecode import catalogue
 from anydecode.engine.schedule import DecodesFirst
 from anydecode.engine.schedules import chunked
 from anydecode.engine.schedules.sarathi import Sarathi
+from anydecode.scoring.score import ScoreRequest
 from certificates import assert_certified, assert_rejected
 
 
@@ -27,6 +28,15 @@ def test_certificate_rejects_chunks_regardless_of_the_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunked, "rows_beside", lambda *given, **how: 512)
+    assert_rejected("sarathi")
+
+
+def test_certificate_rejects_short_prompts_beyond_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_prompt(self: Sarathi, request: ScoreRequest) -> bool:
+        by_cost = self.budget is None and chunked.is_prompt(request)
+        return request.num_rows > self.short or by_cost
+
+    monkeypatch.setattr(Sarathi, "_is_prompt", is_prompt)
     assert_rejected("sarathi")
 
 

@@ -36,3 +36,12 @@ def test_certificate_rejects_chunks_regardless_of_the_cost(
 def test_certificate_rejects_short_prompts_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "is_prompt", lambda request: False)
     assert_rejected("sarathi-serve")
+
+
+def test_certificate_rejects_short_prompts_beyond_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_prompt(self: SarathiServe, request: ScoreRequest) -> bool:
+        by_cost = self.budget is None and chunked.is_prompt(request)
+        return request.num_rows > self.short or by_cost
+
+    monkeypatch.setattr(SarathiServe, "_is_prompt", is_prompt)
+    assert_rejected("sarathi-serve")

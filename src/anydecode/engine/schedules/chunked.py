@@ -15,13 +15,13 @@ def begun(request: ScoreRequest) -> bool:
 
 
 class Chunked(Schedule):
-    """Chunked prefill with a row budget.
+    """Chunked prefill with a row budget, for prompts of any length.
 
     Args:
         budget: Maximum number of rows per pass. By default, prompts get as many rows as increase
             the time between tokens by the factor `stretch`, by the measured pass costs on this
-            machine, and prompts of any length are chunked.
-        short: Requests of more rows count as prompts.
+            machine.
+        short: Other requests of more rows count as prompts too.
         stretch: Allowed factor on the time between tokens, more than 1.
     """
 
@@ -42,7 +42,7 @@ class Chunked(Schedule):
         return decodes, resumed, prompts
 
     def _is_prompt(self, request: ScoreRequest) -> bool:
-        return request.num_rows > self.short or (self.budget is None and is_prompt(request))
+        return request.num_rows > self.short or is_prompt(request)
 
     def prefill(
         self, decodes: list[ScoreRequest], prompts: list[ScoreRequest]

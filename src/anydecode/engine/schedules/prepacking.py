@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import Schedule, ScheduledSpan, whole
+from anydecode.engine.schedules.pacing import is_prompt
 from anydecode.scoring.score import ScoreRequest
 
 
@@ -42,6 +43,7 @@ def pack(lengths: Seq[int], capacity: int) -> list[list[int]]:
         deviations=(
             "bins run one after the other, each as one pass without padding, not in parallel as the"
             " padded rows of one batch",
+            "a bin has at least 64 rows, so that many short prompts do not need many passes",
             "a prompt's last token runs with it, so its first new token needs no further pass",
         ),
     )
@@ -51,10 +53,10 @@ class Prepacking(Schedule):
 
     Args:
         capacity: Minimum size of a bin in rows; a bin is at least as large as the longest prompt.
-        short: Requests of more rows count as prompts.
+        short: Other requests of more rows count as prompts too.
     """
 
-    def __init__(self, capacity: int = 0, short: int = 64) -> None:
+    def __init__(self, capacity: int = 64, short: int = 64) -> None:
         self.capacity = capacity
         self.short = short
         self._bins: list[list[ScoreRequest]] = []
@@ -62,13 +64,13 @@ class Prepacking(Schedule):
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         current = set(waiting)
         self._bins = [kept for bin in self._bins if (kept := [s for s in bin if s in current])]
-        prompts = [request for request in waiting if request.num_rows > self.short]
+        decodes, prompts = [], []
+        for request in waiting:
+            is_long = request.num_rows > self.short or is_prompt(request)
+            (prompts if is_long else decodes).append(request)
         if not self._bins and prompts:
             lengths = [request.num_rows for request in prompts]
             packed = pack(lengths, max(self.capacity, *lengths))
             self._bins = [[prompts[i] for i in sorted(bin)] for bin in packed]
-        for request in waiting:
-            if request.num_rows <= self.short:
-                yield from whole(request)
-        for request in self._bins.pop(0) if self._bins else ():
+        for request in [*decodes, *(self._bins.pop(0) if self._bins else ())]:
             yield from whole(request)

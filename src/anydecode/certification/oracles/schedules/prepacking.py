@@ -18,4 +18,8 @@ def prepacking() -> Iterator[Check]:
     rows = rows_of(passes("prepacking", lengths, tokens=2))
     expected = [{0: 200}, {0: 1, 1: 120, 4: 70}, {1: 1, 4: 1, 2: 110, 3: 80}, {2: 1, 3: 1}]
     yield Check("a bin is a pass, beside all decodes", rows == expected, str(rows))
+    # Bins of 64 rows: 60, 50 + 14, 40 + 20, 30 + 30.
+    rows = rows_of(passes("prepacking", [60, 50, 40, 30, 30, 20, 14], tokens=1))
+    expected = [{0: 60}, {1: 50, 6: 14}, {2: 40, 5: 20}, {3: 30, 4: 30}]
+    yield Check("short prompts are packed by default", rows == expected, str(rows))
     yield same_text("prepacking")

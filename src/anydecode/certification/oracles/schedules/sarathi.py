@@ -32,4 +32,7 @@ def sarathi() -> Iterator[Check]:
     rows = rows_of(passes("sarathi", [2, 8, 60], tokens=30))
     expected = [{0: 2}, {0: 1, 1: 8}, *[{0: 1, 1: 1, 2: 10}] * 6, {0: 1, 1: 1, 2: 1}]
     yield Check("short prompts are chunked by default", rows[:9] == expected, str(rows))
+    rows = rows_of(passes("sarathi:budget=16", [2, 30, 8], tokens=9))
+    expected = [{0: 2}, {0: 1, 1: 15}, {0: 1, 1: 15}, {0: 1, 1: 1, 2: 8}]
+    yield Check("short prompts are chunked with a budget too", rows[:4] == expected, str(rows))
     yield same_text("sarathi:budget=100")

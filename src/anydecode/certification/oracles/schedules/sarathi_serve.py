@@ -37,4 +37,7 @@ def sarathi_serve() -> Iterator[Check]:
     rows = rows_of(passes("sarathi-serve", [2, 8, 530, 15], tokens=60))
     expected = [{0: 2, 1: 8, 2: 502}, *[{0: 1, 1: 1, 2: 10}] * 2, {0: 1, 1: 1, 2: 8, 3: 2}]
     yield Check("by default twice the time of the decodes", rows[:4] == expected, str(rows[:6]))
+    rows = rows_of(passes("sarathi-serve:budget=16", [2, 30, 8], tokens=9))
+    expected = [{0: 2, 1: 14}, {0: 1, 1: 15}, {0: 1, 1: 1, 2: 8}]
+    yield Check("short prompts count against the budget", rows[:3] == expected, str(rows))
     yield same_text("sarathi-serve:budget=70")
