@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.engine.schedule import DecodesFirst
+from anydecode.engine.schedules import online_offline
 from anydecode.engine.schedules.online_offline import OnlineOffline
 from certificates import assert_certified, assert_rejected
 
@@ -21,6 +24,25 @@ def test_certificate_rejects_equal_treatment(monkeypatch: pytest.MonkeyPatch) ->
 def test_certificate_rejects_offline_rows_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made = OnlineOffline.__init__
     monkeypatch.setattr(
-        OnlineOffline, "__init__", lambda self, **given: made(self, **{**given, "offline": 0})
+        OnlineOffline, "__init__", lambda self, **given: made(self, **{**given, "offline": None})
     )
+    assert_rejected("online-offline")
+
+
+def test_certificate_rejects_offline_rows_that_fill_online_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(online_offline, "rows_beside", lambda *given, **how: 512)
+    assert_rejected("online-offline")
+
+
+def test_certificate_rejects_limited_passes_without_online_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allowed = OnlineOffline._limit
+
+    def limit(self: OnlineOffline, online: Any, offline: Any, left: int) -> int:
+        return allowed(self, online, offline, left) if online else 9
+
+    monkeypatch.setattr(OnlineOffline, "_limit", limit)
     assert_rejected("online-offline")

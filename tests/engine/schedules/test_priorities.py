@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from anydecode import catalogue
+from anydecode.errors import InvalidRequestError
 
 
 def request(num_rows: int, priority: int = 0) -> Any:
     span = SimpleNamespace(remaining=num_rows, divisible=True)
-    sequence = SimpleNamespace(priority=priority)
+    sequence = SimpleNamespace(priority=priority, root=SimpleNamespace(tokens=[0]))
     return SimpleNamespace(num_rows=num_rows, groups=[[span]], sequence=sequence)
 
 
@@ -28,7 +29,7 @@ def test_the_most_urgent_runs_and_the_least_urgent_is_preempted() -> None:
     assert schedule.victim(sequences) == 4  # the last of equals
 
 
-@pytest.mark.parametrize(("offline", "rows"), [(0, 5), (3, 3), (9, 5)])
+@pytest.mark.parametrize(("offline", "rows"), [(3, 3), (5, 5), (9, 5)])
 def test_offline_requests_get_the_rows_that_are_left(offline: int, rows: int) -> None:
     schedule = catalogue.build("online-offline", row_budget=10, short=4, offline=offline)
     waiting = (request(50, priority=1), request(2), request(1), request(2, priority=-1))
@@ -36,10 +37,17 @@ def test_offline_requests_get_the_rows_that_are_left(offline: int, rows: int) ->
 
 
 def test_offline_requests_wait_if_nothing_is_left() -> None:
-    schedule = catalogue.build("online-offline", row_budget=10, short=4)
+    schedule = catalogue.build("online-offline", row_budget=10, short=4, offline=10)
     assert scheduled(schedule, request(1, priority=1), request(10)) == [(1, 10)]
     short_first = (request(9, priority=1), request(2, priority=7), request(3, priority=2))
     assert scheduled(schedule, *short_first) == [(2, 3), (1, 2), (0, 5)]
+
+
+def test_offline_rows_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="offline is 0"):
+        catalogue.build("online-offline", offline=0)
+    with pytest.raises(InvalidRequestError, match="more than 1"):
+        catalogue.build("online-offline", stretch=1.0)
 
 
 def sequence(tenant: str, number: int, prompt: int) -> Any:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import RowBudget, ScheduledSpan, fit_spans
+from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
 from anydecode.engine.schedules.priority import Priority
+from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import ScoreRequest
 
 
@@ -17,8 +19,12 @@ from anydecode.scoring.score import ScoreRequest
         "serving",
         paper="Qiao et al. 2024, ConServe, arXiv:2410.01228",
         exactness="token-exact",
-        summary="Requests with a priority above 0 are offline and get the remaining rows.",
+        summary="Requests with a priority above 0 are offline: they get rows that delay others"
+        " little.",
+        missing=("preemption within a pass, and checkpoints of the caches of offline requests",),
         deviations=(
+            "the latency bound is a factor on the time of a pass without offline rows, by the"
+            " measured costs of passes, not an objective in seconds",
             "offline rows are preempted at the end of a pass, not within it",
             "a preempted offline request is recomputed from its cached prefix; nothing is copied to"
             " host memory",
@@ -26,18 +32,29 @@ from anydecode.scoring.score import ScoreRequest
     )
 )
 class OnlineOffline(Priority):
-    """Schedules online requests (priority 0 or less) as if alone; offline requests fill the rest of
-    the pass.
+    """Schedules online requests (priority 0 or less) as if alone; offline requests get further rows
+    of the pass.
 
     Args:
         row_budget: Maximum number of rows per pass.
-        short: Requests of more rows count as prompts.
-        offline: Maximum number of offline rows per pass; 0 for all remaining rows.
+        short: Online requests of more rows count as prompts; offline, prompts of any length do.
+        offline: Maximum number of offline rows per pass. By default, as many as extend the pass to
+            `stretch` times its duration without them, by the measured pass costs on this machine;
+            all rows of a pass without online requests.
+        stretch: Allowed factor on the duration of a pass, more than 1.
     """
 
-    def __init__(self, row_budget: int = 512, short: int = 64, offline: int = 0) -> None:
+    def __init__(
+        self,
+        row_budget: int = 512,
+        short: int = 64,
+        offline: int | None = None,
+        stretch: float = 2.0,
+    ) -> None:
         super().__init__(row_budget, short)
-        self.offline = offline
+        if offline is not None and offline < 1:
+            raise InvalidRequestError(f"offline is {offline}; it must be 1 or more")
+        self.offline, self.stretch = offline, checked_stretch(stretch)
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         online = [request for request in waiting if request.sequence.priority <= 0]
@@ -46,10 +63,19 @@ class OnlineOffline(Priority):
             rows += item[2]
             yield item
         left = self.row_budget - rows
-        if left > 0:
-            left = min(left, self.offline or left)
-            offline = [request for request in waiting if request.sequence.priority > 0]
+        offline = [request for request in waiting if request.sequence.priority > 0]
+        if left > 0 and offline:
             offline.sort(
-                key=lambda request: (request.num_rows > self.short, request.sequence.priority)
+                key=lambda request: (
+                    request.num_rows > self.short or is_prompt(request),
+                    request.sequence.priority,
+                )
             )
+            left = min(left, self._limit(online, offline, left))
             yield from fit_spans(offline, RowBudget(left, started=rows > 0))
+
+    def _limit(self, online: list[ScoreRequest], offline: list[ScoreRequest], left: int) -> int:
+        """The maximum number of rows of `offline` beside those of `online`."""
+        if self.offline is not None:
+            return self.offline
+        return rows_beside(online, offline, self.stretch) if online else left

@@ -64,7 +64,8 @@ class Prepacking(Schedule):
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         current = set(waiting)
         self._bins = [kept for bin in self._bins if (kept := [s for s in bin if s in current])]
-        decodes, prompts = [], []
+        decodes: list[ScoreRequest] = []
+        prompts: list[ScoreRequest] = []
         for request in waiting:
             is_long = request.num_rows > self.short or is_prompt(request)
             (prompts if is_long else decodes).append(request)
