@@ -146,6 +146,8 @@ class Engine:
 
     def submit(self, job: Job) -> Job:
         """Add a job to the waiting queue and return it."""
+        waiting = (other.sequence for other in self.waiting)
+        self._target_schedule.submitted(job.sequence, waiting)
         self.waiting.append(job)
         return job
 

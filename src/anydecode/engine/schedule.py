@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -30,6 +30,9 @@ class Schedule(ABC):
         Args:
             waiting: The unfinished score requests, in order of arrival.
         """
+
+    def submitted(self, sequence: Sequence, waiting: Iterable[Sequence]) -> None:  # noqa: B027
+        """Called when a new sequence joins those that wait for admission, `waiting`."""
 
     def next_job(self, waiting: Seq[Sequence]) -> int:
         """Index of the waiting sequence to admit next; by default the first."""

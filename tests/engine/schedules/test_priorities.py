@@ -59,6 +59,8 @@ def sequence(tenant: str, number: int, prompt: int) -> Any:
 def test_the_tenant_with_the_least_service_is_next() -> None:
     schedule = catalogue.build("fair", prompt=1.0, output=2.0)
     first, second, other = sequence("a", 1, 10), sequence("a", 2, 10), sequence("b", 3, 13)
+    for number, one in enumerate(arrived := [first, second, other]):
+        schedule.submitted(one, arrived[:number])
     assert schedule.next_job([first, second, other]) == 0
     schedule.admitted(first)  # a: 10
     assert schedule.next_job([second, other]) == 1
@@ -73,9 +75,10 @@ def test_the_tenant_with_the_least_service_is_next() -> None:
 
 def test_idling_earns_no_credit() -> None:
     schedule = catalogue.build("fair")
-    busy, waiting = sequence("a", 1, 100), sequence("a", 2, 5)
-    schedule.next_job([busy])
+    busy, waiting, newcomer = sequence("a", 1, 100), sequence("a", 2, 5), sequence("b", 3, 5)
+    schedule.submitted(busy, [])
     schedule.admitted(busy)  # a: 100
-    newcomer = sequence("b", 3, 5)
-    assert schedule.next_job([waiting, newcomer]) == 0  # equal: the first
+    schedule.submitted(waiting, [])
+    schedule.submitted(newcomer, [waiting])
     assert schedule.served["b"] == 100.0
+    assert schedule.next_job([waiting, newcomer]) == 0  # equal: the first

@@ -3,7 +3,7 @@ Language Models", OSDI 2024, arXiv:2401.00588)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 
 from anydecode.catalogue import Card, register
@@ -26,8 +26,9 @@ from anydecode.scoring.sequence import Sequence
     )
 )
 class Fair(DecodesFirst):
-    """Admits the tenant with the smallest service counter. A tenant that returns after being idle
-    starts at the smallest counter of the waiting tenants, so that idling earns no credit.
+    """Admits the tenant with the smallest service counter. A tenant whose requests were all admitted
+    gets no credit for the time until its next one: its counter is then raised to the smallest of
+    the waiting tenants, or to that of the tenant admitted last.
 
     Args:
         row_budget: Maximum number of rows per pass.
@@ -44,32 +45,30 @@ class Fair(DecodesFirst):
             raise InvalidRequestError("the weights of fair must not be negative")
         self.prompt, self.output = prompt, output
         self.served: dict[Hashable, float] = {}
-        self._queued: set[Hashable] = set()
         self._last_admitted: Hashable = None
         self._charged: dict[int, tuple[Sequence, int]] = {}
 
+    def submitted(self, sequence: Sequence, waiting: Iterable[Sequence]) -> None:
+        tenant, queued = sequence.namespace, {other.namespace for other in waiting}
+        if tenant in queued:
+            return
+        self._charge()
+        floor = min(
+            (self.served[other] for other in queued),
+            default=self.served.get(self._last_admitted, 0.0),
+        )
+        self.served[tenant] = max(self.served.get(tenant, 0.0), floor)
+
     def next_job(self, waiting: Seq[Sequence]) -> int:
         self._charge()
-        tenants = [sequence.namespace for sequence in waiting]
-        for tenant in dict.fromkeys(tenants):
-            if tenant not in self._queued:
-                self._lift(tenant)
-                self._queued.add(tenant)
-        self._queued &= set(tenants)
-        return min(range(len(waiting)), key=lambda i: self.served[tenants[i]])
+        return min(range(len(waiting)), key=lambda i: self.served[waiting[i].namespace])
 
     def admitted(self, sequence: Sequence) -> None:
         tenant = sequence.namespace
         if sequence.id not in self._charged:
-            self.served[tenant] = self.served.get(tenant, 0.0) + self.prompt * len(sequence.prompt)
+            self.served[tenant] += self.prompt * len(sequence.prompt)
             self._charged[sequence.id] = (sequence, len(sequence.tokens))
         self._last_admitted = tenant
-
-    def _lift(self, tenant: Hashable) -> None:
-        floor = min((self.served[other] for other in self._queued), default=None)
-        if floor is None:
-            floor = self.served.get(self._last_admitted, 0.0)
-        self.served[tenant] = max(self.served.get(tenant, 0.0), floor)
 
     def _charge(self) -> None:
         """Charge the tokens generated since the last call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import count
 from typing import Any
 
 from anydecode.api.llm import LLM
@@ -35,9 +36,11 @@ def same_text(schedule: str) -> Check:
 def passes(
     schedule: str, lengths: Seq[int], *, tokens: int, layers: int = 3, **more: Any
 ) -> list[Pass]:
-    """The passes for prompts of these lengths, all submitted at once; `more` has one value per
-    prompt for each option, and `running` and `cache_positions`."""
+    """The passes for prompts of these lengths; `more` has one value per prompt for each option, and
+    `running` and `cache_positions`. All are submitted at once, or each before the step of the
+    engine that `arrivals` gives for it."""
     running, cache_positions = more.pop("running", 256), more.pop("cache_positions", 4096)
+    arrivals: Seq[int] = more.pop("arrivals", [0] * len(lengths))
     model = ScriptedModel(seed=1, num_layers=layers)
     engine: dict[str, Any] = {"schedule": schedule, "prefix_cache": False, "max_running": running}
     result: list[Pass] = []
@@ -61,17 +64,20 @@ def passes(
         def recording(plan: Any) -> Any:
             result.append(
                 {
-                    (number[id(score.sequence.root)], count, span.start, span.stop)
-                    for score, span, count in plan.scheduled
+                    (number[id(score.sequence.root)], rows, span.start, span.stop)
+                    for score, span, rows in plan.scheduled
                 }
             )
             return run(plan)
 
         runner.run = recording  # type: ignore[method-assign]
-        for request in requests:
-            llm.engine.submit(request.jobs[0])
-        while not all(request.done for request in requests):
+        for step in count():
+            for request, arrival in zip(requests, arrivals, strict=True):
+                if arrival == step:
+                    llm.engine.submit(request.jobs[0])
             llm.engine.step()
+            if all(request.done for request in requests):
+                break
     return result
 
 
