@@ -26,9 +26,11 @@ from anydecode.scoring.sequence import Sequence
     )
 )
 class Fair(DecodesFirst):
-    """Admits the tenant with the smallest service counter. A tenant whose requests were all admitted
-    gets no credit for the time until its next one: its counter is then raised to the smallest of
-    the waiting tenants, or to that of the tenant admitted last.
+    """Admits the tenant with the smallest service counter.
+
+    Idling earns no credit: when a tenant without waiting requests sends one, its counter is raised
+    to the smallest of the waiting tenants, or, if there is none, to that of the tenant admitted
+    last.
 
     Args:
         row_budget: Maximum number of rows per pass.
