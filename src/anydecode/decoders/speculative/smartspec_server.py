@@ -10,7 +10,7 @@ from anydecode.catalogue import Card, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import DraftBudget, SpeculationRound, Speculative
-from anydecode.decoders.speculative.goodput import DraftCosts, LinearCost
+from anydecode.decoders.speculative.goodput import DraftCosts, user_cost
 from anydecode.decoders.speculative.smartspec import RunningSet, SmartSpec
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -51,11 +51,13 @@ class LoadLimited(SmartSpec):
         "serving",
         paper="Liu et al. 2024, SmartSpec, arXiv:2406.14066",
         exactness="token-exact",
-        summary="Limits the draft length of every request by the goodput over all requests.",
+        summary="Limits draft lengths by the goodput over all requests.",
         deviations=(
             "the limit is an upper bound: a method's own budget may draft less",
             "methods whose text depends on the drafts (rejection sampling, lossy acceptance) are"
             " not limited, so that no result depends on the load",
+            "`auto`, which weighs its drafts by the load itself, and methods with a loop of their"
+            " own (`jacobi`, `layerskip`, `pearl`, `saguaro`) are not limited",
         ),
     )
 )
@@ -77,10 +79,11 @@ class ServerGoodput:
         per_position: float = 0.0,
     ) -> None:
         if max_drafts < 1:
-            raise InvalidRequestError(f"largest is {max_drafts}; smartspec-server needs 1 or more")
+            raise InvalidRequestError(
+                f"max_drafts is {max_drafts}; smartspec-server needs 1 or more"
+            )
         self.max_drafts = max_drafts
-        cost = None if fixed is None else LinearCost(fixed, per_row, per_position)
-        self.load = RunningSet(DraftCosts(cost))
+        self.load = RunningSet(DraftCosts(user_cost(fixed, per_row, per_position)))
 
     def over(self, decoder: Decoder) -> Decoder:
         """`decoder` limited by the common load, or `decoder` itself if it has no draft budget."""

@@ -24,8 +24,17 @@ def smartspec_server() -> Iterator[Check]:
         server = ServerGoodput(fixed=1.0, per_row=0.02)
         sizes = list(_sizes(server, running))
         yield Check(f"{running} requests draft {expected} each", sizes == [expected] * running)
-    by_hand = (_best(1, 0.6, 1.0, 0.02), _best(60, 0.6, 1.0, 0.02)) == (6, 1)
-    yield Check("6 drafts alone, 1 under load", by_hand)
+    # By default, the costs of passes: 0.9 + 0.1 * rows unless measured.
+    for running, by_hand in ((1, 3), (4, 1), (20, 0)):
+        expected = _best(running, 0.6, 0.9, 0.1)
+        sizes = list(_sizes(ServerGoodput(), running))
+        is_right = sizes == [expected] * running and expected == by_hand
+        yield Check(f"by default {running} requests draft {by_hand} each", is_right, str(sizes))
+    sizes = list(_sizes(ServerGoodput(fixed=1.0, per_row=0.0), 1))
+    yield Check("at most 8 drafts by default", sizes == [8], str(sizes))
+    yield from _rounds()
+    same = (_best(1, 0.6, 1.0, 0.02), _best(60, 0.6, 1.0, 0.02)) == (6, 1)
+    yield Check("6 drafts alone, 1 under load", same)
     with scripted_llm(drafting=ServerGoodput(fixed=1.0, per_row=0.02)) as llm:
         loads = {
             id(_load_limited(llm, key).load)
@@ -45,6 +54,21 @@ def smartspec_server() -> Iterator[Check]:
             "finished requests are removed from the load",
             not _load_limited(llm, "prompt-lookup").load.running,
         )
+
+
+def _rounds() -> Iterator[Check]:
+    """What a method drafts that would draft 8 tokens: 3 at first, alone; nothing beside 19 others,
+    except in the first round, when they have not started."""
+    drafts: list[list[int]] = []
+    for count in (1, 20):
+        prompts = [bytes([97 + n]).decode() * 2 + "abcabcabcabc" for n in range(count)]
+        with scripted_llm(drafting="smartspec-server") as llm:
+            answers = llm.generate(prompts, decoder="prompt-lookup:size=8", trace=True, **_TEXT)
+        drafts = [[len(one["drafted"]) for one in answer.trace or ()] for answer in answers]
+        if count == 1:
+            yield Check("a request alone drafts 3 tokens at first", drafts[0][0] == 3, f"{drafts}")
+    later = sum(sum(one[1:]) for one in drafts)
+    yield Check("20 requests draft nothing", later == 0, f"{later} drafts")
 
 
 def _best(running: int, rate: float, fixed: float, per_row: float) -> int:
@@ -68,7 +92,7 @@ def _sizes(server: ServerGoodput, running: int) -> Iterator[int]:
             sequence.cost_model = DEFAULT_COSTS
             budgets.append((sequence, _load_limited(llm, keys[number % 2]).budget(sequence)))
         for sequence, budget in budgets:
-            yield min(budget.first.size(sequence), 8)  # type: ignore[attr-defined]
+            yield budget.first.size(sequence)  # type: ignore[attr-defined]
 
 
 def _load_limited(llm: LLM, key: str) -> LoadLimited:
