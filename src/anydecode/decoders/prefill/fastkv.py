@@ -84,7 +84,7 @@ class FastKV(Prefilled):
     Args:
         budget: The number of positions to keep; below 1, a share of the prompt.
         propagate: The share of the prompt's tokens that the layers after `layer` compute.
-        layer: The last layer that computes all_positions token (-1: the middle one).
+        layer: The last layer that computes every token of the prompt (-1: the middle one).
         window: The number of last positions whose attention selects the others.
         kernel: The width of the average over neighbouring keys, odd.
         decoder: The catalogue key of the decoder that generates.

@@ -3,11 +3,13 @@ per layer and head, from a dense pass."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.oracles.prefill.dense_pass import (
     DEPTH,
@@ -21,7 +23,9 @@ from anydecode.certification.oracles.prefill.dense_pass import (
     same_text,
 )
 from anydecode.certification.oracles.prefill.planted_model import distance
+from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.prefill.fastkv import FastKV, chosen, window_scores
+from anydecode.models.scripted import ByteTokenizer
 
 
 @oracle_test("fastkv")
@@ -64,7 +68,46 @@ def fastkv() -> Iterator[Check]:
         plain = llm.generate(TEXT, max_tokens=12, ignore_eos=True).tokens
         short = llm.generate(TEXT, decoder="fastkv", max_tokens=12, ignore_eos=True).tokens
     yield Check("a prompt within the budget is unchanged", plain == short)
+    yield from _default_checks()
     yield from same_text("fastkv:budget=24")
+
+
+def _default_checks() -> Iterator[Check]:
+    """By default, layers after the middle compute a fifth of a prompt, but at least what they cache;
+    every layer caches 512 positions, and a prompt of at most 512 is not compressed. Its last token
+    runs through all layers."""
+    middle = DEPTH // 2
+    for length, expected in (
+        (513, {(0, DEPTH, 513)}),
+        (514, {(0, middle, 513), (middle, DEPTH, 512), (0, DEPTH, 1)}),
+        (3001, {(0, middle, 3000), (middle, DEPTH, 600), (0, DEPTH, 1)}),
+    ):
+        found, cached = _computed(length)
+        detail = f"{sorted(found)}, {cached} cached"
+        name = f"the default parameters are the published ones, {length} tokens"
+        yield Check(name, found == expected and cached == 512, detail)
+
+
+def _computed(length: int) -> tuple[set[tuple[int, int, int]], int]:
+    """The number of rows that a prompt runs through each range of layers, and the number of its
+    positions that are cached when the first token is generated."""
+    rows: Counter[tuple[int, int]] = Counter()
+    cached: list[int] = []
+    prompt = np.random.default_rng(1).integers(97, 123, length).tolist()
+    model = tiny_model(layers=DEPTH, positions=4096)
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096) as llm:
+        runner = llm.engine.runners["target"]
+        run = runner.run
+
+        def recorded(plan: Any) -> Any:
+            for score, span, count in plan.scheduled:
+                rows[span.start, span.stop] += count
+                cached.append(int((score.sequence.kv_cache().table >= 0).sum()) - 1)
+            return run(plan)
+
+        runner.run = recorded  # type: ignore[method-assign]
+        llm.generate(prompt, decoder="fastkv", max_tokens=1)
+    return {(*layers, count) for layers, count in rows.items()}, cached[-1]
 
 
 def _window(share: np.ndarray, window: int) -> np.ndarray:
