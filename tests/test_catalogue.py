@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from anydecode import catalogue
+from anydecode.constraints.constraint import Constraint
+from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.preset import SamplerPreset
 
 
 def numbers(key: str) -> list[str]:
@@ -25,6 +28,16 @@ def test_cards_bound_only_parameters_that_exist_and_name_no_files(key: str) -> N
     assert bounded <= set(inspect.signature(entry.build).parameters)
     assert not bounded & catalogue.file_parameters(key)
     assert catalogue.kind_of(key) is not None  # its kind is known before it is built
+
+
+@pytest.mark.parametrize("key", sorted(catalogue.entries()))
+def test_a_method_that_no_option_names_says_how_it_is_selected(key: str) -> None:
+    kind = catalogue.kind_of(key)
+    is_named = kind is not None and issubclass(kind, Decoder | SamplerPreset | Constraint)
+    assert bool(catalogue.entries()[key].card.use) != is_named
+    if not is_named:
+        with pytest.raises(InvalidRequestError, match=f"'{key}' is not a decoder; it is selected"):
+            catalogue.check_kind(key, "a decoder", Decoder)
 
 
 @pytest.mark.parametrize("key", sorted(catalogue.entries()))

@@ -94,12 +94,13 @@ def method_page(card: Card, figures: list[str]) -> str:
         card.summary,
         "",
         f"- **Claim:** {card.exactness}: {catalogue.CLAIMS[card.exactness]}.",
+        *([f"- **Selected by:** {coded(card.use)}"] if card.use else []),
         f"- **Needs:** {needs}.",
         f"- **Works with:** {works_with(card)}",
         f"- **Paper:** {linked(card.paper)}",
         f"- **Code:** `src/{build.__module__.replace('.', '/')}.py`",
         "",
-        *usage(card, build),
+        *usage(card),
         *parameters(card.key),
     ]
     if card.missing:
@@ -135,7 +136,12 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-def usage(card: Card, build: Any) -> list[str]:
+def coded(use: str) -> str:
+    """What selects a method, as code."""
+    return " or ".join(f"`{one}`" for one in use.split(" or "))
+
+
+def usage(card: Card) -> list[str]:
     """How a request selects the method."""
     kind = catalogue.kind_of(card.key)
     option = None
@@ -143,13 +149,8 @@ def usage(card: Card, build: Any) -> list[str]:
         option = "decoder"
     elif kind is not None and issubclass(kind, SamplerPreset):
         option = "sampler"
-    elif "engine.schedules" in build.__module__:
-        option = "schedule"
     if option is None:
         return []
-    if option == "schedule":
-        lines = ["```sh", f"anydecode serve --schedule {card.key}", "```"]
-        return [*lines, "", "```python", f'LLM(schedule="{card.key}")', "```", ""]
     models = models_for(card) if option == "decoder" else ""
     command = f'anydecode generate{models} --{option} {card.key} --prompt "..."'
     call = f'llm.generate("...", {option}="{card.key}")'

@@ -147,6 +147,7 @@ class Card:
         needs: Requirements: "draft model", "trained heads", "diffusion model", ...
         works_with: What the method can be combined with.
         deviations: Every difference from the paper.
+        use: How a method that is no decoder, sampler or constraint is selected.
         missing: The parts of the paper's distinguishing idea that are not implemented. With any,
             the method is partial; without, it is complete.
         remote: The parameters that a remote caller (a request to the server) may set, with the
@@ -164,6 +165,7 @@ class Card:
     works_with: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    use: str = ""
     remote: Mapping[str, Bounds] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -407,7 +409,12 @@ def check_kind(key: str, expected: str, *kinds: type) -> None:
     if declared is not None and not any(
         issubclass(declared, kind) or issubclass(kind, declared) for kind in kinds
     ):
-        raise InvalidRequestError(f"{key!r} is not {expected}")
+        raise InvalidRequestError(_other_kind(key, expected))
+
+
+def _other_kind(key: str, expected: str) -> str:
+    use = find(key).card.use
+    return f"{key!r} is not {expected}" + (f"; it is selected by {use}" if use else "")
 
 
 def build_as(choice: str, expected: str, *kinds: type) -> Any:
@@ -425,7 +432,7 @@ def build_as(choice: str, expected: str, *kinds: type) -> Any:
     check_kind(key, expected, *kinds)
     built = build(key, **given)
     if not isinstance(built, kinds):
-        raise InvalidRequestError(f"{key!r} is not {expected}")
+        raise InvalidRequestError(_other_kind(key, expected))
     return built
 
 

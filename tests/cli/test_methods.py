@@ -87,7 +87,7 @@ def test_a_page_fits_80_columns_and_has_the_whole_card(
     assert max(map(len, page.splitlines())) <= 80
     shown = "".join(page.split())
     card = catalogue.entries()[key].card
-    for text in (card.summary, card.exactness, card.paper, *card.needs, *card.works_with,
+    for text in (card.summary, card.exactness, card.use, card.paper, *card.needs, *card.works_with,
                  *card.missing, *card.deviations, card.citation):  # fmt: skip
         assert "".join(text.split()) in shown
     assert ("\npartial: not implemented\n" in page) == bool(card.missing)
@@ -104,7 +104,7 @@ def test_a_page_as_json_has_the_parameters(capsys: pytest.CaptureFixture[str]) -
     assert page["parameters"][0]["default"] == "None"
     description = page["parameters"][0]["description"]  # of its base class
     assert description.startswith("Maximum number of rows per pass. By default,")
-    assert description.endswith("prompts of any length are chunked.")
+    assert description.endswith("by the measured pass costs on this machine.")
 
 
 def test_a_partial_method_says_so_with_what_is_missing(

@@ -22,6 +22,7 @@ SampleState = tuple[int, str | None]
         "serving",
         paper="Agarwal et al. 2025, First Finish Search, arXiv:2505.18149",
         exactness="token-exact",
+        use="llm.generate(prompt, n=4, temperature=1.0, first_finish=1)",
         summary="Keeps the samples that finish with the fewest tokens and cancels the others.",
         deviations=(
             "the first sample is the one with the fewest tokens (ties: the lower index), not the"

@@ -39,6 +39,7 @@ def parse_bytes(text: str | int) -> int:
         "serving",
         paper="Gao et al. 2024, CachedAttention, arXiv:2403.19708",
         exactness="token-exact",
+        use="LLM(prefix_spill='memory') or anydecode serve --prefix-spill memory",
         summary="Evicted prefixes are stored in main memory or on disk and restored bit by bit.",
         missing=("prefetching and eviction by the queue of requests, and loading layer by layer",),
         deviations=(

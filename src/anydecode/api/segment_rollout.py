@@ -29,6 +29,7 @@ class UnfinishedSample:
         "serving",
         paper="Du et al. 2025, UloRL, arXiv:2507.19766",
         exactness="token-exact",
+        use="llm.generate(prompt, segment=512), then resume=answer.resume",
         summary="Generates long answers in segments; the next call resumes unfinished samples.",
         missing=("the queue of unfinished samples, and samples across versions of the weights",),
         deviations=(

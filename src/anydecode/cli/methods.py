@@ -92,6 +92,7 @@ def print_card(card: Card, parameters: Sequence[Parameter]) -> None:
     print()
     for name, text in (
         ("claim", f"{card.exactness}: {CLAIMS[card.exactness]}"),
+        ("use", card.use),
         ("paper", card.paper),
         ("needs", ", ".join(card.needs) or "nothing but a model"),
         ("works with", ", ".join(card.works_with)),

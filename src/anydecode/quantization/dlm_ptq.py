@@ -140,11 +140,11 @@ class PostTraining(WeightFormat):
         paper="On the Quantization Robustness of Diffusion Language Models in Coding Benchmarks"
         " (arXiv:2604.20079)",
         exactness="lossy",
+        use="LLM(model, dtype='dlm-ptq:format=int8')",
         summary="Weights of diffusion models in fewer bits; the loss is measured for each format.",
         needs=("diffusion model",),
         works_with=("every diffusion decoder",),
         deviations=(
-            "a dtype, not a decoder: LLM(model, dtype='dlm-ptq:format=int8')",
             "the engine's formats: eight or four bits in blocks of 32 with a scale, not fewer",
             "GPTQ rounds into blocks of Q4_0 instead of groups of 128, and is calibrated on masked"
             " canvases with a uniformly random masked fraction",

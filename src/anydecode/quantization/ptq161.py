@@ -188,14 +188,13 @@ class SubTwoBits(WeightFormat):
         paper="PTQ1.61: Push the Real Limit of Extremely Low-Bit Post-Training Quantization Methods"
         " for Large Language Models (arXiv:2502.13179)",
         exactness="lossy",
+        use="LLM(model, dtype='ptq161:texts=FILE') or anydecode quantize --format ptq161",
         summary="Weights of causal models in 1.61 bits: four bits for salient input columns, a sign"
         " for the others.",
         needs=("calibration texts", "torch to quantise"),
         works_with=("every decoder", "the native kernels and the torch reference"),
         missing=("the preprocessing: a restorative LoRA, merged before a second quantisation",),
         deviations=(
-            "a dtype, not a decoder: LLM(model, dtype='ptq161:texts=FILE'), or a GGUF file written"
-            " by `anydecode quantize --format ptq161`",
             "exactly a fifth of the columns, rounded to nearest, is salient; the released code"
             " takes those from the 80 % quantile on",
             "a sign of 0 is 1; in the released code it is 0",

@@ -66,6 +66,7 @@ def dropped(attention: np.ndarray, overall: float, single: float) -> np.ndarray:
         paper="Liu et al. 2024, MustDrop, arXiv:2411.10803",
         exactness="lossy",
         summary="Merges similar vision tokens and drops those with little attention from the text.",
+        needs=("embeddings in the prompt (prompt_embeds): without, nothing is dropped",),
         works_with=WORKS_WITH,
         missing=("the stage in the vision encoder, which merges tokens and finds the key tokens",),
         deviations=(

@@ -51,6 +51,7 @@ class LoadLimited(SmartSpec):
         "serving",
         paper="Liu et al. 2024, SmartSpec, arXiv:2406.14066",
         exactness="token-exact",
+        use="LLM(drafting='smartspec-server') or anydecode serve --drafting smartspec-server",
         summary="Limits draft lengths by the goodput over all requests.",
         deviations=(
             "the limit is an upper bound: a method's own budget may draft less",

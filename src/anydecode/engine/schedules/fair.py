@@ -18,6 +18,7 @@ from anydecode.scoring.sequence import Sequence
         "serving",
         paper="Sheng et al. 2024, Fairness in Serving Large Language Models, arXiv:2401.00588",
         exactness="token-exact",
+        use="LLM(schedule='fair') or anydecode serve --schedule fair",
         summary="Admits the tenant with the least service next (virtual token counter).",
         deviations=(
             "a tenant is a prefix-cache namespace, which the server derives from the API key",

@@ -37,6 +37,7 @@ def boundaries(layers: int, groups: int) -> list[int]:
         "serving",
         paper="Lee et al. 2025, Layered Prefill, arXiv:2510.08055",
         exactness="token-exact",
+        use="LLM(schedule='layered-prefill') or anydecode serve --schedule layered-prefill",
         summary="Prefills whole prompts one group of layers per pass, together with all decodes.",
         deviations=(
             "a prompt that needs hidden states or more than its last row is not divided by layers",

@@ -43,6 +43,7 @@ def chosen_share(
         "serving",
         paper="Shi et al. 2025, Nexus, arXiv:2507.06608",
         exactness="token-exact",
+        use="LLM(schedule='nexus') or anydecode serve --schedule nexus",
         summary="A cost model chooses the prompts' share of each pass; shortest prompts first.",
         missing=("two streams at the same time: prefill and decode, each with cores of its own",),
         deviations=(

@@ -19,6 +19,7 @@ from anydecode.scoring.score import ScoreRequest
         "serving",
         paper="Qiao et al. 2024, ConServe, arXiv:2410.01228",
         exactness="token-exact",
+        use="LLM(schedule='online-offline') or anydecode serve --schedule online-offline",
         summary="Requests with a priority above 0 are offline: they get rows that delay others"
         " little.",
         missing=("preemption within a pass, and checkpoints of the caches of offline requests",),

@@ -39,6 +39,7 @@ def pack(lengths: Seq[int], capacity: int) -> list[list[int]]:
         "serving",
         paper="Zhao et al. 2024, Prepacking, arXiv:2404.09529",
         exactness="token-exact",
+        use="LLM(schedule='prepacking') or anydecode serve --schedule prepacking",
         summary="Packs waiting prompts into bins as long as the longest prompt; one bin per pass.",
         deviations=(
             "bins run one after the other, each as one pass without padding, not in parallel as the"

@@ -25,6 +25,7 @@ def least_urgent(sequences: Seq[Sequence]) -> int:
         "serving",
         paper="common practice; no paper",
         exactness="token-exact",
+        use="LLM(schedule='priority') or anydecode serve --schedule priority",
         summary="Requests with smaller priority numbers are admitted and run first.",
     )
 )

@@ -17,6 +17,7 @@ from anydecode.scoring.score import ScoreRequest
         "serving",
         paper="Agrawal et al. 2023, SARATHI, arXiv:2308.16369",
         exactness="token-exact",
+        use="LLM(schedule='sarathi') or anydecode serve --schedule sarathi",
         summary="Each pass runs all decodes and one chunk of one prompt.",
         deviations=(
             "the chunk is the rest of the budget after the decodes; it is not rounded to matrix"

@@ -18,6 +18,7 @@ from anydecode.scoring.score import ScoreRequest
         "serving",
         paper="Agrawal et al. 2024, Sarathi-Serve, OSDI 2024, arXiv:2403.02310",
         exactness="token-exact",
+        use="LLM(schedule='sarathi-serve') or anydecode serve --schedule sarathi-serve",
         summary="A row budget per pass: decodes first, then started prompts, then new prompts.",
         deviations=(
             "memory is allocated chunk by chunk, not for the whole prompt on admission",

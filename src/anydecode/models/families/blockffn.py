@@ -110,12 +110,12 @@ BLOCKFFN = Family(
         paper="Song et al. 2025, BlockFFN: Towards End-Side Acceleration-Friendly"
         " Mixture-of-Experts with Chunk-Level Activation Sparsity (arXiv:2507.08771)",
         exactness="token-exact",
+        use="LLM(folder of such a model)",
         summary="MLPs in blocks that a router of ReLU and norm selects; a pass reads these alone.",
         needs=("a BlockFFN model",),
         works_with=("every decoder", "batches", "prefix caches"),
         missing=("the training, whose losses make chunks of tokens use the same blocks",),
         deviations=(
-            "a model family, not a decoder: LLM(folder) opens it",
             "the kernel takes any number of rows and blocks; the paper's are for 1 or 32 tokens",
             "a block's weight multiplies its output, not the input of its second matrix",
         ),

@@ -123,11 +123,11 @@ PHI4FLASH = Family(
         paper="Ren et al. 2025, Decoder-Hybrid-Decoder Architecture for Efficient Reasoning with"
         " Long Generation (arXiv:2507.06607)",
         exactness="token-exact",
+        use="LLM(folder of such a model)",
         summary="Decoders of two halves: of a prompt, only the last row runs through the second.",
         needs=("a Phi-4-mini-flash model",),
         works_with=("every decoder that edits no caches", "batches", "prefix caches"),
         deviations=(
-            "a model family, not a decoder: LLM(folder) opens it",
             "chunked prefill, prefix caches and prompt log-probabilities work; the rows that these"
             " ask for run through all layers",
             "a position that leaves the window keeps its keys and values until the sequence ends",

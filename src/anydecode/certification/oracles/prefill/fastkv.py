@@ -73,9 +73,9 @@ def fastkv() -> Iterator[Check]:
 
 
 def _default_checks() -> Iterator[Check]:
-    """By default, layers after the middle compute a fifth of a prompt, but at least what they cache;
-    every layer caches 512 positions, and a prompt of at most 512 is not compressed. Its last token
-    runs through all layers."""
+    """By default, layers after the middle compute a fifth of a prompt, but at least what they
+    cache; every layer caches 512 positions, and a prompt of at most 512 is not compressed. Its last
+    token runs through all layers."""
     middle = DEPTH // 2
     for length, expected in (
         (513, {(0, DEPTH, 513)}),
