@@ -38,3 +38,26 @@ def test_certificate_rejects_prompts_first_in_a_full_cache(
         nexus.Nexus, "__init__", lambda self, **given: made(self, **{**given, "full": 2.0})
     )
     assert_rejected("nexus")
+
+
+def test_certificate_rejects_short_prompts_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nexus, "is_prompt", lambda request: False)
+    assert_rejected("nexus")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [
+        ("row_budget", 511), ("steps", 31), ("alpha", 1.2), ("alpha", 1.35), ("beta", 1.29),
+        ("beta", 1.31), ("full", 0.69), ("full", 0.72), ("change", 0.04), ("change", 0.1),
+        ("ageing", 15.0), ("ageing", 17.0),
+    ],
+)  # fmt: skip
+def test_certificate_rejects_another_default(
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = nexus.Nexus.__init__
+    monkeypatch.setattr(
+        nexus.Nexus, "__init__", lambda self, **given: made(self, **{parameter: value, **given})
+    )
+    assert_rejected("nexus")

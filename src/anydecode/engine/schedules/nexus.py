@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fit_spans, whole
 from anydecode.engine.schedules.chunked import begun
+from anydecode.engine.schedules.pacing import is_prompt
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import ScoreRequest
 
@@ -63,7 +64,7 @@ class Nexus(Schedule):
 
     Args:
         row_budget: Maximum number of prompt rows per pass.
-        short: Requests of more rows count as prompts.
+        short: Other requests of more rows count as prompts too.
         alpha: Slack on the prefill time, 1 or more.
         beta: Slack on the time between tokens, 1 or more.
         full: Used fraction of the cache above which decodes come first.
@@ -96,9 +97,11 @@ class Nexus(Schedule):
         self._waited: dict[ScoreRequest, int] = {}
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
-        decodes = [s for s in waiting if s.num_rows <= self.short and not begun(s)]
-        decoding = set(decodes)
-        prompts = [request for request in waiting if request not in decoding]
+        decodes: list[ScoreRequest] = []
+        prompts: list[ScoreRequest] = []
+        for request in waiting:
+            is_whole = request.num_rows <= self.short and not begun(request)
+            (decodes if is_whole and not is_prompt(request) else prompts).append(request)
         self._waited = {request: self._waited.get(request, -1) + 1 for request in prompts}
         for request in decodes:
             yield from whole(request)

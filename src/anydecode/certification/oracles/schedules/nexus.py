@@ -29,8 +29,9 @@ def nexus() -> Iterator[Check]:
     for slack, expected in ((1.0, 100), (1.2, 40), (1.3, 30), (1.4, 20), (2.0, 10)):
         found = chosen_share(_linear, decode_first=True, slack=slack, **options)
         yield Check(f"decode first, alpha {slack:g}", found == expected, str(found))
-    rows = rows_of(passes("nexus:row_budget=100,steps=10,beta=1.6", [5, 150, 70], tokens=12))
-    first = [{0: 5, 2: 20}, *[{0: 1, 2: 20}] * 2, {0: 1, 2: 10, 1: 10}]
+    # A pass without decodes has 100 rows.
+    rows = rows_of(passes("nexus:row_budget=100,steps=10,beta=1.6", [5, 170, 150], tokens=12))
+    first = [{0: 5, 2: 95}, *[{0: 1, 2: 20}] * 2, {0: 1, 2: 15, 1: 5}]
     yield Check("the shortest prompt first, in shares of 20", rows[:4] == first, str(rows))
     speaking = [one for one in rows if 0 in one]
     yield Check("a decoding request is in every pass", rows[:12] == speaking)
@@ -40,41 +41,47 @@ def nexus() -> Iterator[Check]:
         yield Check(
             f"ageing {ageing}: {request} goes first", list(rows[1]) == [request], str(rows[1])
         )
-    full = passes("nexus:row_budget=100,steps=10,beta=1,full=-1,alpha=1.2", [5, 200], tokens=3)
-    counts = [one.get(1) for one in rows_of(full)][:2]
-    yield Check("a full cache gives decodes priority", counts == [40, 40], str(counts))
+    # 200 rows remain after the first pass, then 160: 32, 24, 24, 20 for 10 to 40, best 18 at 80.
+    full = passes("nexus:row_budget=100,steps=10,beta=1,full=-1,alpha=1.2", [5, 295], tokens=3)
+    counts = [one.get(1) for one in rows_of(full)][:3]
+    yield Check("a full cache gives decodes priority", counts == [95, 40, 40], str(counts))
     yield same_text("nexus:row_budget=100,steps=10")
     yield from _default_checks()
 
 
 def _default_checks() -> Iterator[Check]:
     """The default parameters: shares of 16, 32, ..., 512 rows; alpha and beta 1.3; a change of 5 %;
-    a cache full at 70 %; an ageing of 16 rows per pass; prompts of more than 64 rows. With beta, n
-    decode rows allow shares up to 23.5 + 0.3 n."""
+    a cache full at 70 %; an ageing of 16 rows per pass. With beta, n decode rows allow shares up to
+    23.5 + 0.3 n. A pass without decodes has 512 rows."""
 
-    def rows(lengths: list[int], *, tokens: int = 1, **options: Any) -> list[dict[int, int]]:
-        return rows_of(passes("nexus", lengths, tokens=tokens, **options))
+    def rows(lengths: list[int], schedule: str = "nexus", **options: Any) -> list[dict[int, int]]:
+        return rows_of(passes(schedule, lengths, **{"tokens": 1, **options}))
 
     def shares(of: int, all_rows: list[dict[int, int]], count: int) -> list[int | None]:
         return [one.get(of) for one in all_rows[:count]]
 
-    found = shares(30, rows([5] * 30 + [400], tokens=12), 12)  # 150 decode rows, then 30
-    yield Check("the default beta", found == [64, *[32] * 10, 16], str(found))
+    for decodes, share in ((29, 32), (28, 16)):
+        found = shares(decodes, rows([5] * decodes + [800], tokens=12), 4)
+        expected_shares = [512 - 5 * decodes, share, share, share]
+        name = f"the default beta, {decodes} decodes"
+        yield Check(name, found == expected_shares, str(found))
     actual = rows([600, 64], tokens=2)
-    expected = [{0: 32, 1: 64}, {0: 16, 1: 1}, {0: 512}, {0: 40}, {0: 1}]
+    expected = [{0: 448, 1: 64}, {0: 16, 1: 1}, {0: 136}, {0: 1}]
     yield Check("the default row budget", actual == expected, str(actual))
-    actual = rows([65, 64], tokens=2)
-    expected = [{0: 32, 1: 64}, {0: 16, 1: 1}, {0: 17}, {0: 1}]
-    yield Check("65 rows are a prompt by default, 64 are not", actual == expected, str(actual))
-    # 1080, 1116 and 1152 decode rows allow 336, 352 and 368; 352 is less than 5 % more than 336.
-    found = shares(0, rows([1500, *[60] * 18, *[62] * 18, *[64] * 18], running=19), 3)
-    yield Check("the default change", found == [336, 336, 368], str(found))
-    # After 42 passes, 1 + 17 * 42 of 1000 positions are in use, and 128 rows remain: one pass takes
-    # 13.8, four take 16.8, eight take 20.8. The last 32 rows take 4.2 or 5.2.
-    found = shares(1, rows([2, 800], tokens=60, cache_positions=1000), 48)
-    expected_shares = [*[16] * 42, 32, 32, 32, 16, 16, 1]
+    # With beta = 12, 5 decodes allow 346 rows, thus 336; 6 allow 357, thus 352, which is less than
+    # 5 % more; 8 allow 379, thus 368, which is less than 10 % more. The last three requests arrive
+    # when 5 and 6 requests decode.
+    arrivals = [0] * 6 + [1, 2, 2]
+    actual = rows([3000, *[2] * 8], "nexus:beta=12", tokens=20, arrivals=arrivals)
+    totals = [sum(one.values()) for one in actual[:4]]
+    yield Check("the default change", totals == [512, 336 + 5, 336 + 6, 368 + 8], str(totals))
+    # After the first pass, 512 of 1000 positions are in use; 12 passes later 512 + 17 * 12, and 98
+    # rows remain. One pass takes 12.2, two take 14.8, four take 16.8. The last 34 rows take 5.8 in
+    # one pass, 7.8 in three.
+    found = shares(1, rows([2, 800], tokens=60, cache_positions=1000), 16)
+    expected_shares = [510, *[16] * 12, 64, 34, 1]
     yield Check("the default alpha and full", found == expected_shares, str(found))
-    # When request 3 arrives, 252 rows of request 2 remain, which has waited for 3 passes.
-    for length, first in ((252 - 3 * 16 - 1, 3), (252 - 3 * 16 + 1, 2)):
-        late = rows([5, 5, 300, length], running=3, max_tokens=[60, 3, 1, 1])[3]
+    # When request 3 arrives, 366 rows of request 2 remain, which has waited for 3 passes.
+    for length, first in ((366 - 3 * 16 - 1, 3), (366 - 3 * 16 + 1, 2)):
+        late = rows([5, 5, 900, length], running=3, max_tokens=[60, 3, 1, 1])[3]
         yield Check(f"the default ageing, {length} rows", late == {0: 1, first: 16}, str(late))
