@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from anydecode.api.prefix_spill import parse_bytes, stable_name
+from anydecode.certification.checks import scripted_llm
+from anydecode.engine.engine import Engine
 from anydecode.errors import InvalidRequestError
-from anydecode.memory.spill import DiskSpill, MemorySpill
+from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
 from certificates import assert_certified, assert_rejected
 
 
@@ -30,6 +32,31 @@ def test_certificate_rejects_a_spill_that_forgets(monkeypatch: pytest.MonkeyPatc
     assert_rejected("prefix-spill")
 
 
+def test_certificate_rejects_drops_that_ignore_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Spill, "_victim", lambda self: next(iter(self._sizes)))
+    assert_rejected("prefix-spill")
+
+
+def test_certificate_rejects_drops_of_what_is_needed_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def next_needed(self: Spill) -> bytes:
+        return min(self._sizes, key=lambda key: self._needed.get(key, -1))
+
+    monkeypatch.setattr(Spill, "_victim", next_needed)
+    assert_rejected("prefix-spill")
+
+
+def test_certificate_rejects_reads_when_a_request_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskSpill, "expect", Spill.expect)
+    assert_rejected("prefix-spill")
+
+
+def test_certificate_rejects_an_engine_that_announces_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Engine, "_announce", lambda self: None)
+    assert_rejected("prefix-spill")
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -46,6 +73,11 @@ def test_sizes(text: str | int, size: int) -> None:
 def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="not a number of bytes such as 4GiB"):
         parse_bytes(text)
+
+
+def test_a_spill_without_a_prefix_cache_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="prefix_cache is False"):
+        scripted_llm(prefix_spill="memory", prefix_cache=False)
 
 
 def test_namespaces_of_adapters_are_not_shared_between_processes() -> None:

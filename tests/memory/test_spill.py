@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -204,3 +205,76 @@ def test_a_spill_needs_a_limit(tmp_path: Path) -> None:
         MemorySpill(0)
     with pytest.raises(InvalidRequestError, match="-1 bytes"):
         DiskSpill(tmp_path, -1)
+
+
+def staged(spill: DiskSpill, *keys: bytes) -> list[bool]:
+    """Which of `keys` were read ahead, once nothing is left to read."""
+    for _ in range(2000):
+        with spill._lock:
+            if not spill._wanted:
+                break
+        time.sleep(0.005)
+    return [key in spill._staged for key in keys]
+
+
+def test_blocks_of_waiting_requests_are_read_ahead_and_then_dropped(tmp_path: Path) -> None:
+    stored(tmp_path, A, B, C)
+    spill = DiskSpill(tmp_path, 1 << 20)
+    spill.expect([[A, D], [B, A], [C]], cached={C})
+    assert staged(spill, A, B, C, D) == [True, True, False, False]
+    path_of(tmp_path, A).unlink()
+    assert spill.get(A) == BLOCK  # from memory
+    spill.expect([[B]])  # the first request has started, or was cancelled
+    assert staged(spill, A, B) == [False, True]
+    spill.expect([])
+    assert not spill._staged
+    assert spill.get(C) == BLOCK
+    spill.close()
+
+
+def test_what_is_read_ahead_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = stored(tmp_path, A, B, C)
+    monkeypatch.setattr(spill_module, "MAX_STAGED_BYTES", 2 * size)
+    spill = DiskSpill(tmp_path, 1 << 20)
+    spill.expect([[A], [B], [C]])
+    assert staged(spill, A, B, C) == [True, True, False]
+    spill.close()
+
+
+def test_a_corrupt_block_is_not_read_ahead(tmp_path: Path) -> None:
+    stored(tmp_path, A, B)
+    path = path_of(tmp_path, A)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    spill = DiskSpill(tmp_path, 1 << 20)
+    spill.expect([[A, B]])
+    assert staged(spill, A, B) == [False, True]
+    assert spill.get(A) is None and A not in spill and not path.exists()
+    spill.close()
+
+
+def test_a_block_that_is_being_read_is_not_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, A)
+    read, num_reads = DiskSpill._read, []
+
+    def slow(self: DiskSpill, key: bytes) -> bytes | None:
+        num_reads.append(key)
+        time.sleep(0.2)
+        return read(self, key)
+
+    monkeypatch.setattr(DiskSpill, "_read", slow)
+    spill = DiskSpill(tmp_path, 1 << 20)
+    spill.expect([[A]])
+    while not num_reads:
+        time.sleep(0.001)
+    assert spill.get(A) == BLOCK and num_reads == [A]
+    spill.close()
+
+
+def test_a_spill_can_be_closed_while_it_reads(tmp_path: Path) -> None:
+    stored(tmp_path, A, B, C, D)
+    spill = DiskSpill(tmp_path, 1 << 20)
+    spill.expect([[A, B, C, D]])
+    spill.close()
+    assert not any(thread.name == "anydecode-spill-reader" for thread in threading.enumerate())

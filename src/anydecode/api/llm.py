@@ -158,6 +158,10 @@ class LLM:
         from anydecode.models.opening import WeightFormat, open_model, open_tokenizer, with_mask
         from anydecode.models.self_drafts import open_draft, open_own_draft
 
+        if prefix_spill is not None and not prefix_cache:
+            raise InvalidRequestError(
+                "prefix_spill stores prefixes of the cache, and prefix_cache is False: set one"
+            )
         options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
         format = weight_format(dtype)
         self.model, model_tokenizer = open_model(

@@ -41,9 +41,11 @@ def parse_bytes(text: str | int) -> int:
         exactness="token-exact",
         use="LLM(prefix_spill='memory') or anydecode serve --prefix-spill memory",
         summary="Evicted prefixes are stored in main memory or on disk and restored bit by bit.",
-        missing=("prefetching and eviction by the queue of requests, and loading layer by layer",),
+        missing=("loading layer by layer, while the layers before are computed",),
         deviations=(
-            "a block is written when its slots are reused, and read when a prompt needs it",
+            "a block is written when its slots are reused; it is read from its file while the"
+            " request waits for admission, else when it starts",
+            "of blocks that several waiting requests need, the first of them counts",
             "contexts are not truncated within a conversation, so keys keep their positions",
         ),
     )

@@ -32,6 +32,8 @@ from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.state import StateKey
 
 log = logging.getLogger("anydecode")
+#: Maximum number of waiting prompts of which the prefix cache is told.
+MAX_ANNOUNCED = 64
 
 #: The runners whose prefix cache has the prompt.
 _SHARED: StateKey[list[str]] = StateKey("engine", "shared")
@@ -133,6 +135,7 @@ class Engine:
         self._committing = False
         self._threads: ThreadPoolExecutor | None = None
         self._owners: dict[ScoreRequest, Job] = {}
+        self._announced: list[int] = []
 
     @property
     def has_work(self) -> bool:
@@ -155,6 +158,7 @@ class Engine:
         """Admit waiting jobs, run at least one pass, and resume the decoders that it serves."""
         start = perf_counter()
         self._admit()
+        self._announce()
         for runner in self.runners.values():
             if runner not in self._in_flight and runner.waiting:
                 self._launch(runner)
@@ -182,6 +186,7 @@ class Engine:
             return
         if job in self.waiting:
             self.waiting.remove(job)
+            self._announce()
         job.sequence.finish_reason = job.sequence.finish_reason or reason
         self._end(job, None)
 
@@ -250,6 +255,21 @@ class Engine:
                 self._end(job, error)
                 continue
             self._resume(job, None)
+
+    def _announce(self) -> None:
+        """Tell the target's prefix cache which prompts wait, if evicted blocks are stored. The
+        order is that of the schedule."""
+        runner = self.runners.get(TARGET)
+        if runner is None or runner.prefixes.spill is None:
+            return
+        ids = [job.sequence.id for job in self.waiting]
+        if ids == self._announced:
+            return
+        self._announced = ids
+        rest, queue = [job.sequence for job in self.waiting], list[Sequence]()
+        while rest and len(queue) < MAX_ANNOUNCED:
+            queue.append(rest.pop(self._target_schedule.next_job(rest)))
+        runner.prefixes.expect([(one.all_tokens, (one.adapter, one.namespace)) for one in queue])
 
     def _has_room(self, job: Job) -> bool:
         num_positions = job.sequence.length + 1

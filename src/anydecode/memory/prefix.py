@@ -113,6 +113,27 @@ class PrefixCache:
             child.last_used = now
             node = child
 
+    def expect(self, prompts: Seq[tuple[Seq[int], Hashable]]) -> None:
+        """Tell the spill which prompts wait, with their namespaces, the next one first: it keeps
+        their blocks, and reads them ahead."""
+        if self.spill is None:
+            return
+        queue, cached = [], set()
+        for tokens, namespace in prompts:
+            node: _Node | None = self._root(namespace)
+            digest, keys = self._root(namespace).digest, list[bytes]()
+            for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+                if digest is None:
+                    break
+                key = tuple(tokens[start : start + BLOCK])
+                node = None if node is None else node.children.get(key)
+                digest = _digest(digest, key)
+                keys.append(digest)
+                if node is not None:
+                    cached.add(digest)
+            queue.append(keys)
+        self.spill.expect(queue, cached)
+
     def evict(self, num_slots: int) -> None:
         """Evict the least recently used leaves until `num_slots` more slots are free, or the tree
         is empty."""
@@ -144,7 +165,7 @@ class PrefixCache:
 
     def _add(self, parent: _Node, key: tuple[int, ...], slots: Slots) -> _Node:
         child = parent.children[key] = _Node(slots, parent, key)
-        child.digest = _digest(parent, key)
+        child.digest = None if parent.digest is None else _digest(parent.digest, key)
         self.num_slots += BLOCK
         return child
 
@@ -168,10 +189,9 @@ class PrefixCache:
 
     def _restore(self, parent: _Node, key: tuple[int, ...]) -> _Node | None:
         """Restore a spilled block; None if there is none or no slots are free."""
-        digest = _digest(parent, key)
-        if self.spill is None or self.is_busy or digest is None:
+        if self.spill is None or self.is_busy or parent.digest is None:
             return None
-        block = self.spill.get(digest)
+        block = self.spill.get(_digest(parent.digest, key))
         if block is None:
             return None
         try:
@@ -218,7 +238,5 @@ def write_slots(cache: KeyValues, slots: Slots, block: bytes) -> bool:
     return True
 
 
-def _digest(parent: _Node, key: tuple[int, ...]) -> bytes | None:
-    if parent.digest is None:
-        return None
-    return hashlib.sha256(parent.digest + np.array(key, "<i4").tobytes()).digest()
+def _digest(parent: bytes, key: tuple[int, ...]) -> bytes:
+    return hashlib.sha256(parent + np.array(key, "<i4").tobytes()).digest()

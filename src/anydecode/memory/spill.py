@@ -2,7 +2,8 @@
 
 A block's key is a digest of its tokens and all tokens before it, computed by `PrefixCache`. Files
 are written under a temporary name and renamed, and contain a checksum: a crash leaves a complete
-block or none, and a corrupt block is treated as missing.
+block or none, and a corrupt block is treated as missing. Blocks that waiting requests need are
+dropped last, and are read from files before they are needed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from anydecode.errors import InvalidRequestError
@@ -22,10 +25,13 @@ from anydecode.errors import InvalidRequestError
 _MAGIC = b"anydecode block 1\n"
 #: Maximum number of blocks in the write queue. Further blocks are dropped, so `put` never blocks.
 MAX_PENDING = 256
+#: Maximum size of the blocks that are read from files ahead of their use.
+MAX_STAGED_BYTES = 256 << 20
 
 
 class Spill(ABC):
-    """Stores blocks of at most `limit` bytes in total; the least recently used are dropped first.
+    """Stores blocks of at most `limit` bytes in total. Of the blocks that no waiting request needs,
+    the least recently used are dropped first; then those that the last waiting request needs.
 
     Raises:
         InvalidRequestError: `limit` is less than 1 byte.
@@ -39,6 +45,18 @@ class Spill(ABC):
         self.limit = limit
         self.num_bytes = 0
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # in order of last use
+        self._needed: dict[bytes, int] = {}  # by the first request of the queue that needs the key
+
+    def expect(self, queue: Seq[Seq[bytes]], cached: Collection[bytes] = ()) -> None:
+        """Note which blocks the waiting requests need.
+
+        Args:
+            queue: The keys of each request, the request that starts next first.
+            cached: Those that need not be read, since the prefix cache has them.
+        """
+        self._needed = {
+            key: position for position in reversed(range(len(queue))) for key in queue[position]
+        }
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
@@ -67,10 +85,20 @@ class Spill(ABC):
         self.num_bytes += size
         evicted = []
         while self.num_bytes > self.limit:
-            oldest = next(iter(self._sizes))
-            self._untrack(oldest)
-            evicted.append(oldest)
+            evicted.append(self._victim())
+            self._untrack(evicted[-1])
         return evicted
+
+    def _victim(self) -> bytes:
+        """The key of the block to drop next."""
+        last, found = -1, b""
+        for key in self._sizes:
+            position = self._needed.get(key)
+            if position is None:
+                return key
+            if position > last:
+                last, found = position, key
+        return found
 
     def _untrack(self, key: bytes) -> None:
         self.num_bytes -= self._sizes.pop(key, 0)
@@ -103,8 +131,8 @@ class MemorySpill(Spill):
 
 
 class DiskSpill(Spill):
-    """Stores blocks as files under `folder/identity`, readable by their owner only. A background
-    thread writes them.
+    """Stores blocks as files under `folder/identity`, readable by their owner only. Background
+    threads write them, and read those that waiting requests need.
 
     Args:
         folder: The parent folder, shared by all identities.
@@ -131,6 +159,10 @@ class DiskSpill(Spill):
             ) from None
         _remove_old(folder, self.folder, max_age_days)
         self._pending: OrderedDict[bytes, bytes] = OrderedDict()
+        self._wanted: list[bytes] = []  # keys to read ahead, in this order
+        self._staged: dict[bytes, bytes] = {}  # blocks that were read ahead
+        self._reading: bytes | None = None
+        self._reader: threading.Thread | None = None
         self._lock = threading.Condition()
         self._closed = False
         self._writer = threading.Thread(target=self._write_all, name="anydecode-spill", daemon=True)
@@ -144,13 +176,59 @@ class DiskSpill(Spill):
                 self._pending[key] = block
                 self._lock.notify_all()
 
+    def expect(self, queue: Seq[Seq[bytes]], cached: Collection[bytes] = ()) -> None:
+        with self._lock:
+            super().expect(queue, cached)
+            wanted, left = [], MAX_STAGED_BYTES
+            for key in dict.fromkeys(key for keys in queue for key in keys):
+                if key in self._sizes and key not in cached:
+                    left -= self._sizes[key]
+                    if left < 0:
+                        break
+                    wanted.append(key)
+            self._staged = {key: self._staged[key] for key in wanted if key in self._staged}
+            self._wanted = [key for key in wanted if key not in self._staged]
+            if self._wanted and self._reader is None and not self._closed:
+                self._reader = threading.Thread(
+                    target=self._read_all, name="anydecode-spill-reader", daemon=True
+                )
+                self._reader.start()
+            self._lock.notify_all()
+
     def get(self, key: bytes) -> bytes | None:
         with self._lock:
-            if key in self._pending:
-                return self._pending[key]
+            while self._reading == key:
+                self._lock.wait()
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+            for blocks in (self._pending, self._staged):
+                if key in blocks:
+                    return blocks[key]
             if key not in self._sizes:
                 return None
-            self._sizes.move_to_end(key)
+            if key in self._wanted:
+                self._wanted.remove(key)
+        return self._read(key)
+
+    def _read_all(self) -> None:
+        while True:
+            with self._lock:
+                while not self._wanted and not self._closed:
+                    self._lock.wait()
+                if self._closed:
+                    return
+                key = self._reading = self._wanted[0]
+            block = self._read(key)
+            with self._lock:
+                self._reading = None
+                if key in self._wanted:
+                    self._wanted.remove(key)
+                    if block is not None:
+                        self._staged[key] = block
+                self._lock.notify_all()
+
+    def _read(self, key: bytes) -> bytes | None:
+        """The block of a file; a file that is missing or corrupt is forgotten."""
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -173,6 +251,8 @@ class DiskSpill(Spill):
     def clear(self) -> None:
         with self._lock:
             self._pending.clear()
+            self._wanted.clear()
+            self._staged.clear()
             for key in self._sizes:
                 _remove(self._path(key))
             self._sizes.clear()
@@ -183,6 +263,8 @@ class DiskSpill(Spill):
             self._closed = True
             self._lock.notify_all()
         self._writer.join()
+        if self._reader is not None:
+            self._reader.join()
 
     def _path(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}.block"

@@ -4,6 +4,8 @@ byte by byte, for the same tenant only."""
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.tiny import tiny_model
 from anydecode.memory.prefix import BLOCK, read_slots
-from anydecode.memory.spill import DiskSpill
+from anydecode.memory.spill import DiskSpill, MemorySpill
 from anydecode.models.scripted import ByteTokenizer
 
 _FIRST = "the first conversation, which is long enough to be worth keeping somewhere. " * 2
@@ -23,17 +25,20 @@ _FIRST = "the first conversation, which is long enough to be worth keeping somew
 _OTHERS = tuple(letter * 180 for letter in "pqr")
 
 
-def _open(model: Any, spill: Any, limit: str | int = "64MiB") -> LLM:
+_OPTIONS: dict[str, Any] = {
+    "decoder": "autoregressive", "max_tokens": 12, "temperature": 0.8, "seed": 3,
+    "ignore_eos": True, "namespace": "",
+}  # fmt: skip
+
+
+def _open(model: Any, spill: Any, limit: str | int = "64MiB", max_running: int = 256) -> LLM:
     """An engine with cache space for one and a half prompts."""
     options: dict[str, Any] = {"cache_positions": 240, "prefix_spill": spill, "spill_limit": limit}
-    return LLM(model, tokenizer=ByteTokenizer(), **options)
+    return LLM(model, tokenizer=ByteTokenizer(), max_running=max_running, **options)
 
 
 def _generate(llm: LLM, prompt: str, namespace: str = "") -> list[int]:
-    tokens: list[int] = llm.generate(
-        prompt, decoder="autoregressive", max_tokens=12, temperature=0.8, seed=3, ignore_eos=True,
-        namespace=namespace,
-    ).tokens  # fmt: skip
+    tokens: list[int] = llm.generate(prompt, **{**_OPTIONS, "namespace": namespace}).tokens
     return tokens
 
 
@@ -112,6 +117,90 @@ def prefix_spill() -> Iterator[Check]:
             strange = llm.engine.runners["target"].prefixes.num_restored
             yield Check("another model's blocks are ignored", strange == 0)
     yield from _bounded()
+    yield from _kept_for_the_queue(model)
+    yield from _read_ahead(model)
+    yield _evictions()
+
+
+def _kept_for_the_queue(model: Any) -> Iterator[Check]:
+    """One request runs at a time, and the last of four that wait needs the blocks that were used
+    least recently. They are kept, and the text is the same."""
+    with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as alone:
+        expected = [_generate(alone, prompt) for prompt in (*_OTHERS, _FIRST)]
+    with _open(model, "memory", 25 * _block_bytes(model), max_running=1) as llm:
+        _generate(llm, _FIRST)
+        answers = llm.generate([*_OTHERS, _FIRST], **_OPTIONS)
+        num_restored = llm.engine.runners["target"].prefixes.num_restored
+        llm.engine.check_integrity()
+    yield Check("the text is the same from a queue", [one.tokens for one in answers] == expected)
+    whole = len(_FIRST) // BLOCK * BLOCK
+    name = "what a waiting request needs is kept"
+    yield Check(name, num_restored == whole, f"{num_restored} of {whole} tokens")
+
+
+def _read_ahead(model: Any) -> Iterator[Check]:
+    """Files are read by another thread while the request waits, each once. What reads them gets up
+    to a minute, since the passes of the request before are short."""
+    with tempfile.TemporaryDirectory() as folder:
+        with _open(model, folder) as llm:
+            _generate(llm, _FIRST)
+        with _open(model, folder, max_running=1) as llm:
+            prefixes = llm.engine.runners["target"].prefixes
+            spill: Any = prefixes.spill
+            readers: list[str] = []
+            read, expect = spill._read, spill.expect
+
+            def recorded(key: bytes) -> bytes | None:
+                readers.append(threading.current_thread().name)
+                return read(key)
+
+            def patient(*given: Any) -> None:
+                expect(*given)
+                end = time.monotonic() + 60
+                while spill._wanted and time.monotonic() < end:
+                    time.sleep(0.001)
+
+            spill._read, spill.expect = recorded, patient
+            llm.generate([_OTHERS[0], _FIRST], **_OPTIONS)
+            num_blocks = prefixes.num_restored // BLOCK
+        ahead = readers.count("anydecode-spill-reader")
+        detail = f"{ahead} of {len(readers)} reads, {num_blocks} blocks"
+        is_ahead = ahead == len(readers) == num_blocks == len(_FIRST) // BLOCK
+        yield Check("blocks are read while their request waits", is_ahead, detail)
+
+
+def _evictions() -> Check:
+    """Random blocks and queues against the definition: first the least recently used block that no
+    request needs, then one that the last request needs."""
+    random, wrong = np.random.default_rng(3), 0
+    spill = MemorySpill(50)
+    used: list[int] = []  # the least recently used first
+    queue: list[list[int]] = []
+    for _ in range(400):
+        number, action = int(random.integers(12)), random.random()
+        if action < 0.1:
+            queue = [random.integers(12, size=4).tolist() for _ in range(random.integers(5))]
+            spill.expect([[bytes([one]) for one in keys] for keys in queue])
+        elif action < 0.4:
+            spill.get(bytes([number]))
+            used = [*(one for one in used if one != number), *[number] * (number in used)]
+        else:
+            spill.put(bytes([number]), b"0123456789")
+            used = [*(one for one in used if one != number), number]
+            while len(used) > 5:
+                first = {one: min(i for i, keys in enumerate(queue) if one in keys)
+                         for one in used if any(one in keys for keys in queue)}  # fmt: skip
+                free = [one for one in used if one not in first]
+                used.remove(free[0] if free else max(used, key=lambda one: first[one]))  # noqa: B023
+        wrong += [one in used for one in range(12)] != [bytes([one]) in spill for one in range(12)]
+    return Check("blocks are dropped by the queue, as published", wrong == 0, f"{wrong} of 400")
+
+
+def _block_bytes(model: Any) -> int:
+    """The size of a block of the prefix cache."""
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=240) as llm:
+        cache = llm.engine.runners["target"].pool.cache
+        return len(read_slots(cache, np.arange(BLOCK, dtype=np.int32)))
 
 
 def _bounded() -> Iterator[Check]:
