@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from anydecode.api.generation import Generation, Stats, StreamChunk
     from anydecode.api.llm import LLM
     from anydecode.api.options import GenerateOptions, Prompt
+    from anydecode.api.rollout_queue import Rollout, RolloutQueue, RolloutSegment
     from anydecode.api.scoring import Likelihood
     from anydecode.catalogue import Card, register
     from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
@@ -122,6 +123,9 @@ __all__ = [
     "Regex",
     "register",
     "RejectionSampling",
+    "Rollout",
+    "RolloutQueue",
+    "RolloutSegment",
     "ROOT",
     "RowBudget",
     "Sampler",
@@ -193,6 +197,9 @@ _MODULES = {
     "Speculative": "anydecode.decoders.framework.speculation",
     "TextDraftSession": "anydecode.decoders.framework.speculation",
     "DecodesFirst": "anydecode.engine.schedule",
+    "Rollout": "anydecode.api.rollout_queue",
+    "RolloutQueue": "anydecode.api.rollout_queue",
+    "RolloutSegment": "anydecode.api.rollout_queue",
     "RowBudget": "anydecode.engine.schedule",
     "Schedule": "anydecode.engine.schedule",
     "ScheduledSpan": "anydecode.engine.schedule",

@@ -29,12 +29,13 @@ class UnfinishedSample:
         "serving",
         paper="Du et al. 2025, UloRL, arXiv:2507.19766",
         exactness="token-exact",
-        use="llm.generate(prompt, segment=512), then resume=answer.resume",
+        use="RolloutQueue(llm, segment=512) or llm.generate(prompt, segment=512), then"
+        " resume=answer.resume",
         summary="Generates long answers in segments; the next call resumes unfinished samples.",
-        missing=("the queue of unfinished samples, and samples across versions of the weights",),
         deviations=(
-            "unfinished samples are returned to the caller as plain data, and the caller resumes"
-            " them; the engine keeps only the cached prefix",
+            "without a `RolloutQueue`, unfinished samples are returned to the caller as plain data,"
+            " and the caller resumes them; the engine keeps only the cached prefix",
+            "new weights between rounds are another adapter, not weights that replace the model's",
             "the training side (importance sampling, masking of well-mastered tokens) is left to"
             " the caller",
         ),

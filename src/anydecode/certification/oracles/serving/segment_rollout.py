@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+from anydecode.api.rollout_queue import Rollout, RolloutQueue
 from anydecode.certification.checks import Check, oracle_test, scripted_llm
 
 
@@ -41,3 +42,56 @@ def segment_rollout() -> Iterator[Check]:
         # Without cache reuse a call would compute at least the prompt's 27 rows for each sample.
         later = max(computed[1:]) if decoder == "autoregressive" else 0
         yield Check(f"the shared cache is used, {decoder}", later <= 3 * (16 + 7), str(computed))
+    yield from _queue()
+
+
+def _queue() -> Iterator[Check]:
+    """Rounds of 7 tokens for 3 of 6 samples: unfinished samples first, the oldest first, and the
+    texts and log-probabilities of one call each."""
+    options: dict[str, Any] = {"temperature": 0.8, "max_tokens": 40, "logprobs": 2,
+                               "stop_tokens": [99, 116]}  # fmt: skip
+    prompts = (("abc" * 9, 2, 5), ("the cat", 3, 6), ("zq", 1, 7))
+    with scripted_llm() as llm:
+        whole = [one for prompt, n, seed in prompts
+                 for one in llm.generate(prompt, n=n, seed=seed, **options).samples]  # fmt: skip
+    with scripted_llm() as llm:
+        queue = RolloutQueue(llm, 7, 3, **options)
+        for prompt, n, seed in prompts:
+            queue.add(prompt, n, seed)
+        ended: list[Rollout] = []
+        rounds: list[list[tuple[Any, int, int]]] = []
+        while len(queue):
+            started = {(one.prompt, one.number): len(one.tokens) for one in queue.unfinished}
+            new = queue.round()
+            ended += new
+            after = {(one.prompt, one.number): len(one.tokens) for one in [*new, *queue.unfinished]}
+            rounds.append([(*key, size) for key, size in after.items() if size != started.get(key)])
+            llm.generate("zq" * 20, max_tokens=5, ignore_eos=True)
+        llm.engine.check_integrity()
+    expected = _simulated([len(one.tokens) for one in whole], 7, 3)
+    names = [(prompt, number) for prompt, n, _ in prompts for number in range(n)]
+    sizes = [[(*names[i], size) for i, size in one] for one in expected]
+    is_right = [sorted(one) for one in rounds] == [sorted(one) for one in sizes]
+    yield Check("a round continues the oldest samples first", is_right, f"{len(rounds)} rounds")
+    found = {(one.prompt, one.number): one for one in ended}
+    results = [found[name].generation for name in names]
+    same = [one.tokens if one else [] for one in results] == [one.tokens for one in whole]
+    yield Check("the samples of a queue equal those of one call", same)
+    same = [found[name].logprobs for name in names] == [one.logprobs for one in whole]
+    yield Check("and so do their log-probabilities", same)
+    parts = [[(s.start, s.stop) for s in found[name].segments] for name in names]
+    cuts = [[(i, min(i + 7, len(one.tokens))) for i in range(0, len(one.tokens), 7)]
+            for one in whole]  # fmt: skip
+    yield Check("the segments of a sample are recorded", parts == cuts, str(parts))
+
+
+def _simulated(lengths: list[int], segment: int, capacity: int) -> list[list[tuple[int, int]]]:
+    """The (sample, tokens after the round) of each round, for samples of these lengths."""
+    sizes, waiting, rounds = [0] * len(lengths), list(range(len(lengths))), []
+    while waiting:
+        chosen = waiting[:capacity]
+        for i in chosen:
+            sizes[i] = min(lengths[i], sizes[i] + segment)
+        rounds.append([(i, sizes[i]) for i in chosen])
+        waiting = [i for i in waiting if sizes[i] < lengths[i]]
+    return rounds
