@@ -25,3 +25,8 @@ def test_certificate_rejects_work_regardless_of_the_cost(monkeypatch: pytest.Mon
 def test_certificate_rejects_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layered_prefill, "num_groups", lambda rows, unit, max_groups: 1)
     assert_rejected("layered-prefill")
+
+
+def test_certificate_rejects_short_prompts_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layered_prefill, "is_prompt", lambda request: False)
+    assert_rejected("layered-prefill")

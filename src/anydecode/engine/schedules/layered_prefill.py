@@ -53,11 +53,11 @@ class LayeredPrefill(Schedule):
     Args:
         unit: Prefill work of a pass, in rows through all layers. By default it is chosen when a
             cohort begins, such that the time between tokens grows by the factor `stretch`, by
-            the measured pass costs; and requests of any length may count as prompts.
+            the measured pass costs.
         groups: Maximum number of layer groups.
         cohort: Maximum number of rows of a cohort; longer prompts are divided into chunks of this
             size. By default as many rows as run in `groups` passes.
-        short: Requests of more rows count as prompts.
+        short: Other requests of more rows count as prompts too.
         stretch: Allowed factor on the time between tokens, more than 1.
     """
 
@@ -83,7 +83,7 @@ class LayeredPrefill(Schedule):
         for request in waiting:
             if request in members:
                 continue
-            if request.num_rows > self.short or (self.unit is None and is_prompt(request)):
+            if request.num_rows > self.short or is_prompt(request):
                 prompts.append(request)
             else:
                 decodes.append(request)

@@ -17,10 +17,13 @@ def layered_prefill() -> Iterator[Check]:
     groups = {rows: num_groups(rows, 512, 16) for rows in table}
     yield Check("the number of groups is as published", groups == table, str(groups))
     yield Check("larger groups first", boundaries(5, 2) == [3, 5] and boundaries(4, 4)[0] == 1)
-    actual = passes("layered-prefill:unit=50", [2, 180], tokens=6, layers=4)
-    expected = [{(0, 2 if i == 0 else 1, 0, 4), (1, 180, i, i + 1)} for i in range(4)]
-    expected += [{(0, 1, 0, 4), (1, 1, 0, 4)}] * 2 + [{(1, 1, 0, 4)}] * 3
+    actual = passes("layered-prefill:unit=50", [2, 180], tokens=6, layers=4, arrivals=[0, 1])
+    expected = [{(0, 2, 0, 4)}, *({(0, 1, 0, 4), (1, 180, i, i + 1)} for i in range(4))]
+    expected += [{(0, 1, 0, 4), (1, 1, 0, 4)}] + [{(1, 1, 0, 4)}] * 4
     yield Check("one layer group per pass, beside all decodes", actual == expected, str(actual))
+    actual = passes("layered-prefill:unit=50", [40, 60, 50], tokens=1, layers=4)
+    expected = [{(n, rows, i, i + 1) for n, rows in enumerate((40, 60, 50))} for i in range(4)]
+    yield Check("short prompts share a cohort", actual == expected, str(actual))
     actual = passes("layered-prefill:unit=1000,cohort=100", [150, 70], tokens=2)
     expected = [{(0, 100, 0, 3)}, {(0, 50, 0, 3)}, {(0, 1, 0, 3), (1, 70, 0, 3)}, {(1, 1, 0, 3)}]
     yield Check("one cohort at a time, long prompts in chunks", actual == expected, str(actual))
