@@ -140,7 +140,7 @@ def test_gptq_by_name_calibrates_on_a_file(tmp_path: Path) -> None:
         ("tiny-diffusion", "dlm-ptq:format=int4-gptq,texts=/dev/null", "no line with a prompt"),
         ("tiny-autoregressive", "dlm-ptq", "for diffusion models"),
         (object(), "dlm-ptq", "name or the file"),
-        ("tiny-diffusion", "sdar", "not of kind WeightFormat"),
+        ("tiny-diffusion", "sdar", "not a weight format"),
         ("tiny-diffusion", "int3", "dtype 'int3' is unknown"),
     ],
 )

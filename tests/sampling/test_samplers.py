@@ -63,7 +63,7 @@ class TestByName:
             ({"decoder": "min-p:p=2"}, "min_p must be between 0 and 1, not 2"),
             ({"decoder": "beam", "sampler": "xtc"}, "beam does not sample"),
             ({"decoder": "contrastive-search", "sampler": "eta"}, "does not sample"),
-            ({"sampler": "beam"}, "'beam' is not of kind"),
+            ({"sampler": "beam"}, "'beam' is not a sampler"),
             ({"sampler": ["mirostat", "min-p"]}, "mirostat and min_p exclude each other"),
             ({"sampler": ["mirostat", "mirostat"]}, "set it once"),
             ({"sampler": "mirosat"}, "did you mean mirostat"),

@@ -12,7 +12,6 @@ from anydecode import catalogue
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
-from anydecode.engine.schedule import Schedule
 from anydecode.errors import InvalidRequestError
 from anydecode.models.families.weights import DTYPES
 from anydecode.sampling.constrained import ConstraintState
@@ -122,9 +121,18 @@ class Methods:
             self._decoders.clear()
 
 
+_EXPECTED = {
+    "Constraint": "a constraint",
+    "SamplerPreset": "a sampler",
+    "Schedule": "a schedule",
+    "ServerGoodput": "a draft policy",
+    "WeightFormat": "a weight format",
+}
+
+
 def build_as(choice: Any, kind: type[Kind]) -> Kind:
     """`choice` itself, or the object of type `kind` that it names in the catalogue."""
-    expected = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
+    expected = _EXPECTED.get(kind.__name__, f"of kind {kind.__name__}")
     if isinstance(choice, str):
         built: Kind = catalogue.build_as(choice, expected, kind)
         return built
