@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import wraps
@@ -76,6 +77,21 @@ def replace_defaults(monkeypatch: pytest.MonkeyPatch, key: str, **defaults: Any)
         return entry.build(**{**defaults, **given})
 
     monkeypatch.setitem(catalogue.entries(), key, replace(entry, build=build))
+
+
+def replace_class_default(
+    monkeypatch: pytest.MonkeyPatch, kind: type, name: str, value: Any
+) -> None:
+    """Makes `value` the default of the parameter `name` of a class, however it is built."""
+    made = kind.__init__
+    signature = inspect.signature(made)
+
+    def build(self: Any, *given: Any, **named: Any) -> None:
+        if name not in signature.bind_partial(self, *given, **named).arguments:
+            named[name] = value
+        made(self, *given, **named)
+
+    monkeypatch.setattr(kind, "__init__", build)
 
 
 def ignore_parameter(monkeypatch: pytest.MonkeyPatch, key: str, name: str) -> None:

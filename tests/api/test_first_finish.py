@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anydecode.api.first_finish import FirstFinish
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 
 def test_certificate() -> None:
@@ -37,4 +37,12 @@ def test_certificate_rejects_samples_that_end_by_their_limit(
         return winners(self, [(n, "stop" if end == "length" else end) for n, end in samples])
 
     monkeypatch.setattr(FirstFinish, "winners", any_end)
+    assert_rejected("first-finish")
+
+
+@pytest.mark.parametrize(("parameter", "value"), [("first", 2), ("min_tokens", 2)])
+def test_certificate_rejects_another_default(
+    parameter: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_class_default(monkeypatch, FirstFinish, parameter, value)
     assert_rejected("first-finish")

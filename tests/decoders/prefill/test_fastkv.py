@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from anydecode.decoders.prefill import fastkv
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 
 def test_certificate() -> None:
@@ -39,12 +37,5 @@ def test_certificate_rejects_the_least_attended_positions(
 def test_certificate_rejects_another_default(
     parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = fastkv.FastKV.__init__
-
-    def build(self: fastkv.FastKV, budget: float | None = None, **given: Any) -> None:
-        if budget is not None:
-            given["budget"] = budget
-        made(self, **{parameter: value, **given})
-
-    monkeypatch.setattr(fastkv.FastKV, "__init__", build)
+    replace_class_default(monkeypatch, fastkv.FastKV, parameter, value)
     assert_rejected("fastkv")

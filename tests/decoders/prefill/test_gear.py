@@ -10,7 +10,7 @@ import pytest
 from anydecode.decoders.prefill import gear
 from anydecode.decoders.prefill.gear import Gear
 from anydecode.memory.sequence_cache import SequenceCache
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 compress, compress_block = gear.compress, Gear._compress
 
@@ -56,4 +56,15 @@ def test_buffers_compressed_again_with_the_next_are_rejected(
 
 def test_compression_without_the_low_rank_part_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gear, "compress", lambda x, **o: compress(x, **{**o, "rank": 0}))
+    assert_rejected("gear")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [("bits", 5), ("rank", 3), ("tail", 1), ("sparse", 0.01), ("sparse", 0.03), ("buffer", 63)],
+)
+def test_certificate_rejects_another_default(
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_class_default(monkeypatch, Gear, parameter, value)
     assert_rejected("gear")

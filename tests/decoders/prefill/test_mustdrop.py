@@ -7,7 +7,7 @@ import pytest
 
 from anydecode.decoders.prefill import mustdrop
 from anydecode.scoring.prompt_embeds import PromptEmbeds
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 
 def test_certificate() -> None:
@@ -39,4 +39,24 @@ def test_certificate_rejects_windows_that_are_never_merged(
         return rows, np.ones(len(rows), bool)
 
     monkeypatch.setattr(mustdrop, "merged", apart)
+    assert_rejected("mustdrop")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [
+        ("overall", 0.01),
+        ("overall", 0.012),
+        ("single", 0.009),
+        ("single", 0.011),
+        ("key", 0.07),
+        ("key", 0.09),
+        ("alike", 0.78),
+        ("alike", 0.82),
+    ],
+)
+def test_certificate_rejects_another_default(
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_class_default(monkeypatch, mustdrop.MustDrop, parameter, value)
     assert_rejected("mustdrop")

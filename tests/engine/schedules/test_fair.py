@@ -10,7 +10,7 @@ import pytest
 
 from anydecode.engine.schedules.fair import Fair
 from anydecode.scoring.sequence import Sequence
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 submitted = Fair.submitted
 
@@ -62,12 +62,13 @@ def test_certificate_rejects_a_lift_to_the_counters_at_admission(
     assert_rejected("fair")
 
 
-@pytest.mark.parametrize("weights", [{"prompt": 0.0}, {"output": 0.0}, {"output": 1.0}])
+@pytest.mark.parametrize(
+    ("parameter", "value"), [("prompt", 0.0), ("prompt", 0.9), ("output", 0.0), ("output", 2.1)]
+)
 def test_certificate_rejects_other_weights(
-    weights: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Fair.__init__
-    monkeypatch.setattr(Fair, "__init__", lambda self: made(self, **weights))
+    replace_class_default(monkeypatch, Fair, parameter, value)
     assert_rejected("fair")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from anydecode.engine.schedules import nexus
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 
 def test_certificate() -> None:
@@ -56,8 +56,5 @@ def test_certificate_rejects_short_prompts_as_decodes(monkeypatch: pytest.Monkey
 def test_certificate_rejects_another_default(
     parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = nexus.Nexus.__init__
-    monkeypatch.setattr(
-        nexus.Nexus, "__init__", lambda self, **given: made(self, **{parameter: value, **given})
-    )
+    replace_class_default(monkeypatch, nexus.Nexus, parameter, value)
     assert_rejected("nexus")

@@ -9,7 +9,7 @@ import pytest
 from anydecode.engine.schedule import DecodesFirst
 from anydecode.engine.schedules import online_offline
 from anydecode.engine.schedules.online_offline import OnlineOffline
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 
 def test_certificate() -> None:
@@ -45,4 +45,14 @@ def test_certificate_rejects_limited_passes_without_online_requests(
         return allowed(self, online, offline, left) if online else 9
 
     monkeypatch.setattr(OnlineOffline, "_limit", limit)
+    assert_rejected("online-offline")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"), [("stretch", 1.9), ("stretch", 2.2), ("row_budget", 511)]
+)
+def test_certificate_rejects_another_default(
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_class_default(monkeypatch, OnlineOffline, parameter, value)
     assert_rejected("online-offline")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from anydecode.engine.schedules import prepacking
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 
 
 def test_certificate() -> None:
@@ -32,4 +32,12 @@ def test_certificate_rejects_the_first_bin_with_space(monkeypatch: pytest.Monkey
 
 def test_certificate_rejects_short_prompts_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepacking, "is_prompt", lambda request: False)
+    assert_rejected("prepacking")
+
+
+@pytest.mark.parametrize(("parameter", "value"), [("capacity", 63), ("capacity", 65)])
+def test_certificate_rejects_another_default(
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_class_default(monkeypatch, prepacking.Prepacking, parameter, value)
     assert_rejected("prepacking")

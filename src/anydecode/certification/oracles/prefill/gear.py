@@ -30,8 +30,9 @@ Cached = np.ndarray
 def gear() -> Iterator[Check]:
     """The default build compresses the prompt with rank 4, then every 64 generated tokens with rank
     2, and changes nothing else in the cache."""
-    states = _cached(TEXT, 2 * BUFFER + 12)
-    first = len(TEXT) - 1
+    text = TEXT + TEXT[:24]
+    states = _cached(text, 2 * BUFFER + 12)
+    first = len(text) - 1
     blocks = [range(first), *(range(first + n, first + n + BUFFER) for n in (0, BUFFER))]
     changes: list[tuple[Cached, Cached]] = []
     found: list[tuple[int, int]] = []

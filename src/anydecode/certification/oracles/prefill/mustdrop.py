@@ -25,6 +25,9 @@ from anydecode.decoders.prefill.mustdrop import MustDrop, dropped, merged
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 
+#: Windows of the default check: row, column, noise, and whether it is merged.
+WINDOWS = ((0, 0, 0.52, True), (3, 6, 0.52, False), (9, 9, 0.5, True), (6, 0, 0.53, False))
+
 
 @oracle_test("mustdrop")
 def mustdrop() -> Iterator[Check]:
@@ -79,6 +82,12 @@ def _default_checks(model: Transformer) -> Iterator[Check]:
     """By default, a token with less than 1.1 % of all attention and less than 1 % of each text
     token's is dropped, 8 % of the tokens are protected, and windows are merged from a mean cosine
     of 0.8."""
+    method = MustDrop()
+    attention = np.zeros((2, 6))
+    attention[:, :4] = [[0.0054, 0.0055, 0.0099, 0.0101], [0.0055, 0.0056, 0.0, 0.0]]
+    attention[:, 4] = 0.5 - attention.sum(1)
+    found = dropped(attention, method.overall, method.single)[:4].tolist()
+    yield Check("the default thresholds", found == [True, False, True, False], str(found))
     text, first, side = TEXT * 3, 6, 14
     length = len(text) - 1
     random = np.random.default_rng(1)
@@ -86,23 +95,25 @@ def _default_checks(model: Transformer) -> Iterator[Check]:
     importance = random.random(side * side, np.float32)
     grid = np.arange(side * side).reshape(side, side)
     merged_rows, start = rows.copy(), np.ones(length, bool)
-    for top, left, noise in ((0, 0, 0.44), (3, 6, 0.56), (9, 9, 0.44), (6, 0, 0.56)):
+    for top, left, noise, is_similar in WINDOWS:
         window = grid[top : top + 3, left : left + 3].ravel()
         rows[window] = random.standard_normal(64, np.float32) + noise * rows[window]
         unit = rows[window] / np.linalg.norm(rows[window], axis=1, keepdims=True)
         cosine = np.mean([unit[i] @ unit[j] for i in range(9) for j in range(9) if i != j])
-        yield Check(
-            f"mean cosine of a window with noise {noise}",
-            0.8 < cosine < 0.86 if noise == 0.44 else 0.74 < cosine < 0.8,
-            f"{cosine:.3f}",
-        )
+        low = 0.8 if is_similar else 0.78
+        name = f"the window at {top}, {left} is close to the threshold"
+        yield Check(name, low < cosine < low + 0.02, f"{cosine:.3f}")
         merged_rows[window] = rows[window]
         if cosine >= 0.8:
             merged_rows[window[0]] = rows[window].mean(0)
             start[first + window[1:]] = False
-    layers = after_prefill(model, MustDrop(), text, PromptEmbeds(first, rows, importance))
-    media = PromptEmbeds(first, merged_rows, importance)
     begin = np.flatnonzero(start)
+    media = PromptEmbeds(first, merged_rows, importance)
+    unprotected = _surviving(model, media, 0.011, 0.010, 0, text, begin)[2]
+    would_be_dropped = np.setdiff1d(begin, unprotected)
+    importance[would_be_dropped[:20] - first] += 1
+    media = PromptEmbeds(first, merged_rows, importance)
+    layers = after_prefill(model, method, text, PromptEmbeds(first, rows, importance))
     positions = _surviving(model, media, 0.011, 0.010, 16, text, begin)  # 16 of 196: 8 %
     num_alive, right = _agreeing_layers(model, media, text, positions, begin, layers)
     yield Check(

@@ -11,7 +11,7 @@ import numpy as np
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.schedules.passes import passes, rows_of, same_text
 
-TRACES, REQUESTS, RUNNING = 12, 16, 2
+TRACES, REQUESTS, RUNNING = 30, 16, 2
 
 
 @oracle_test("fair")

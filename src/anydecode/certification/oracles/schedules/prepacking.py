@@ -22,4 +22,6 @@ def prepacking() -> Iterator[Check]:
     rows = rows_of(passes("prepacking", [60, 50, 40, 30, 30, 20, 14], tokens=1))
     expected = [{0: 60}, {1: 50, 6: 14}, {2: 40, 5: 20}, {3: 30, 4: 30}]
     yield Check("short prompts are packed by default", rows == expected, str(rows))
+    rows = rows_of(passes("prepacking", [60, 45, 20], tokens=1))
+    yield Check("65 rows take two bins", rows == [{0: 60}, {1: 45}, {2: 20}], str(rows))
     yield same_text("prepacking")

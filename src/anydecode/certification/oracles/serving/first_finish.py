@@ -21,6 +21,9 @@ def first_finish() -> Iterator[Check]:
     yield Check("the shortest win, if they have the minimum length", race.winners(ended) == [3, 5])
     few = [(30, "length"), (4, "stop"), (6, "cancelled"), (9, "stop")]
     yield Check("other samples fill up, cancelled ones last", race.winners(few) == [3, 0])
+    default = FirstFinish()
+    lost = default.lost([(1, "stop"), (1, None), (0, None)])
+    yield Check("by default the first of any length wins", lost == [1], str(lost))
     tie = [(9, "length"), (9, "stop")]
     yield Check("a sample that stops wins against one cut off", FirstFinish(1).winners(tie) == [1])
     wrong, num_saved = 0, 0
