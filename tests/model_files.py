@@ -58,7 +58,11 @@ def run_if_valid(path: Path) -> bool:
     """Whether a model can be opened, which then also runs; an error must be one line."""
     try:
         with LLM(path, threads=2) as llm:
-            assert len(llm.generate([5, 6, 7], max_tokens=2).tokens) <= 2
+            if llm.model.spec.is_encoder:
+                llm.embed([5, 6, 7])
+            else:
+                assert len(llm.generate([5, 6, 7], max_tokens=2).tokens) <= 2
+            assert isinstance(llm.tokenizer.decode(llm.encode("ab")), str)
     except AnydecodeError as error:
         assert "\n" not in str(error) and 0 < len(str(error)) <= 1000
         return False

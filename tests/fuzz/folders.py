@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.models.families.table import FAMILIES
+from fuzz.layouts import write_layouts
+from fuzz.quantized import write_quantized
 from gguf_models import write_folder
 from model_files import EXPERT_CONFIG, expert_tensors, tokenizer_json
 
@@ -448,13 +450,13 @@ _FAMILIES: dict[str, tuple[dict[str, Any], tuple[dict[str, tuple[int, ...]], ...
         (_LRU, _LOCAL),
     ),
 }
-#: The names of the folders.
-NAMES = ("experts", *_FAMILIES)
+#: The folder whose tokenizer is that of most folders.
+FIRST = "experts"
 
 
 def write_folders(root: Path) -> dict[str, Path]:
     """Write a model of every family; the folders by name."""
-    folders = {"experts": write_folder(root / "experts", expert_tensors(), **EXPERT_CONFIG)}
+    folders = {FIRST: write_folder(root / FIRST, expert_tensors(), **EXPERT_CONFIG)}
     generator = np.random.default_rng(0)
     for name, (config, layers) in _FAMILIES.items():
         names, shapes = FAMILIES[config["model_type"]].names, dict(_OUTER)
@@ -469,9 +471,11 @@ def write_folders(root: Path) -> dict[str, Path]:
             key: 0.3 * generator.standard_normal(shape, np.float32) for key, shape in shapes.items()
         }
         folders[name] = write_folder(root / name, tensors, **config)
+    folders |= write_layouts(root) | write_quantized(root)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     settings = {"chat_template": template, "eos_token": "c", "bos_token": {"content": "b"}}
     for folder in folders.values():
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        if not (folder / "tokenizer_config.json").exists():
+            (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folders

@@ -29,7 +29,8 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.server.app import create_app
 from anydecode.server.settings import Settings
 from fuzz.drafters import DECODERS, write_drafters
-from fuzz.folders import NAMES, write_folders
+from fuzz.folders import FIRST, write_folders
+from fuzz.gguf_files import gguf_files
 from fuzz.mutations import Mutator, mutate_bytes, mutate_json, mutate_safetensors, named
 from gguf_models import make_tensors, write_gguf
 from model_files import expert_tensors, run_if_valid, tokenizer_json
@@ -86,7 +87,7 @@ def _gguf_seeds() -> list[bytes]:
         ):  # fmt: skip
             write_gguf(path, family, make_tensors(family), form)
             seeds.append(path.read_bytes())
-    return seeds
+    return [*seeds, *gguf_files().values()]
 
 
 @contextmanager
@@ -107,9 +108,11 @@ def _folder_seeds() -> list[bytes]:
     seeds = []
     with tempfile.TemporaryDirectory() as root:
         for name, folder in write_folders(Path(root)).items():
-            for file in sorted(folder.iterdir()):
-                if name == NAMES[0] or not file.name.startswith("tokenizer"):
-                    seeds.append(f"{name}/{file.name}\n".encode() + file.read_bytes())
+            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+                has_own = not (folder / "tokenizer.json").exists()
+                if name == FIRST or has_own or not file.name.startswith("tokenizer"):
+                    head = f"{name}/{file.relative_to(folder)}\n"
+                    seeds.append(head.encode() + file.read_bytes())
     normalizer = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
     special = {"id": 26, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False,
                "normalized": False, "special": True}  # fmt: skip
@@ -473,7 +476,7 @@ _JSON_OR_BYTES: dict[str, Mutator] = {
     "": mutate_bytes,
 }
 SURFACES = {
-    "gguf": Surface(_gguf_seeds, _gguf, mutate_bytes, (b"Q4_0", b"gguf", b"llama."), True),
+    "gguf": Surface(_gguf_seeds, _gguf, mutate_bytes, (b"gpt2", b"rwkv", b"llama", b"ssm_a"), True),
     "folders": Surface(_folder_seeds, _folder, named(_JSON_OR_BYTES), is_native=True),
     "adapters": Surface(_adapter_seeds, _adapters, named(_JSON_OR_BYTES), is_native=True),
     "drafters": Surface(_drafter_seeds, _drafters, named(_JSON_OR_BYTES), is_native=True),

@@ -16,8 +16,10 @@ FINDINGS = Path(__file__).parent / "findings"
 @pytest.mark.parametrize("name", SURFACES)
 def test_the_seeds_and_the_findings_of_a_surface(name: str) -> None:
     surface = SURFACES[name]
+    seeds = surface.seeds()
     with surface.open() as run:
-        for case in surface.seeds():
+        # Of many seeds some: `test_run` opens all folders and files.
+        for case in seeds[:: 1 + len(seeds) // 40]:
             run(case)
         for path in sorted((FINDINGS / name).glob("*")):
             run(path.read_bytes())

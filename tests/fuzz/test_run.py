@@ -13,6 +13,7 @@ pytest.importorskip("httpx")
 
 from fuzz import run
 from fuzz.folders import write_folders
+from fuzz.gguf_files import gguf_files
 from fuzz.surfaces import SURFACES
 from model_files import run_if_valid
 
@@ -62,7 +63,11 @@ def test_changes_are_those_of_the_seed(name: str) -> None:
     assert runs[0] == runs[1] and len(set(runs[0])) > 15
 
 
-def test_all_folders_hold_models_that_run(tmp_path: Path) -> None:
+def test_all_folders_and_files_hold_models_that_run(tmp_path: Path) -> None:
     """Else all changes would be refused for the same reason."""
     for folder in write_folders(tmp_path).values():
-        assert run_if_valid(folder)
+        assert run_if_valid(folder), folder
+    for name, content in gguf_files().items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(content)
+        assert run_if_valid(path), name

@@ -152,6 +152,8 @@ def test_a_folder_without_a_vocabulary_has_no_such_tokenizer(tmp_path: Path) -> 
         ("1 b'\\xg' 1", "line 1: not an id"),
         ("1 'a' 1\n1 'b' 1", "line 2: the id is 1; allowed is a new one"),
         ("99999999999 'a' 1", "line 1: the id is 99999999999"),
+        (f"{'1' * 5000} 'a' 1", "line 1: not an id"),
+        (f"1 'a' {'1' * 5000}", "line 1: not an id"),
         ("1 '' 0", "a token is empty"),
         ("1 'a' 1\n2 'a' 1", "two tokens are the same"),
         (f"1 '{'a' * 1025}' 1025", "a token has 1025 bytes"),
@@ -182,7 +184,11 @@ def test_invalid_metadata_are_refused(change: dict[str, Any], message: str) -> N
 
 def test_invalid_added_tokens_are_refused(tmp_path: Path) -> None:
     write_vocabulary(tmp_path)
-    for added in ({"x": {"content": "y"}}, {"500": 3}, [1]):
+    entry = {"content": "y"}
+    for added in (
+        {"x": entry}, {"500": 3}, [1], {"1" * 5000: entry}, {"²": entry},
+        {"500": {"content": "\ud800"}},
+    ):  # fmt: skip
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
         with pytest.raises(CheckpointError, match="added"):
             RwkvTokenizer.from_folder(tmp_path)

@@ -365,6 +365,18 @@ class TestPenalties:
         assert sampler.sample(row, NOISE, 0) == 4 or sampler.sample(row, NOISE, 0) == 1
         assert Sampler(0, [BannedWords([(3,)])]).sample(row, NOISE, 0) == 2
 
+    @given(texts, st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4)))
+    def test_a_word_is_banned_exactly_where_it_would_end(self, text, words):
+        rule = BannedWords(words, text[:3])
+        for token in text[3:]:
+            rule.fork().advance(5 - token)
+            rule.advance(token)
+        scores = rule.apply(Candidates(None, locked(np.zeros(6)))).scores
+        for token in range(6):
+            longer = [*text, token]
+            ends = any(longer[len(longer) - len(word) :] == word for word in words)
+            assert (scores[token] == -math.inf) == ends
+
     def test_minimum_length(self):
         sampler = Sampler(0, [MinimumLength(2, {1})])
         row, sampled = locked([0, 5, 1]), []

@@ -3,6 +3,7 @@ log-probabilities, and token counts."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -550,6 +551,29 @@ def test_strings_that_the_text_is_searched_for_are_few(client: Client, field: st
         error = client.refused(COMPLETIONS, **{field: value})
         assert error["param"].startswith(field) and "\n" not in error["message"]
     assert client.ask(COMPLETIONS, **{field: ["~" * 1000] * 256})
+
+
+def test_banned_words_are_short_and_may_be_many(
+    client: Client, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "1000 characters" in client.refused(COMPLETIONS, banned_words=["a" * 1001])["message"]
+    calls = []
+    word_tokens = llm.word_tokens
+
+    def counted(words: Any) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        calls.append({type(word) for word in words})
+        return word_tokens(words)
+
+    words = [f"w{number}" for number in range(2000)]
+    text = client.ask(COMPLETIONS, temperature=0)["choices"][0]["text"]
+    monkeypatch.setattr(llm, "word_tokens", counted)
+    answer = client.ask(COMPLETIONS, temperature=0, banned_words=words, prompt=["a"] * 8)
+    assert calls == [{str}] + [{list}] * 8 and len(answer["choices"]) == 8
+    monkeypatch.undo()
+    banned = client.ask(COMPLETIONS, temperature=0, banned_words=[text[:1], *words])
+    assert banned["choices"][0]["text"][0] != text[0]
 
 
 def test_predictions_and_negative_prompts_may_be_long(client: Client, llm: LLM) -> None:

@@ -684,7 +684,7 @@ class LLM:
             words = given["banned_words"]
             if not isinstance(words, Seq) or isinstance(words, str):
                 raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
-            given["banned_words"] = self._word_tokens(words)
+            given["banned_words"] = self.word_tokens(words)
         return Request(
             self.resources,
             self.encode(prompt),
@@ -705,8 +705,9 @@ class LLM:
             prediction=None if prediction is None else self.encode(prediction, special=False),
         )
 
-    def _word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
-        """Words as token ids; a text gives two entries, without and with a leading space."""
+    def word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
+        """Words as token ids, as `banned_words` takes them; a text gives two entries, without and
+        with a leading space."""
         encoded: list[Seq[int]] = []
         for word in words:
             if isinstance(word, str):

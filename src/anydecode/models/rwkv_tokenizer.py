@@ -16,7 +16,9 @@ from anydecode.models.qwen2_tokenizer import token_text
 
 #: The vocabulary in a folder: lines with an id, a Python literal and its number of bytes.
 _VOCABULARY = "rwkv_vocab_*.txt"
-_LINE = re.compile(r"(\d+) (b?)('.*'|\".*\") (\d+)")
+_LINE = re.compile(r"([0-9]{1,12}) (b?)('.*'|\".*\") ([0-9]{1,12})")
+#: The id of an added token.
+_ID = re.compile("[0-9]{1,12}")
 #: Escapes in the tokens of GGUF files.
 _ESCAPE = re.compile(rb"\\(x[0-9a-f]{2}|.)", re.DOTALL)
 _ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
@@ -276,6 +278,11 @@ def _literal(text: str) -> bytes | None:
         return None
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which JSON can write."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _check_tokens(tokens: Mapping[int, bytes], source: str) -> None:
     if not tokens:
         raise CheckpointError(f"{source}: the vocabulary is empty")
@@ -301,9 +308,10 @@ def _added_tokens(
         raise CheckpointError(f"{folder}: added_tokens_decoder is no object")
     for index, entry in entries.items():
         text = token_text(entry)
-        if text is None or not str(index).isdecimal() or int(index) >= MAX_TOKENS:
+        has_id = _ID.fullmatch(str(index)) is not None and int(index) < MAX_TOKENS
+        if text is None or not _is_unicode(text) or not has_id:
             raise CheckpointError(
-                f"{folder}: the added token {index!r} has no text, or no valid id"
+                f"{folder}: the added token {str(index)[:20]!r} has no valid text, or no valid id"
             )
         if text.encode("utf-8", "replace") not in known and int(index) not in tokens:
             special[int(index)] = text

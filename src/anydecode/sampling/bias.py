@@ -43,14 +43,29 @@ class BannedWords(LogitsProcessor):
     is_stateful = True
 
     def __init__(self, words: Iterable[Sequence[int]], prompt: Sequence[int] = ()) -> None:
-        words = [tuple(word) for word in words]
-        self._single = np.unique(np.array([word[0] for word in words if len(word) == 1], np.int32))
-        self._longer = tuple(word for word in words if len(word) > 1)
-        lookback = max((len(word) - 1 for word in self._longer), default=0)
-        self._history = History(prompt[len(prompt) - min(lookback, len(prompt)) :])
+        single: list[int] = []
+        #: The last tokens of words by the number of the tokens before them, and by these.
+        self._longer: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for word in words:
+            *start, last = word
+            if start:
+                by_start = self._longer.setdefault(len(start), {})
+                by_start.setdefault(tuple(start), []).append(last)
+            else:
+                single.append(last)
+        self._single = np.unique(np.array(single, np.int32))
+        self._lookback = max(self._longer, default=0)
+        self._history = History(prompt[len(prompt) - min(self._lookback, len(prompt)) :])
 
     def apply(self, candidates: Candidates) -> Candidates:
-        last = [word[-1] for word in self._longer if self._history.ends_with(word[:-1])]
+        tokens = self._history.tokens
+        recent = tokens[max(0, len(tokens) - self._lookback) :].tolist()
+        last = [
+            token
+            for length, words in self._longer.items()
+            if length <= len(recent)
+            for token in words.get(tuple(recent[len(recent) - length :]), ())
+        ]
         ids = np.union1d(self._single, np.array(last, np.int32)) if last else self._single
         return forbid(candidates, ids)
 
@@ -60,7 +75,7 @@ class BannedWords(LogitsProcessor):
     def fork(self) -> BannedWords:
         branch = object.__new__(BannedWords)
         branch._single, branch._longer = self._single, self._longer
-        branch._history = self._history.fork()
+        branch._lookback, branch._history = self._lookback, self._history.fork()
         return branch
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from fastapi import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from anydecode.api.embedding import embedding_decoder, pooling_of, token_limit
 from anydecode.api.request import Request
@@ -43,18 +44,28 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
         prompt_name=body.prompt_name,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": _encode(vector, body)}
-                for index, vector in enumerate(vectors)
-            ],
-            "model": service.settings.name,
-            "usage": {"prompt_tokens": count, "total_tokens": count},
-            **({} if body.user is None else {"anydecode": {"ignored": ["user"]}}),
-        }
+    entries = (
+        {"object": "embedding", "index": index, "embedding": _encode(vector, body)}
+        for index, vector in enumerate(vectors)
     )
+    fields = {
+        "object": "list",
+        "model": service.settings.name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+        **({} if body.user is None else {"anydecode": {"ignored": ["user"]}}),
+    }
+    return await list_response("data", entries, fields)
+
+
+async def list_response(name: str, entries: Iterable[Any], fields: dict[str, Any]) -> Response:
+    """A JSON object with `fields` and the list `name`. Its entries are written one by one, and not
+    on the event loop: while one is written, nothing else runs."""
+
+    def written() -> str:
+        listed = (json.dumps(x, allow_nan=False, separators=(",", ":")) for x in entries)
+        return f'{{"{name}":[{",".join(listed)}],{json.dumps(fields)[1:]}'
+
+    return Response(await asyncio.to_thread(written), media_type="application/json")
 
 
 async def embed_prompts(

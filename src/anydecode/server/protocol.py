@@ -55,10 +55,9 @@ Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Tokens = Annotated[list[Count], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Word = Annotated[str, Field(max_length=1000)]
 #: Strings that the text is searched for after every token.
-Strings = Annotated[
-    list[Annotated[str, Field(max_length=1000)]], Field(fail_fast=True, max_length=256)
-]
+Strings = Annotated[list[Word], Field(fail_fast=True, max_length=256)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
 #: One prompt or several, as text or token ids.
@@ -67,7 +66,7 @@ Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 #: A token id as the key of an object, which is a text in JSON.
 TokenKey = Annotated[int, Field(strict=False, ge=0, le=MAX_COUNT)]
 Biases = Annotated[dict[TokenKey, Bias], BeforeValidator(_limited)]
-Words = Annotated[list[str | Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Words = Annotated[list[Word | Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
 #: Values of OpenAI's fields.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
@@ -88,7 +87,7 @@ _LISTS: dict[str, Any] = {
     "dola_layers": Name | Tokens,
     "dry_breakers": Tokens,
     "logit_bias": Biases,
-    "stop": Annotated[str, Field(max_length=1000)] | Strings,
+    "stop": Word | Strings,
     "stop_tokens": Tokens,
 }
 

@@ -30,6 +30,9 @@ from anydecode.server.protocol import Options
 from anydecode.server.run import ServerRun
 from anydecode.server.settings import Settings
 
+#: To encode a word takes as long as so many characters of a long text.
+_WORD_LENGTH = 64
+
 
 class Service:
     """One served model: its engine, settings, metrics and parsers.
@@ -122,13 +125,17 @@ class Service:
         if options.get("negative_prompt") is not None:
             check_prompt(options["negative_prompt"], self.settings)
 
+        words = options.get("banned_words") or ()
+
         def make_requests() -> list[Request]:
             tokens = [self.llm.encode(prompt) for prompt in prompts]
             for prompt in tokens:
                 check_prompt(prompt, self.settings)
-            return [self.llm.request(prompt, **options) for prompt in tokens]
+            given = {**options, "banned_words": self.llm.word_tokens(words)} if words else options
+            return [self.llm.request(prompt, **given) for prompt in tokens]
 
-        is_long = sum(len(prompt) for prompt in prompts) > LONG_TEXT
+        length = sum(map(len, prompts)) + sum(_WORD_LENGTH + len(word) for word in words)
+        is_long = length > LONG_TEXT
         if options.keys() & {"constraint", "thinking_token_budget"} or is_long:
             requests = await asyncio.to_thread(make_requests)
         else:

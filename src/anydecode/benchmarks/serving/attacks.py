@@ -141,6 +141,13 @@ async def _decoder(address: Address, number: int) -> int:
     return await address.post(COMPLETIONS, json.dumps(body).encode())
 
 
+async def _banned_words(address: Address, number: int) -> int:
+    """Half of the requests have a word that is too long, half as many words as a body may have."""
+    words = ["ab " * 1_000_000] if number % 2 else [f"{number} {i}" for i in range(8000)]
+    body = {"prompt": "a", "max_tokens": 8, "banned_words": words}
+    return await address.post(COMPLETIONS, json.dumps(body).encode())
+
+
 #: The attacks by name. Each sends one request, with a number of its own, and returns the status.
 ATTACKS: dict[str, Attack] = {
     "nested quantifiers": _schema_attack(
@@ -155,6 +162,7 @@ ATTACKS: dict[str, Attack] = {
     "48 MiB of headers": _headers,
     "4 MiB of type errors": _type_errors,
     "wrong decoders": _decoder,
+    "banned words": _banned_words,
 }  # fmt: skip
 
 

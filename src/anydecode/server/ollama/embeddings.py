@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.server.embeddings import check_texts, embed_prompts
+from anydecode.server.embeddings import check_texts, embed_prompts, list_response
 from anydecode.server.ollama.prompts import ignored_names, served_model
 from anydecode.server.ollama.protocol import EmbeddingsRequest, EmbedRequest
 from anydecode.server.service import Service
@@ -22,14 +22,13 @@ async def embed(service: Service, body: EmbedRequest, http: HttpRequest) -> Resp
     vectors, count = await _vectors(service, body, list(texts), http)
     fields: dict[str, Any] = {
         "model": body.model or service.settings.name,
-        "embeddings": vectors,
         "total_duration": round((perf_counter() - start) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": count,
     }
     if names := sorted(ignored_names(body, service)):
         fields["anydecode"] = {"ignored": names}
-    return JSONResponse(fields)
+    return await list_response("embeddings", vectors, fields)
 
 
 async def embed_one(service: Service, body: EmbeddingsRequest, http: HttpRequest) -> Response:
