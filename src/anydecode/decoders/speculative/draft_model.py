@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal
 from anydecode.errors import ConstraintError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -20,15 +21,20 @@ DRAFT = "draft"
 
 
 class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, with_probabilities: bool = False) -> None:
+    def __init__(self, sequence: Sequence, rule: Acceptance | None) -> None:
         self.sequence = sequence
-        self.with_probabilities = with_probabilities
+        self.rule = rule
 
     def propose(self, size: int) -> Proposal:
         self.sequence.align(DRAFT)
-        distributions: list[np.ndarray] | None = [] if self.with_probabilities else None
+        distributions = distribution_list(self.rule)
         drafts = yield from draft_chain(self.sequence, [], size, distributions=distributions)
         return sampled_chain(drafts, distributions)
+
+
+def distribution_list(rule: Acceptance | None) -> list[np.ndarray] | None:
+    """An empty list for the distributions of drafts, if the rule compares with them."""
+    return [] if rule is not None and rule.reads_probabilities else None
 
 
 def sampled_chain(drafts: list[int], distributions: list[np.ndarray] | None) -> TokenTree:
@@ -129,16 +135,19 @@ def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain with the runner "draft". `with_probabilities` keeps the distribution of each
-    draft, for acceptance rules that need it."""
+    """Drafts a chain with the runner "draft".
+
+    Args:
+        rule: The acceptance rule that the drafts are for; None: `TokenExact`.
+    """
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True)
 
-    def __init__(self, with_probabilities: bool = False) -> None:
-        self.with_probabilities = with_probabilities
+    def __init__(self, rule: Acceptance | None = None) -> None:
+        self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self.with_probabilities)
+        return _Session(sequence, self.rule)
 
 
 def truncate_to_prefix(kv_cache: SequenceCache, text: list[int]) -> None:

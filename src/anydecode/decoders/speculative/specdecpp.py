@@ -15,13 +15,14 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain, sampled_chain
+from anydecode.decoders.speculative.draft_model import (
+    DRAFT,
+    distribution_list,
+    draft_chain,
+    sampled_chain,
+)
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
@@ -51,9 +52,9 @@ class ThresholdDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True)
 
-    def __init__(self, bound: float, min_drafts: int, with_probabilities: bool = False) -> None:
+    def __init__(self, bound: float, min_drafts: int, rule: Acceptance | None = None) -> None:
         self.stop: Callable[[], StopThreshold] = lambda: StopThreshold(bound, min_drafts)
-        self.with_probabilities = with_probabilities
+        self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -66,7 +67,7 @@ class _Session(DraftSession):
 
     def propose(self, size: int) -> Proposal:
         self.sequence.align(DRAFT)
-        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
+        distributions = distribution_list(self.drafter.rule)
         stop = self.drafter.stop()
         drafts = yield from draft_chain(
             self.sequence, [], size, distributions=distributions, should_stop=stop
@@ -114,5 +115,5 @@ def specdecpp(
     if not 0 < bound < 1 or not 1 <= min_drafts <= size:
         raise InvalidRequestError("specdec++ needs 0 < bound < 1 and 1 <= min_drafts <= size")
     rule = acceptance_rule(acceptance)
-    drafter = ThresholdDrafter(bound, min_drafts, isinstance(rule, RejectionSampling))
+    drafter = ThresholdDrafter(bound, min_drafts, rule)
     return Speculative(drafter, size, rule)
