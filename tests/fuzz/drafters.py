@@ -12,6 +12,7 @@ from anydecode.certification.tiny_blocks import (
     as_speculators,
     dflash_checkpoint,
     dspark_checkpoint,
+    parallelspec_checkpoint,
     peagle_checkpoint,
 )
 from anydecode.certification.tiny_heads import (
@@ -46,6 +47,7 @@ _LAYOUTS: dict[str, tuple[str, Callable[[Network], Checkpoint], str]] = {
     "dflash": ("dflash", dflash_checkpoint, "model.safetensors"),
     "speculators": ("dflash", _speculators, "model.safetensors"),
     "dspark": ("dflash", dspark_checkpoint, "model.safetensors"),
+    "parallelspec": ("parallelspec", parallelspec_checkpoint, "model.safetensors"),
     "p-eagle": ("dflash", peagle_checkpoint, "model.safetensors"),
 }
 #: The decoders by layout.

@@ -285,8 +285,8 @@ def train_drafter(
         str,
         typer.Option(
             "--recipe",
-            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, dflash, dspark or"
-            " p-eagle.",
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, dflash, dspark,"
+            " p-eagle or parallelspec.",
         ),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),
@@ -339,7 +339,7 @@ def train_drafter(
     Writing the texts and collecting the model's states come before the training. A run with the
     same --out is resumed; with more minutes, it is continued. The drafter is in the folder
     "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
-    blockwise, clover or dflash).
+    blockwise, clover, dflash or parallelspec).
 
     Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
     """
