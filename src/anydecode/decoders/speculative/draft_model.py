@@ -54,6 +54,7 @@ def draft_chain(
     should_stop: Callable[[Sampler, np.ndarray, int], bool] | None = None,
     probabilities: list[float] | None = None,
     min_probability: float = 0.0,
+    states: list[np.ndarray] | None = None,
 ) -> Generator[DecoderAction, Any, list[int]]:
     """Draft a chain of up to `size` tokens with `runner`, one pass per token, or all of them in one
     multi-step pass where the backend can sample them.
@@ -71,6 +72,8 @@ def draft_chain(
             it.
         probabilities: If given, the probability of each draft at temperature 1 is appended.
         min_probability: The product of these below which the chain ends.
+        states: If given, the runner's last hidden state before each draft is appended, float32
+            `[hidden_size]`.
     """
     sampler = sequence.sampler.fork()
     for token in prefix:
@@ -82,6 +85,7 @@ def draft_chain(
     needs_rows = (
         distributions is not None
         or should_stop is not None
+        or states is not None
         or draft_spec.vocab_size > target_spec.vocab_size
     )
     while len(drafts) < size and path_probability >= min_probability:
@@ -91,6 +95,7 @@ def draft_chain(
             runner=runner,
             extra_tokens=0 if needs_rows else size - len(drafts) - 1,
             min_probability=min_probability,
+            hidden=() if states is None else (draft_spec.num_layers,),
         )
         scores = yield request
         if request.multi_step_probabilities:  # else the backend has run one step
@@ -98,6 +103,8 @@ def draft_chain(
                 probabilities += request.multi_step_probabilities
             return drafts + request.multi_step_tokens
         row = fit_vocab(sequence, scores.row(-1))
+        if states is not None:
+            states.append(scores.hidden[draft_spec.num_layers][-1].copy())
         try:
             token = sequence.sample(sampler, row, len(tokens) + len(drafts))
         except ConstraintError:
