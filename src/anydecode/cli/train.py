@@ -84,7 +84,8 @@ def train_diffusion(
 @app.command("distil")
 def train_distilled(
     method: Annotated[
-        str, typer.Option("--method", help="Distillation method: cd4lm or dparallel.")
+        str,
+        typer.Option("--method", help="Distillation method: cd4lm, dparallel, deer or specdiff-2."),
     ],
     model: Annotated[
         str, typer.Option("--model", "-m", help="Masked-diffusion model to start from.")
@@ -96,13 +97,21 @@ def train_distilled(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 32,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-4,
     block: Annotated[
-        int, typer.Option("--block", min=1, help="Block size in tokens (dparallel).")
+        int,
+        typer.Option(
+            "--block", min=1, help="Block size (dparallel) or draft length (deer, specdiff-2)."
+        ),
     ] = 8,
+    target: Annotated[
+        str,
+        typer.Option("--target", help="Model that is drafted for (deer, specdiff-2)."),
+    ] = "tiny-autoregressive",
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Distil a diffusion model that this package trained into one that needs fewer passes.
+    """Distil a diffusion model that this package trained into one that needs fewer passes, or into
+    a draft model (deer, specdiff-2) for --target.
 
     Example: anydecode train distil --method dparallel --steps 200 --out tiny-dparallel
     """
@@ -110,7 +119,9 @@ def train_distilled(
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.distillation import DistillationRecipe, distil
 
-    recipe = DistillationRecipe(method, steps=steps, batch=batch, rate=rate, block=block, seed=seed)
+    recipe = DistillationRecipe(
+        method, steps=steps, batch=batch, rate=rate, block=block, seed=seed, target=target
+    )
     limit_threads(threads)
     with progress("steps", steps) as bar:
         bar.begin(method)

@@ -59,9 +59,10 @@ class _Session(DiffusionSession):
             "verification ends at the first rejection; the paper's printed algorithm continues"
             " after it",
             "16 drafts by default (the paper: up to 32)",
-            "any diffusion model can draft",
+            "any diffusion model can draft; the two-stage training that aligns one with its target,"
+            " `anydecode train distil --method deer`, is for those that this package trained, and"
+            " has no separator token before the draft and up to 8 masked tokens (the paper: 96)",
         ),
-        missing=("the two-stage training that aligns the draft model with the target",),
         remote={
             "size": Range(0, 64),
             "acceptance": ACCEPTANCE_WORDS,

@@ -113,8 +113,9 @@ class BestStreak(RejectionSampling):
             "the first path uses the request's sampler and the target's noise; only the others are"
             " sampled at `temperature`",
             "4 paths of 16 drafts by default (the paper: up to 8, of 16 or 32)",
+            "any diffusion model can draft; streak distillation,"
+            " `anydecode train distil --method specdiff-2`, is for those that this package trained",
         ),
-        missing=("the streak distillation of the draft model",),
         remote={
             "size": Range(0, 64),
             "paths": Range(1, 16),
