@@ -287,6 +287,61 @@ def train_adapter(
     print(out)
 
 
+@app.command("nested")
+def train_nested_draft(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
+        options.DEFAULT_MODEL
+    ),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path("nested"),
+    layers: Annotated[
+        int, typer.Option("--layers", min=0, help="Number of first layers. Default: half of them.")
+    ] = 0,
+    exits: Annotated[
+        str, typer.Option("--exits", help="Exits as fractions of these layers, as of s2d.")
+    ] = "0.5-0.75",
+    answers: Annotated[
+        int, typer.Option("--answers", min=1, help="Number of the model's answers to learn from.")
+    ] = 256,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
+    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 2e-4,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train the first layers of a model as a draft model that predicts tokens at several exits
+    (sorted fine-tuning), for the decoder s2d.
+
+    Example: anydecode train nested --layers 12 --steps 500 --out my-nested
+    """
+    from anydecode.decoders.speculative.s2d import exit_fractions
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.nested import NestedRecipe, train_nested
+
+    recipe = NestedRecipe(
+        layers,
+        exit_fractions(exits),
+        answers=answers,
+        steps=steps,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    with progress("steps", steps) as bar:
+        losses = train_nested(
+            load_checkpoint(model),
+            out,
+            recipe,
+            lambda step, loss: bar.update(step, detail=f"loss {loss:.3f}"),
+        )
+    if json:
+        print_json({"path": str(out), "losses": losses})
+    else:
+        print(out)
+
+
 @app.command("drafter")
 def train_drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (

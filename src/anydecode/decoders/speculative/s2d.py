@@ -99,6 +99,17 @@ class _Session(DraftSession):
         return fit_vocab(sequence, scores.row(-1))
 
 
+def exit_fractions(exits: str) -> tuple[float, ...]:
+    """The exits in a text such as "0.5-0.75", as fractions of a model's depth. Raises
+    InvalidRequestError for another text."""
+    try:
+        return tuple(float(part) for part in str(exits).split("-"))
+    except ValueError:
+        raise InvalidRequestError(
+            f"exits={exits!r} is not a list of numbers such as 0.5-0.75"
+        ) from None
+
+
 @register(
     Card(
         "s2d",
@@ -108,9 +119,9 @@ class _Session(DraftSession):
         summary="Each draft comes from the first exit of the draft model with enough confidence.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=("sorted fine-tuning: the training of a draft model with losses at its exits",),
         deviations=(
-            "any draft model",
+            "any draft model; sorted fine-tuning, which trains the first layers of a model for all"
+            " exits, is `anydecode train nested`, on the model's own answers with a frozen head",
             "the layers after an early exit are computed when a later exit is first needed",
             "one confidence for all exits and targets; the paper tunes it by the target's size",
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
@@ -137,12 +148,6 @@ def s2d(
         confidence: Largest probability from which an exit is taken, from 0 to 1.
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    try:
-        depths = tuple(float(part) for part in str(exits).split("-"))
-    except ValueError:
-        raise InvalidRequestError(
-            f"exits={exits!r} is not a list of numbers such as 0.5-0.75"
-        ) from None
     rule = acceptance_rule(acceptance)
-    drafter = NestedDrafter(depths, confidence, rule)
+    drafter = NestedDrafter(exit_fractions(exits), confidence, rule)
     return Speculative(drafter, size, rule)
