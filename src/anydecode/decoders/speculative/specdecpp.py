@@ -64,6 +64,7 @@ class StopThreshold:
         self.min_drafts = min_drafts
         self.head, self.states = head, states
         self.draft_probabilities: list[float] = []
+        self.samplers: list[Sampler] = []  # as they were before each draft
         self.all_accepted_probability = 1.0
 
     @property
@@ -74,6 +75,7 @@ class StopThreshold:
     def __call__(self, sampler: Sampler, row: np.ndarray, token: int) -> bool:
         probability = exp(draft_distribution(sampler, row).log_probability(token))
         self.draft_probabilities.append(probability)
+        self.samplers.append(sampler.fork() if sampler.is_stateful else sampler)
         if self.head is None:
             self.all_accepted_probability *= probability
         elif self.num_drafts > 1:
@@ -111,6 +113,7 @@ class _Session(DraftSession):
         self.drafter = drafter
         self._states: list[np.ndarray] = []
         self._probabilities: list[float] = []
+        self._samplers: list[Sampler] = []
         self._drafted: TokenTree | None = None
 
     def propose(self, size: int) -> Proposal:
@@ -131,7 +134,7 @@ class _Session(DraftSession):
             should_stop=stop,
             states=self._states if learns else None,
         )
-        self._probabilities = stop.draft_probabilities
+        self._probabilities, self._samplers = stop.draft_probabilities, stop.samplers
         self._drafted = sampled_chain(drafts, distributions)
         return self._drafted
 
@@ -140,10 +143,12 @@ class _Session(DraftSession):
         rejection rule accepts it; train at the end of the request."""
         online, scores = self.drafter.online, round.scores
         if round.tree is self._drafted:
-            fed = zip(round.tree.tokens, self._probabilities, self._states[1:], strict=False)
-            for node, (token, q, state) in enumerate(fed):
-                p = exp(scores.distribution(scores.after(node - 1)).log_probability(token))
-                online.add(state, min(1.0, p / max(q, 1e-30)))
+            drafts = zip(round.tree.tokens, self._probabilities, self._samplers, strict=True)
+            for node, ((token, q, sampler), state) in enumerate(
+                zip(drafts, self._states[1:], strict=False)
+            ):
+                target = sampler.distribution(scores.row(scores.after(node - 1)))
+                online.add(state, min(1.0, exp(target.log_probability(token)) / max(q, 1e-30)))
         if round.sequence.finished:
             online.train()
 
