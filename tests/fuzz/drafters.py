@@ -12,10 +12,12 @@ from anydecode.certification.tiny_blocks import (
     as_speculators,
     dflash_checkpoint,
     dspark_checkpoint,
+    parallelspec_checkpoint,
     peagle_checkpoint,
 )
 from anydecode.certification.tiny_heads import (
     blockwise_checkpoint,
+    clover_checkpoint,
     hydra_checkpoint,
     medusa_checkpoint,
     mtp_checkpoint,
@@ -40,10 +42,12 @@ _LAYOUTS: dict[str, tuple[str, Callable[[Network], Checkpoint], str]] = {
     "hydra": ("hydra", hydra_checkpoint, "model.safetensors"),
     "hydra++": ("hydra", partial(hydra_checkpoint, has_prefix=True), "hydra_lm_head.pt"),
     "blockwise": ("blockwise", partial(blockwise_checkpoint, modulus=9), "model.safetensors"),
+    "clover": ("clover", clover_checkpoint, "model.safetensors"),
     "mtp": ("mtp", mtp_checkpoint, "model.safetensors"),
     "dflash": ("dflash", dflash_checkpoint, "model.safetensors"),
     "speculators": ("dflash", _speculators, "model.safetensors"),
     "dspark": ("dflash", dspark_checkpoint, "model.safetensors"),
+    "parallelspec": ("parallelspec", parallelspec_checkpoint, "model.safetensors"),
     "p-eagle": ("dflash", peagle_checkpoint, "model.safetensors"),
 }
 #: The decoders by layout.

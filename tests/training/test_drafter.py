@@ -17,6 +17,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError  #
 from anydecode.training.drafter import DrafterOptions, DrafterRun  # noqa: E402
 from anydecode.training.drafter_data import DrafterData  # noqa: E402
 from anydecode.training.drafters import RECIPES, find_recipe  # noqa: E402
+from anydecode.training.drafters.eagle3 import Eagle3  # noqa: E402
 from anydecode.training.drafters.layers import layer_shape  # noqa: E402
 from anydecode.training.drafters.learner import spread_taps  # noqa: E402
 from anydecode.training.generated import without_loop  # noqa: E402
@@ -81,7 +82,9 @@ def test_a_run_trains_a_drafter_and_the_command_continues_it(
 def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts and states that all recipes can read."""
     folder = tmp_path_factory.mktemp("data")
-    DrafterRun(model, folder, replace(OPTIONS, steps=1), data=folder / "data").collect()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle3, "taps", staticmethod(lambda depth: (*spread_taps(depth), depth)))
+        DrafterRun(model, folder, replace(OPTIONS, steps=1), data=folder / "data").collect()
     return folder / "data"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.tiny import eagle3_checkpoint, with_drafter
+from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, with_drafter
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
@@ -125,6 +125,20 @@ def peagle_checkpoint(target: Network, *, seed: int = 0) -> Checkpoint:
         "speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]},
     }
     return Checkpoint("peagle", Path("peagle"), config, tensors)
+
+
+def parallelspec_checkpoint(
+    target: Network, *, seed: int = 0, masks: int = 4, layers: int = 1
+) -> Checkpoint:
+    """A random drafter in the layout of ParallelSpec: that of EAGLE with states of mask tokens."""
+    base, random = (
+        eagle_checkpoint(target, seed=seed, layers=layers),
+        np.random.default_rng(seed + 5000),
+    )
+    hidden = target.spec.hidden_size
+    tensors = {**base.tensors, "mask_states": random.standard_normal((masks, hidden), np.float32)}
+    config = {**base.config, "mask_token_id": target.spec.vocab_size - 1}
+    return Checkpoint("parallelspec", Path("parallelspec"), config, tensors)
 
 
 def block_drafting_model() -> LLM:

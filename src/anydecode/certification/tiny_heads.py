@@ -87,6 +87,48 @@ def blockwise_checkpoint(
     return Checkpoint("blockwise", Path("blockwise"), config, tensors)
 
 
+def clover_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 5, layers: int = 2, own_table: bool = True
+) -> Checkpoint:
+    """A random drafter in the layout of Clover-2, with embeddings of its own if `own_table`. It
+    often agrees with a target of small `residual`: it passes the last embedding on. Queries and
+    keys have biases in common, so that most cosines are positive."""
+    hidden, matrix = target.spec.hidden_size, random_matrices(seed)
+    one, common = np.eye(hidden, dtype=np.float32), 8 * matrix(1, hidden)[0]
+
+    def bias() -> np.ndarray:
+        return 0.1 * matrix(1, hidden)[0]
+
+    tensors = {
+        "clover_head_mlp.weight": one + 0.1 * matrix(hidden, hidden),
+        "clover_head_mlp.bias": bias(),
+        "clover_head_mlp2.weight": np.hstack([0.3 * one, one]) + 0.2 * matrix(hidden, 2 * hidden),
+        "clover_head_mlp2.bias": bias(),
+        "clover_norm.weight": 1 + bias(),
+        "clover_head_norm.weight": 1 + bias(),
+    }
+    for name in ("clover_head_mlp_rnn", "clover_head_mlp_rnn2"):
+        tensors |= {
+            f"{name}.input_layernorm.weight": 1 + bias(),
+            f"{name}.q.weight": matrix(hidden, hidden),
+            f"{name}.q.bias": common,
+            f"{name}.k.weight": matrix(hidden, hidden),
+            f"{name}.k.bias": common,
+            f"{name}.v.weight": 5 * one + matrix(hidden, hidden),
+            f"{name}.v.bias": bias(),
+        }
+    for layer in range(layers):
+        name = f"layers.{layer}"
+        tensors |= layer_tensors(name, hidden, hidden, matrix)
+        tensors[f"{name}.input_layernorm.weight"] = 1 + bias()
+    if own_table:
+        table = target.weights.embedding.data
+        tensors["clover_embed_tokens.weight"] = table + 2 * matrix(len(table), hidden)
+    clover = {"num_heads": heads, "num_layers": layers}
+    config = {**drafter_config(target), "clover": clover}
+    return Checkpoint("clover", Path("clover"), config, tensors)
+
+
 #: Names in the layouts of modules that predict further tokens: the prefixes of the layer and of the
 #: other tensors, the norms of embedding and state, the projection and the last norm.
 MTP_LAYOUTS = {

@@ -84,7 +84,8 @@ def train_diffusion(
 @app.command("distil")
 def train_distilled(
     method: Annotated[
-        str, typer.Option("--method", help="Distillation method: cd4lm or dparallel.")
+        str,
+        typer.Option("--method", help="Distillation method: cd4lm, dparallel, deer or specdiff-2."),
     ],
     model: Annotated[
         str, typer.Option("--model", "-m", help="Masked-diffusion model to start from.")
@@ -96,13 +97,21 @@ def train_distilled(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 32,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-4,
     block: Annotated[
-        int, typer.Option("--block", min=1, help="Block size in tokens (dparallel).")
+        int,
+        typer.Option(
+            "--block", min=1, help="Block size (dparallel) or draft length (deer, specdiff-2)."
+        ),
     ] = 8,
+    target: Annotated[
+        str,
+        typer.Option("--target", help="Model that is drafted for (deer, specdiff-2)."),
+    ] = "tiny-autoregressive",
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Distil a diffusion model that this package trained into one that needs fewer passes.
+    """Distil a diffusion model that this package trained into one that needs fewer passes, or into
+    a draft model (deer, specdiff-2) for --target.
 
     Example: anydecode train distil --method dparallel --steps 200 --out tiny-dparallel
     """
@@ -110,7 +119,9 @@ def train_distilled(
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.distillation import DistillationRecipe, distil
 
-    recipe = DistillationRecipe(method, steps=steps, batch=batch, rate=rate, block=block, seed=seed)
+    recipe = DistillationRecipe(
+        method, steps=steps, batch=batch, rate=rate, block=block, seed=seed, target=target
+    )
     limit_threads(threads)
     with progress("steps", steps) as bar:
         bar.begin(method)
@@ -276,6 +287,61 @@ def train_adapter(
     print(out)
 
 
+@app.command("nested")
+def train_nested_draft(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
+        options.DEFAULT_MODEL
+    ),
+    out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path("nested"),
+    layers: Annotated[
+        int, typer.Option("--layers", min=0, help="Number of first layers. Default: half of them.")
+    ] = 0,
+    exits: Annotated[
+        str, typer.Option("--exits", help="Exits as fractions of these layers, as of s2d.")
+    ] = "0.5-0.75",
+    answers: Annotated[
+        int, typer.Option("--answers", min=1, help="Number of the model's answers to learn from.")
+    ] = 256,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
+    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 2e-4,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train the first layers of a model as a draft model that predicts tokens at several exits
+    (sorted fine-tuning), for the decoder s2d.
+
+    Example: anydecode train nested --layers 12 --steps 500 --out my-nested
+    """
+    from anydecode.decoders.speculative.s2d import exit_fractions
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.nested import NestedRecipe, train_nested
+
+    recipe = NestedRecipe(
+        layers,
+        exit_fractions(exits),
+        answers=answers,
+        steps=steps,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    with progress("steps", steps) as bar:
+        losses = train_nested(
+            load_checkpoint(model),
+            out,
+            recipe,
+            lambda step, loss: bar.update(step, detail=f"loss {loss:.3f}"),
+        )
+    if json:
+        print_json({"path": str(out), "losses": losses})
+    else:
+        print(out)
+
+
 @app.command("drafter")
 def train_drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (
@@ -285,7 +351,8 @@ def train_drafter(
         str,
         typer.Option(
             "--recipe",
-            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, dflash, dspark or p-eagle.",
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, dflash, dspark,"
+            " p-eagle or parallelspec.",
         ),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),
@@ -338,7 +405,7 @@ def train_drafter(
     Writing the texts and collecting the model's states come before the training. A run with the
     same --out is resumed; with more minutes, it is continued. The drafter is in the folder
     "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
-    blockwise or dflash).
+    blockwise, clover, dflash or parallelspec).
 
     Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
     """

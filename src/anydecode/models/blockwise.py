@@ -44,7 +44,7 @@ class BlockwiseNetwork(StepNetwork):
     def shared_head(self) -> bool:
         return True
 
-    def step_layer(self, backend: Backend, x: Any, step: int) -> Any:
+    def step_layer(self, backend: Backend, x: Any, step: int, index: int) -> Any:
         assert self.hidden is not None
         inner = backend.activate(self.hidden.apply(backend, x), "relu")
         return backend.add(x, self.outputs[step].apply(backend, inner))

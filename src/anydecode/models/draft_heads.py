@@ -1,8 +1,10 @@
-"""Opens drafters that read the states of their target, by their files: EAGLE, EAGLE-2, EAGLE-3 and
-P-EAGLE (DFlash and DSpark: `models/block_drafters.py`).
+"""Opens drafters that read the states of their target, by their files: EAGLE, EAGLE-2, EAGLE-3,
+P-EAGLE and ParallelSpec (DFlash and DSpark: `models/block_drafters.py`).
 
 EAGLE: Li et al., arXiv:2401.15077 and arXiv:2406.16858. EAGLE-3: arXiv:2503.01840. P-EAGLE:
-arXiv:2602.01469. Layouts: those of SafeAILab/EAGLE, SpecForge and speculators.
+arXiv:2602.01469. ParallelSpec: arXiv:2410.05589. Layouts: those of SafeAILab/EAGLE, SpecForge and
+speculators; that of ParallelSpec, of which no files are published, is EAGLE's with `mask_states`
+`[mask tokens, hidden]` and `mask_token_id`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from anydecode.models.states import StateWeights
 _OUTPUT_TAPS = {"LlamaForCausalLMEagle3", "PEagleDraftModel"}
 #: The state of mask tokens of P-EAGLE, and the number of tokens that it drafts by default.
 _MASK_STATE, _NUM_DRAFTS = "mask_hidden", 8
+#: The states of mask tokens of ParallelSpec.
+_MASK_STATES = "mask_states"
 #: The name of the first layer of EAGLE-3, which converted checkpoints number.
 _FIRST_LAYER = "midlayer"
 
@@ -86,7 +90,8 @@ def load_draft_head(
 
 class _Eagle:
     """Reads a drafter of EAGLE or EAGLE-2: a projection of embedding and state, layers of which the
-    first has no norm of its inputs, and the target's head without its norm."""
+    first has no norm of its inputs, and the target's head without its norm. ParallelSpec has states
+    of mask tokens beside."""
 
     joins = "projection"
 
@@ -112,16 +117,29 @@ class _Eagle:
             raise refusal("vocab_size", own.vocab_size, f"{target.vocab_size}, as the target's")
         if own.hidden_size != target.hidden_size:
             raise refusal("hidden_size", own.hidden_size, f"{target.hidden_size}, as the target's")
-        first = replace(own.layers[0], has_attention_norm=False)
+        first, block = replace(own.layers[0], has_attention_norm=False), self._mask_block()
         return replace(
             own,
-            architecture="Eagle",
+            architecture="Eagle" if block is None else "ParallelSpec",
             layers=(first, *own.layers[1:]),
-            states=StateSpec((), target.hidden_size),
+            states=StateSpec((), target.hidden_size, has_mask=block is not None),
+            block=block,
             has_final_norm=False,
             logit_scale=target.logit_scale,
             logit_softcap=target.logit_softcap,
         )
+
+    def _mask_block(self) -> BlockSpec | None:
+        """What ParallelSpec drafts; None for other drafters."""
+        if _MASK_STATES not in self.checkpoint.tensors:
+            return None
+        shape = np.shape(self.checkpoint.tensors[_MASK_STATES])  # type: ignore[arg-type]
+        if len(shape) != 2 or shape[0] >= MAX_COUNT:
+            raise CheckpointError(
+                f"{self.checkpoint.name}: {_MASK_STATES} has shape {shape}, not [masks, hidden]"
+            )
+        mask = int_value(self.config, "mask_token_id", low=0, high=MAX_TOKENS)
+        return BlockSpec(shape[0] + 1, mask, predicts_next=True)
 
     def read(self) -> Network:
         """The drafter's network."""
@@ -146,7 +164,11 @@ class _Eagle:
 
     def _states(self) -> StateWeights:
         shape = (self.hidden, 2 * self.hidden)
-        return StateWeights(projection=self.reader.linear("fc", shape, False))
+        weights = StateWeights(projection=self.reader.linear("fc", shape, False))
+        if self.spec.block is not None:
+            rows = self.spec.block.size - 1
+            weights.mask = self.reader.tensor(_MASK_STATES, (rows, self.hidden))
+        return weights
 
     def _layer_name(self, index: int) -> str:
         return f"layers.{index}"
@@ -250,7 +272,7 @@ class _Eagle3(_Eagle):
             target=self.reader.linear("fc", (hidden, width), False),
         )
         if states.has_mask:
-            weights.mask = self.reader.tensor(_MASK_STATE, (1, 1, width))[0, 0]
+            weights.mask = self.reader.tensor(_MASK_STATE, (1, 1, width))[0]
         if states.num_target_norms == 1:
             weights.target_norms = [read("input_norm.weight", width)]
         elif states.num_target_norms:

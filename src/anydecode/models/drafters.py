@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from anydecode.models.blockwise import is_blockwise, load_blockwise
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.clover import is_clover, load_clover
 from anydecode.models.draft_heads import is_draft_head, load_draft_head
 from anydecode.models.hydra import is_hydra, load_hydra
 from anydecode.models.medusa import is_medusa, load_medusa
@@ -22,6 +23,7 @@ _KINDS: tuple[tuple[Callable[[Checkpoint], bool], Loader], ...] = (
     (is_medusa, load_medusa),
     (is_hydra, load_hydra),
     (is_blockwise, load_blockwise),
+    (is_clover, load_clover),
     (is_mtp, load_mtp),
     (is_draft_head, load_draft_head),
 )

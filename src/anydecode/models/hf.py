@@ -33,6 +33,9 @@ class HuggingFaceModel:
     use adapters or return hidden states raise `UnsupportedCombinationError`.
     """
 
+    #: Whether passes return hidden states.
+    has_hidden = False
+
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         self.name: str = getattr(model.config, "_name_or_path", "") or type(model).__name__

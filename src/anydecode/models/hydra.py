@@ -58,7 +58,7 @@ class HydraNetwork(StepNetwork):
         """The target's hidden size."""
         return self.width // (self.num_steps + 1)
 
-    def step_layer(self, backend: Backend, x: Any, step: int) -> Any:
+    def step_layer(self, backend: Backend, x: Any, step: int, index: int) -> Any:
         size = self.size
         before = backend.columns(x, 0, (step + 1) * size)
         if step == 0 and self.prefix is not None:

@@ -55,7 +55,7 @@ class MedusaNetwork(StepNetwork):
     def shared_head(self) -> bool:
         return all(head.output is self.heads[0].output for head in self.heads)
 
-    def step_layer(self, backend: Backend, x: Any, step: int) -> Any:
+    def step_layer(self, backend: Backend, x: Any, step: int, index: int) -> Any:
         for block in self.heads[step].blocks:
             x = backend.add(x, backend.activate(block.apply(backend, x), "silu"))
         return x

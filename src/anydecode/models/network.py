@@ -845,7 +845,8 @@ def _check_states(spec: ModelSpec, weights: StateWeights | None) -> None:
     if (weights.mask is not None) != states.has_mask:
         raise CheckpointError("only one of the spec and the weights has the state of mask tokens")
     if weights.mask is not None:
-        _check_vector("the state of mask tokens", weights.mask, width)
+        for row in weights.mask:
+            _check_vector("the state of a mask token", row, width)
     size = width if len(weights.target_norms) == 1 else states.target_size
     for norm in weights.target_norms:
         _check_vector("a norm of the target's states", norm, size)

@@ -227,8 +227,8 @@ class StateSpec:
             many tokens at most (see `StepNetwork`); 0 for one head for all.
         reads_tokens: Whether the drafter reads drafted tokens; otherwise its own states follow
             from the target's state without a pass (Medusa).
-        has_mask: Whether mask tokens read a learned state in place of the target's (P-EAGLE), so
-            that the drafter's own states are not used.
+        has_mask: Whether mask tokens read learned states in place of the target's (P-EAGLE,
+            ParallelSpec), so that the drafter's own states are not used.
     """
 
     taps: tuple[int, ...]

@@ -34,7 +34,8 @@ class StateWeights:
         state_norm: `[hidden_size]`; of a context, after the projection.
         target: `[hidden_size, taps * target_size]`, of the target's states side by side.
         target_norms: One `[target_size]` per tap, or one of all of them side by side.
-        mask: `[taps * target_size]`, in place of the target's states of mask tokens.
+        mask: `[mask tokens, taps * target_size]`, in place of the target's states of mask tokens;
+            one row if it is the same for all.
     """
 
     projection: Linear | None = None

@@ -1,7 +1,7 @@
-"""Drafters with one head per drafted token (Medusa, Hydra).
+"""Drafters with one head per drafted token (Medusa, Hydra, Clover).
 
 The state of a row ends with its step: the number of tokens that were drafted before it on its path.
-The row runs through the layer and the head of that step. So decoders see a drafter that reads
+The row runs through the layers and the head of that step. So decoders see a drafter that reads
 states like any other.
 """
 
@@ -23,10 +23,10 @@ from anydecode.models.transformer import Executor, Transformer, run_parts
 
 @dataclass(eq=False)
 class StepNetwork(Network, ABC):
-    """A network of which each step has a layer and a head of its own.
+    """A network of which each step has layers and a head of its own.
 
-    Hidden states have `width` numbers: the state of a row without its step. There is one layer; the
-    head reads its output.
+    Hidden states have `width` numbers: the state of a row without its step. The head reads the
+    output of the last layer; most kinds have one.
     """
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class StepNetwork(Network, ABC):
         return False
 
     @abstractmethod
-    def step_layer(self, backend: Backend, x: Any, step: int) -> Any:
-        """The output of the layer of `step`."""
+    def step_layer(self, backend: Backend, x: Any, step: int, index: int) -> Any:
+        """The output of layer `index` of `step`."""
 
     @abstractmethod
     def step_head(self, backend: Backend, x: Any, step: int) -> Any:
@@ -69,7 +69,7 @@ class StepNetwork(Network, ABC):
         yield from self.step_matrices()
 
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
-        return self.step_layer(backend, x, 0)
+        return self.step_layer(backend, x, 0, index)
 
     def head(self, backend: Backend, x: Any) -> Any:
         return self.step_head(backend, x, 0)
@@ -79,7 +79,7 @@ class StepNetwork(Network, ABC):
     ) -> tuple[Callable[[Backend, Any, int], Any], Callable[[Backend, Any], Any]]:
         """`layer` and `head` of a step."""
         return (
-            lambda backend, x, index: self.step_layer(backend, x, step),
+            lambda backend, x, index: self.step_layer(backend, x, step, index),
             lambda backend, x: self.step_head(backend, x, step),
         )
 

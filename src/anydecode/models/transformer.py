@@ -158,11 +158,12 @@ class Transformer:
         assert weights is not None, "a drafter that reads states"
         return weights.project(taps, self.spec, getattr(self.executor, "linear", None))
 
-    def mask_state(self) -> np.ndarray:
-        """The state that mask tokens read, float32 `[hidden_size]`."""
+    def mask_states(self, count: int) -> np.ndarray:
+        """The states that the first `count` mask tokens read, float32 `[count, hidden_size]`."""
         weights, states = self.network.weights.states, self.spec.states
         assert weights is not None and weights.mask is not None and states is not None
-        return self.project_states(np.split(weights.mask[None], states.num_taps, -1))[0]
+        rows = np.broadcast_to(weights.mask, (max(count, len(weights.mask)), weights.mask.shape[1]))
+        return self.project_states(np.split(rows[:count], states.num_taps, -1))
 
     def own_states(self, hidden: np.ndarray) -> np.ndarray:
         """The states of a drafter's own that stand in for those of its target, from its last hidden

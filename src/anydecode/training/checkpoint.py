@@ -125,6 +125,17 @@ def save_block_llama(
     _save(folder, config, tensors, tokenizer.backend, special)
 
 
+def save_nested_llama(
+    folder: Path, weights: dict[str, torch.Tensor], shape: Shape, tokenizer: HFTokenizer
+) -> None:
+    """Write `weights`, a state dict of `Transformer`, as an autoregressive checkpoint with the
+    tokenizer of the model that they come from."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama_config(shape)}
+    config |= {"eos_token_id": [*tokenizer.eos_ids]}
+    tensors = {llama_name(name): weights[name] for name in weights}
+    _save(folder, config, tensors, tokenizer.backend, tokenizer.special_texts)
+
+
 def _llama_config(shape: Shape) -> dict[str, Any]:
     return {
         "hidden_act": "silu",

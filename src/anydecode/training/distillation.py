@@ -1,9 +1,11 @@
-"""Distillation of a diffusion model for fewer passes, on data that the package generates.
+"""Distillation of a diffusion model for fewer passes, or to draft for an autoregressive target, on
+data that the package generates.
 
 `dscd` (Liang et al., CD4LM, arXiv:2601.02236) trains the student to agree with the teacher under
 nested masks: the teacher's mask is a subset of the student's. `certainty` (Chen et al., dParallel,
 arXiv:2509.26488) lowers the model's entropy where it is right, on its own answers. Both train all
-weights instead of a low-rank adapter, which is enough at this size.
+weights instead of a low-rank adapter, which is enough at this size. `deer` and `specdiff-2`: see
+`draft_distillation.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,15 +23,26 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.training import checkpoint
 from anydecode.training.data import sample_pairs
 from anydecode.training.denoising import denoise
+from anydecode.training.draft_distillation import (
+    check_target,
+    drafted_part,
+    masked_continuation,
+    missed_streak,
+    refined_continuation,
+    target_answers,
+)
 from anydecode.training.objectives import without_mask
 from anydecode.training.tokenizer import EOS_ID, MASK_ID
 from anydecode.training.transformer import Transformer
 
-METHODS = ("cd4lm", "dparallel")
+METHODS = ("cd4lm", "dparallel", "deer", "specdiff-2")
+#: Methods that train a draft model on answers of a target, and the answers' temperature.
+DRAFTING = {"deer": 0.0, "specdiff-2": 1.0}
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,7 @@ class DistillationRecipe:
     seed: int = 0
     temperature: float = 2.0  # cd4lm
     certainty: float = 2.0  # dparallel: weight of the entropy
+    target: str = "tiny-autoregressive"  # deer, specdiff-2: the model to draft for
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -65,6 +80,25 @@ def distil(
     """Distil the checkpoint in `folder` into `out`; returns the losses. Calls `report(step, loss)`
     after every step."""
     teacher, tokenizer = checkpoint.load_llada(folder)
+    with ExitStack() as stack:
+        target = None
+        if recipe.method in DRAFTING:
+            target = stack.enter_context(LLM(recipe.target))
+            check_target(target, teacher)
+        student, losses = _train(teacher, target, tokenizer, recipe, report)
+    checkpoint.save_llada(out, student.state_dict(), student.shape, tokenizer)
+    return losses
+
+
+def _train(
+    teacher: Transformer,
+    target: LLM | None,
+    tokenizer: tokenizers.Tokenizer,
+    recipe: DistillationRecipe,
+    report: Callable[[int, float], None],
+) -> tuple[Transformer, list[float]]:
+    """The student, which starts as the teacher, and the losses. `target` answers the prompts of
+    methods that train a draft model."""
     student = copy.deepcopy(teacher).train()
     optimizer = torch.optim.AdamW(student.parameters(), recipe.rate, (0.9, 0.98), weight_decay=0.01)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -72,8 +106,10 @@ def distil(
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-        canvases = _canvases(teacher, tokenizer, recipe, step)
-        if recipe.method == "cd4lm":
+        canvases = _canvases(teacher, target, tokenizer, recipe, step)
+        if recipe.method in DRAFTING:
+            loss = drafting(student, canvases, step / recipe.steps, recipe, generator)
+        elif recipe.method == "cd4lm":
             loss = dscd(student, teacher, canvases, step / recipe.steps, recipe, generator)
         else:
             loss = certainty(student, canvases, recipe, generator)
@@ -83,8 +119,7 @@ def distil(
         optimizer.step()
         losses.append(float(loss.detach()))
         report(step + 1, losses[-1])
-    checkpoint.save_llada(out, student.state_dict(), student.shape, tokenizer)
-    return losses
+    return student, losses
 
 
 @dataclass(frozen=True)
@@ -98,17 +133,26 @@ class Canvases:
 
 
 def _canvases(
-    teacher: Transformer, tokenizer: tokenizers.Tokenizer, recipe: DistillationRecipe, step: int
+    teacher: Transformer,
+    target: LLM | None,
+    tokenizer: tokenizers.Tokenizer,
+    recipe: DistillationRecipe,
+    step: int,
 ) -> list[Canvases]:
-    """The examples of a step, with reference answers (cd4lm) or the model's own (dparallel)."""
+    """The examples of a step, with reference answers (cd4lm), the model's own (dparallel), or those
+    of `target`."""
     pairs = sample_pairs(tokenizer, Random(f"{recipe.seed}/{recipe.method}/{step}"), recipe.batch)
     groups: dict[int, list[list[int]]] = {}
     for prompt, answer in pairs:
         groups.setdefault(len(prompt), []).append(prompt + answer)
     canvases = []
     for start, rows in sorted(groups.items()):
-        if recipe.method == "dparallel":
-            prompts = [row[:start] for row in rows]
+        prompts = [row[:start] for row in rows]
+        if target is not None:
+            given = recipe.canvas, DRAFTING[recipe.method], recipe.seed + step * recipe.batch
+            answers = target_answers(target, prompts, *given)
+            rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        elif recipe.method == "dparallel":
             answers, _ = denoise(teacher, prompts, recipe.canvas, 1.1)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         width = start + recipe.canvas
@@ -118,6 +162,31 @@ def _canvases(
         lengths = torch.where(ended.any(-1), ended.argmax(-1) + 1, recipe.canvas)
         canvases.append(Canvases(tokens, start, lengths))
     return canvases
+
+
+def drafting(
+    student: Transformer,
+    canvases: list[Canvases],
+    progress: float,
+    recipe: DistillationRecipe,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The loss of `deer`, whose second stage is the second half of the training, or of
+    `specdiff-2`."""
+    total, size = torch.zeros(()), recipe.block
+    for part in canvases:
+        if recipe.method == "specdiff-2":
+            rows = drafted_part(part.tokens, part.start, size, generator)
+            loss = missed_streak(student, rows, size)
+        elif progress < 0.5:
+            rows = drafted_part(part.tokens, part.start, size, generator)
+            loss = masked_continuation(student, rows, size, generator)
+        else:
+            length = int(torch.randint(1, size + 1, (1,), generator=generator))
+            rows = drafted_part(part.tokens, part.start, length, generator)
+            loss = refined_continuation(student, rows, length)
+        total = total + loss * len(part.tokens)
+    return total / sum(len(part.tokens) for part in canvases)
 
 
 def dscd(

@@ -70,7 +70,7 @@ def test_certificate_rejects_heads_that_are_one_off(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         BlockwiseNetwork,
         "step_layer",
-        lambda self, backend, x, step: layer(self, backend, x, max(0, step - 1)),
+        lambda self, backend, x, step, at: layer(self, backend, x, max(0, step - 1), at),
     )
     assert_rejected("blockwise")
 
@@ -79,7 +79,7 @@ def test_certificate_rejects_heads_that_are_one_off(monkeypatch: Patch) -> None:
 def test_certificate_rejects_another_layer(
     monkeypatch: Patch, has_residual: bool, activation: str
 ) -> None:
-    def layer(self: BlockwiseNetwork, backend: Any, x: Any, step: int) -> Any:
+    def layer(self: BlockwiseNetwork, backend: Any, x: Any, step: int, index: int) -> Any:
         assert self.hidden is not None
         y = backend.activate(self.hidden.apply(backend, x), activation)
         y = self.outputs[step].apply(backend, y)

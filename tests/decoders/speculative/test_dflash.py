@@ -248,7 +248,9 @@ def test_certificate_rejects_mask_tokens_at_one_position(monkeypatch: Patch) -> 
 def test_certificate_rejects_mask_tokens_without_their_state(monkeypatch: Patch) -> None:
     only_drafter(monkeypatch, oracle, "P-EAGLE")
     monkeypatch.setattr(
-        Transformer, "mask_state", lambda self: np.zeros(self.spec.hidden_size, np.float32)
+        Transformer,
+        "mask_states",
+        lambda self, count: np.zeros((count, self.spec.hidden_size), np.float32),
     )
     assert_rejected("dflash")
 

@@ -59,8 +59,8 @@ def test_certificate_rejects_heads_that_forget_earlier_tokens(monkeypatch: Patch
     """A node's input is that of its parent and the node's embedding."""
     layer = HydraNetwork.step_layer
 
-    def forgetful(self: HydraNetwork, backend: Any, x: Any, step: int) -> Any:
-        y, last = layer(self, backend, x, step), step + 1
+    def forgetful(self: HydraNetwork, backend: Any, x: Any, step: int, index: int) -> Any:
+        y, last = layer(self, backend, x, step, index), step + 1
         if not step:
             return y
         token = backend.columns(y, last * self.size, self.size)

@@ -58,13 +58,13 @@ def test_certificate_rejects_heads_that_are_one_off(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         MedusaNetwork,
         "step_layer",
-        lambda self, backend, x, step: layer(self, backend, x, last(self, step)),
+        lambda self, backend, x, step, at: layer(self, backend, x, last(self, step), at),
     )
     assert_rejected("medusa")
 
 
 def test_certificate_rejects_blocks_without_residual(monkeypatch: Patch) -> None:
-    def plain(self: MedusaNetwork, backend: Any, x: Any, step: int) -> Any:
+    def plain(self: MedusaNetwork, backend: Any, x: Any, step: int, index: int) -> Any:
         for block in self.heads[step].blocks:
             x = backend.activate(block.apply(backend, x), "silu")
         return x

@@ -10,8 +10,10 @@ import pytest
 
 from anydecode.certification.oracles.speculative import omnidraft as oracle
 from anydecode.decoders.speculative import omnidraft
+from anydecode.decoders.speculative.acceptance_head import OnlineHead
 from anydecode.decoders.speculative.omnidraft import Lesson, OmniDrafter, Translation, hybrid_loss
-from certificates import assert_certified, assert_rejected
+from anydecode.errors import InvalidRequestError
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
@@ -72,3 +74,33 @@ def test_translation_prefers_the_longest_run() -> None:
     assert translation.translate([10, 11, 12], letters) == [(5, 3)]
     assert translation.translate([10, 11], letters[:2]) == [(4, 2)]
     assert translation.translate([10, 13], [b"a", b"?"]) == [(1, 1)]
+
+
+def test_certificate_rejects_a_head_that_is_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnlineHead, "train", lambda self: None)
+    assert_rejected("omnidraft")
+
+
+def test_certificate_rejects_a_length_that_ignores_the_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replace_defaults(monkeypatch, "omnidraft", bound=1.0)
+    assert_rejected("omnidraft")
+
+
+def test_certificate_rejects_acceptances_behind_the_first_rejection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add = omnidraft._Session._add_acceptances
+
+    def all_of_them(self: Any, round: Any) -> None:
+        add(self, replace(round, result=replace(round.result, path=[*range(len(round.tree))])))
+
+    monkeypatch.setattr(omnidraft._Session, "_add_acceptances", all_of_them)
+    assert_rejected("omnidraft")
+
+
+@pytest.mark.parametrize("bound", [0, 1.5])
+def test_a_bound_out_of_range_is_refused(bound: float) -> None:
+    with pytest.raises(InvalidRequestError, match=f"bound is {bound}"):
+        OmniDrafter(0.01, bound)

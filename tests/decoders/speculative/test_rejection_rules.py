@@ -163,7 +163,7 @@ def test_probable_siblings_that_are_compared_as_drawn_are_noticed(
 ) -> None:
     pruned = GrowingTree.pruned
 
-    def as_drawn(self: GrowingTree, nodes: Any, kind: str, with_probabilities: bool) -> Any:
+    def as_drawn(self: GrowingTree, nodes: Any, kind: str, has_probabilities: bool) -> Any:
         return pruned(self, nodes, "wor", True)
 
     monkeypatch.setattr(GrowingTree, "pruned", as_drawn)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from anydecode.certification.oracles.speculative.dflash import ParallelEagle  # noqa: E402
-from anydecode.training.drafters import peagle  # noqa: E402
+from anydecode.training.drafters import blocks as parts  # noqa: E402
 from anydecode.training.drafters.peagle import PEagle  # noqa: E402
 from learners import TinyLearner  # noqa: E402
 
@@ -34,7 +34,7 @@ def test_slots_equal_the_oracles(tmp_path: Path) -> None:
 def test_slots_that_attend_to_later_rows_differ(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend = peagle.attend_blocks
+    attend = parts.attend_blocks
 
     def leaking(projections: Any, blocks: Any, context: Any, places: Any, visible: Any) -> Any:
         if mistake == "later masks":
@@ -43,5 +43,5 @@ def test_slots_that_attend_to_later_rows_differ(
             visible = visible.roll(1, -1) | visible
         return attend(projections, blocks, context, places, visible)
 
-    monkeypatch.setattr(peagle, "attend_blocks", leaking)
+    monkeypatch.setattr(parts, "attend_blocks", leaking)
     assert not equals_oracle(tmp_path)

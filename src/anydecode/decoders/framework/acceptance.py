@@ -26,6 +26,9 @@ class Acceptance(ABC):
     """Base class of acceptance rules. `exactness` is the guarantee that the rule gives."""
 
     exactness: str
+    #: Whether it compares drafts with the distributions that they were drawn from, which
+    #: `TokenTree.probabilities` must hold.
+    reads_probabilities = False
 
     @abstractmethod
     def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:

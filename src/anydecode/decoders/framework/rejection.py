@@ -77,6 +77,7 @@ class RejectionSampling(Acceptance):
     """
 
     exactness = "distribution-exact"
+    reads_probabilities = True
 
     def __init__(self, lenience: float = 1.0) -> None:
         if not 0 < lenience <= 1:

@@ -9,44 +9,40 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
+from anydecode.decoders.speculative.draft_model import distribution_list, sampled_chain
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
 
 
 class BlockDrafter(DiffusionDrafter):
     """Drafts a chain of tokens sampled from the distributions of the masks."""
 
-    def __init__(self, with_probabilities: bool = False) -> None:
-        self.with_probabilities = with_probabilities
+    def __init__(self, rule: Acceptance | None = None) -> None:
+        self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self.with_probabilities)
+        return _Session(sequence, self.rule)
 
 
 class _Session(DiffusionSession):
-    def __init__(self, sequence: Sequence, with_probabilities: bool) -> None:
+    def __init__(self, sequence: Sequence, rule: Acceptance | None) -> None:
         super().__init__(sequence)
-        self.with_probabilities = with_probabilities
+        self.rule = rule
 
     def propose(self, size: int) -> Proposal:
         sequence = self.sequence
         rows = yield from self.marginals(size)
-        sampler, drafts, distributions = sequence.sampler.fork(), [], {}
+        sampler, drafts = sequence.sampler.fork(), list[int]()
+        distributions = distribution_list(self.rule)
         for offset, row in enumerate(rows):
             token = sequence.sample(sampler, row, sequence.length + offset)
-            if self.with_probabilities:
-                distributions[offset - 1] = sampler.distribution(row).dense(len(row))
+            if distributions is not None:
+                distributions.append(sampler.distribution(row).dense(len(row)))
             sampler.advance(token)
             drafts.append(token)
-        kind = "wor" if self.with_probabilities else "point"
-        return TokenTree.chain(drafts, probabilities=distributions, kind=kind)
+        return sampled_chain(drafts, distributions)
 
 
 @register(
@@ -63,9 +59,10 @@ class _Session(DiffusionSession):
             "verification ends at the first rejection; the paper's printed algorithm continues"
             " after it",
             "16 drafts by default (the paper: up to 32)",
-            "any diffusion model can draft",
+            "any diffusion model can draft; the two-stage training that aligns one with its target,"
+            " `anydecode train distil --method deer`, is for those that this package trained, and"
+            " has no separator token before the draft and up to 8 masked tokens (the paper: 96)",
         ),
-        missing=("the two-stage training that aligns the draft model with the target",),
         remote={
             "size": Range(0, 64),
             "acceptance": ACCEPTANCE_WORDS,
@@ -80,4 +77,4 @@ def deer(size: int = 16, acceptance: str | Acceptance = "token-exact") -> Specul
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    return Speculative(BlockDrafter(isinstance(rule, RejectionSampling)), size, rule)
+    return Speculative(BlockDrafter(rule), size, rule)

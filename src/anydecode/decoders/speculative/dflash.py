@@ -19,11 +19,7 @@ from typing import Any
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -55,16 +51,18 @@ class _Session(DraftSession):
 
 class BlockDrafter(Drafter):
     """Drafts the most likely token of each slot of a block, or with `tree` the best-first tree over
-    the slots' candidates; see `BlockTree` for `threshold` and `has_noise`."""
+    the slots' candidates; see `BlockTree` for `threshold`, `TreeDrafter` for `rule`."""
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True, drafts_blocks=True)
 
-    def __init__(self, tree: bool = False, threshold: float = 0.1, has_noise: bool = True) -> None:
+    def __init__(
+        self, tree: bool = False, threshold: float = 0.1, rule: Acceptance | None = None
+    ) -> None:
         if not 0 <= threshold <= 1:
             raise InvalidRequestError(f"threshold is {threshold}; allowed is a number from 0 to 1")
         self.tree = tree
         self.threshold = threshold
-        self.has_noise = has_noise
+        self.has_noise = rule is None or not rule.reads_probabilities
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -118,5 +116,5 @@ def dflash(
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    drafter = BlockDrafter(tree, threshold, not isinstance(rule, RejectionSampling))
+    drafter = BlockDrafter(tree, threshold, rule)
     return Speculative(drafter, size, rule)

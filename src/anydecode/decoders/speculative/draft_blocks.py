@@ -75,14 +75,15 @@ def score_block(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest
 
 
 def _score_masks(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest:
-    """The request of P-EAGLE: rows of the text's tokens, as those of EAGLE-3, then mask tokens."""
+    """The request of P-EAGLE and ParallelSpec: rows of the text's tokens, as those of EAGLE, then
+    mask tokens."""
     request, kv_cache = sequence.score(runner=DRAFT), sequence.kv_cache(DRAFT)
     model: Any = kv_cache.pool.model
     positions = np.arange(sequence.length - 1, sequence.length - 1 + size)
     masks = [block.mask_token] * (size - 1)
     if masks:
         span = causal_span(kv_cache, positions[1:], np.array(masks))
-        span.states = np.tile(model.mask_state(), (len(masks), 1))
+        span.states = model.mask_states(len(masks))
         span.output_rows = range(len(masks))
         request.groups[0].append(span)
     request.positions, request.row_parents = positions, list(range(-1, size - 1))

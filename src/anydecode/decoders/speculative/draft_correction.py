@@ -14,38 +14,57 @@ Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 
 
+class Adam:
+    """Steps of Adam (Kingma and Ba, arXiv:1412.6980) on `parameters`, in place, with the learning
+    rate `rate`."""
+
+    def __init__(self, parameters: dict[str, np.ndarray], rate: float) -> None:
+        self.parameters, self.rate = parameters, rate
+        self._moments = {
+            name: (np.zeros_like(value), np.zeros_like(value)) for name, value in parameters.items()
+        }
+        self._num_steps = 0
+
+    def step(self, gradients: dict[str, np.ndarray]) -> None:
+        """One step along the gradients of all parameters."""
+        self._num_steps += 1
+        for name, gradient in gradients.items():
+            first, second = self._moments[name]
+            first += (1 - _BETA1) * (gradient - first)
+            second += (1 - _BETA2) * (gradient * gradient - second)
+            mean = first / (1 - _BETA1**self._num_steps)
+            variance = second / (1 - _BETA2**self._num_steps)
+            self.parameters[name] -= self.rate * mean / (np.sqrt(variance) + _EPSILON)
+
+
+def normed(hidden: np.ndarray) -> np.ndarray:
+    """Hidden states `[..., hidden_size]` over the root of their mean square."""
+    result: np.ndarray = hidden / np.sqrt((hidden * hidden).mean(-1, keepdims=True) + 1e-6)
+    return result
+
+
 class Correction:
     """A correction added to the draft model's logits: a low-rank function of its last hidden state,
-    zero before training. Trained by Adam (Kingma and Ba, arXiv:1412.6980)."""
+    zero before training. Trained by `Adam`."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, rate: float) -> None:
         bound = hidden_size**-0.5
         uniform = np.random.default_rng(0).uniform
-        self.rate = rate
         self.parameters = {
             "down": uniform(-bound, bound, (rank, hidden_size)).astype(np.float32),
             "down_bias": uniform(-bound, bound, rank).astype(np.float32),
             "up": np.zeros((vocab_size, rank), np.float32),
             "up_bias": np.zeros(vocab_size, np.float32),
         }
-        self._moments = {
-            name: (np.zeros_like(value), np.zeros_like(value))
-            for name, value in self.parameters.items()
-        }
-        self._num_steps = 0
+        self._adam = Adam(self.parameters, rate)
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
         """The correction of the logits, `[..., vocab_size]`, for `hidden` `[..., hidden_size]`."""
         p = self.parameters
-        return self._low_rank(self._normed(hidden)) @ p["up"].T + p["up_bias"]
+        return self._low_rank(normed(hidden)) @ p["up"].T + p["up_bias"]
 
-    @staticmethod
-    def _normed(hidden: np.ndarray) -> np.ndarray:
-        normed: np.ndarray = hidden / np.sqrt((hidden * hidden).mean(-1, keepdims=True) + 1e-6)
-        return normed
-
-    def _low_rank(self, normed: np.ndarray) -> np.ndarray:
-        low: np.ndarray = normed @ self.parameters["down"].T + self.parameters["down_bias"]
+    def _low_rank(self, x: np.ndarray) -> np.ndarray:
+        low: np.ndarray = x @ self.parameters["down"].T + self.parameters["down_bias"]
         return low
 
     def train(self, hidden: np.ndarray, logits: np.ndarray, loss: Loss, steps: int) -> list[float]:
@@ -69,19 +88,12 @@ class Correction:
 
     def _step(self, hidden: np.ndarray, errors: np.ndarray) -> None:
         """One step of Adam; `errors` is the gradient of the loss in the corrected logits."""
-        normed = self._normed(hidden)
+        x = normed(hidden)
         back = errors @ self.parameters["up"]
         gradients = {
-            "down": back.T @ normed,
+            "down": back.T @ x,
             "down_bias": back.sum(0),
-            "up": errors.T @ self._low_rank(normed),
+            "up": errors.T @ self._low_rank(x),
             "up_bias": errors.sum(0),
         }
-        self._num_steps += 1
-        for name, gradient in gradients.items():
-            first, second = self._moments[name]
-            first += (1 - _BETA1) * (gradient - first)
-            second += (1 - _BETA2) * (gradient * gradient - second)
-            mean = first / (1 - _BETA1**self._num_steps)
-            variance = second / (1 - _BETA2**self._num_steps)
-            self.parameters[name] -= self.rate * mean / (np.sqrt(variance) + _EPSILON)
+        self._adam.step(gradients)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal
 from anydecode.errors import ConstraintError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -20,15 +21,20 @@ DRAFT = "draft"
 
 
 class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, with_probabilities: bool = False) -> None:
+    def __init__(self, sequence: Sequence, rule: Acceptance | None) -> None:
         self.sequence = sequence
-        self.with_probabilities = with_probabilities
+        self.rule = rule
 
     def propose(self, size: int) -> Proposal:
         self.sequence.align(DRAFT)
-        distributions: list[np.ndarray] | None = [] if self.with_probabilities else None
+        distributions = distribution_list(self.rule)
         drafts = yield from draft_chain(self.sequence, [], size, distributions=distributions)
         return sampled_chain(drafts, distributions)
+
+
+def distribution_list(rule: Acceptance | None) -> list[np.ndarray] | None:
+    """An empty list for the distributions of drafts, if the rule compares with them."""
+    return [] if rule is not None and rule.reads_probabilities else None
 
 
 def sampled_chain(drafts: list[int], distributions: list[np.ndarray] | None) -> TokenTree:
@@ -48,6 +54,7 @@ def draft_chain(
     should_stop: Callable[[Sampler, np.ndarray, int], bool] | None = None,
     probabilities: list[float] | None = None,
     min_probability: float = 0.0,
+    states: list[np.ndarray] | None = None,
 ) -> Generator[DecoderAction, Any, list[int]]:
     """Draft a chain of up to `size` tokens with `runner`, one pass per token, or all of them in one
     multi-step pass where the backend can sample them.
@@ -65,6 +72,8 @@ def draft_chain(
             it.
         probabilities: If given, the probability of each draft at temperature 1 is appended.
         min_probability: The product of these below which the chain ends.
+        states: If given, the runner's last hidden state before each draft is appended, float32
+            `[hidden_size]`.
     """
     sampler = sequence.sampler.fork()
     for token in prefix:
@@ -76,6 +85,7 @@ def draft_chain(
     needs_rows = (
         distributions is not None
         or should_stop is not None
+        or states is not None
         or draft_spec.vocab_size > target_spec.vocab_size
     )
     while len(drafts) < size and path_probability >= min_probability:
@@ -85,6 +95,7 @@ def draft_chain(
             runner=runner,
             extra_tokens=0 if needs_rows else size - len(drafts) - 1,
             min_probability=min_probability,
+            hidden=() if states is None else (draft_spec.num_layers,),
         )
         scores = yield request
         if request.multi_step_probabilities:  # else the backend has run one step
@@ -92,6 +103,8 @@ def draft_chain(
                 probabilities += request.multi_step_probabilities
             return drafts + request.multi_step_tokens
         row = fit_vocab(sequence, scores.row(-1))
+        if states is not None:
+            states.append(scores.hidden[draft_spec.num_layers][-1].copy())
         try:
             token = sequence.sample(sampler, row, len(tokens) + len(drafts))
         except ConstraintError:
@@ -129,16 +142,19 @@ def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain with the runner "draft". `with_probabilities` keeps the distribution of each
-    draft, for acceptance rules that need it."""
+    """Drafts a chain with the runner "draft".
+
+    Args:
+        rule: The acceptance rule that the drafts are for; None: `TokenExact`.
+    """
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True)
 
-    def __init__(self, with_probabilities: bool = False) -> None:
-        self.with_probabilities = with_probabilities
+    def __init__(self, rule: Acceptance | None = None) -> None:
+        self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self.with_probabilities)
+        return _Session(sequence, self.rule)
 
 
 def truncate_to_prefix(kv_cache: SequenceCache, text: list[int]) -> None:

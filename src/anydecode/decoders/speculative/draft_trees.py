@@ -12,7 +12,6 @@ import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -120,7 +119,7 @@ class GrowingTree:
             self._advance_sampler(node)
             self._store_candidates(node, scores.row(row))
 
-    def pruned(self, nodes: Seq[int], kind: str, with_probabilities: bool) -> TokenTree:
+    def pruned(self, nodes: Seq[int], kind: str, has_probabilities: bool) -> TokenTree:
         """The tree of `nodes` alone, in their order; their parents must be among them."""
         tree, positions = TokenTree(kind=kind), {ROOT: ROOT}
         for node in nodes:
@@ -131,7 +130,7 @@ class GrowingTree:
             if tree.children(position)
         ]
         tree.confidence = sum(tops) / len(tops) if tops else None
-        if with_probabilities:
+        if has_probabilities:
             size = self.sequence.kv_cache().pool.model.spec.vocab_size
             tree.probabilities = {
                 positions[node]: candidates.dense(size)
@@ -255,7 +254,7 @@ class TreeDrafter(Drafter):
 
     def __init__(self, rule: Acceptance | None = None) -> None:
         self.noise: TreeNoise = "target"
-        if isinstance(rule, RejectionSampling):
+        if rule is not None and rule.reads_probabilities:
             self.noise = "none" if self.kind == "point" else "own"
 
     def new_tree(self, sequence: Sequence) -> GrowingTree:

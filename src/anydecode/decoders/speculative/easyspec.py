@@ -8,18 +8,17 @@ cache.
 
 from __future__ import annotations
 
-import numpy as np
-
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab, sampled_chain
+from anydecode.decoders.speculative.draft_model import (
+    DRAFT,
+    distribution_list,
+    fit_vocab,
+    sampled_chain,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -30,11 +29,11 @@ class LayerParallelDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(self, group: int, with_probabilities: bool = False) -> None:
+    def __init__(self, group: int, rule: Acceptance | None = None) -> None:
         if group < 2:
             raise InvalidRequestError("easyspec needs groups of at least two layers")
         self.group = group
-        self.with_probabilities = with_probabilities
+        self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -60,7 +59,7 @@ class _Session(DraftSession):
         scores = yield sequence.score(runner=DRAFT)
         self.exact = kv_cache.length
         drafts: list[int] = []
-        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
+        distributions = distribution_list(self.drafter.rule)
         while True:
             row = fit_vocab(sequence, scores.row(-1))
             token = sequence.sample(sampler, row, sequence.length + len(drafts))
@@ -110,5 +109,5 @@ def easyspec(
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    drafter = LayerParallelDrafter(group, isinstance(rule, RejectionSampling))
+    drafter = LayerParallelDrafter(group, rule)
     return Speculative(drafter, size, rule)

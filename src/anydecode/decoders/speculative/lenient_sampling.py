@@ -31,4 +31,5 @@ def lenient_sampling(size: int = 4, lenience: float = 0.5) -> Speculative:
         size: Number of drafts per round.
         lenience: Factor on the draft's probability, above 0 and at most 1.
     """
-    return Speculative(ModelDrafter(with_probabilities=True), size, RejectionSampling(lenience))
+    rule = RejectionSampling(lenience)
+    return Speculative(ModelDrafter(rule), size, rule)

@@ -14,11 +14,7 @@ from dataclasses import replace
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -57,4 +53,4 @@ def mtp(size: int = 3, acceptance: str | Acceptance = "token-exact") -> Speculat
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    return Speculative(MtpDrafter(isinstance(rule, RejectionSampling)), size, rule)
+    return Speculative(MtpDrafter(rule), size, rule)

@@ -25,6 +25,7 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
+from anydecode.decoders.speculative.acceptance_head import OnlineHead
 from anydecode.decoders.speculative.draft_correction import Correction, Loss
 from anydecode.decoders.speculative.draft_model import DRAFT, truncate_to_prefix
 from anydecode.errors import InvalidRequestError
@@ -34,6 +35,8 @@ from anydecode.scoring.tree import TokenTree
 
 #: Rank of the trained addition to the output layer.
 RANK = 16
+#: Learning rate of the head that predicts acceptance, and the least number of drafts.
+HEAD_RATE, MIN_DRAFTS = 0.001, 2
 #: Probabilities below this count as this, so that logarithms are finite.
 _SMALLEST = 1e-8
 
@@ -115,14 +118,24 @@ class OmniDrafter(Drafter):
     """Drafts chains with a draft model that has its own tokenizer, plus a `Correction` that is
     trained on verified drafts with the learning rate `rate` (0: never). Training runs when a
     request has ended and at least `batch` lessons are stored. The cache of spellings is kept for
-    later requests."""
+    later requests.
+
+    Drafting stops when the probability of a rejection exceeds `bound`: 1 minus the product of the
+    predictions of a head (SpecDec++) for the drafts that have been fed, which is trained beside the
+    correction."""
 
     requirements = Requirements(runners=(DRAFT,), can_translate_vocab=True)
 
-    def __init__(self, rate: float, batch: int = 8, steps: int = 4, memory: int = 64) -> None:
+    def __init__(
+        self, rate: float, bound: float = 0.7, batch: int = 8, steps: int = 4, memory: int = 64
+    ) -> None:
         if rate < 0:
             raise InvalidRequestError(f"rate is {rate}; omnidraft needs a learning rate >= 0")
+        if not 0 < bound <= 1:
+            raise InvalidRequestError(f"bound is {bound}; omnidraft needs 0 < bound <= 1")
         self.rate = rate
+        self.bound = bound
+        self.online = OnlineHead(HEAD_RATE if rate else 0.0)
         self.batch = batch
         self.steps = steps
         self.memory = memory
@@ -134,6 +147,7 @@ class OmniDrafter(Drafter):
         self.direct_drafts = self.direct_targets = np.empty(0, np.int64)
         self.lessons: list[Lesson] = []
         self.correction: Correction | None = None
+        self.online.clear()
 
     def open(self, sequence: Sequence) -> DraftSession:
         if not self.translation.direct:
@@ -158,7 +172,8 @@ class OmniDrafter(Drafter):
         self.lessons = [*self.lessons, *lessons][-self.memory :]
 
     def train(self) -> None:
-        """Train on the stored lessons if there are at least `batch`."""
+        """Train on the stored lessons if there are at least `batch`, and the head."""
+        self.online.train()
         lessons = self.lessons
         if not self.rate or len(lessons) < self.batch:
             return
@@ -195,10 +210,13 @@ class _Session(DraftSession):
         kv_cache = sequence.kv_cache(DRAFT)
         top = kv_cache.pool.model.spec.num_layers
         truncate_to_prefix(kv_cache, self.text)
-        for _ in range(size):
+        head, all_accepted_probability = self.drafter.online.head, 1.0
+        for number in range(size):
             text = (self.text + self._drafts)[kv_cache.length :]
             scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
             hidden, row = scores.hidden[top][-1].copy(), scores.row(-1).copy()
+            if head is not None and number:
+                all_accepted_probability *= float(head(hidden))
             corrected = row if correction is None else row + correction(hidden)
             token = int(corrected.argmax())
             if self.draft_tokenizer.is_special(token):
@@ -206,6 +224,9 @@ class _Session(DraftSession):
             self._rows.append((hidden, row))
             self._drafts.append(token)
             draft_bytes.append(self.draft_tokenizer.token_bytes(token))
+            is_doubtful = 1 - all_accepted_probability > self.drafter.bound
+            if is_doubtful and len(self._drafts) >= MIN_DRAFTS:
+                break
         self._runs = self.drafter.translation.translate(self._drafts, draft_bytes)[:size]
         self._drafted = TokenTree.chain([token for token, _ in self._runs])
         return self._drafted
@@ -223,8 +244,17 @@ class _Session(DraftSession):
                 self.drafter.translation.learn(run, token)
         if round.tree is self._drafted and self.drafter.rate:
             self.drafter.add(self._lessons(round))
+            self._add_acceptances(round)
         if round.sequence.finished:
             self.drafter.train()
+
+    def _add_acceptances(self, round: SpeculationRound) -> None:
+        """Store the states of the accepted drafts and of the first rejected ones that were fed."""
+        at = 0
+        for node, (_, length) in enumerate(self._runs[: round.num_accepted + 1]):
+            for hidden, _ in self._rows[at + 1 : at + length + 1]:
+                self.drafter.online.add(hidden, float(node < round.num_accepted))
+            at += length
 
     def _lessons(self, round: SpeculationRound) -> list[Lesson]:
         """Lessons from the accepted drafts, and from the first rejected one if it was translated
@@ -279,20 +309,31 @@ class _Session(DraftSession):
             " paper's merged probabilities, exact for point masses only, are not needed",
             "a low-rank addition to the draft model's output layer is trained, between requests,"
             " and not its weights; the weight of a run's tokens is the target's probability of it",
+            "the head of the draft length learns whether drafts were accepted, up to the first"
+            " rejection, in runs of its own beside the adaptation; before the first run, and with"
+            " rate=0, the length is fixed",
             "the draft model's input omits the special tokens of the prompt",
         ),
-        missing=("the adaptive draft length, by a trained head: the length is fixed",),
-        remote={"size": Range(0, 64), "rate": Range(0, 1), "acceptance": ACCEPTANCE_WORDS},
+        remote={
+            "size": Range(0, 64),
+            "rate": Range(0, 1),
+            "bound": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 def omnidraft(
-    size: int = 5, rate: float = 0.01, acceptance: str | Acceptance = "token-exact"
+    size: int = 5,
+    rate: float = 0.01,
+    bound: float = 0.7,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """OmniDraft: drafting across vocabularies.
 
     Args:
         size: Maximum number of draft-model tokens per round.
-        rate: Learning rate of the drafter's online adaptation; 0: none.
+        rate: Learning rate of the drafter's online adaptation; 0: none, and a fixed draft length.
+        bound: Probability of a rejection at which drafting stops, above 0 and at most 1.
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    return Speculative(OmniDrafter(rate), size, acceptance_rule(acceptance))
+    return Speculative(OmniDrafter(rate, bound), size, acceptance_rule(acceptance))

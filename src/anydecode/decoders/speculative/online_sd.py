@@ -15,11 +15,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -28,7 +24,12 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.speculative.draft_correction import Correction, Loss
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab, sampled_chain
+from anydecode.decoders.speculative.draft_model import (
+    DRAFT,
+    distribution_list,
+    fit_vocab,
+    sampled_chain,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.arithmetic import softmax
 from anydecode.kernels.library import top_k
@@ -79,7 +80,7 @@ class OnlineDrafter(Drafter):
         batch: int,
         steps: int,
         memory: int = 64,
-        with_probabilities: bool = False,
+        rule: Acceptance | None = None,
     ) -> None:
         if min(rank, batch, steps) < 1 or rate <= 0:
             raise InvalidRequestError("online-sd needs rank, batch, steps >= 1 and rate > 0")
@@ -88,7 +89,7 @@ class OnlineDrafter(Drafter):
         self.batch = batch
         self.steps = steps
         self.memory = memory
-        self.with_probabilities = with_probabilities
+        self.rule = rule
         self.examples: list[RejectedDraft] = []
         self.correction: Correction | None = None
 
@@ -130,7 +131,7 @@ class _Session(DraftSession):
         top = kv_cache.pool.model.spec.num_layers
         sampler, tokens = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
-        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
+        distributions = distribution_list(self.drafter.rule)
         self.rows = []
         for _ in range(size):
             text = (tokens + drafts)[kv_cache.length :]
@@ -209,6 +210,5 @@ def online_sd(
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    has_rows = isinstance(rule, RejectionSampling)
-    drafter = OnlineDrafter(rank, rate, batch, steps, with_probabilities=has_rows)
+    drafter = OnlineDrafter(rank, rate, batch, steps, rule=rule)
     return Speculative(drafter, size, rule)

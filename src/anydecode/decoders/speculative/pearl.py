@@ -3,13 +3,16 @@ Decoding with Adaptive Draft Length", arXiv:2408.11850)."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
 from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain, sampled_chain
+from anydecode.decoders.speculative.draft_model import (
+    DRAFT,
+    distribution_list,
+    draft_chain,
+    sampled_chain,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, Scores, Submit, Wait
 from anydecode.scoring.sequence import Sequence
@@ -64,17 +67,17 @@ class Pearl(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        drafts, rows = list[int](), self._no_rows()
+        drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
             if not drafts:
                 sequence.align(DRAFT)
-                rows = self._no_rows()
+                rows = distribution_list(self.acceptance)
                 if not self.pre_verify:
                     drafts = yield from draft_chain(sequence, [], self.size, distributions=rows)
             tree = sampled_chain(drafts, rows)
             ticket = yield Submit(sequence.verify(tree))
             count = self.size if self.pre_verify else self.size + 1
-            next_rows = self._no_rows()
+            next_rows = distribution_list(self.acceptance)
             next_drafts = yield from draft_chain(sequence, drafts, count, distributions=next_rows)
             if ticket.scores is None:
                 yield Wait([ticket])
@@ -85,10 +88,6 @@ class Pearl(Decoder):
             all_accepted = len(result.path) == len(drafts) and result.tokens[-1:] == next_drafts[:1]
             drafts = next_drafts[1:] if all_accepted else []
             rows = next_rows[1:] if next_rows is not None else None
-
-    def _no_rows(self) -> list[np.ndarray] | None:
-        """An empty list of draft distributions, if the rule compares with them."""
-        return [] if isinstance(self.acceptance, RejectionSampling) else None
 
     def _accept(self, tree: TokenTree, ahead: TokenTree, scores: Scores) -> AcceptanceResult:
         """The accepted drafts of `tree`, and one more token. The rejection rule tests the draft of

@@ -25,6 +25,7 @@ from anydecode.decoders.framework.rejection import (
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
+    distribution_list,
     fit_vocab,
     sampled_chain,
     truncate_to_prefix,
@@ -136,15 +137,13 @@ class RetrievalDrafter(Drafter):
 
     requirements = Requirements(runners=(DRAFT,))
 
-    def __init__(
-        self, chunk: int, count: int, query: int, with_probabilities: bool = False
-    ) -> None:
+    def __init__(self, chunk: int, count: int, query: int, rule: Acceptance | None = None) -> None:
         if min(chunk, count, query) < 1:
             raise InvalidRequestError("rapid needs chunk, count and query >= 1")
         self.chunk = chunk
         self.count = count
         self.query = query
-        self.with_probabilities = with_probabilities
+        self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _RetrievalSession(sequence, self)
@@ -158,7 +157,7 @@ class _RetrievalSession(DraftSession):
 
     def propose(self, size: int) -> Proposal:
         text = self.prompt + self.sequence.tokens
-        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
+        distributions = distribution_list(self.drafter.rule)
         drafts = yield from draft_after(self.sequence, text, size, distributions)
         return sampled_chain(drafts, distributions)
 
@@ -211,5 +210,5 @@ def rapid(
     if eta is not None and acceptance != "token-exact":
         raise InvalidRequestError("rapid takes eta or acceptance, not both")
     rule = acceptance_rule(acceptance) if eta is None else ShiftedTarget(eta)
-    drafter = RetrievalDrafter(chunk, count, query, isinstance(rule, RejectionSampling))
+    drafter = RetrievalDrafter(chunk, count, query, rule)
     return Speculative(drafter, size, rule)

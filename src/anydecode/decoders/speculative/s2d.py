@@ -15,13 +15,14 @@ import numpy as np
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab, sampled_chain
+from anydecode.decoders.speculative.draft_model import (
+    DRAFT,
+    distribution_list,
+    fit_vocab,
+    sampled_chain,
+)
 from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
@@ -36,7 +37,7 @@ class NestedDrafter(Drafter):
     requirements = Requirements(runners=(DRAFT,))
 
     def __init__(
-        self, exits: tuple[float, ...], confidence: float, with_probabilities: bool = False
+        self, exits: tuple[float, ...], confidence: float, rule: Acceptance | None = None
     ) -> None:
         if not exits or any(not 0 < share < 1 for share in exits) or list(exits) != sorted(exits):
             raise InvalidRequestError("s2d needs rising exits between 0 and 1, such as 0.5-0.75")
@@ -44,7 +45,7 @@ class NestedDrafter(Drafter):
             raise InvalidRequestError("s2d needs a confidence from 0 to 1")
         self.exits = exits
         self.confidence = confidence
-        self.with_probabilities = with_probabilities
+        self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -69,7 +70,7 @@ class _Session(DraftSession):
             yield sequence.score(unscored[:-1], runner=DRAFT)
         last = unscored[-1]
         drafts: list[int] = []
-        distributions: list[np.ndarray] | None = [] if self.drafter.with_probabilities else None
+        distributions = distribution_list(self.drafter.rule)
         for _ in range(size):
             row = yield from self._row(last, sampler)
             last = sequence.sample(sampler, row, sequence.length + len(drafts))
@@ -98,6 +99,17 @@ class _Session(DraftSession):
         return fit_vocab(sequence, scores.row(-1))
 
 
+def exit_fractions(exits: str) -> tuple[float, ...]:
+    """The exits in a text such as "0.5-0.75", as fractions of a model's depth. Raises
+    InvalidRequestError for another text."""
+    try:
+        return tuple(float(part) for part in str(exits).split("-"))
+    except ValueError:
+        raise InvalidRequestError(
+            f"exits={exits!r} is not a list of numbers such as 0.5-0.75"
+        ) from None
+
+
 @register(
     Card(
         "s2d",
@@ -107,9 +119,9 @@ class _Session(DraftSession):
         summary="Each draft comes from the first exit of the draft model with enough confidence.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=("sorted fine-tuning: the training of a draft model with losses at its exits",),
         deviations=(
-            "any draft model",
+            "any draft model; sorted fine-tuning, which trains the first layers of a model for all"
+            " exits, is `anydecode train nested`, on the model's own answers with a frozen head",
             "the layers after an early exit are computed when a later exit is first needed",
             "one confidence for all exits and targets; the paper tunes it by the target's size",
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
@@ -136,12 +148,6 @@ def s2d(
         confidence: Largest probability from which an exit is taken, from 0 to 1.
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
-    try:
-        depths = tuple(float(part) for part in str(exits).split("-"))
-    except ValueError:
-        raise InvalidRequestError(
-            f"exits={exits!r} is not a list of numbers such as 0.5-0.75"
-        ) from None
     rule = acceptance_rule(acceptance)
-    drafter = NestedDrafter(depths, confidence, isinstance(rule, RejectionSampling))
+    drafter = NestedDrafter(exit_fractions(exits), confidence, rule)
     return Speculative(drafter, size, rule)

@@ -25,15 +25,15 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 
 class JointDrafter(DiffusionDrafter):
-    """Drafts `paths` samples from the distributions of the masks at `temperature`. With
-    `shares_noise` the first uses the request's sampler and the target's noise."""
+    """Drafts `paths` samples from the distributions of the masks at `temperature`. The
+    first uses the request's sampler and the target's noise, unless `rule` reads probabilities."""
 
-    def __init__(self, paths: int, temperature: float, shares_noise: bool = True) -> None:
+    def __init__(self, paths: int, temperature: float, rule: Acceptance | None = None) -> None:
         if paths < 1 or temperature <= 0:
             raise InvalidRequestError("specdiff-2 needs paths >= 1 and temperature > 0")
         self.paths = paths
         self.temperature = temperature
-        self.shares_noise = shares_noise
+        self.shares_noise = rule is None or not rule.reads_probabilities
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -113,8 +113,9 @@ class BestStreak(RejectionSampling):
             "the first path uses the request's sampler and the target's noise; only the others are"
             " sampled at `temperature`",
             "4 paths of 16 drafts by default (the paper: up to 8, of 16 or 32)",
+            "any diffusion model can draft; streak distillation,"
+            " `anydecode train distil --method specdiff-2`, is for those that this package trained",
         ),
-        missing=("the streak distillation of the draft model",),
         remote={
             "size": Range(0, 64),
             "paths": Range(1, 16),
@@ -143,5 +144,5 @@ def specdiff_2(
     if selection and acceptance != "token-exact":
         raise InvalidRequestError("specdiff-2 takes selection or acceptance, not both")
     rule = BestStreak() if selection else acceptance_rule(acceptance)
-    drafter = JointDrafter(paths, temperature, not isinstance(rule, RejectionSampling))
+    drafter = JointDrafter(paths, temperature, rule)
     return Speculative(drafter, size, rule)

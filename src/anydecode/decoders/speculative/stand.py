@@ -11,11 +11,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import (
-    ACCEPTANCE_WORDS,
-    RejectionSampling,
-    acceptance_rule,
-)
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -69,10 +65,10 @@ class StandDrafter(Drafter):
     """Drafts from one table for all requests, so that samples of one problem share it."""
 
     def __init__(
-        self, paying: PayingTree, longest: int = 4, with_probabilities: bool = False
+        self, paying: PayingTree, longest: int = 4, rule: Acceptance | None = None
     ) -> None:
         self.paying = paying
-        self.with_probabilities = with_probabilities
+        self.reads_probabilities = rule is not None and rule.reads_probabilities
         self.table = NgramProbabilities(longest)
 
     def open(self, sequence: Sequence) -> DraftSession:
@@ -108,7 +104,7 @@ class _Session(TextDraftSession):
         tree = shape.fill(candidates, size, kind="wor")
         tops = [max(row.values()) for node, row in rows.items() if tree.children(node)]
         tree.confidence = sum(tops) / len(tops) if tops else None
-        if self.drafter.with_probabilities:
+        if self.drafter.reads_probabilities:
             tree.probabilities = {node: self._dense(rows[node]) for node in rows if rows[node]}
         return tree
 
@@ -150,7 +146,7 @@ class _Session(TextDraftSession):
         tokens = np.fromiter(row, np.int64, len(row))
         scores = np.log(np.fromiter(row.values(), float, len(row)))
         noise = self.sequence.noise
-        if self.drafter.with_probabilities:
+        if self.drafter.reads_probabilities:
             noise, attempt = noise.with_purpose("draft"), node + 1
         keys = scores + noise.gumbel(tokens, position, attempt)
         ordered: list[int] = tokens[np.argsort(-keys, kind="stable")].tolist()
@@ -205,5 +201,5 @@ def stand(
         raise InvalidRequestError("stand needs n-grams of at least 2 tokens")
     rule = acceptance_rule(acceptance)
     paying = chosen_tree("worthwhile", row_cost, rule)
-    drafter = StandDrafter(paying, max_ngram, isinstance(rule, RejectionSampling))
+    drafter = StandDrafter(paying, max_ngram, rule)
     return Speculative(drafter, len(paying.paths), rule)

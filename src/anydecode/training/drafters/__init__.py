@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anydecode.errors import InvalidRequestError
 from anydecode.training.drafters.blockwise import Blockwise
+from anydecode.training.drafters.clover import Clover
 from anydecode.training.drafters.dflash import DFlash
 from anydecode.training.drafters.dspark import DSpark
 from anydecode.training.drafters.eagle import Eagle
@@ -11,11 +12,15 @@ from anydecode.training.drafters.eagle3 import Eagle3
 from anydecode.training.drafters.hydra import Hydra, HydraPlus
 from anydecode.training.drafters.learner import Learner
 from anydecode.training.drafters.medusa import Medusa
+from anydecode.training.drafters.parallelspec import ParallelSpec
 from anydecode.training.drafters.peagle import PEagle
 
 RECIPES: dict[str, type[Learner]] = {
     learner.recipe: learner
-    for learner in (Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, DFlash, DSpark, PEagle)
+    for learner in (
+        *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover),
+        *(DFlash, DSpark, PEagle, ParallelSpec),
+    )
 }
 
 

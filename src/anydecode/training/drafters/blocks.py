@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anydecode.training.drafter_data import DraftBatch
-from anydecode.training.drafters.layers import Projections
+from anydecode.training.drafters.layers import DraftLayer, Projections
 
 #: One block is trained per this number of tokens of an answer, at random places.
 TOKENS_PER_BLOCK = 4
@@ -71,6 +71,34 @@ def attend_blocks(
     mixed = weights[..., :length] @ projections.values(context)
     mixed = mixed + (split(weights[..., length:]) @ split(values)).flatten(2, 3)
     return projections.output(mixed)
+
+
+def run_masks(
+    layer: DraftLayer,
+    context: torch.Tensor,
+    chosen: torch.Tensor,
+    masks: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """The output of a layer for blocks of mask tokens behind rows of a text, which attend to the
+    rows up to that one and to the mask tokens before: `[batch, blocks, slots, width]`.
+
+    Args:
+        layer: The layer.
+        context: What its attention reads of the text's rows, `[batch, length, numbers]`.
+        chosen: The rows that blocks follow, `[batch, blocks]`.
+        masks: What its attention reads of a block, `[slots, numbers]`.
+        state: What its output is added to, `[slots, width]`.
+    """
+    (batch, blocks), slots, places = chosen.shape, len(masks), torch.arange(context.shape[1])
+    inputs = masks.repeat(blocks, 1).expand(batch, -1, -1)
+    positions = (chosen[:, :, None] + 2 + torch.arange(slots)).flatten(1)
+    causal = torch.ones(slots, slots, dtype=torch.bool).tril()
+    visible = places <= chosen.repeat_interleave(slots, 1)[:, :, None]
+    rows = Blocks(inputs, positions, causal)
+    mixed = attend_blocks(layer.self_attn, rows, context, places + 1, visible[:, None])
+    x = state.repeat(blocks, 1) + mixed
+    return layer.add_mlp(x).view(batch, blocks, slots, -1)
 
 
 def speculators_config(

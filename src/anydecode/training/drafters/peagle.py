@@ -12,12 +12,7 @@ from torch import nn
 
 from anydecode.models.network import Network
 from anydecode.training.drafter_data import DraftBatch
-from anydecode.training.drafters.blocks import (
-    Blocks,
-    attend_blocks,
-    choose_starts,
-    speculators_config,
-)
+from anydecode.training.drafters.blocks import choose_starts, run_masks, speculators_config
 from anydecode.training.drafters.eagle3 import Eagle3
 from anydecode.training.drafters.learner import Drafted, Files
 from anydecode.training.drafters.unrolled import UnrolledAttention
@@ -53,14 +48,9 @@ class PEagle(Eagle3):
         if not slots:
             return Drafted(states, starts)
         chosen = choose_starts(batch, random)
-        state = self.fc(self.mask_hidden).expand(len(chosen), chosen.shape[1] * slots, -1)
-        masks = self._pairs(self.embed(self.mask.expand(*state.shape[:2])), state)
-        positions = (chosen[:, :, None] + 2 + torch.arange(slots)).flatten(1)
-        causal = torch.ones(slots, slots, dtype=torch.bool).tril()
-        visible = places <= chosen.repeat_interleave(slots, 1)[:, :, None]
-        blocks = Blocks(masks, positions, causal)
-        x = state + attend_blocks(layer.self_attn, blocks, pairs, places + 1, visible[:, None])
-        drafted = self.norm(layer.add_mlp(x)).view(len(chosen), -1, slots, self.width)
+        state = self.fc(self.mask_hidden[0]).expand(slots, -1)
+        masks = self._pairs(self.embed(self.mask.expand(slots)), state)
+        drafted = self.norm(run_masks(layer, pairs, chosen, masks, state))
         return Drafted([*states, *drafted.unbind(2)], [*starts, *[chosen] * slots])
 
     def _pairs(self, embedded: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,14 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.rounds import VOCABULARY, Logits, TracedRound, rounds, wordy
+from anydecode.certification.rounds import (
+    VOCABULARY,
+    Logits,
+    TracedRound,
+    blurred,
+    rounds,
+    wordy,
+)
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.omnidraft import Lesson, OmniDrafter, hybrid_loss
 from anydecode.errors import UnsupportedCombinationError
@@ -91,6 +98,7 @@ def omnidraft() -> Iterator[Check]:
         )
     yield from _loss()
     yield from _adaptation()
+    yield from _lengths()
 
 
 def _translated(ours: PairTokenizer, trace: list[TracedRound], recited: bytes) -> int:
@@ -192,6 +200,42 @@ def _adaptation() -> Iterator[Check]:
     detail = f"{num_accepted}"
     yield Check("without adaptation nothing changes", len(set(num_accepted[0.0])) == 1, detail)
     yield Check("drafts get better", num_accepted[0.5][-1] > num_accepted[0.5][0], detail)
+
+
+def _lengths() -> Iterator[Check]:
+    """Chains end by the predictions for the drafts that were fed, which a head learns from the
+    drafts up to the first rejection."""
+    right = wordy()
+    target, draft = ScriptedModel(right), ScriptedModel(blurred(right))
+    draft.tokenizer = ByteTokenizer()  # type: ignore[attr-defined]
+
+    def trust(token: int) -> float:
+        return (0.95, 0.6, 0.5)[token % 3]
+
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096) as llm:
+        method = llm.decoder("omnidraft:size=8")
+        assert isinstance(method, Speculative) and isinstance(method.drafter, OmniDrafter)
+        online = method.drafter.online
+        for _ in range(4):
+            rounds(llm, method, "abcabcabd", 24)
+        yield Check("a head is trained", online.head is not None)
+        taken: list[tuple[int, float]] = []
+        online.head = lambda hidden: trust(int(hidden[0]))  # type: ignore
+        online.add = lambda hidden, label: taken.append((int(hidden[0]), label))  # type: ignore
+        trace, learned, wrong = rounds(llm, method, "abcabcabd", 40), [], 0
+        for one in trace:
+            product = 1.0
+            for number, token in enumerate(one.tokens, 1):
+                ends = number == 8 or (number > 1 and 1 - product > 0.7)
+                wrong += ends != (number == len(one.tokens))
+                product *= trust(token)
+            known = one.tokens[: len(one.accepted) + 1]
+            fed = known[: len(one.tokens) - 1]
+            learned += [(token, float(at < len(one.accepted))) for at, token in enumerate(fed)]
+    lengths = {len(one.tokens) for one in trace}
+    yield Check("chains end by the predictions", wrong == 0 and len(lengths) > 2, f"{lengths}")
+    kinds = {label for _, label in learned}
+    yield Check("the head learns what was accepted", taken == learned and kinds == {0.0, 1.0})
 
 
 def _text(tokenizer: ByteTokenizer, trace: list[TracedRound]) -> str:

@@ -1,0 +1,119 @@
+"""Clover: a drafter whose state takes in each drafted token, and trees for a budget of few tokens.
+
+Xiao et al., "Clover: Regressive Lightweight Speculative Decoding with Sequential Knowledge",
+arXiv:2405.00263; "Clover-2: Accurate Inference for Regressive Lightweight Speculative Decoding",
+arXiv:2408.00264.
+
+The drafter is the model of the runner "draft" (`models/clover.py` opens published ones). The tree
+grows level by level, one head and one pass per level. Improbable candidates of a node are dropped,
+and of a level's candidates as many are kept as the levels before have left of the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import DecoderAction
+from anydecode.scoring.tree import ROOT
+
+#: Candidates with less than this share of the best one's probability are dropped.
+MIN_SHARE = 0.25
+
+
+class CloverDrafter(TreeDrafter):
+    """Keeps of each node the candidates within the mass `top_p` that have at least `MIN_SHARE` of
+    the best one's probability, and of each level those with the largest path probabilities that the
+    levels before have left of the budget. A path's probability is the product of the estimated
+    acceptance probabilities along it."""
+
+    def __init__(self, depth: int = 5, top_p: float = 0.95, rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
+        if depth < 1 or not 0 < top_p <= 1:
+            raise InvalidRequestError("clover needs depth >= 1 and 0 < top_p <= 1")
+        self.depth = depth
+        self.top_p = top_p
+
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
+        weights = {ROOT: 1.0}
+        level, kept = [ROOT], list[int]()
+        for depth in range(min(self.depth, growing.num_heads or self.depth)):
+            if depth:
+                yield from growing.expand(level)
+            children = []
+            for parent in level:
+                candidates = growing.candidates[parent]
+                chances = self._probable(candidates.acceptance_probabilities)
+                for token, chance in zip(candidates.tokens, chances, strict=False):
+                    node = growing.add(int(token), parent)
+                    weights[node] = weights[parent] * float(chance)
+                    children.append(node)
+            best = sorted(children, key=lambda node: -weights[node])
+            level = sorted(best[: size - len(kept)])
+            kept += level
+            if not level or len(kept) == size:
+                break
+        return kept
+
+    def _probable(self, chances: np.ndarray) -> np.ndarray:
+        """The leading ones of falling `chances` that are kept: at least one, if there is any."""
+        if not len(chances):
+            return chances
+        is_kept = (chances.cumsum() <= self.top_p) & (chances >= MIN_SHARE * chances[0])
+        return chances[: max(1, int(is_kept.sum()))]
+
+
+@register(
+    Card(
+        "clover",
+        "speculative",
+        paper="Clover, Clover-2 (arXiv:2405.00263, 2408.00264)",
+        exactness="token-exact",
+        summary="A state takes in each drafted token; the most probable ones share a budget.",
+        needs=("draft model",),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        deviations=(
+            "drafters are those of Clover-2, in which a cosine weighs the attention to the drafted"
+            " token; the earlier drafter of Clover, of which no files are published, is not opened",
+            "the budget is Clover's: candidates below a quarter of the best one's probability are"
+            " dropped, too, which Clover-2's code leaves out",
+            "8 nodes of up to 5 heads by default (Clover: 4; the code of Clover-2: 20)",
+            "verified token-exactly, and above temperature 0 a node's weight is its estimated"
+            " acceptance probability given the noise that the target will use; with"
+            " acceptance='rejection' it is the draft probability, and the rule is that for chosen"
+            " tokens (the code draws them without replacement)",
+            "with a draft model without such heads, the same tree with that model",
+            "at most the last 2,048 tokens of a prompt that were not cached are read",
+        ),
+        remote={
+            "size": Range(0, 64),
+            "depth": Range(1, 32),
+            "top_p": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
+    )
+)
+def clover(
+    size: int = 8,
+    depth: int = 5,
+    top_p: float = 0.95,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
+    """Clover's draft trees.
+
+    Args:
+        size: Number of verified nodes.
+        depth: Number of levels, one head each, if the draft model has so many.
+        top_p: The probability mass of a node's candidates that may be drafted, above 0.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+    """
+    rule = acceptance_rule(acceptance)
+    return Speculative(CloverDrafter(depth, top_p, rule), size, rule)

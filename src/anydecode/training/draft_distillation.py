@@ -1,0 +1,104 @@
+"""Training of a diffusion model to draft for an autoregressive target, on answers that the target
+generates.
+
+`deer` (Cheng et al., DEER, arXiv:2512.15176) continues answers that are cut at a random position:
+first with some of the continuation's tokens masked, as a diffusion model is trained, then with all
+of the last ones masked, those next to the text counting most. `specdiff-2` (SpecDiff-2,
+arXiv:2511.00606) maximises the expected number of accepted tokens of a draft (streak distillation).
+A draft is `block` masks behind a text, as the decoders of these names fill them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from anydecode.api.llm import LLM
+from anydecode.errors import InvalidRequestError
+from anydecode.training.generated import run_requests
+from anydecode.training.objectives import without_mask
+from anydecode.training.tokenizer import EOS_ID, MASK_ID
+from anydecode.training.transformer import Transformer
+
+#: The weight of a masked token is this, to the power of the number of masked tokens behind it.
+ALPHA = 1.01
+#: Least share of tokens that the first stage of DEER masks; its loss is divided by the share.
+MIN_SHARE = 0.1
+
+
+def target_answers(
+    target: LLM, prompts: Sequence[list[int]], length: int, temperature: float, seed: int
+) -> list[list[int]]:
+    """The target's answers to prompts, each of `length` tokens: EOS follows its end."""
+    requests = [
+        target.request(prompt, max_tokens=length, temperature=temperature, seed=seed + number)
+        for number, prompt in enumerate(prompts)
+    ]
+    answers = [one.tokens for one in run_requests(target, requests)]
+    return [(answer + [EOS_ID] * length)[:length] for answer in answers]
+
+
+def check_target(target: LLM, student: Transformer) -> None:
+    """Raise InvalidRequestError for a target with another vocabulary than the student's."""
+    size = target.model.spec.vocab_size
+    if size != student.shape.vocab:
+        raise InvalidRequestError(
+            f"{target.model.name} has {size} tokens, the diffusion model {student.shape.vocab};"
+            " a draft model needs the vocabulary of its target"
+        )
+
+
+def drafted_part(
+    tokens: torch.Tensor, start: int, size: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Texts that are cut at a random position of their answers and the `size` tokens behind it,
+    `[batch, cut + size]`.
+
+    Args:
+        tokens: Prompts of one length with their answers, `[batch, length]`.
+        start: The prompts' length.
+        size: See above.
+        generator: For the position.
+    """
+    cut = int(torch.randint(start, tokens.shape[1] - size + 1, (1,), generator=generator))
+    return tokens[:, : cut + size]
+
+
+def masked_continuation(
+    student: Transformer, part: torch.Tensor, size: int, generator: torch.Generator
+) -> torch.Tensor:
+    """The loss of DEER's first stage: the cross-entropy of masked ones of the last `size` tokens,
+    divided by the share that is masked, per token."""
+    count = len(part)
+    shares = MIN_SHARE + (1 - MIN_SHARE) * torch.rand(count, 1, generator=generator)
+    masked = torch.zeros(part.shape, dtype=torch.bool)
+    masked[:, -size:] = torch.rand(count, size, generator=generator) < shares
+    losses = _losses(student, part, masked)
+    return (losses / shares.expand_as(part)[masked]).sum() / (count * size)
+
+
+def refined_continuation(student: Transformer, part: torch.Tensor, size: int) -> torch.Tensor:
+    """The loss of DEER's second stage: the cross-entropy of the last `size` tokens, all masked. The
+    weight of each is `ALPHA` to the power of the number of tokens behind it."""
+    masked = torch.zeros(part.shape, dtype=torch.bool)
+    masked[:, -size:] = True
+    losses = _losses(student, part, masked).view(len(part), size)
+    weights = ALPHA ** torch.arange(size - 1, -1, -1, dtype=torch.float32)
+    return (losses * weights).sum() / (len(part) * weights.sum())
+
+
+def missed_streak(student: Transformer, part: torch.Tensor, size: int) -> torch.Tensor:
+    """The loss of SpecDiff-2: minus the expected number of accepted tokens, the sum over m of the
+    product of the probabilities of the first m of the last `size` tokens, all masked; per token."""
+    masked = torch.zeros(part.shape, dtype=torch.bool)
+    masked[:, -size:] = True
+    losses = _losses(student, part, masked).view(len(part), size)
+    return -(-losses.cumsum(-1)).exp().sum() / (len(part) * size)
+
+
+def _losses(student: Transformer, part: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of each masked token, in order."""
+    logits = without_mask(student(part.masked_fill(masked, MASK_ID), output_rows=masked))
+    return functional.cross_entropy(logits, part[masked], reduction="none")

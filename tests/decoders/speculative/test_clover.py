@@ -1,0 +1,208 @@
+"""Clover: its certificate, mistakes that the certificate rejects, its files, and exactness in
+company, with a small cache, in chunks, from cached prefixes and under constraints."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import JsonSchema
+from anydecode.api.llm import LLM
+from anydecode.certification.oracles.speculative import clover as oracle
+from anydecode.certification.tiny import tiny_network, with_drafter
+from anydecode.certification.tiny_heads import clover_checkpoint
+from anydecode.decoders.speculative import clover
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models import clover as files
+from anydecode.models.clover import CloverNetwork, RegressiveBlock, load_clover
+from anydecode.models.families import load_network
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.spec import StateSpec
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
+from draft_folders import (
+    Change,
+    changed,
+    drafted_paths,
+    drafter_folder,
+    set_keys,
+    target_folder,
+    tensor,
+    without,
+)
+from drafted_texts import (
+    CONDITIONS,
+    LONG,
+    PROMPTS,
+    assert_text_of_plain_decoding,
+    generate,
+    num_accepted,
+    only_drafter,
+)
+
+Patch = pytest.MonkeyPatch
+SMALL = partial(clover_checkpoint, heads=3, layers=1, own_table=False)
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("clover")
+
+
+@pytest.mark.parametrize("defaults", [{"size": 7}, {"depth": 4}, {"depth": 6}, {"top_p": 0.7}])
+def test_certificate_rejects_other_defaults(monkeypatch: Patch, defaults: dict[str, Any]) -> None:
+    only_drafter(monkeypatch, oracle, "7 heads")
+    replace_defaults(monkeypatch, "clover", **defaults)
+    assert_rejected("clover")
+
+
+@pytest.mark.parametrize("other", ["hydra", "eagle"])
+def test_certificate_rejects_other_trees(monkeypatch: Patch, other: str) -> None:
+    only_drafter(monkeypatch, oracle, "5 heads")
+    replace_method(monkeypatch, "clover", other)
+    assert_rejected("clover")
+
+
+def test_certificate_rejects_improbable_candidates(monkeypatch: Patch) -> None:
+    """Of Clover's two rules, Clover-2's code has that of the mass alone."""
+    only_drafter(monkeypatch, oracle, "5 heads")
+    monkeypatch.setattr(clover, "MIN_SHARE", 0.0)
+    assert_rejected("clover")
+
+
+def test_certificate_rejects_values_without_a_cosine(monkeypatch: Patch) -> None:
+    """As of an attention to the drafted token alone, whose softmax is 1."""
+    only_drafter(monkeypatch, oracle, "5 heads")
+    monkeypatch.setattr(
+        RegressiveBlock,
+        "apply",
+        lambda self, backend, x, tokens, eps: backend.add(x, self.value.apply(backend, tokens)),
+    )
+    assert_rejected("clover")
+
+
+def test_certificate_rejects_a_state_that_forgets_tokens(monkeypatch: Patch) -> None:
+    """Each head would take in the last token only."""
+    only_drafter(monkeypatch, oracle, "5 heads")
+    layer = CloverNetwork.step_layer
+
+    def forgetful(self: CloverNetwork, backend: Any, x: Any, step: int, index: int) -> Any:
+        y = layer(self, backend, x, step, index)
+        if not step or index + 1 < self.spec.num_layers:
+            return y
+        before, output = backend.columns(x, 0, self.size), backend.columns(y, self.size, self.size)
+        return backend.join(before, output)
+
+    monkeypatch.setattr(CloverNetwork, "step_layer", forgetful)
+    assert_rejected("clover")
+
+
+def test_certificate_rejects_states_after_the_final_norm(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "5 heads")
+    monkeypatch.setattr(
+        files, "StateSpec", lambda taps, *given, **keys: StateSpec((), *given, **keys)
+    )
+    assert_rejected("clover")
+
+
+@CONDITIONS
+@pytest.mark.parametrize("drafter", [clover_checkpoint, SMALL], ids=["two layers", "one"])
+def test_the_text_is_that_of_plain_decoding(
+    drafter: Any, options: dict[str, Any], temperature: float
+) -> None:
+    prompts = PROMPTS[2:4] if "backend" in options else PROMPTS
+    accepted = assert_text_of_plain_decoding(
+        drafter, ("clover", "clover"), options, prompts, temperature=temperature
+    )
+    assert min(accepted) > 20
+
+
+def test_cached_prefixes_serve_the_drafter() -> None:
+    """The augmenting layers have keys and values, which the prefix cache keeps. The position behind
+    the prefix is left out: it reads a state that the target does not compute again."""
+    with with_drafter(clover_checkpoint, cache_positions=2048) as llm:
+        first, second = (generate(llm, LONG + "one", "clover") for _ in range(2))
+        assert second.stats.num_cached_tokens > len(LONG) // 2
+    drafts = [[event["drafted"] for event in one.trace[1:]] for one in (first, second)]
+    same = [one == two for one, two in zip(*drafts, strict=False)]
+    assert any(drafts[0]) and sum(same) > 0.8 * len(same)
+
+
+@pytest.mark.parametrize("decoder", ["clover", "hydra", "auto", "speculative-sampling"])
+def test_constraints_hold_and_the_text_is_exact(decoder: str) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
+    options = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": False}
+    with with_drafter(clover_checkpoint, cache_positions=1024) as llm:
+        plain, drafted = (
+            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
+            for key in ("autoregressive", decoder)
+        )
+        llm.engine.check_integrity()
+    assert drafted.text == plain.text
+
+
+@pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
+def test_other_acceptance_rules_run(rule: str) -> None:
+    with with_drafter(clover_checkpoint, cache_positions=1024) as llm:
+        drafted = generate(llm, PROMPTS, f"clover:acceptance={rule}", temperature=0.8)
+    assert all(len(one.tokens) == 40 for one in drafted)
+    assert num_accepted(drafted) > 20
+
+
+@pytest.mark.parametrize("options", ["depth=0", "top_p=0", "top_p=1.5"])
+def test_wrong_options_are_refused(options: str) -> None:
+    with with_drafter(SMALL, cache_positions=256) as llm, pytest.raises(InvalidRequestError):
+        generate(llm, "x", f"clover:{options}")
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None) -> None:
+    """The drafts are those of an independent forward pass."""
+    model = target_folder(tmp_path / "model")
+    network = load_network(load_checkpoint(model))
+    drafter = partial(clover_checkpoint, heads=4)(network)
+    folder = drafter_folder(tmp_path / "drafter", drafter, "model.safetensors")
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 5, "trace": True}
+    prompt = [5, 6, 7]
+    with LLM(model, draft=folder, dtype=dtype) as llm:
+        for temperature in (0.0, 0.7):
+            plain, drafted = (
+                llm.generate(prompt, decoder=key, temperature=temperature, **options)
+                for key in ("autoregressive", "clover")
+            )
+            assert drafted.tokens == plain.tokens
+    if dtype is not None:
+        return
+    checkpoint, text = load_checkpoint(folder), prompt + plain.tokens
+    for event in drafted.trace[1:3]:
+        expected = oracle.drafted_by(8, 5)(checkpoint, network, text[: event["position"]], 0.7)
+        assert set(drafted_paths(event)) == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_keys(clover={"num_heads": 40, "num_layers": 2}), "num_heads is 40"),
+        (set_keys(clover={"num_heads": 5, "num_layers": 1}), "contains more layers"),
+        (set_keys(clover={"num_heads": 5}), "num_layers"),
+        (set_keys(num_attention_heads=7), "num_attention_heads|head"),
+        (set_keys(vocab_size=9), "vocab_size is 9"),
+        (set_keys(model_type="gpt2"), "model_type|gpt2|n_"),
+        (tensor("clover_head_mlp2.weight", np.ones((64, 64), np.float32)), "has shape"),
+        (without("clover_head_mlp.bias"), "clover_head_mlp.bias is missing"),
+        (without("clover_head_mlp_rnn2.k.weight"), "rnn2.k.weight is missing"),
+        (without("layers.1.input_layernorm.weight"), "input_layernorm.weight is missing"),
+        (without("clover_head_norm.weight"), "clover_head_norm.weight is missing"),
+        (tensor("token_map", np.array([1, 999])), "token_map has tokens from 1 to 999"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_malformed_files_are_refused(change: Change, message: str) -> None:
+    target = tiny_network()
+    checkpoint = changed(clover_checkpoint(target), change)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_clover(checkpoint, target)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,103 @@
+"""Sorted fine-tuning: its loss by its definition, its layers, and exits that predict better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.nn import functional
+
+from anydecode import LLM
+from anydecode.cli.main import run
+from anydecode.errors import InvalidRequestError
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.loading import load_checkpoint
+from anydecode.training.block_adapter import open_llama
+from anydecode.training.nested import (
+    NestedRecipe,
+    first_layers,
+    own_answers,
+    padded,
+    sorted_loss,
+    train_nested,
+)
+from anydecode.training.transformer import Shape, Transformer
+
+SHAPE = Shape(50, width=32, layers=4, heads=2, hidden=48)
+PROMPTS = ["copy Ada Ben Carl:", "sort Leo Ada Ben:", "reverse a b c d:"]
+
+
+def _opened(folder: Path) -> Checkpoint:
+    return load_checkpoint(str(folder))
+
+
+@torch.no_grad()
+def test_the_loss_is_the_mean_over_models_of_the_first_layers() -> None:
+    torch.manual_seed(0)
+    model = Transformer(SHAPE).eval()
+    tokens, is_answer = padded([([5, 6, 7], [8, 9]), ([5], [6, 7, 8])])
+    assert tokens.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]
+    assert is_answer.int().tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 0]]
+    expected = []
+    for depth in (2, 4):
+        logits = first_layers(model, depth)(tokens, causal=True)
+        rows = [logits[0, 2], logits[0, 3], logits[1, 0], logits[1, 1], logits[1, 2]]
+        expected.append(functional.cross_entropy(torch.stack(rows), torch.tensor([8, 9, 6, 7, 8])))
+    torch.testing.assert_close(sorted_loss(model, tokens, is_answer, [2, 4]), sum(expected) / 2)
+
+
+@pytest.mark.parametrize("layers", [-1, 9])
+def test_more_layers_than_there_are_are_refused(layers: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"layers is {layers}"):
+        first_layers(Transformer(SHAPE), layers)
+
+
+def test_answers_are_the_models_own() -> None:
+    recipe = NestedRecipe(answers=3, tokens=10)
+    pairs = own_answers(load_checkpoint("tiny-autoregressive"), recipe)
+    with LLM("tiny-autoregressive") as llm:
+        plain = [llm.generate(p, max_tokens=10, temperature=0.0).tokens for p, _ in pairs]
+    assert [answer for _, answer in pairs] == plain
+
+
+def test_the_command_writes_a_draft_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "nested"
+    with pytest.raises(SystemExit) as ended:
+        run(
+            ["train", "nested", "--model", "tiny-autoregressive", "--layers", "2", "--exits", "0.5",
+             "--answers", "8", "--steps", "2", "--out", str(out), "--json"]
+        )  # fmt: skip
+    assert not ended.value.code
+    assert len(json.loads(capsys.readouterr().out)["losses"]) == 2
+    whole = open_llama(load_checkpoint("tiny-autoregressive"))
+    nested = open_llama(_opened(out))
+    assert nested.shape.layers == 2
+    name = "transformer.wte.weight"
+    assert torch.equal(nested.state_dict()[name], whole.state_dict()[name])  # frozen
+    with LLM("tiny-autoregressive", draft=str(out)) as llm:
+        plain, drafted = (
+            llm.generate(PROMPTS, decoder=key, max_tokens=16, temperature=0.8, seed=1)
+            for key in ("autoregressive", "s2d")
+        )
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+
+@pytest.mark.slow
+def test_training_lowers_the_loss_of_held_out_answers(tmp_path: Path) -> None:
+    """At the early exit above all: the last one could predict before."""
+    checkpoint = load_checkpoint("tiny-autoregressive")
+    recipe = NestedRecipe(layers=3, answers=128, steps=60, batch=8, rate=5e-4)
+    train_nested(checkpoint, tmp_path, recipe)
+    held_out = padded(own_answers(checkpoint, NestedRecipe(answers=24, seed=7)))
+    before, after = (
+        [float(sorted_loss(model, *held_out, [stop])) for stop in (2, 3)]
+        for model in (first_layers(open_llama(checkpoint), 3), open_llama(_opened(tmp_path)))
+    )
+    assert after[0] < 0.8 * before[0] and sum(after) < 0.9 * sum(before), (before, after)
