@@ -45,11 +45,14 @@ class ToolFormat(ABC):
             answer are on channels; else empty.
         answer_opening: In such a format, the text that starts the answer behind the reasoning, in
             two parts: other texts may start with the first one.
+        text_openings: In such a format, the texts that start a part that is neither reasoning nor a
+            call.
     """
 
     markers: tuple[str, ...] = field(default=(), kw_only=True)
     reasoning_opening: str = field(default="", kw_only=True)
     answer_opening: tuple[str, str] = field(default=("", ""), kw_only=True)
+    text_openings: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     @abstractmethod

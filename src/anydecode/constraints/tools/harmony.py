@@ -26,6 +26,7 @@ class HarmonyCalls(NamedCalls):
     between: str = f" <|constrain|>json{_MESSAGE}"
     reasoning_opening: str = f"{_CHANNEL}analysis{_MESSAGE}"
     answer_opening: tuple[str, str] = (f"{_CHANNEL}final", _MESSAGE)
+    text_openings: tuple[str, ...] = (f"{_CHANNEL}final", f"{_CHANNEL}commentary")
 
     @property
     def start_trigger(self) -> str:
