@@ -69,6 +69,9 @@ class HarmonyCalls(NamedCalls):
                     called = ""
             tag = ""
 
+    def parse_text(self, stream: TextStream) -> Steps[None]:
+        yield from self.parse(stream, {})
+
     def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
         return super().render(calls[:1], schemas)
 

@@ -197,14 +197,15 @@ class ToolCalls(CompletedConstraint):
         """The start of the grammar, and its rules besides `calls` and `answer`. `rest`: what may
         follow a call."""
         trigger, has_channels = literal(self.call_format.trigger), self._has_channels
+        options: list[str] = []
+        rules: list[str] = []
         if self._prefix:
             # Behind other calls, the answer may also end: there may be no room for a valid call.
-            tail, rules = rest if self._num_calls(self._prefix) else f"{trigger} calls", []
+            tail = rest if self._num_calls(self._prefix) else f"{trigger} calls"
             if has_channels and tail != rest:  # the prefix ends within the reasoning
                 options, rules = self._behind_text(parts, "(?s:.*)", "TEXT?")
                 tail = f"({' | '.join(options)})"
             return f"{literal(self._prefix)} {tail}", rules
-        options, rules = [], []
         is_free = not self.is_required and self.answer is None
         if not is_free:
             options.append(f"{trigger} calls")
