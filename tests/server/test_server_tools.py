@@ -365,6 +365,20 @@ def test_a_named_function_is_called_once(stream: bool) -> None:
         assert len(both["message"]["tool_calls"]) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_within_a_call_is_no_call_to_run(stream: bool) -> None:
+    text = TOOL_FORMATS["hermes"].render([("go", {"to": "ab"}), ("go", {"to": "cd"})])
+    fields = {**FIELDS, "tools": offered(), "tool_choice": "required"}
+    with replaying_llm(text) as llm, served(llm) as client:
+        for stop, expected in (("b", "stop"), ("d", "stop"), ("</tool_call>", "tool_calls")):
+            if stream:
+                reason = joined(client.chunks(CHAT, **fields, stop=stop))[2]
+            else:
+                choice = client.ask(CHAT, **fields, stop=stop)["choices"][0]
+                reason = choice["finish_reason"]
+            assert reason == expected, stop
+
+
 def test_a_format_of_gpt_oss_applies_behind_the_reasoning() -> None:
     """Also if the model would add the kind of its content to the header of its last message."""
     thought = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final"
