@@ -14,8 +14,9 @@ hypothesis = pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from tokenizers import AddedToken, Tokenizer  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
+from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
 
 from anydecode.constraints.json.json_schema import JsonSchema  # noqa: E402
 from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
@@ -466,3 +467,28 @@ def test_tags_are_text_although_checkpoints_mark_them_as_special(format_name: st
         token = backend.token_to_id(tag)
         assert tokenizer.token_bytes(token).decode() == tag and not tokenizer.is_special(token)
     assert tokenizer.is_special(backend.token_to_id("<|other|>"))
+
+
+def test_messages_of_gpt_oss_can_end_beside_tools() -> None:
+    """Though `<|end|>` is a special token of the checkpoint, as it is in others."""
+    alphabet = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={letter: id for id, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tags = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
+    end = backend.token_to_id("<|end|>")
+    tokenizer = HFTokenizer(backend, eos_ids=[backend.token_to_id("<|return|>")])
+    call_format = TOOL_FORMATS["gpt-oss"]
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for is_required in (False, True):
+        calls = ToolCalls({"f": JsonSchema({})}, call_format, is_required=is_required)
+        state = calls.start(tokenizer, tokenizer.vocab_size)
+        text = thought + call_format.render([("f", {})])
+        tokens = tokenizer.encode(text, special=False)
+        assert end in tokens
+        for token in tokens:
+            assert state.allows(token)
+            state.advance(token)
+        assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
+    assert HFTokenizer(backend, eos_ids=[end]).is_special(end)

@@ -32,6 +32,9 @@ TOOL_TAGS = frozenset(
         "<|message_sep|>", "<|role_sep|>",
     }
 )  # fmt: skip
+#: Tokens that are part of the text beside another one, which stands first. In other families they
+#: end the answer.
+MESSAGE_TAGS = {"<|channel|>": ("<|end|>",)}
 
 
 class Tokenizer(Protocol):
