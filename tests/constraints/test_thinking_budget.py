@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 
 from anydecode import LLM, JsonSchema
 from anydecode.constraints.reasoning import AfterReasoning
-from anydecode.constraints.thinking_budget import ThinkingBudget
+from anydecode.constraints.thinking_budget import ThinkingBudget, next_message
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer, PieceTokenizer, ScriptedModel
@@ -163,6 +163,60 @@ def test_characters_and_tags_that_have_begun_are_completed() -> None:
         processor.advance(byte)
         allowed.append(len(processor.apply(Candidates(None, np.zeros(259, np.float32)))))
     assert allowed == [259, 259, 259, 259, 1, 1]
+
+
+CHANNEL, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+HARMONY = (CHANNEL, "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "analysis", "anal",
+           "final", "assistant", "commentary")  # fmt: skip
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_final_channel_of_gpt_oss_opens_after_the_budget(
+    opened: bool, temperature: float
+) -> None:
+    tokenizer = PieceTokenizer(*LETTERS, *'<|>{}:0123456789"', *HARMONY)
+    opening = "" if opened else CHANNEL
+    prompt = ASKED + CHANNEL if opened else ASKED
+    with thinking_llm(tokenizer, opening, cache_positions=4096) as llm:
+        options: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+        free = llm.generate(prompt, **options)
+        for budget in (0, 9):
+            options["thinking_token_budget"] = budget
+            answer = llm.generate(prompt, decoder="autoregressive", **options)
+            thoughts, end, _ = answer.text.partition("<|end|><|start|>assistant" + FINAL)
+            assert end and len(answer.tokens) == 40
+            assert free.text.startswith(thoughts) and len(thoughts) == len(opening) + budget
+            for decoder in ("auto", "prompt-lookup", "speculative-sampling"):
+                assert llm.generate(prompt, decoder=decoder, **options).tokens == answer.tokens
+
+
+def test_with_tools_gpt_oss_chooses_the_channel_after_the_budget() -> None:
+    tokenizer = PieceTokenizer(*LETTERS, *HARMONY)
+    words = vocabulary(tokenizer, tokenizer.vocab_size)
+    processor = ThinkingBudget(
+        1, words, CHANNEL, next_message=next_message(tokenizer, words, may_call=True), may_call=True
+    )
+    everything = set(range(tokenizer.vocab_size))
+    banned = set(tokenizer.encode("a") + tokenizer.encode("anal") + tokenizer.encode("analysis"))
+    expected = [everything, *({token} for token in tokenizer.encode("<|end|><|start|>assistant"))]
+    for token, allowed in zip(
+        tokenizer.encode("x<|end|><|start|>assistant<|channel|>commentary"),
+        [*expected, everything, everything - banned],
+        strict=True,
+    ):
+        candidates = processor.apply(Candidates(None, np.zeros(tokenizer.vocab_size, np.float32)))
+        assert allowed == set(range(len(candidates)) if candidates.tokens is None
+                              else candidates.tokens.tolist())  # fmt: skip
+        processor.advance(token)
+    # A message that the model has ended itself is not ended twice.
+    processor = ThinkingBudget(
+        1, words, CHANNEL, next_message=tokenizer.encode("<|end|><|start|>assistant")
+    )
+    for token in tokenizer.encode("x<|end|>"):
+        processor.advance(token)
+    candidates = processor.apply(Candidates(None, np.zeros(tokenizer.vocab_size, np.float32)))
+    assert candidates.tokens.tolist() == tokenizer.encode("<|start|>")
 
 
 def test_what_cannot_be_limited_is_refused() -> None:

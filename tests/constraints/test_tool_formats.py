@@ -14,8 +14,9 @@ hypothesis = pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from tokenizers import AddedToken, Tokenizer  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
+from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
 
 from anydecode.constraints.json.json_schema import JsonSchema  # noqa: E402
 from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
@@ -54,7 +55,9 @@ SCHEMAS: dict[str, Any] = {
     },
     "stop": {"type": "object", "properties": {}},
 }
-TAGS = ("<escape>", '<|"|>', "</parameter>", "</arg_value>")
+TAGS = ("<escape>", '<|"|>', "</parameter>", "</arg_value>", "</｜DSML｜parameter>")
+#: Formats that have one call per answer.
+SINGLE = ("gpt-oss", "gigachat")
 NAMES = st.text("abcxyz_", min_size=1, max_size=4)
 TEXTS = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=12
@@ -98,7 +101,7 @@ def for_format(format_name: str, calls: list[tuple[str, Any]]) -> list[tuple[str
         (tool, {name: arguments[name] for name in names if name in arguments})
         for tool, arguments in calls
     ]
-    return ordered[:1] if format_name == "gpt-oss" else ordered
+    return ordered[:1] if format_name in SINGLE else ordered
 
 
 def parsed(format_name: str, parts: list[str]) -> tuple[str, list[tuple[str, Any]], int]:
@@ -119,12 +122,13 @@ def parsed(format_name: str, parts: list[str]) -> tuple[str, list[tuple[str, Any
     return content, [(name, json.loads(text)) for name, text in calls], num_complete
 
 
+#: Options of `JsonSchema`: fixed white space, and no limits that a schema does not have.
+EXACT: dict[str, Any] = {"whitespace": None, "max_string": 0, "extra_properties": True}
+
+
 @cache
 def constraint(format_name: str, is_required: bool) -> ToolCalls:
-    schemas = {
-        name: JsonSchema(schema, whitespace=None, max_string=0, extra_properties=True)
-        for name, schema in SCHEMAS.items()
-    }
+    schemas = {name: JsonSchema(schema, **EXACT) for name, schema in SCHEMAS.items()}
     return ToolCalls(schemas, TOOL_FORMATS[format_name], is_required=is_required)
 
 
@@ -187,6 +191,24 @@ def test_rendered_calls_are_allowed(format_name: str, calls: list[tuple[str, Any
         ("phi", '<|tool_call|>{"name": "f", "arguments": {"a": 1}}<|/tool_call|>', {"a": 1}),
         ("llama4-json", '<|python_start|><|python_end|>{"name": "f", "parameters": {"a": 1}}',
          {"a": 1}),
+        ("minimax-m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">[1,\n2]'
+         "</parameter>\n</invoke>\n</minimax:tool_call>", {"a": [1, 2]}),
+        ("deepseek-v3.2", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+         '<｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter>\n'
+         '<｜DSML｜parameter name="b" string="false">1</｜DSML｜parameter>\n'
+         "</｜DSML｜invoke>\n</｜DSML｜function_calls>", {"a": "1", "b": 1}),
+        ("deepseek-v4", '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n'
+         "</｜DSML｜tool_calls>", {}),
+        ("command", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f",'
+         ' "parameters": {"a": 1}}\n]<|END_ACTION|>', {"a": 1}),
+        ("command", '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>',
+         {"a": 1}),
+        ("apriel", '\n<tool_calls>[{"name": "f", "arguments": {"a": 1}, "id": "x"}]</tool_calls>',
+         {"a": 1}),
+        ("apertus", '<|tools_prefix|>[{"f": {"a": {"b": 1}}}]<|tools_suffix|>', {"a": {"b": 1}}),
+        ("gigachat", '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": '
+         '{"a": 1}}<|message_sep|>\n\n', {"a": 1}),
+        ("functionary-v3.1", '<function=f>{"a": "</"}</function>', {"a": "</"}),
         ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
          ' to=functions.f <|constrain|>json<|message|>{"a": 1}', {"a": 1}),
         ("gpt-oss", "<|channel|>analysis<|message|>hm to=functions.g<|end|><|start|>assistant"
@@ -197,6 +219,37 @@ def test_rendered_calls_are_allowed(format_name: str, calls: list[tuple[str, Any
 )  # fmt: skip
 def test_calls_that_models_write(format_name: str, text: str, call: Any) -> None:
     assert parsed(format_name, list(text))[1] == [("f", call)]
+
+
+def test_the_kind_of_a_value_is_written_before_it() -> None:
+    """DeepSeek-V3.2: a string as it is, or JSON, also under a schema that allows both."""
+    call_format = TOOL_FORMATS["deepseek-v3.2"]
+    either = {"anyOf": [{"type": "string", "minLength": 2}, {"type": "integer"}]}
+    nothing = {"enum": ["a", None]}
+    schema = {"type": "object", "properties": {"x": either, "y": nothing}, "required": ["x", "y"]}
+    constraint = ToolCalls({"f": JsonSchema(schema, **EXACT)}, call_format, is_required=True)
+    for x, y in (("ab", "a"), (7, None)):
+        text = call_format.render([("f", {"x": x, "y": y})], {"f": schema})
+        assert f'string="{"true" if x == "ab" else "false"}">{x}<' in text
+        assert _is_valid(constraint, text)
+    for wrong in ('x" string="true">a<', 'x" string="false">1.5<', 'y" string="true">null<'):
+        name, _, _ = wrong.partition('"')
+        start = text.index(f'name="{name}"') + len('name="')
+        end = text.index("<", start)
+        assert not _is_valid(constraint, text[:start] + wrong[:-1] + text[end:]), wrong
+
+
+def _is_valid(constraint: ToolCalls, text: str) -> bool:
+    """Whether the mask and the validation allow `text`."""
+    state = constraint.start(TOKENIZER, TOKENIZER.vocab_size)
+    validator = constraint.incremental_validator(TOKENIZER)
+    for byte in text.encode():
+        if not state.allows(byte):
+            return False
+        state.advance(byte)
+        if validator is not None and validator.push(byte) is not None:
+            return False
+    return state.can_stop and (validator is None or validator.end() is None)
 
 
 @pytest.mark.parametrize("format_name", TOOL_FORMATS)
@@ -283,7 +336,17 @@ def test_the_start_of_a_tag_is_text_unless_the_answer_was_cut(is_cut: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "format_name", ["glm", "glm-4.7", "seed", "qwen3-coder", "functiongemma", "gemma4"]
+    "format_name",
+    [
+        "glm",
+        "glm-4.7",
+        "seed",
+        "qwen3-coder",
+        "functiongemma",
+        "gemma4",
+        "minimax-m2",
+        "deepseek-v3.2",
+    ],
 )
 def test_no_part_of_a_closing_tag_is_in_the_arguments(format_name: str) -> None:
     call_format = TOOL_FORMATS[format_name]
@@ -360,6 +423,14 @@ TEMPLATES = {
     "deepseek-v3": "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>\n```json",
     "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
     "seed": "<seed:tool_call>\n<function=example_function_name>\n<parameter=example>",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="tool-name-1">',
+    "deepseek-v3.2": '"｜DSML｜" <{{ dsml_token }}function_calls> message.tool_calls %}',
+    "deepseek-v4": "dsml_token = '｜DSML｜' '<' + dsml_token + 'tool_calls>",
+    "command": '<|START_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "',
+    "apriel": "within <tool_call></tool_call> <tool_calls>[{name}] [BEGIN FINAL RESPONSE]",
+    "apertus": "{%- set tool_calls_token = '<|tools_prefix|>' -%}",
+    "gigachat": "'role': 'function call', message_sep=\"<|message_sep|>\\n\\n\"",
+    "functionary-v3.1": '<function=example_function_name>{"example_name": "value"}</function>',
     "qwen3-coder": "<tool_call>\n<function=example_function_name>\n<parameter=example>",
     "glm-4.7": "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
     "glm": "<tool_call>{name}\n<arg_key>",
@@ -396,3 +467,28 @@ def test_tags_are_text_although_checkpoints_mark_them_as_special(format_name: st
         token = backend.token_to_id(tag)
         assert tokenizer.token_bytes(token).decode() == tag and not tokenizer.is_special(token)
     assert tokenizer.is_special(backend.token_to_id("<|other|>"))
+
+
+def test_messages_of_gpt_oss_can_end_beside_tools() -> None:
+    """Though `<|end|>` is a special token of the checkpoint, as it is in others."""
+    alphabet = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={letter: id for id, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tags = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
+    end = backend.token_to_id("<|end|>")
+    tokenizer = HFTokenizer(backend, eos_ids=[backend.token_to_id("<|return|>")])
+    call_format = TOOL_FORMATS["gpt-oss"]
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for is_required in (False, True):
+        calls = ToolCalls({"f": JsonSchema({})}, call_format, is_required=is_required)
+        state = calls.start(tokenizer, tokenizer.vocab_size)
+        text = thought + call_format.render([("f", {})])
+        tokens = tokenizer.encode(text, special=False)
+        assert end in tokens
+        for token in tokens:
+            assert state.allows(token)
+            state.advance(token)
+        assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
+    assert HFTokenizer(backend, eos_ids=[end]).is_special(end)

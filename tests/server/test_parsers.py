@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from anydecode.constraints.tools.families import TOOL_FORMATS
@@ -51,6 +53,9 @@ def test_white_space_alone_after_a_call_is_no_content(
         ("<seed:think>{{ x }}</seed:think>", "<seed:think>a</seed:think>b"),
         ("[THINK]{{ x }}[/THINK]", "[THINK]a[/THINK]b"),
         ("<|channel>thought\n{{ x }}<channel|>", "<|channel>thoughta<channel|>b"),
+        ("<|START_THINKING|><|END_THINKING|>", "<|START_THINKING|>a<|END_THINKING|>b"),
+        ("[BEGIN FINAL RESPONSE]", "Here are my reasoning steps:a[BEGIN FINAL RESPONSE]b"),
+        ("'<|inner_prefix|>' '<|inner_suffix|>'", "<|inner_prefix|>a<|inner_suffix|>b"),
     ],
 )
 def test_the_chat_template_names_the_tags_of_the_reasoning(template: str, answer: str) -> None:
@@ -69,3 +74,25 @@ def test_a_part_of_a_reasoning_tag_is_text_unless_the_answer_was_cut(is_cut: boo
             whole = text if is_cut else answer.removeprefix("<think>")
             assert "".join(value for _, value in events) == whole
             assert {found for found, _ in events} <= {kind}
+
+
+@pytest.mark.parametrize(
+    ("format_name", "answer"),
+    [
+        ("command", "<|START_RESPONSE|>one [two]<|END_RESPONSE|>"),
+        ("apriel", "one [two][END FINAL RESPONSE]"),
+        ("gigachat", "one [two]<|message_sep|>\n\n"),
+    ],
+)
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_the_tags_around_an_answer_are_no_content(
+    format_name: str, answer: str, has_tools: bool
+) -> None:
+    call_format = TOOL_FORMATS[format_name]
+    for parts in ([answer], list(answer)):
+        parse = partial(call_format.parse, schemas={}) if has_tools else call_format.parse_text
+        parser = Parser(None, parse)
+        events = [event for part in parts for event in parser.push(part)]
+        events += parser.push("", final=True)
+        assert {kind for kind, _ in events} == {"content"}
+        assert "".join(value for _, value in events) == "one [two]"

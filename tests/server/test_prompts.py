@@ -96,6 +96,32 @@ def test_a_prompt_contains_the_calls_of_its_conversation() -> None:
     assert bytes(tokens).decode() == f"user: go\nassistant: {text}\ntool: done\n"
 
 
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("'(' + a + ')'", '({"x": "é", "y": [1]})'),  # DeepSeek-V3, functionary
+        ("'(' + a|string + ')'", '({"x": "é", "y": [1]})'),  # Apriel
+        ("'(' ~ a ~ ')'", '({"x": "é", "y": [1]})'),
+        ("a|tojson", '{"x": "é", "y": [1]}'),
+        ("a.items()|map('first')|join if a is mapping else 'text'", "xy"),
+    ],
+)
+def test_templates_read_arguments_as_an_object_or_as_json(expression: str, text: str) -> None:
+    pytest.importorskip("uvicorn")
+    template = f"{{% set a = messages[0].tool_calls[0].function.arguments %}}{{{{ {expression} }}}}"
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"x":"é","y":[1]}'},
+    }
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    llm = LLM(ScriptedModel(seed=1), tokenizer=TemplateTokenizer(template), cache_positions=4096)
+    with llm, served(llm) as client:
+        for _ in range(2):  # in a worker process, then in this one
+            tokens = client.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+            assert bytes(tokens).decode() == text
+
+
 @pytest.mark.parametrize("arguments", ["", None, "{}", {}])
 def test_calls_without_arguments_have_an_empty_object(arguments: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}

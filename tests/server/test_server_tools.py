@@ -365,6 +365,20 @@ def test_a_named_function_is_called_once(stream: bool) -> None:
         assert len(both["message"]["tool_calls"]) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_within_a_call_is_no_call_to_run(stream: bool) -> None:
+    text = TOOL_FORMATS["hermes"].render([("go", {"to": "ab"}), ("go", {"to": "cd"})])
+    fields = {**FIELDS, "tools": offered(), "tool_choice": "required"}
+    with replaying_llm(text) as llm, served(llm) as client:
+        for stop, expected in (("b", "stop"), ("d", "stop"), ("</tool_call>", "tool_calls")):
+            if stream:
+                reason = joined(client.chunks(CHAT, **fields, stop=stop))[2]
+            else:
+                choice = client.ask(CHAT, **fields, stop=stop)["choices"][0]
+                reason = choice["finish_reason"]
+            assert reason == expected, stop
+
+
 def test_a_format_of_gpt_oss_applies_behind_the_reasoning() -> None:
     """Also if the model would add the kind of its content to the header of its last message."""
     thought = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final"
@@ -380,3 +394,65 @@ def test_a_format_of_gpt_oss_applies_behind_the_reasoning() -> None:
         assert message["reasoning_content"] == "Hm."
         assert json.loads(message["content"])["a"] in (1, 2)
         assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm. Hm. Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("kind", ["text", "format", "tools", "required", "tools and format"])
+def test_max_thinking_tokens_ends_the_reasoning_of_gpt_oss(kind: str) -> None:
+    schema = object_schema(a={"enum": [1, 2]})
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    call = TOOL_FORMATS["gpt-oss"].render([("go", {"to": "a"})])
+    has_call = kind in ("tools", "required")
+    rest = call if has_call else FINAL + ("Hi" if kind == "text" else '{"a": 2}')
+    fields: dict[str, Any] = {"max_tokens": 200, "temperature": 0}
+    if "format" in kind:
+        fields["response_format"] = response_format
+    if kind not in ("text", "format"):
+        fields["tools"] = offered()
+        fields["tool_choice"] = "required" if kind == "required" else "auto"
+    short = "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant"
+    with replaying_llm(THOUGHT + rest) as whole, replaying_llm(short + rest) as limited:
+        with served(whole, tool_parser="gpt-oss") as client:
+            message = client.ask(CHAT, **fields)["choices"][0]["message"]
+            assert message["reasoning_content"] == "Hm. Hm. Hm."
+            _check_answer(message, kind)
+        # What the model would do behind the reasoning so far is taken from the second model.
+        with served(limited, tool_parser="gpt-oss") as client:
+            answer = client.ask(CHAT, max_thinking_tokens=4, **fields)
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"] == "Hm. "
+        _check_answer(message, kind)
+        with served(whole, tool_parser="gpt-oss") as client:
+            answer = client.ask(CHAT, max_thinking_tokens=4, **fields)
+            assert answer["choices"][0]["message"]["reasoning_content"] == "Hm. "
+
+
+def _check_answer(message: dict[str, Any], kind: str) -> None:
+    if kind in ("tools", "required"):
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "go", "arguments": '{"to": "a"}'}
+    elif kind == "text":
+        assert message["content"] == "Hi"
+    else:
+        assert message["content"] == '{"a": 2}' and "tool_calls" not in message
+
+
+def test_an_answer_of_gpt_oss_beside_tools_is_validated_behind_the_reasoning() -> None:
+    """The schema needs validation, and the first answer is invalid."""
+    schema = {**object_schema(a={"enum": [1, 2]}), "not": {"properties": {"a": {"const": 1}}}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with replaying_llm(THOUGHT + FINAL + '{"a": 1}') as llm:
+        with served(llm, tool_parser="gpt-oss") as client:
+            for stream in (False, True):
+                fields: dict[str, Any] = {"response_format": response_format, "tools": offered(),
+                                          "max_tokens": 300, "temperature": 0}  # fmt: skip
+                if stream:
+                    content = joined(client.chunks(CHAT, **fields))[0]
+                else:
+                    message = client.ask(CHAT, **fields)["choices"][0]["message"]
+                    assert message["reasoning_content"] == "Hm. Hm. Hm."
+                    content = message["content"]
+                assert json.loads(content) == {"a": 2}

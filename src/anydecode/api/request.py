@@ -19,7 +19,8 @@ from anydecode.api.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecode
 from anydecode.api.segment_rollout import Segment, UnfinishedSample
 from anydecode.api.text import OutputProcessor
 from anydecode.constraints.constraint import Constraint
-from anydecode.constraints.thinking_budget import ThinkingBudget
+from anydecode.constraints.thinking_budget import ThinkingBudget, next_message
+from anydecode.constraints.tools.tool_calls import ToolCalls
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.decoders.constrained.banned_strings import BannedStrings
 from anydecode.decoders.constrained.validate_and_retry import enforcement_report, validate_and_retry
@@ -385,10 +386,14 @@ class Request:
     def _with_thinking_budget(self, budget: int) -> SamplingParams:
         """The sampling parameters with a processor that limits the reasoning."""
         tokenizer = self.resources.tokenizer
+        words = vocabulary(tokenizer, self.resources.model.spec.vocab_size)
+        may_call = isinstance(self.constraint, ToolCalls)
         processor = ThinkingBudget(
             budget,
-            vocabulary(tokenizer, self.resources.model.spec.vocab_size),
+            words,
             tokenizer.decode(self.prompt[-64:], skip_special=False),
+            next_message=next_message(tokenizer, words, may_call=may_call),
+            may_call=may_call,
         )
         processors = [*self.params.logits_processors, processor]
         return replace(self.params, logits_processors=processors)

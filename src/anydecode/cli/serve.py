@@ -285,8 +285,9 @@ def serve(
             help=(
                 "Format of tool calls: auto, none, hermes, mistral, mistral-args, llama3, llama4,"
                 " llama4-json, qwen3-coder, deepseek-v3, deepseek-v3.1, glm, glm-4.7, kimi,"
-                " gpt-oss, granite, phi, phi-functools, functiongemma, gemma4, lfm2, nemotron"
-                " or seed."
+                " deepseek-v3.2, deepseek-v4, minimax-m2, command, apriel, apertus, gigachat,"
+                " functionary-v3.1, gpt-oss, granite, phi, phi-functools, functiongemma, gemma4,"
+                " lfm2, nemotron or seed."
             ),
         ),
     ] = "auto",
@@ -294,7 +295,10 @@ def serve(
         str,
         typer.Option(
             "--reasoning-parser",
-            help="Format of reasoning: auto, think, seed, mistral, gemma4 or none.",
+            help=(
+                "Format of reasoning: auto, think, seed, mistral, gemma4, command, apriel, apertus"
+                " or none."
+            ),
         ),
     ] = "auto",
     dtype: options.Dtype = None,

@@ -6,6 +6,7 @@ string size.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,6 +33,20 @@ _time_limit: ContextVar[float | None] = ContextVar("time_limit", default=None)
 
 class SlowTemplateError(InvalidRequestError):
     """A rendering passed its time limit."""
+
+
+class CallArguments(dict[str, Any]):
+    """The arguments of a tool call: an object for the templates that read its items, and its JSON
+    text for those that write it or join it to a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
 
 
 def select_template(templates: str | Mapping[str, str] | None, variables: Mapping[str, Any]) -> str:

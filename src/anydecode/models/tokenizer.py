@@ -11,6 +11,9 @@ REASONING_TAGS = {
     "seed": ("<seed:think>", "</seed:think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "gemma4": ("<|channel>thought", "<channel|>"),
+    "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
 }
 #: Tokens of the tool-call formats that checkpoints mark as special. They are part of the text too.
 TOOL_TAGS = frozenset(
@@ -24,8 +27,14 @@ TOOL_TAGS = frozenset(
         "<end_function_call>", "<escape>", "<|channel|>", "<|constrain|>", "<|message|>",
         "<|start|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<seed:tool_call>",
         "</seed:tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call_start|>",
+        "<minimax:tool_call>", "</minimax:tool_call>", "｜DSML｜", "<|START_ACTION|>",
+        "<|END_ACTION|>", "<tool_calls>", "</tool_calls>", "<|tools_prefix|>", "<|tools_suffix|>",
+        "<|message_sep|>", "<|role_sep|>",
     }
 )  # fmt: skip
+#: Tokens that are part of the text beside another one, which stands first. In other families they
+#: end the answer.
+MESSAGE_TAGS = {"<|channel|>": ("<|end|>",)}
 
 
 class Tokenizer(Protocol):

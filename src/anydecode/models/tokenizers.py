@@ -17,7 +17,7 @@ from anydecode.models.files import read_json, read_text
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
 from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer
 from anydecode.models.qwen2_tokenizer import qwen2_tokenizer, token_text
-from anydecode.models.tokenizer import REASONING_TAGS, TOOL_TAGS
+from anydecode.models.tokenizer import MESSAGE_TAGS, REASONING_TAGS, TOOL_TAGS
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
@@ -63,8 +63,14 @@ class HFTokenizer:
         integer("the largest token id of the tokenizer", self.vocab_size - 1, -1, MAX_TOKENS - 1)
         added = tokenizer.get_added_tokens_decoder()
         tags = TOOL_TAGS.union(*REASONING_TAGS.values())
+        contents = {entry.content for entry in added.values()}
+        beside = {tag for one in contents & MESSAGE_TAGS.keys() for tag in MESSAGE_TAGS[one]}
         self._special = frozenset(
-            token for token, entry in added.items() if entry.special and entry.content not in tags
+            token
+            for token, entry in added.items()
+            if entry.special
+            and entry.content not in tags
+            and (entry.content not in beside or token in self.eos_ids)
         )
         self._byte_encoding, self.strips_first_space = _byte_encoding_of(tokenizer)
 

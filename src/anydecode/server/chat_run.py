@@ -250,7 +250,8 @@ class ChatRun:
         return answer
 
     def finish_reason(self, index: int) -> str:
-        """Why a choice ended: "stop", "length" or "tool_calls"; also of one that was cancelled."""
+        """Why a choice ended: "stop", "length" or, if its last call is complete, "tool_calls"; also
+        of one that was cancelled."""
         request, number = self.run.choices[index]
         reason = request.jobs[number].sequence.finish_reason or "stop"
         return "tool_calls" if self._has_calls[index] and reason == "stop" else reason
@@ -281,7 +282,10 @@ class ChatRun:
         return parser.take()
 
     def _note_calls(self, index: int, events: list[Event]) -> None:
-        self._has_calls[index] = self._has_calls[index] or any(kind == "call" for kind, _ in events)
+        # A stop string may have cut the last call.
+        for kind, _ in events:
+            if kind in ("call", "end"):
+                self._has_calls[index] = kind == "end"
 
 
 class TokenParser:

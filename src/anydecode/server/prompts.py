@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from anydecode.constraints.tools.formats import ToolFormat
+from anydecode.models.chat import CallArguments
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import ChatRequest, Message, Tool
@@ -107,6 +108,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError:
             pass  # invalid JSON that the model generated is passed on unchanged
+    if isinstance(arguments, dict):
+        arguments = CallArguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
@@ -154,8 +154,13 @@ class Service:
         """A parser for the answer to a rendered conversation that ends with `prompt_end`. `parse`:
         parses the tool calls in it."""
         tags = self._reasoning_tags
-        if parse is None and self.tool_format is not None and self.tool_format.reasoning_opening:
-            parse = partial(self.tool_format.parse, schemas={})
+        call_format = self.tool_format
+        if (
+            parse is None
+            and call_format is not None
+            and (call_format.reasoning_opening or call_format.answer_tags)
+        ):
+            parse = call_format.parse_text
         is_open = tags is not None and prompt_end.rstrip().endswith(tags[0])
         return Parser(tags, parse, is_open)
 

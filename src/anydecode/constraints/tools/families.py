@@ -12,6 +12,24 @@ from anydecode.constraints.tools.literals import (
 )
 from anydecode.constraints.tools.tagged import TaggedCalls
 
+
+def _dsml(block: str) -> TaggedCalls:
+    """The format of DeepSeek since V3.2, with the calls in an element of the name `block`."""
+    mark = "｜DSML｜"
+    return TaggedCalls(
+        f'\n<{mark}invoke name="',
+        "",
+        '">\n',
+        f'<{mark}parameter name="',
+        '" string="',
+        f"</{mark}parameter>\n",
+        f"</{mark}invoke>",
+        block=(f"<{mark}{block}>", f"\n</{mark}{block}>"),
+        kinds=('true">', 'false">'),
+        markers=(mark, f"{block}>"),
+    )
+
+
 #: By name. The order is that of detection: the first format whose markers a template contains.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "gpt-oss": HarmonyCalls(markers=("<|channel|>", "<|message|>")),
@@ -33,6 +51,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         is_numbered=True,
         markers=("<|tool_calls_section_begin|>",),
     ),
+    "deepseek-v3.2": _dsml("function_calls"),
+    "deepseek-v4": _dsml("tool_calls"),
     "deepseek-v3": NamedCalls(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         "\n```json\n",
@@ -59,6 +79,17 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         "</parameter>\n",
         "</function>\n</seed:tool_call>",
         markers=("<seed:tool_call>",),
+    ),
+    "minimax-m2": TaggedCalls(
+        '\n<invoke name="',
+        "",
+        '">\n',
+        '<parameter name="',
+        '">',
+        "</parameter>\n",
+        "</invoke>",
+        block=("<minimax:tool_call>", "\n</minimax:tool_call>"),
+        markers=("<minimax:tool_call>",),
     ),
     "qwen3-coder": TaggedCalls(
         "<tool_call>",
@@ -92,6 +123,45 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "mistral-args": NamedCalls("[TOOL_CALLS]", "[ARGS]", markers=("[TOOL_CALLS]", "[ARGS]")),
     "mistral": JsonCalls("[TOOL_CALLS]", is_list=True, markers=("[TOOL_CALLS]",)),
+    "command": JsonCalls(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        key="parameters",
+        is_list=True,
+        name_key="tool_name",
+        id_key="tool_call_id",
+        layout=("\n    ", "\n    ", "\n"),
+        markers=("<|START_ACTION|>",),
+        answer_tags=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    "apriel": JsonCalls(
+        "<tool_calls>",
+        "</tool_calls>",
+        is_list=True,
+        markers=("<tool_calls>[", "[BEGIN FINAL RESPONSE]"),
+        answer_tags=("[END FINAL RESPONSE]",),
+    ),
+    "apertus": NamedCalls(
+        '{"',
+        '": ',
+        "}",
+        opening="<|tools_prefix|>[",
+        closing="]<|tools_suffix|>",
+        separator=", ",
+        markers=("<|tools_prefix|>",),
+    ),
+    "gigachat": JsonCalls(
+        "<|message_sep|>\n\nfunction call<|role_sep|>\n",
+        is_single=True,
+        markers=("<|message_sep|>", "'function call'"),
+        answer_tags=("<|message_sep|>", "<|message_sep|>\n\n"),
+    ),
+    "functionary-v3.1": NamedCalls(
+        "<function=",
+        ">",
+        "</function>",
+        markers=("<function=example_function_name>{",),
+    ),
     "phi-functools": JsonCalls("functools", is_list=True, markers=("functools[",)),
     "phi": JsonCalls(
         "<|tool_call|>", "<|/tool_call|>", is_list=True, markers=("<|tool|>", "<|/tool|>")

@@ -45,11 +45,17 @@ class ToolFormat(ABC):
             answer are on channels; else empty.
         answer_opening: In such a format, the text that starts the answer behind the reasoning, in
             two parts: other texts may start with the first one.
+        answer_tags: The texts around an answer that is neither reasoning nor a call; they are
+            removed.
+        text_openings: In such a format, the texts that start a part that is neither reasoning nor a
+            call.
     """
 
     markers: tuple[str, ...] = field(default=(), kw_only=True)
     reasoning_opening: str = field(default="", kw_only=True)
     answer_opening: tuple[str, str] = field(default=("", ""), kw_only=True)
+    answer_tags: tuple[str, ...] = field(default=(), kw_only=True)
+    text_openings: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     @abstractmethod
@@ -69,6 +75,11 @@ class ToolFormat(ABC):
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         """Parses an answer. `schemas`: the schemas of the tools' arguments, by name."""
 
+    def parse_text(self, stream: TextStream) -> Steps[None]:
+        """Parses an answer to a request without tools, in which a call is text."""
+        while (yield from stream.until(*self.answer_tags)):
+            pass
+
     @abstractmethod
     def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
         """The text of `calls`. `schemas`: the schemas of their arguments, by name."""
@@ -86,6 +97,11 @@ class JsonCalls(ToolFormat):
         is_optional: Whether `opening` and `closing` may be left out, `opening` at the start of the
             answer only. They then stand around all calls.
         separator: The text between calls that have no list and no closing text of their own.
+        name_key: The key of the name.
+        id_key: The key of the number of a call; empty if there is none.
+        layout: The white space behind the bracket of a list, behind its commas, and before the
+            other bracket.
+        is_single: Whether an answer has at most one call.
     """
 
     opening: str
@@ -94,6 +110,10 @@ class JsonCalls(ToolFormat):
     is_list: bool = False
     is_optional: bool = False
     separator: str = ""
+    name_key: str = "name"
+    id_key: str = ""
+    layout: tuple[str, str, str] = ("", " ", "")
+    is_single: bool = False
 
     @property
     def trigger(self) -> str:
@@ -106,30 +126,36 @@ class JsonCalls(ToolFormat):
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
         rules, options = [], []
         for number, (name, schema) in enumerate(schemas.items()):
-            prefix = json.dumps({"name": name})[:-1] + f', "{self.key}": '
+            prefix = json.dumps({self.name_key: name})[1:-1] + f', "{self.key}": '
             options.append(f'{literal(prefix)} arguments_{number} "}}"')
             rules.append(f"arguments_{number}: {json_rule(schema)}")
-        rules.append("object: " + " | ".join(options))
+        id_rule = f'{literal(f"{{{json.dumps(self.id_key)}: ")} /"[0-9]{{1,4}}", /'
+        start = id_rule if self.id_key else '"{"'
+        rules.append(f"object: {start} ({' | '.join(options)})")
         inexact = inexact_tools(schemas)
         closing = literal(self.closing)
         if self.is_list:
-            first = f'{_SPACE} "[" object'
-            closing = f'"]" {_SPACE} {closing}' if closing else '"]"'
-            bare = '"[" object'
-            return CallRules(first, "object", rules, '", "', closing, bare, inexact=inexact)
+            begin, between, end = self.layout
+            first = f"{_SPACE} {literal('[' + begin)} object"
+            closing = f"{literal(end + ']')} {_SPACE if closing else ''} {closing}"
+            bare = f"{literal('[' + begin)} object"
+            separator = literal("," + between)
+            return CallRules(first, "object", rules, separator, closing, bare, inexact=inexact)
         first = f"{_SPACE} object"
         if closing and not self.is_optional:
             first = f"{first} {_SPACE} {closing}"
             call = f"{literal(self.opening)} {first}"
             return CallRules(first, call, rules, "/\\n?/", inexact=inexact)
         closing, separator = closing and f"({closing})?", literal(self.separator)
-        return CallRules(first, "object", rules, separator, closing, "object", inexact=inexact)
+        call = "" if self.is_single else "object"
+        return CallRules(first, call, rules, separator, closing, "object", inexact=inexact)
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         if self.is_optional and (yield from stream.next_of(self.start_trigger[0], removes=False)):
             yield from self._calls(stream, "")
-        while tag := (yield from stream.until(self.opening)):
-            yield from self._calls(stream, tag)
+        while tag := (yield from stream.until(self.opening, *self.answer_tags)):
+            if tag == self.opening:
+                yield from self._calls(stream, tag)
 
     def _calls(self, stream: TextStream, tag: str) -> Steps[None]:
         """Parses the calls behind an opening text `tag`, which is content if there are none. Of a
@@ -166,12 +192,14 @@ class JsonCalls(ToolFormat):
             return
 
     def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
-        texts = [
-            json.dumps({"name": name, self.key: arguments}, ensure_ascii=False)
-            for name, arguments in calls
-        ]
+        texts = []
+        for number, (name, arguments) in enumerate(calls[:1] if self.is_single else calls):
+            call = {self.id_key: str(number)} if self.id_key else {}
+            call |= {self.name_key: name, self.key: arguments}
+            texts.append(json.dumps(call, ensure_ascii=False))
         if self.is_list:
-            return f"{self.opening}[{', '.join(texts)}]{self.closing}"
+            begin, between, end = self.layout
+            return f"{self.opening}[{begin}{f',{between}'.join(texts)}{end}]{self.closing}"
         if self.closing and not self.is_optional:
             return "\n".join(f"{self.opening}\n{text}\n{self.closing}" for text in texts)
         return self.opening + self.separator.join(texts) + self.closing
@@ -233,6 +261,8 @@ class NamedCalls(ToolFormat):
             while (yield from self._call(stream, schemas.keys())):
                 if not self.opening:
                     break
+                if self.separator.strip():
+                    yield from stream.next_of(self.separator.strip())
                 if (yield from stream.next_of(self.before, self.closing)) != self.before:
                     break
 

@@ -26,6 +26,7 @@ class HarmonyCalls(NamedCalls):
     between: str = f" <|constrain|>json{_MESSAGE}"
     reasoning_opening: str = f"{_CHANNEL}analysis{_MESSAGE}"
     answer_opening: tuple[str, str] = (f"{_CHANNEL}final", _MESSAGE)
+    text_openings: tuple[str, ...] = (f"{_CHANNEL}final", f"{_CHANNEL}commentary")
 
     @property
     def start_trigger(self) -> str:
@@ -67,6 +68,9 @@ class HarmonyCalls(NamedCalls):
                     yield "end", ""
                     called = ""
             tag = ""
+
+    def parse_text(self, stream: TextStream) -> Steps[None]:
+        yield from self.parse(stream, {})
 
     def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
         return super().render(calls[:1], schemas)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Iterator, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
 Event = tuple[str, str]
@@ -20,10 +20,12 @@ _STRUCTURE = re.compile(r'["\\{}\[\]]')
 #: there is no text, so that one is enough, in any text.
 MIN_CUT_TAG = 2
 #: The start of a call as a JSON object, up to the end of its name, and up to its arguments.
-_NAME_START = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
-_CALL_START = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])'
+_NAME = (
+    r'\s*\{\s*(?:"tool_call_id"\s*:\s*"[^"\\]*"\s*,\s*)?'
+    r'"(?:name|tool_name)"\s*:\s*("(?:[^"\\]|\\.)*")'
 )
+_NAME_START = re.compile(_NAME)
+_CALL_START = re.compile(_NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])')
 
 
 class TextStream:
@@ -57,14 +59,20 @@ class TextStream:
         return text
 
     def until(self, *tags: str, kind: str = "content") -> Steps[str]:
-        """Yields the text before the first of `tags` as events. Returns the tag, which is removed;
-        empty if the text ended."""
+        """Yields the text before the first of `tags` as events, the longest one of those that start
+        there. Returns the tag, which is removed; empty if the text ended."""
         while True:
-            found = [(at, tag) for tag in tags if (at := self.buffer.find(tag)) >= 0]
+            found = [(at, -len(tag), tag) for tag in tags if (at := self.buffer.find(tag)) >= 0]
             if found:
-                position, tag = min(found)
+                position, _, tag = min(found)
                 if position:
                     yield kind, self.take(position)
+                if _is_prefix(self.buffer, tags):  # of a longer one
+                    if self.is_final:
+                        self.take(len(self.buffer))
+                        return ""
+                    yield None
+                    continue
                 self.take(len(tag))
                 return tag
             num_kept = max(overlap(self.buffer, tag) for tag in tags)
@@ -267,6 +275,11 @@ class JsonScanner:
         return -1
 
 
+def _is_prefix(text: str, tags: Sequence[str]) -> bool:
+    """Whether `text` is the start of one of `tags` and not all of it."""
+    return any(tag.startswith(text) and tag != text for tag in tags)
+
+
 def overlap(text: str, tag: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
@@ -292,9 +305,10 @@ def _read_call(text: str) -> tuple[str, str] | None:
         call = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
+    if not isinstance(name, str):
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return call["name"], arguments
+    return name, arguments

@@ -15,6 +15,7 @@ from anydecode.constraints.tools.stream import Steps, TextStream
 from anydecode.constraints.tools.values import (
     JSON_STYLE,
     ArgumentGrammar,
+    allows_type,
     arguments_of,
     is_text,
     tool_rules,
@@ -30,9 +31,12 @@ class TaggedCalls(ToolFormat):
         before_name: The text between `opening` and the tool's name.
         after_name: The text behind the name.
         before_key: The text before an argument's name.
-        after_key: The text between the name and the value.
+        after_key: The text between the name and the value, or its kind.
         after_value: The text behind the value.
         closing: The text after a call.
+        block: The texts before and behind all calls; empty if there are none.
+        kinds: The texts that say, before a value, that it is a string as it is, or JSON; empty if
+            nothing says it.
     """
 
     opening: str
@@ -42,16 +46,21 @@ class TaggedCalls(ToolFormat):
     after_key: str
     after_value: str
     closing: str
+    block: tuple[str, str] = ("", "")
+    kinds: tuple[str, str] = ("", "")
 
     @property
     def trigger(self) -> str:
-        return self.opening
+        return self.block[0] or self.opening
 
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
         arguments = partial(self._arguments, json_rule)
         rules, calls, inexact = tool_rules(schemas, arguments, self._call_rule)
+        rules = [*rules, f"tagged: {calls}"]
         call = f"{literal(self.opening)} tagged"
-        return CallRules("tagged", call, [*rules, f"tagged: {calls}"], "/\\n?/", inexact=inexact)
+        if self.block[0]:
+            return CallRules(call, call, rules, "", literal(self.block[1]), inexact=inexact)
+        return CallRules("tagged", call, rules, "/\\n?/", inexact=inexact)
 
     def _call_rule(self, name: str, arguments: str) -> str:
         """An expression of a call of the tool `name`, without the opening text."""
@@ -66,49 +75,90 @@ class TaggedCalls(ToolFormat):
         expressions = []
         for name, node, is_required in grammar.arguments:
             tag = literal(self.before_key + name + self.after_key)
-            if is_text(schema.schema, node):
-                value = grammar.raw_text(node, self.after_value)
-            else:
-                part = JsonSchema(grammar.part(node), **JSON_STYLE)
-                value = f"{grammar.json_value(part)} {literal(self.after_value)}"
+            value = self._value_rule(grammar, schema.schema, node)
             expressions.append(f"{tag} {value}" if is_required else f"({tag} {value})?")
         return " ".join(expressions), grammar
 
+    def _value_rule(self, grammar: ArgumentGrammar, root: Any, node: Any) -> str:
+        """An expression of the values under the schema `node` and the texts around them."""
+        is_raw, kinds = is_text(root, node), self.kinds
+        if is_raw and not kinds[0]:
+            return grammar.raw_text(node, self.after_value)
+        options = []
+        if is_raw:
+            text = grammar.raw_text(node, self.after_value, has_null=False)
+            options.append(f"{literal(kinds[0])} {text}")
+        elif kinds[0] and allows_type(root, node, "string"):
+            text = grammar.any_text(self.after_value)
+            options.append(f"{literal(kinds[0])} {text}")
+        if not is_raw:
+            part = JsonSchema(grammar.part(node), **JSON_STYLE)
+            value = f"{grammar.json_value(part)} {literal(self.after_value)}"
+            options.append(f"{literal(kinds[1])} {value}")
+        elif allows_type(root, node, "null"):
+            options.append(literal(kinds[1] + "null" + self.after_value))
+        return f"({' | '.join(options)})"
+
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
-        while (yield from stream.until(self.opening)):
-            if self.before_name and not (yield from stream.next_of(self.before_name.strip())):
+        while (yield from stream.until(self.trigger)):
+            if not (yield from self._starts_call(stream)):
                 if not stream.has_ended:
-                    yield "content", self.opening
+                    yield "content", self.trigger
                 continue
-            end = self.after_name.strip() or "<"
-            name = yield from stream.read_name(end, schemas.keys(), removes=end != "<")
-            if name is None:
-                return
-            yield "call", name
-            schema = schemas.get(name, {})
-            nodes = {argument.name: argument.schema for argument in arguments_of(schema)[0]}
-            start = "{"
-            while (tag := (yield from stream.next_of(*self._tags))) == self.before_key:
-                key = yield from stream.read_until(self.after_key)
-                if key is None:
-                    return
-                yield "arguments", f"{start}{json.dumps(key, ensure_ascii=False)}: "
-                start = ", "
-                node = nodes.get(key)
-                if not (yield from self._value(stream, is_text(schema, node))):
-                    return
-            if not tag:
-                return
-            yield "arguments", "{}" if start == "{" else "}"
-            yield "end", ""
+            while (yield from self._call(stream, schemas)):
+                if not self.block[0]:
+                    break
+                tags = (self.opening.strip(), self.block[1].strip())
+                if (yield from stream.next_of(*tags)) != tags[0]:
+                    break
+
+    def _starts_call(self, stream: TextStream) -> Steps[bool]:
+        """Removes the text between the trigger and the name of a tool. Returns whether it is
+        there."""
+        texts = (self.opening if self.block[0] else "", self.before_name)
+        for text in filter(None, map(str.strip, texts)):
+            if not (yield from stream.next_of(text)):
+                return False
+        return True
+
+    def _call(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[bool]:
+        """Parses a call from the tool's name on. Returns whether it is complete."""
+        end = self.after_name.strip() or "<"
+        name = yield from stream.read_name(end, schemas.keys(), removes=end != "<")
+        if name is None:
+            return False
+        yield "call", name
+        schema = schemas.get(name, {})
+        nodes = {argument.name: argument.schema for argument in arguments_of(schema)[0]}
+        start = "{"
+        while (tag := (yield from stream.next_of(*self._tags))) == self.before_key:
+            key = yield from stream.read_until(self.after_key)
+            if key is None:
+                return False
+            is_raw, has_null = is_text(schema, nodes.get(key)), not self.kinds[0]
+            if self.kinds[0]:
+                kind = yield from stream.next_of(*self.kinds)
+                if not kind:
+                    return False
+                is_raw = kind == self.kinds[0]
+            yield "arguments", f"{start}{json.dumps(key, ensure_ascii=False)}: "
+            start = ", "
+            if not (yield from self._value(stream, is_raw, has_null)):
+                return False
+        if not tag:
+            return False
+        yield "arguments", "{}" if start == "{" else "}"
+        yield "end", ""
+        return True
 
     @property
     def _tags(self) -> tuple[str, str]:
         """What stands before an argument, or after the last one."""
         return self.before_key, self.closing
 
-    def _value(self, stream: TextStream, is_text: bool) -> Steps[bool]:
-        """Parses a value and the text behind it. Returns whether it is complete."""
+    def _value(self, stream: TextStream, is_text: bool, has_null: bool) -> Steps[bool]:
+        """Parses a value and the text behind it. Returns whether it is complete. `has_null`:
+        whether a string may be null instead."""
         closing = self.after_value.rstrip()
         if not is_text:
             if (yield from stream.next_of("{", "[", '"', removes=False)):
@@ -116,19 +166,23 @@ class TaggedCalls(ToolFormat):
                     return False
                 return bool((yield from stream.next_of(closing.strip())))
             return bool((yield from stream.until(closing, kind="arguments")))
-        if (yield from stream.starts_with("null" + closing)):
+        if has_null and (yield from stream.starts_with("null" + closing)):
             yield "arguments", "null"
             return True
         return (yield from stream.text_value(closing))
 
     def render(self, calls: Sequence[Call], schemas: Mapping[str, Any] | None = None) -> str:
-        return "\n".join(self._rendered(*call, (schemas or {}).get(call[0], {})) for call in calls)
+        texts = [self._rendered(*call, (schemas or {}).get(call[0], {})) for call in calls]
+        return self.block[0] + ("" if self.block[0] else "\n").join(texts) + self.block[1]
 
     def _rendered(self, name: str, arguments: Any, schema: Any) -> str:
         nodes = {argument.name: argument.schema for argument in arguments_of(schema)[0]}
         text = self.opening + self.before_name + name + self.after_name
         for key, value in arguments.items():
-            is_raw = isinstance(value, str) and is_text(schema, nodes.get(key))
+            is_raw = isinstance(value, str)
+            if not self.kinds[0]:
+                is_raw = is_raw and is_text(schema, nodes.get(key))
             rendered = value if is_raw else json.dumps(value, ensure_ascii=False)
-            text += self.before_key + key + self.after_key + rendered + self.after_value
+            kind = self.kinds[0 if is_raw else 1]
+            text += self.before_key + key + self.after_key + kind + rendered + self.after_value
         return text + self.closing

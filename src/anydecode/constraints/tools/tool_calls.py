@@ -22,7 +22,7 @@ from anydecode.constraints.guidance_engine import GuidanceState, tokenizer_bindi
 from anydecode.constraints.json.forced_completion import CompletedConstraint
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.languages import Grammar
-from anydecode.constraints.tools.formats import ToolFormat, literal, regex_literal
+from anydecode.constraints.tools.formats import CallRules, ToolFormat, literal, regex_literal
 from anydecode.constraints.tools.stream import Event, Steps, TextStream
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
@@ -188,36 +188,65 @@ class ToolCalls(CompletedConstraint):
         has_more = self.is_parallel and parts.call
         more = f"({parts.separator} {parts.call})" if has_more else ""
         rest = f"{more and more + '*'} {parts.closing}"
-        trigger, bare = literal(self.call_format.trigger), self.call_format.start_trigger
-        rules = [*parts.rules, f"calls: {parts.first} {rest}"]
-        if self._prefix:
-            has_calls = self._num_calls(self._prefix) > 0
-            # Behind other calls, the answer may also end: there may be no room for a valid call.
-            tail = rest if has_calls else f"{trigger} calls"
-            start = f"{literal(self._prefix)} {tail}"
-        elif self.answer is not None:
-            start = f"answer | {trigger} calls"
+        start, rules = self._start(parts, rest)
+        if self.answer is not None:
             rules.append(f"answer: {json_rule(self.answer)}")
-        else:
-            options, begin = [], self.call_format.reasoning_opening
-            text = "(?s:.+)"
-            if self.is_required:
-                options.append(f"{trigger} calls")
-                text = f"{regex_literal(begin)}(?s:.*)"
-            if bare:
-                options.append(f"{parts.bare} {rest}")
-            if begin or not self.is_required:
-                # A lazy rule: the text ends where the first trigger does.
-                options.append("text_and_trigger calls")
-                optional = "" if self.is_required else "?"
-                rules.append(f"text_and_trigger[lazy]: TEXT{optional} {trigger}")
-                for number, (other, call) in enumerate(parts.others.items()):
-                    options.append(f"text_and_trigger_{number} {call}")
-                    text_and_other = f"TEXT{optional} {literal(other)}"
-                    rules.append(f"text_and_trigger_{number}[lazy]: {text_and_other}")
-                rules.append(self._text_rule(text, [self.call_format.trigger, *parts.others]))
-            start = " | ".join(options if self.is_required else [*options, "TEXT"])
-        return "\n".join([f"start: {start}", *rules])
+        return "\n".join([f"start: {start}", *rules, *parts.rules, f"calls: {parts.first} {rest}"])
+
+    def _start(self, parts: CallRules, rest: str) -> tuple[str, list[str]]:
+        """The start of the grammar, and its rules besides `calls` and `answer`. `rest`: what may
+        follow a call."""
+        trigger, has_channels = literal(self.call_format.trigger), self._has_channels
+        options: list[str] = []
+        rules: list[str] = []
+        if self._prefix:
+            # Behind other calls, the answer may also end: there may be no room for a valid call.
+            tail = rest if self._num_calls(self._prefix) else f"{trigger} calls"
+            if has_channels and tail != rest:  # the prefix ends within the reasoning
+                options, rules = self._behind_text(parts, "(?s:.*)", "TEXT?")
+                tail = f"({' | '.join(options)})"
+            return f"{literal(self._prefix)} {tail}", rules
+        is_free = not self.is_required and self.answer is None
+        if not is_free:
+            options.append(f"{trigger} calls")
+        if self.answer is not None:
+            options.append("answer")
+        if self.answer is not None and has_channels:
+            options.append(f"{literal(''.join(self.call_format.answer_opening))} answer")
+        if self.call_format.start_trigger and (self.answer is None or has_channels):
+            options.append(f"{parts.bare} {rest}")
+        if is_free:
+            more, rules = self._behind_text(parts, "(?s:.+)", "TEXT?")
+            options += [*more, "TEXT"]
+        elif has_channels:
+            pattern = f"{regex_literal(self.call_format.reasoning_opening)}(?s:.*)"
+            more, rules = self._behind_text(parts, pattern, "TEXT")
+            options += more
+        return " | ".join(options), rules
+
+    @property
+    def _has_channels(self) -> bool:
+        """Whether all parts of an answer are on channels."""
+        return bool(self.call_format.reasoning_opening)
+
+    def _behind_text(
+        self, parts: CallRules, pattern: str, text: str
+    ) -> tuple[list[str], list[str]]:
+        """Expressions of calls, or the answer, behind a text that matches `pattern`, and their
+        rules, which are lazy: the text ends where the first of them begins. `text`: an expression
+        of the text."""
+        call_format, has_answer = self.call_format, self.answer is not None
+        follows = {call_format.trigger: "calls", **parts.others}
+        starts = [*follows]
+        if has_answer:
+            follows["".join(call_format.answer_opening)] = "answer"
+        if has_answer or self.is_required:  # the text is reasoning only
+            starts += call_format.text_openings
+        options = [f"text_{number} {rule}" for number, rule in enumerate(follows.values())]
+        rules = [
+            f"text_{number}[lazy]: {text} {literal(tag)}" for number, tag in enumerate(follows)
+        ]
+        return options, [*rules, self._text_rule(pattern, starts)]
 
     def _text_rule(self, pattern: str, triggers: Sequence[str]) -> str:
         """The rule of text that matches `pattern` and in which no call starts."""
@@ -247,10 +276,16 @@ def parse_answer(
         stream: The text of the answer.
         call_format: How calls are written.
         schemas: The schemas of the tools' arguments, by name.
-        has_answer: Whether an answer that does not start with a call contains none.
+        has_answer: Whether an answer that does not start with a call contains none. Does not apply
+            where its parts are on channels.
         is_required: Whether the answer consists of calls: other text is a part of one that was cut.
     """
-    if has_answer and not (yield from stream.next_of(call_format.trigger, removes=False)):
+    has_channels = bool(call_format.reasoning_opening)
+    if (
+        has_answer
+        and not has_channels
+        and not (yield from stream.next_of(call_format.trigger, removes=False))
+    ):
         yield from stream.rest()
         return
     for event in call_format.parse(stream, schemas):
@@ -351,7 +386,8 @@ class _CallsValidator:
         invalid = self._read("", True)
         if invalid is not None or self._answer is None or self._answer is not self._value:
             return invalid
-        return 0 if self._value.validator.end() is not None else None
+        tokens = self._value.tokens
+        return tokens[0] if tokens and self._value.validator.end() is not None else None
 
     def _read(self, text: str, final: bool) -> int | None:
         for event in self._stream.run(self._steps, text, final):
@@ -374,7 +410,7 @@ class _CallsValidator:
             value, self._value = self._value, None
             if value is not None and value.validator.end() is not None:
                 return value.tokens[0]
-        elif self._answer is not None:
+        elif kind == "content" and self._answer is not None:
             self._value = self._answer
             return self._push(text)
         if self._value is None:

@@ -278,9 +278,16 @@ class ArgumentGrammar:
         root.pop("$id", None)
         return {**kept, **_rerooted(node), "$defs": {_ROOT: root}}
 
-    def raw_text(self, node: Any, closing: str) -> str:
+    def any_text(self, closing: str) -> str:
+        """An expression of any string, written as it is, and the text `closing` behind it, in place
+        of the strings under a schema that allows other values too."""
+        self.is_exact = False
+        return self.raw_string({}, closing)
+
+    def raw_text(self, node: Any, closing: str, *, has_null: bool = True) -> str:
         """An expression of the values under the schema `node`, which allows strings and null only,
-        written as they are, and the text `closing` behind them."""
+        written as they are, and the text `closing` behind them. Without null unless it
+        `has_null`."""
         for _ in range(_MAX_REFERENCES):
             if isinstance(node, dict) and "$ref" in node:
                 self._note(node, {"$ref"})
@@ -291,16 +298,19 @@ class ArgumentGrammar:
             self._note(node, {"const", "enum", "type"})
             values = node["enum"] if "enum" in node else [node["const"]]
             return _options(
-                literal(("null" if value is None else value) + closing) for value in values
+                literal(("null" if value is None else value) + closing)
+                for value in values
+                if value is not None or has_null
             )
         for key in ("anyOf", "oneOf", "allOf"):
             if node.get(key):
                 self._note(node, {"anyOf"})
                 parts = node[key][:1] if key == "allOf" else node[key]
-                return _options(self.raw_text(part, closing) for part in parts)
+                texts = [self.raw_text(part, closing, has_null=has_null) for part in parts]
+                return _options(filter(None, texts))
         types = node.get("type", "string")
         self._note(node, {"type", *_KEYWORDS["string"]})
-        options = [literal("null" + closing)] if "null" in types else []
+        options = [literal("null" + closing)] if "null" in types and has_null else []
         return _options([*options, *([self.raw_string(node, closing)] * ("string" in types))])
 
     def raw_string(self, node: dict[str, Any], closing: str) -> str:
@@ -457,6 +467,24 @@ def is_text(root: Any, node: Any, depth: int = 0) -> bool:
     return any(is_text(root, part, depth + 1) for part in node.get("allOf", ()))
 
 
+def allows_type(root: Any, node: Any, name: str, depth: int = 0) -> bool:
+    """Whether a schema may allow values of the type `name`, "string" or "null"."""
+    if not isinstance(node, dict) or depth > _MAX_REFERENCES:
+        return node is not False
+    types = node.get("type")
+    if types is not None and name not in ([types] if isinstance(types, str) else types):
+        return False
+    if "const" in node or "enum" in node:
+        values = node.get("enum", [node.get("const")])
+        return any(value is None if name == "null" else isinstance(value, str) for value in values)
+    if "$ref" in node:
+        return allows_type(root, resolve_reference(root, str(node["$ref"])), name, depth + 1)
+    for key in ("anyOf", "oneOf"):
+        if node.get(key):
+            return any(allows_type(root, part, name, depth + 1) for part in node[key])
+    return all(allows_type(root, part, name, depth + 1) for part in node.get("allOf", ()))
+
+
 #: The name of the whole schema among the definitions of a part of it.
 _ROOT = "arguments"
 
@@ -478,4 +506,6 @@ def _rerooted(node: Any) -> Any:
 
 
 def _options(expressions: Iterable[str]) -> str:
-    return "(" + " | ".join(expressions) + ")"
+    """An expression of one of `expressions`; empty if there are none."""
+    text = " | ".join(expressions)
+    return f"({text})" if text else ""
