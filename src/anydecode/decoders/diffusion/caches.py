@@ -169,7 +169,7 @@ class BlockCausalCache(CachePolicy):
     block computes the finished block before it once more, now without masks, and keeps it.
 
     Args:
-        block_size: The block size for a model that has none of its own (default: 4).
+        block_size: The block size for a model whose files name none.
     """
 
     def __init__(self, block_size: int | None = None) -> None:
@@ -180,7 +180,13 @@ class BlockCausalCache(CachePolicy):
         self._size = block_size
 
     def block_size(self, spec: ModelSpec) -> int | None:
-        return self._size or spec.block_size or 4
+        size = self._size or spec.block_size
+        if size is None:
+            raise InvalidRequestError(
+                "this model's files name no block size: open it with block=POSITIONS (--block), or"
+                " use a decoder for models without blocks"
+            )
+        return size
 
     def num_finished(self, canvas: Canvas, kv_cache: SequenceCache) -> int:
         """How many positions have cached rows that stay."""

@@ -252,7 +252,7 @@ def s2d2(
             masks.
         caching: "block" keeps finished blocks as diffusion sees them, "causal" as the verification
             does.
-        block: Positions per block (default: the model's own block size, else 4).
+        block: Positions per block (default: the model's own block size).
         steps: Denoising steps per block (default: one per position).
         threshold: The confidence threshold of the denoising.
         mask: The mask token (default: the tokenizer's).

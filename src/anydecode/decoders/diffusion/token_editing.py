@@ -128,7 +128,7 @@ def token_editing(
     trained with masks only does not know what to put in place of a token.
 
     Args:
-        block: Positions per block (default: the model's own block size, else 4).
+        block: Positions per block (default: the model's own block size).
         threshold: Masks with more confidence are unmasked, at least the best one.
         edit: Tokens are replaced by another one with more confidence than this.
         max_post_steps: The largest number of steps of a block that holds no mask.

@@ -3,6 +3,7 @@ network, computed by hand from the confidences of the block."""
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from anydecode.certification.denoising import (
     steps,
 )
 from anydecode.certification.oracles.diffusion.task_losses import register_losses
+from anydecode.decoders.diffusion.learn2pd import model_facts
+from anydecode.models.scripted import MASK
 
 
 @oracle_test("learn2pd")
@@ -52,7 +55,13 @@ def learn2pd() -> Iterator[Check]:
         path = Path(folder) / "filter.safetensors"
         tensors = {"hidden.weight": hidden, "hidden.bias": hidden_bias}
         tensors |= {"output.weight": output, "output.bias": output_bias}
-        save_file({name: value.astype(np.float32) for name, value in tensors.items()}, path)
+        with bidirectional(CONFIDENT) as llm:
+            model = model_facts(llm.model, MASK)
+        save_file(
+            {name: value.astype(np.float32) for name, value in tensors.items()},
+            path,
+            metadata={"learn2pd": json.dumps({"block": 8, "model": model})},
+        )
         decoder = catalogue.build("learn2pd", filter=str(path), threshold=0.7, foresee_end=False)
         with bidirectional(CONFIDENT) as llm:
             actual = steps(llm, decoder, 24)
