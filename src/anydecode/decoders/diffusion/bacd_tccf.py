@@ -11,10 +11,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
@@ -121,7 +121,8 @@ def bacd_tccf(
         coarse: Positions per block until `marker` is generated.
         fine: Positions per block after that.
         marker: The text that ends the thinking.
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if not marker:

@@ -27,7 +27,7 @@ class Meter:
         passes: The number of forward passes by kind: "full" computes every row of the canvas,
             "slice" some of them, "verify" several canvases at once.
         rows: The number of computed rows.
-        committed: The number of unmasked tokens.
+        committed: The number of unmasked tokens, without those that were masked again.
     """
 
     passes: Counter[str] = field(default_factory=Counter)
@@ -192,6 +192,20 @@ class Canvas:
             self.tokens[position] = token
             self.committed[position] = self.step
             self.confidence[position] = probability
+
+    def remask(self, positions: Iterable[int]) -> None:
+        """Replace unmasked tokens by masks.
+
+        Raises:
+            ValueError: A position holds a mask or a fixed token.
+        """
+        for position in positions:
+            if self.committed[position] < 0:
+                raise ValueError(f"position {position} holds no token that can be masked again")
+            self.tokens[position], self.committed[position] = self.mask, MASKED
+            self.confidence[position] = 0.0
+            self.logprobs.pop(int(position), None)
+            self.meter.committed -= 1
 
     def fix(self, position: int, token: int) -> None:
         """Put a fixed token (a prior) in place of a mask: it is neither ranked nor predicted."""

@@ -196,6 +196,7 @@ class Denoiser(Decoder):
             sequence, TARGET, spans, num_canvases, positions, canvas.logit_shift
         )
         self._record_pass(canvas, spans, "verify" if canvases is not None else "")
+        self.cache.on_pass(canvas, block)
         count = len(positions)
         parts = [range(number * count, (number + 1) * count) for number in range(num_canvases)]
         return [self.predictions(sequence, canvas, scores, rows) for rows in parts]
@@ -234,13 +235,19 @@ class Denoiser(Decoder):
         canvas: Canvas,
         predictions: Predictions,
         chosen: np.ndarray,
+        tokens: list[int] | None = None,
         **trace_fields: Any,
     ) -> None:
         """Unmask the positions `chosen`, then finish the step.
 
-        `trace_fields` are added to the trace record.
+        `tokens` are their tokens (default: the sampled ones). `trace_fields` are added to the trace
+        record.
         """
-        if sequence.sampler.is_stateful:
+        if tokens is not None:
+            self._compute_logprobs(
+                sequence, canvas, predictions, chosen, tokens, predictions.sampler
+            )
+        elif sequence.sampler.is_stateful:
             chosen, tokens = self._sample_in_order(sequence, canvas, predictions, chosen)
         else:
             tokens = predictions.tokens(chosen).tolist()

@@ -17,10 +17,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.stops import EndOfText
@@ -218,7 +218,8 @@ def learn2pd(
             the included one, for tiny-diffusion).
         threshold: Masks that are final with a probability above it are unmasked.
         foresee_end: Cut the canvas where an end of text is predicted.
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     loaded = load(SHIPPED if filter is None else Path(filter))
