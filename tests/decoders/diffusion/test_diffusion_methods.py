@@ -85,7 +85,7 @@ def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int
     return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
-@pytest.mark.parametrize("decoder", [*METHODS, "s2d2:router=always"])
+@pytest.mark.parametrize("decoder", [*METHODS, "s2d2:router=always", "s2d2:router=bandit"])
 def test_batches_and_restarts_do_not_change_the_text(decoder: str) -> None:
     size = 4 if decoder.startswith("s2d2") else None
     for temperature in (0.0, 0.9):

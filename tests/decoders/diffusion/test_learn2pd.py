@@ -7,6 +7,7 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.denoising import bidirectional, dense
+from anydecode.decoders.diffusion import learn2pd
 from anydecode.decoders.diffusion.learn2pd import Filter, PredictedEnd
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter
@@ -33,6 +34,15 @@ def test_certificate_rejects_a_filter_that_reads_unmasked_positions_as_0(
 
 def test_certificate_rejects_a_canvas_that_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PredictedEnd, "truncated_length", lambda self, canvas, predictions: None)
+    assert_rejected("learn2pd")
+
+
+def test_certificate_rejects_a_canvas_cut_at_the_first_predicted_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        learn2pd, "max", lambda ends, key: min(ends, key=lambda i: i), raising=False
+    )
     assert_rejected("learn2pd")
 
 

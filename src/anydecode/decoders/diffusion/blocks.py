@@ -85,6 +85,17 @@ class FixedBlocks(BlockPolicy):
             )
 
 
+class LargestBlocks(FixedBlocks):
+    """`FixedBlocks` whose size is a bound: a canvas may be shorter, and the blocks of a model take
+    their place."""
+
+    def check_length(self, length: int) -> None:
+        pass
+
+    def check_model(self, canvas: Canvas) -> None:
+        pass
+
+
 class SlidingWindow(BlockPolicy):
     """In every pass, the next `size` positions from the first mask on."""
 

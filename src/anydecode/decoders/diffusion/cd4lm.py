@@ -54,6 +54,7 @@ class DelayedEndOfText(Confidence):
             "if only ends of text are left to choose from, the leftmost is unmasked",
             "runs on any diffusion model; the paper's results need its distillation",
         ),
+        missing=("distillation (DSCD) of models that `anydecode train diffusion` did not train",),
         remote={
             "threshold": Range(0, 1),
             "max_per_step": Range(1, 4096),

@@ -243,13 +243,14 @@ class GrammaticalDenoiser(Denoiser):
             "if a sample is rejected, all tokens that leave no completion are excluded at that"
             " position at once; as the check is exact, a token remains, and neither a limit on"
             " samples nor a completion by a witness is needed",
-            "for vocabularies with very many different spellings, the check considers only shorter"
-            " tokens for masks and repeated samples: a canvas that only long tokens can complete"
-            " may be refused",
             "grammars use Lark's notation without templates; terminals need not be the longest"
-            " match, and ignored text may also come first and last; JSON schemas and the engine"
-            " xgrammar are refused",
+            " match, and ignored text may also come first and last; the engine xgrammar is refused",
             "a complete text may also end at the last position without an end of text",
+        ),
+        missing=(
+            "JSON Schema, which is refused",
+            "long tokens of vocabularies with very many different spellings: a canvas that only"
+            " these can complete may be refused",
         ),
         remote={
             "block": Range(0, 4096),

@@ -105,10 +105,8 @@ class EarlyEosRejection(Confidence):
         summary="Unmasks 1, 2, 4, 8 ... tokens per step; reduces early end-of-text confidence.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=(
-            "the progress of the uniform schedule is the share of unmasked positions",
-            "the paper's reinforcement learning is not included",
-        ),
+        deviations=("the progress of the uniform schedule is the share of unmasked positions",),
+        missing=("CJ-GRPO, the reinforcement learning that follows the sampling path",),
         remote={
             "schedule": Words(("ascending", "uniform")),
             "min_factor": Range(0, 1),

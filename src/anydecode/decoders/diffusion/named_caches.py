@@ -26,6 +26,9 @@ CACHES: dict[str, Callable[[], CachePolicy]] = {
 CACHE_WORDS = Words(tuple(CACHES))
 #: The caches with which a pass can score several canvases at any time.
 DRAFT_CACHES = ("none", "prefix", "dual", "block")
+#: The caches whose rows do not depend on tokens that may change.
+REVISING_CACHES = ("none", "block")
+REVISING_WORDS = Words(REVISING_CACHES)
 
 
 def cache(name: str, allowed: tuple[str, ...] = CACHE_WORDS.words) -> CachePolicy:

@@ -31,12 +31,8 @@ class RevisedBlocks(FixedBlocks):
         return super().should_close(canvas) and bool(canvas.policy_state.get(IS_SETTLED, True))
 
 
-class RevisingDenoiser(Denoiser):
-    """Predicts every position of the block in each pass, and revises the block.
-
-    With a sampler that depends on the text before a position (a constraint, a penalty), tokens are
-    unmasked only, from left to right.
-    """
+class BlockwiseDenoiser(Denoiser):
+    """Emits the tokens of a block when it is closed; the base of methods that may change them."""
 
     def is_complete(self, canvas: Canvas) -> bool:
         return canvas.block is None and super().is_complete(canvas)
@@ -45,15 +41,6 @@ class RevisingDenoiser(Denoiser):
         stop = super().emitted_stop(canvas)
         return stop if canvas.block is None else min(stop, canvas.block[0])
 
-    def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        if sequence.sampler.is_stateful:
-            yield from super().step(sequence, canvas)
-            return
-        block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
-        [predictions] = yield from self.forward(sequence, canvas, region=block)
-        self.open(canvas, block)
-        self.revise(sequence, canvas, predictions)
-
     def open(self, canvas: Canvas, block: tuple[int, int]) -> None:
         """Open `block`, unless it is open."""
         if canvas.block is None:
@@ -61,13 +48,8 @@ class RevisingDenoiser(Denoiser):
             self.unmask.on_block_opened(canvas)
             self.on_opened(canvas)
 
-    def on_opened(self, canvas: Canvas) -> None:  # noqa: B027  most methods keep nothing per block
-        """Called when a block has been opened, before `revise`."""
-
-    @abstractmethod
-    def revise(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
-        """Change the open block, given the predictions for each of its positions, and finish the
-        step (`commit`)."""
+    def on_opened(self, canvas: Canvas) -> None:
+        """Called when a block has been opened, before it is changed."""
 
     def finish_revision(
         self,
@@ -91,3 +73,25 @@ class RevisingDenoiser(Denoiser):
         positions = np.arange(*canvas.block)
         result: np.ndarray = positions[canvas.committed[positions] != FIXED]
         return result
+
+
+class RevisingDenoiser(BlockwiseDenoiser):
+    """Predicts every position of the block in each pass, and revises the block.
+
+    With a sampler that depends on the text before a position (a constraint, a penalty), tokens are
+    unmasked only, from left to right.
+    """
+
+    def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
+        if sequence.sampler.is_stateful:
+            yield from super().step(sequence, canvas)
+            return
+        block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
+        [predictions] = yield from self.forward(sequence, canvas, region=block)
+        self.open(canvas, block)
+        self.revise(sequence, canvas, predictions)
+
+    @abstractmethod
+    def revise(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+        """Change the open block, given the predictions for each of its positions, and finish the
+        step (`commit`)."""

@@ -79,10 +79,10 @@ class TokenEditing(RevisingDenoiser):
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             *DEVIATIONS,
-            "finished blocks are not edited (no multi-block editing)",
             STATEFUL,
             "the mask token is never generated",
         ),
+        missing=("multi-block editing: finished blocks are not edited",),
         remote={
             "block": Range(1, 4096),
             "threshold": Range(0, 1),
