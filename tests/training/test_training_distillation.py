@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from safetensors import safe_open
 
+from anydecode import LLM
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.training import checkpoint, distillation, filters
 from anydecode.training.distillation import Canvases, DistillationRecipe, distil
@@ -186,10 +186,10 @@ def test_invalid_recipes_are_rejected() -> None:
         DistillationRecipe("cd4lm", block=64)
 
 
-def test_filter_examples_come_from_the_oracle() -> None:
-    model = _model()
+def test_filter_examples_come_from_the_oracle(folder: Path) -> None:
     prompts = [TOKENIZER.encode(text).ids for text in ("copy Ada Ben:", "sort Mia Leo:", "1+2=")]
-    filter_examples = filters.collect_examples(model, prompts, 8, 4)
+    with LLM(folder) as llm:
+        filter_examples = filters.collect_examples(llm, prompts, 8, 4)
     assert (
         filter_examples.confidences.shape
         == filter_examples.agrees.shape
@@ -206,12 +206,17 @@ def test_filter_examples_come_from_the_oracle() -> None:
 def test_filter_trains_and_round_trips(tmp_path: Path, folder: Path) -> None:
     found = filters.train_filter(folder, tmp_path / "f", prompts=30, canvas=8, block=4, epochs=400)
     assert found["rows"] > 20 and 0 <= found["precision"] <= 1
-    network = filters.load_filter(tmp_path / "f")
-    assert network.hidden.in_features == 4
-    with safe_open(str(tmp_path / "f"), framework="pt") as stored:
-        assert json.loads(stored.metadata()["learn2pd"]) == {"block": 4}
-    with pytest.raises(CheckpointError, match="no Learn2PD filter"):
-        filters.load_filter(folder / "model.safetensors")
+    decoder = f"learn2pd:filter={tmp_path / 'f'}"
+    with LLM(folder) as llm:
+        answer = llm.generate("copy Ada Ben:", decoder=decoder, max_tokens=8, ignore_eos=True)
+        assert len(answer.tokens) == 8
+        with pytest.raises(InvalidRequestError, match="not a filter for learn2pd"):
+            wrong = f"learn2pd:filter={folder / 'model.safetensors'}"
+            llm.generate("a", decoder=wrong, max_tokens=8)
+    with LLM("tiny-diffusion") as llm, pytest.raises(InvalidRequestError, match="another model"):
+        llm.generate("a", decoder=decoder, max_tokens=8)
+    with pytest.raises(InvalidRequestError, match="without blocks"):
+        filters.train_filter("tiny-blocks", tmp_path / "f")
     with pytest.raises(InvalidRequestError, match="do not divide"):
         filters.train_filter(folder, tmp_path / "f", canvas=8, block=3)
 

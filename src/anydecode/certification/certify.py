@@ -25,7 +25,9 @@ from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.catalogue import Card
 from anydecode.certification.checks import (
+    BLOCKS,
     FILLS_IN,
+    HEADS,
     NOT_RUN,
     ORACLE_TESTS,
     PROMPTS,
@@ -117,7 +119,8 @@ def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterat
         yield from guarded("claim", lambda: claim(card, make))
         needs = built.requirements
         has_draft = needs.draft_causal and not needs.drafts_blocks
-        if model is not None and FILLS_IN not in card.needs and has_draft:
+        fits = not {FILLS_IN, HEADS} & set(card.needs)
+        if model is not None and fits and has_draft:
             draft = _draft_for(built, model)
             open_llm = partial(LLM, model, draft=draft)
             yield from guarded("claim on the model", lambda: claim(card, make, open_llm))
@@ -197,6 +200,8 @@ def claim(
     where = "model" if open_llm else "scripted"
     length = 48
     fills_in = FILLS_IN in card.needs
+    if open_llm is None and HEADS in card.needs:
+        where, open_llm = "tiny-diffusion", partial(LLM, "tiny-diffusion")
     if open_llm is None and needs.reads_weights:
         from anydecode.certification.denoising import random_model
 
@@ -208,7 +213,12 @@ def claim(
         where, open_llm = "random weights", block_drafting_model
         length = 24
     open_llm = open_llm or (
-        lambda: scripted_llm(causal=causal, fills_in=fills_in, draft_causal=needs.draft_causal)
+        lambda: scripted_llm(
+            causal=causal,
+            fills_in=fills_in,
+            draft_causal=needs.draft_causal,
+            block_size=4 if BLOCKS in card.needs else None,
+        )
     )
     exact = {"token-exact": (0.0, 0.8), "greedy-exact": (0.0,), "distribution-exact": (0.0,)}
     plain = exact.get(card.exactness, ())

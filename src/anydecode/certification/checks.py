@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from anydecode.api.llm import LLM
@@ -60,6 +60,10 @@ class Certificate:
 
 #: The card's `needs` of a method that works only with models that fill in the middle.
 FILLS_IN = "fill-in-the-middle model"
+#: The card's `needs` of a method that works only with models whose blocks are known.
+BLOCKS = "block-diffusion model"
+#: The card's `needs` of a method that works only with the model that its heads were trained for.
+HEADS = "trained heads"
 OracleTest = Callable[[], Iterable[Check]]
 #: The registered oracle tests by method key.
 ORACLE_TESTS: dict[str, OracleTest] = {}
@@ -121,6 +125,7 @@ def scripted_llm(
     seed: int = 1,
     fills_in: bool = False,
     draft_causal: bool = True,
+    block_size: int | None = None,
     **options: Any,
 ) -> LLM:
     """A small engine over scripted models: a target, and a draft model that often agrees with it.
@@ -130,11 +135,13 @@ def scripted_llm(
         seed: Seed of both models.
         fills_in: Whether the tokenizer has fill-in-the-middle tokens.
         draft_causal: Whether the draft model's attention is causal.
+        block_size: The size of the target's blocks, if it is a block-diffusion model.
         options: Options of the engine.
     """
     tokenizer = FillInTokenizer() if fills_in else ByteTokenizer()
     size = tokenizer.vocab_size
     target = ScriptedModel(vocab_size=size, seed=seed, causal=causal)
+    target.spec = replace(target.spec, block_size=block_size)
     draft = ScriptedModel(vocab_size=size, seed=seed, noise=0.5, causal=draft_causal)
     return LLM(target, tokenizer=tokenizer, draft=draft, cache_positions=4096, **options)
 

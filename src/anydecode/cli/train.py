@@ -158,11 +158,10 @@ def train_commit_filter(
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train the commit filter of Learn2PD for a diffusion model that this package trained.
+    """Train the commit filter of Learn2PD for a diffusion model.
 
     Example: anydecode train filter --prompts 600 --out learn2pd.safetensors
     """
-    from anydecode.models.loading import resolve
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.filters import train_filter
 
@@ -170,7 +169,7 @@ def train_commit_filter(
     with progress("epochs", epochs) as bar:
         bar.begin("decoding")
         results = train_filter(
-            resolve(model),
+            model,
             out,
             prompts=prompts,
             canvas=canvas,

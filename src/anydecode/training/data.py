@@ -59,14 +59,21 @@ def sample_pairs(
     tokenizer: tokenizers.Tokenizer, random: Random, size: int
 ) -> list[tuple[list[int], list[int]]]:
     """Sample `size` training examples by task weight: prompt and answer as tokens."""
+    return [
+        (tokenizer.encode(prompt).ids, tokenizer.encode(answer).ids)
+        for prompt, answer in sample_texts(random, size)
+    ]
+
+
+def sample_texts(random: Random, size: int) -> list[tuple[str, str]]:
+    """Sample `size` training examples by task weight: prompt and answer."""
     names = [task for task in TASKS for _ in range(_TASK_WEIGHTS.get(task, 1))]
-    pairs: list[tuple[list[int], list[int]]] = []
+    pairs: list[tuple[str, str]] = []
     while len(pairs) < size:
         task = random.choice(names)
         example = make_example(task, random.choice(lengths(task)), random)
         if not example.is_held_out:
-            prompt, answer = example.prompt, example.answer
-            pairs.append((tokenizer.encode(prompt).ids, tokenizer.encode(answer).ids))
+            pairs.append((example.prompt, example.answer))
     return pairs
 
 

@@ -15,18 +15,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.training import checkpoint
-from anydecode.training.data import sample_pairs
-from anydecode.training.denoising import by_length, denoise
-from anydecode.training.objectives import without_mask
-from anydecode.training.tokenizer import MASK_ID
-from anydecode.training.transformer import Transformer
+from anydecode.api.llm import LLM
+from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.learn2pd import model_facts
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.sequence import Sequence
+from anydecode.training.data import sample_texts
 
 FILE = "learn2pd.safetensors"
 
@@ -54,41 +57,65 @@ class Filter(nn.Module):
         return logits
 
 
-@torch.inference_mode()
-def collect_examples(
-    model: Transformer, prompts: list[list[int]], canvas: int, block: int
-) -> FilterExamples:
-    """Decode `prompts` once for reference, then block by block with an oracle. The oracle commits
-    all predictions that agree with the reference, and the reference itself when a pass changes
-    nothing.
+class OracleDenoiser(Denoiser):
+    """Commits all predictions of a block that agree with a reference answer, and the reference
+    itself where none does or no prediction has changed. Records every pass.
+
+    Args:
+        references: The reference answer of each prompt.
+        block: Positions per block.
     """
-    reference, _ = denoise(model, prompts, canvas, 1.1)
-    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for positions in by_length(prompts):
-        head = torch.tensor([prompts[position] for position in positions])
-        reference_tokens = torch.tensor([reference[position] for position in positions])
-        tokens = functional.pad(head, (0, canvas), value=MASK_ID)
-        for start in range(0, canvas, block):
-            part = slice(head.shape[1] + start, head.shape[1] + start + block)
-            target, previous = reference_tokens[:, start : start + block], None
-            while (masked := tokens[:, part] == MASK_ID).any():
-                logits = without_mask(model(tokens))[:, part]
-                confidence, predictions = logits.softmax(-1).max(-1)
-                agrees = predictions == target
-                is_active = masked.any(-1)
-                block_confidences = torch.where(masked, confidence, 1.0)
-                rows.append((block_confidences[is_active], agrees[is_active], masked[is_active]))
-                is_stuck = ~(masked & agrees).any(-1, keepdim=True)
-                if previous is not None:
-                    is_stuck |= (predictions == previous).all(-1, keepdim=True)
-                tokens[:, part] = torch.where(masked & (agrees | is_stuck), target, tokens[:, part])
-                previous = predictions
-    confidences, agreed, masks = (torch.cat(column) for column in zip(*rows, strict=True))
-    return FilterExamples(confidences.clone(), agreed.float(), masks.float())
+
+    def __init__(self, references: dict[tuple[int, ...], list[int]], block: int) -> None:
+        super().__init__(FixedBlocks(block))
+        self.references = references
+        self.block = block
+        #: Of every pass: the block's confidences (1 where committed), which predictions agree with
+        #: the reference, and which positions are masked.
+        self.rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+        state = canvas.policy_state
+        if canvas.block is None:
+            canvas.open(canvas.frontier, self.blocks.block_end(canvas, predictions))
+            state["previous"] = None
+        assert canvas.block is not None
+        masks = canvas.masked(*canvas.block)
+        tokens = predictions.tokens(masks)
+        prompt = tuple(canvas.tokens[: state["start"]].tolist())
+        expected = np.array(self.references[prompt])[masks - state["start"]]
+        confidence = predictions.confidence(masks)
+        agrees = tokens == expected
+        row = np.ones(self.block), np.ones(self.block, bool), np.zeros(self.block, bool)
+        for values, found in zip(row, (confidence, agrees, True), strict=True):
+            values[masks - canvas.block[0]] = found
+        self.rows.append(row)
+        previous, state["previous"] = state["previous"], dict(zip(masks, tokens, strict=True))
+        is_stuck = previous is not None and all(
+            previous[position] == token for position, token in zip(masks, tokens, strict=True)
+        )
+        chosen = np.full(len(masks), True) if is_stuck or not agrees.any() else agrees
+        canvas.commit(masks[chosen], expected[chosen], confidence[chosen])
+        self.finish_step(sequence, canvas, predictions, masks[chosen])
+
+
+def collect_examples(llm: LLM, prompts: list[list[int]], canvas: int, block: int) -> FilterExamples:
+    """Decode `prompts` one token per pass for reference, then block by block with an oracle."""
+    options: dict[str, Any] = {"max_tokens": canvas, "ignore_eos": True, "temperature": 0.0}
+    answers = llm.generate(prompts, decoder="llada:block=0", **options)
+    references = {
+        tuple(prompt): answer.tokens for prompt, answer in zip(prompts, answers, strict=True)
+    }
+    oracle = OracleDenoiser(references, block)
+    llm.generate(prompts, decoder=oracle, **options)
+    confidences, agreed, masks = (
+        torch.from_numpy(np.array(column)).float() for column in zip(*oracle.rows, strict=True)
+    )
+    return FilterExamples(confidences, agreed, masks)
 
 
 def train_filter(
-    folder: Path,
+    model: str | Path,
     out: Path,
     *,
     prompts: int = 600,
@@ -99,23 +126,46 @@ def train_filter(
     seed: int = 0,
     report: Callable[[int, float], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Train a filter for the checkpoint in `folder` and write it to `out`.
+    """Train a filter for a diffusion model and write it to `out`.
+
+    Args:
+        model: The model, as `LLM` opens it.
+        out: The file to write.
+        prompts: The number of questions to learn from.
+        canvas: The length of an answer in tokens.
+        block: Positions per block; it divides `canvas`.
+        epochs: The number of passes over all training rows.
+        rate: The learning rate.
+        seed: Of the questions and of the initial weights.
+        report: Called with the epoch and the loss.
 
     Returns:
         The number of training rows and, on a held-out tenth: `precision` and `recall` at threshold
             0.96, and `agreeing`, the fraction of predictions that agree with the reference.
+
+    Raises:
+        InvalidRequestError: A number is out of range, or the model does not denoise whole canvases.
     """
     if not 1 <= block <= canvas or canvas % block:
         raise InvalidRequestError(f"blocks of {block} do not divide a canvas of {canvas}")
     if prompts < 10 or epochs < 1:
         raise InvalidRequestError("a filter needs prompts >= 10 and epochs >= 1")
-    model, tokenizer = checkpoint.load_llada(folder)
-    questions = [prompt for prompt, _ in sample_pairs(tokenizer, Random(f"{seed}/filter"), prompts)]
-    examples = collect_examples(model, questions, canvas, block)
+    with LLM(model) as llm:
+        spec, mask = llm.model.spec, llm.tokenizer.mask_id
+        if spec.causal or spec.block_size is not None or mask is None:
+            raise InvalidRequestError(
+                f"{model}: filters are for diffusion models without blocks that have a mask token"
+            )
+        texts = dict.fromkeys(
+            prompt for prompt, _ in sample_texts(Random(f"{seed}/filter"), prompts)
+        )
+        questions = [llm.tokenizer.encode(prompt) for prompt in texts]
+        examples = collect_examples(llm, questions, canvas, block)
+        facts = model_facts(llm.model, mask)
     order = torch.randperm(len(examples.confidences), generator=torch.Generator().manual_seed(seed))
     held_out, training_rows = order[: len(order) // 10], order[len(order) // 10 :]
     network = fit(examples, training_rows, epochs, rate, seed, report)
-    save_filter(out, network)
+    save_filter(out, network, facts)
     return {"rows": len(training_rows), **_evaluate(network, examples, held_out)}
 
 
@@ -161,21 +211,11 @@ def _evaluate(
     }
 
 
-def save_filter(path: Path, network: Filter) -> None:
-    """Write a filter: float32 weights and biases of `hidden` and `output`, and its block size."""
+def save_filter(path: Path, network: Filter, model: dict[str, Any]) -> None:
+    """Write a filter: float32 weights and biases of `hidden` and `output`, its block size, and
+    `model_facts` of its model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     block = network.hidden.in_features
+    described = {"block": block, "model": model}
     weights = {name: weight.contiguous() for name, weight in network.state_dict().items()}
-    save_file(weights, str(path), metadata={"learn2pd": json.dumps({"block": block})})
-
-
-def load_filter(path: Path) -> Filter:
-    """Load the filter in `path`. Raises `CheckpointError` if there is none."""
-    try:
-        weights = load_file(str(path))
-        network = Filter(weights["hidden.weight"].shape[0])
-        network.load_state_dict(weights)
-    except Exception as error:  # the library raises several exception types
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: no Learn2PD filter: {reason}") from None
-    return network.eval()
+    save_file(weights, str(path), metadata={"learn2pd": json.dumps(described)})

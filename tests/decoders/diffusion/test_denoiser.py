@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from anydecode import LLM, Regex
+from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.diffusion.blocks import WholeCanvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking, UnmaskPolicy
+from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 PROMPT = [5, 6, 7]
@@ -72,3 +74,12 @@ def test_a_canvas_has_whole_blocks_as_far_as_the_cache_has_room(room: int, lengt
         answer = llm.generate(PROMPT, decoder="sdar", max_tokens=6, ignore_eos=True, trace=True)
     assert len(answer.tokens) == 6 and answer.trace is not None
     assert [len(entry["canvas"]) for entry in answer.trace] == [length - 3] * len(answer.trace)
+
+
+@pytest.mark.parametrize("key", ["bd3-lm", "fast-dllm-v2", "s2d2", "sdar", "token-editing"])
+def test_an_unknown_block_size_is_an_error(key: str) -> None:
+    with bidirectional(dense()) as llm:
+        with pytest.raises(InvalidRequestError, match=r"names? no block size.*block=POSITIONS"):
+            llm.generate([5, 6, 7], decoder=key, max_tokens=8)
+        answer = llm.generate([5, 6, 7], decoder=f"{key}:block=4", max_tokens=8, ignore_eos=True)
+    assert len(answer.tokens) == 8

@@ -22,14 +22,13 @@ from anydecode.certification.denoising import (
     softmax,
     steps,
 )
+from anydecode.decoders.diffusion.approximate_caches import DualCachePolicy, PrefixCachePolicy
 from anydecode.decoders.diffusion.blocks import BlockPolicy, FixedBlocks, SlidingWindow, WholeCanvas
 from anydecode.decoders.diffusion.caches import (
     BlockCausalCache,
     CachePolicy,
     CausalCache,
-    DualCachePolicy,
     NoCache,
-    PrefixCachePolicy,
 )
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser

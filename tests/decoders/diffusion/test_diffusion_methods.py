@@ -3,16 +3,21 @@ batch and after restarts; lossless methods against one-token denoising; bad inpu
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Restarts, scripted_llm
+from anydecode.decoders.diffusion.learn2pd import model_facts
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import BYTE_VOCABULARY, EOS, MASK, ByteTokenizer, ScriptedModel
@@ -33,12 +38,15 @@ METHODS = (
     "eoser-ass:blocks=2",
     "ete:block=6,threshold=0.3",
     "fast-dllm-v2:block=6,sub_block=3,threshold=0.3,cache=dual",
+    "fast-dllm:block=6,threshold=0.3,cache=vicinity",
     "freedave:block=6,drafts=3,cache=dual",
-    "learn2pd:cache=dual",
-    "localleap:block=6,threshold=0.3,relaxed=0.2,cache=prefix",
-    "lrd:block=6",
+    "freedave:block=6,drafts=3,ahead=1",
+    "freedave:block=6,drafts=3,threshold=0.3",
+    "learn2pd:cache=dual,filter=FILTER",
+    "localleap:block=6,threshold=0.3,relaxed=0.2,cache=window",
+    "lrd:block=6,cache=dual",
     "prophet:block=6",
-    "ssd:drafts=3",
+    "ssd:drafts=5,width=3,cache=dual",
     "token-editing:block=6,threshold=0.3,edit=0.2",
     "window-diffusion:window=8,active=4,cycle=3",
 )
@@ -55,12 +63,29 @@ def llm_of(block_size: int | None = None) -> LLM:
     return LLM(model(block_size), tokenizer=ByteTokenizer(), cache_positions=1024)
 
 
+@cache
+def filter_file() -> str:
+    """A random filter for this model."""
+    random = np.random.default_rng(0)
+    shapes = {"weight": (32, 32), "bias": (32,)}
+    tensors = {
+        f"{layer}.{name}": random.normal(size=shape).astype(np.float32)
+        for layer in ("hidden", "output")
+        for name, shape in shapes.items()
+    }
+    path = Path(mkdtemp()) / "filter"
+    described = {"block": 32, "model": model_facts(model(), MASK)}
+    save_file(tensors, path, metadata={"learn2pd": json.dumps(described)})
+    return str(path)
+
+
 def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int]]:
+    decoder = decoder.replace("FILTER", filter_file())
     options = {"max_tokens": 18, "ignore_eos": True, "seed": 3, "top_p": 0.95, **options}
     return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
-@pytest.mark.parametrize("decoder", [*METHODS, "s2d2:router=always"])
+@pytest.mark.parametrize("decoder", [*METHODS, "s2d2:router=always", "s2d2:router=bandit"])
 def test_batches_and_restarts_do_not_change_the_text(decoder: str) -> None:
     size = 4 if decoder.startswith("s2d2") else None
     for temperature in (0.0, 0.9):

@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import save_file
 
 from anydecode import LLM
+from anydecode.decoders.diffusion.approximate_caches import DualCachePolicy, PrefixCachePolicy
 from anydecode.decoders.diffusion.blocks import FixedBlocks, SlidingWindow, WholeCanvas
 from anydecode.decoders.diffusion.caches import (
     BlockCausalCache,
     CachePolicy,
     CausalCache,
-    DualCachePolicy,
     NoCache,
-    PrefixCachePolicy,
 )
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser

@@ -19,7 +19,7 @@ def test_certificate() -> None:
     assert_certified("eoser-ass")
 
 
-@pytest.mark.parametrize("parameter", ["blocks"])
+@pytest.mark.parametrize("parameter", ["blocks", "schedule", "steps"])
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,3 +34,14 @@ def test_a_weight_that_ignores_the_entropy_is_rejected(monkeypatch: pytest.Monke
 def test_the_divergence_of_the_other_direction_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lrd, "divergence", lambda before, now: divergence(now, before))
     assert_rejected("lrd")
+
+
+def test_a_mean_embedding_without_probabilities_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def even(self: LatentDenoiser, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        tokens, weights, mix = soft(self, p)
+        return tokens, np.full(len(weights), 1 / len(weights)), mix
+
+    monkeypatch.setattr(LatentDenoiser, "soft", even)
+    assert_rejected("lrd")

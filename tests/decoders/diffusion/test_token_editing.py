@@ -11,7 +11,8 @@ from anydecode import LLM, Regex, catalogue
 from anydecode.certification.denoising import bidirectional, dense
 from anydecode.certification.oracles.diffusion.token_editing import drifting, edited
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.token_editing import EditedBlocks, TokenEditing
+from anydecode.decoders.diffusion.revising import RevisedBlocks
+from anydecode.decoders.diffusion.token_editing import TokenEditing
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
 
@@ -41,7 +42,7 @@ def test_certificate_rejects_blocks_that_close_when_they_hold_no_mask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        EditedBlocks, "should_close", lambda self, canvas: not len(canvas.masked(*canvas.block))
+        RevisedBlocks, "should_close", lambda self, canvas: not len(canvas.masked(*canvas.block))
     )
     assert_rejected("token-editing")
 
@@ -50,15 +51,15 @@ def test_certificate_rejects_edits_of_masks_that_this_step_unmasked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step that fills something counts as one that edits."""
-    should_close = EditedBlocks.should_close
+    should_close = RevisedBlocks.should_close
 
-    def late(self: EditedBlocks, canvas: Canvas) -> bool:
+    def late(self: RevisedBlocks, canvas: Canvas) -> bool:
         assert canvas.block is not None
         inside = canvas.committed[canvas.block[0] : canvas.block[1]]
         has_filled = bool((inside == canvas.step - 1).any())
         return not has_filled and should_close(self, canvas)
 
-    monkeypatch.setattr(EditedBlocks, "should_close", late)
+    monkeypatch.setattr(RevisedBlocks, "should_close", late)
     assert_rejected("token-editing")
 
 

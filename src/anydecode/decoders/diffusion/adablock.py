@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
@@ -111,7 +111,8 @@ def adablock(
         threshold: Masks with at least this confidence are unmasked.
         delimiter_threshold: The smallest probability of a predicted delimiter.
         delimiters: The delimiters, one character each.
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if not delimiters:

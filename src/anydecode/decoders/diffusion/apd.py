@@ -80,10 +80,10 @@ class JointDenoiser(Denoiser):
         needs=("diffusion model", "draft model"),
         works_with=("batches", "samplers", "streaming", "infilling"),
         deviations=(
-            "every pass computes the whole canvas: tokens older than the window are not cached",
             "both samples use the request's temperature; in the released code only the first does",
             "with constraints and other stateful samplers, one token per pass is generated",
         ),
+        missing=("the cache of tokens older than a window: every pass computes the whole canvas",),
         remote={"weight": Range(0, 1), "window": Range(1, 4096)},
     )
 )

@@ -11,10 +11,11 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
+from anydecode.decoders.diffusion.caches import BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
@@ -51,21 +52,33 @@ class TwoPhaseBlocks(BlockPolicy):
     """Blocks of `coarse` positions until the marker is generated, of `fine` positions after it.
 
     The marker's tokens are in `canvas.policy_state["marker"]`.
+
+    Args:
+        coarse: Positions per block before the marker.
+        fine: Positions per block after it.
+        is_grid: Whether these are the blocks that rows see: then they are counted from the first
+            position of the text, and the end of the prompt is part of the first one.
     """
 
-    def __init__(self, coarse: int, fine: int) -> None:
+    def __init__(self, coarse: int, fine: int, is_grid: bool = False) -> None:
         if coarse < 1 or fine < 1:
             raise InvalidRequestError(
                 f"coarse and fine must be at least 1, not {coarse} and {fine}"
             )
         self.coarse = coarse
         self.fine = fine
+        self.is_grid = is_grid
 
     def window_end(self, canvas: Canvas) -> int:
         marker: list[int] = canvas.policy_state["marker"]
         committed = canvas.tokens[canvas.policy_state["start"] : canvas.frontier].tolist()
-        size = self.fine if _contains(marker, committed) else self.coarse
-        return min(canvas.frontier + size, len(canvas))
+        is_fine = _contains(marker, committed)
+        if not self.is_grid:
+            size = self.fine if is_fine else self.coarse
+            return min(canvas.frontier + size, len(canvas))
+        if is_fine and canvas.later_blocks is None and canvas.block is None:
+            canvas.later_blocks = canvas.frontier, self.fine
+        return min(canvas.block_end(canvas.frontier), len(canvas))
 
 
 class TwoPhaseDenoiser(Denoiser):
@@ -88,12 +101,12 @@ class TwoPhaseDenoiser(Denoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "if the model has blocks of its own, they limit what a row sees",
-            "the second phase begins after the marker; the paper's progressive training of block"
-            " sizes is not included",
+            "with another cache than block, a model's own blocks limit what a row sees",
+            "the second phase begins after the marker",
             "by default (cache='none') every pass computes the whole canvas; the paper's models"
-            " cache finished blocks",
+            " cache finished blocks (cache='block')",
         ),
+        missing=("progressive training of block sizes",),
         remote={
             "low": Range(0, 1),
             "high": Range(0, 1),
@@ -121,16 +134,19 @@ def bacd_tccf(
         coarse: Positions per block until `marker` is generated.
         fine: Positions per block after that.
         marker: The text that ends the thinking.
-        cache: "none", "prefix" or "dual".
+        cache: "block": rows see the blocks of both phases, and finished blocks are cached exactly,
+            for models that were trained with several block sizes; or "none", "prefix", "dual",
+            "vicinity", "window".
         mask: The mask token (default: the tokenizer's).
     """
     if not marker:
         raise InvalidRequestError("marker must not be empty: it is the text that ends the thinking")
+    is_grid = cache == "block"
     decoder = TwoPhaseDenoiser(
-        TwoPhaseBlocks(coarse, fine),
+        TwoPhaseBlocks(coarse, fine, is_grid),
         Confidence(),
         BoundedAdaptiveThreshold(low, high),
-        cache_named(cache),
+        BlockCausalCache(coarse) if is_grid else cache_named(cache),
         mask=mask,
     )
     decoder.marker = marker

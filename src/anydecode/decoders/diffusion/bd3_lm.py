@@ -38,7 +38,7 @@ def bd3_lm(block: int | None = None, mask: int | None = None) -> Denoiser:
     """The first-hitting sampler: each step unmasks one mask, chosen at random.
 
     Args:
-        block: Positions per block (default: the model's own block size, else 4).
+        block: Positions per block (default: the model's own block size).
         mask: The mask token (default: the tokenizer's).
     """
     cache = BlockCausalCache(block)

@@ -56,6 +56,10 @@ class FixedBlocks(BlockPolicy):
         self.size = size
 
     def window_end(self, canvas: Canvas) -> int:
+        return self.end_of_block(canvas, canvas.frontier)
+
+    def end_of_block(self, canvas: Canvas, position: int) -> int:
+        """The end of the block that `position` is in, at or after the first mask."""
         size = canvas.block_size or (32 if self.size is None else self.size)
         if size == 0:
             return len(canvas)
@@ -64,7 +68,7 @@ class FixedBlocks(BlockPolicy):
             if canvas.block_size
             else canvas.policy_state.setdefault("origin", canvas.frontier)
         )
-        index = (canvas.frontier - origin) // size
+        index = (position - origin) // size
         return min(origin + (index + 1) * size, len(canvas))
 
     def check_length(self, length: int) -> None:
@@ -79,6 +83,17 @@ class FixedBlocks(BlockPolicy):
                 f"this model's blocks have {canvas.block_size} positions;"
                 f" block={self.size} does not fit"
             )
+
+
+class LargestBlocks(FixedBlocks):
+    """`FixedBlocks` whose size is a bound: a canvas may be shorter, and the blocks of a model take
+    their place."""
+
+    def check_length(self, length: int) -> None:
+        pass
+
+    def check_model(self, canvas: Canvas) -> None:
+        pass
 
 
 class SlidingWindow(BlockPolicy):

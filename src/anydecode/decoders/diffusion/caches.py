@@ -1,4 +1,7 @@
-"""Cache policies: which rows a forward pass computes, and which come from the key-value cache."""
+"""Cache policies: which rows a forward pass computes, and which come from the key-value cache.
+
+Those of this file are exact; those in `approximate_caches.py` are not.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from anydecode.catalogue import Words
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, causal_span
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
 from anydecode.scoring.span import ChainSpan, Span
@@ -66,6 +68,9 @@ class CachePolicy(ABC):
         """
         return None
 
+    def on_pass(self, canvas: Canvas, region: tuple[int, int]) -> None:  # noqa: B027  most keep nothing
+        """Called when a pass over `region` has run."""
+
     def spans(
         self,
         canvas: Canvas,
@@ -111,50 +116,6 @@ class NoCache(CachePolicy):
         )
 
 
-class DualCachePolicy(CachePolicy):
-    """Dual cache (Wu et al., Fast-dLLM, arXiv:2505.22618).
-
-    The pass that opens a block computes every row and keeps their keys and values. Later passes
-    compute only the block, against the cached rows before and after it.
-    """
-
-    needs_replay = True
-
-    def computed_positions(self, canvas: Canvas, region: tuple[int, int]) -> np.ndarray:
-        """The positions computed in a pass that does not open a block."""
-        return canvas.input_positions(*region)
-
-    def refresh_span(
-        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
-    ) -> CanvasSpan | None:
-        if not opens_block:
-            return None
-        span = uncached_span(
-            canvas, kv_cache, canvas.tokens, np.arange(len(canvas), dtype=np.int32)
-        )
-        span.keep = True
-        return span
-
-    def leading_spans(
-        self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
-    ) -> list[Span]:
-        if canvas.block is not None:  # every later pass computes these rows again
-            kv_cache.evict(self.computed_positions(canvas, canvas.block).tolist())
-        return []
-
-    def span(
-        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
-    ) -> Span:
-        return uncached_span(canvas, kv_cache, tokens, self.computed_positions(canvas, region))
-
-
-class PrefixCachePolicy(DualCachePolicy):
-    """Prefix cache (Fast-dLLM): as the dual cache, but passes also compute all after the block."""
-
-    def computed_positions(self, canvas: Canvas, region: tuple[int, int]) -> np.ndarray:
-        return canvas.input_positions(region[0], len(canvas))
-
-
 #: Deviations from the papers of the methods that use `BlockCausalCache`.
 DEVIATIONS = (
     "the pass that opens a block also caches the finished one, which saves one pass per block",
@@ -169,7 +130,7 @@ class BlockCausalCache(CachePolicy):
     block computes the finished block before it once more, now without masks, and keeps it.
 
     Args:
-        block_size: The block size for a model that has none of its own (default: 4).
+        block_size: The block size for a model whose files name none.
     """
 
     def __init__(self, block_size: int | None = None) -> None:
@@ -180,7 +141,13 @@ class BlockCausalCache(CachePolicy):
         self._size = block_size
 
     def block_size(self, spec: ModelSpec) -> int | None:
-        return self._size or spec.block_size or 4
+        size = self._size or spec.block_size
+        if size is None:
+            raise InvalidRequestError(
+                "this model's files name no block size: open it with block=POSITIONS (--block), or"
+                " use a decoder for models without blocks"
+            )
+        return size
 
     def num_finished(self, canvas: Canvas, kv_cache: SequenceCache) -> int:
         """How many positions have cached rows that stay."""
@@ -240,24 +207,3 @@ class CausalCache(CachePolicy):
         masked = tokens[positions] == canvas.mask
         positions = np.concatenate([positions[~masked], positions[masked]])
         return causal_span(kv_cache, positions, tokens[positions])
-
-
-CACHES: dict[str, type[CachePolicy]] = {
-    "none": NoCache,
-    "prefix": PrefixCachePolicy,
-    "dual": DualCachePolicy,
-}
-CACHE_WORDS = Words(tuple(CACHES))
-
-
-def cache(name: str) -> CachePolicy:
-    """The cache policy of a given name.
-
-    Raises:
-        UnsupportedCombinationError: There is no such policy.
-    """
-    if name not in CACHES:
-        raise UnsupportedCombinationError(
-            f"cache={name!r} is unknown; it must be one of {', '.join(CACHES)}"
-        )
-    return CACHES[name]()

@@ -27,7 +27,7 @@ class Meter:
         passes: The number of forward passes by kind: "full" computes every row of the canvas,
             "slice" some of them, "verify" several canvases at once.
         rows: The number of computed rows.
-        committed: The number of unmasked tokens.
+        committed: The number of unmasked tokens, without those that were masked again.
     """
 
     passes: Counter[str] = field(default_factory=Counter)
@@ -60,11 +60,12 @@ class Canvas:
 
     Attributes:
         tokens: int32 `[length]`.
-        mask: The mask token.
+        mask: The mask token; -1 for a model without one.
         logit_shift: Row r of the model predicts position r + `logit_shift`.
         block_size: The size of the blocks in which rows see each other; None: every row sees the
             whole canvas.
         origin: The position from which blocks are counted.
+        later_blocks: From the first of these positions on, blocks have the second as their size.
         has_causal_context: Whether rows before the block that is being unmasked see up to
             themselves only.
         max_length: The largest number of positions.
@@ -87,6 +88,7 @@ class Canvas:
     logit_shift: int = 0
     block_size: int | None = None
     origin: int = 0
+    later_blocks: tuple[int, int] | None = None
     has_causal_context: bool = False
     max_length: int = 1 << 31
     is_fixed_length: bool = False
@@ -133,17 +135,30 @@ class Canvas:
         if self.has_causal_context:
             first = self.frontier if self.block is None else self.block[0]
             context_stop = self.block_start(first)
-        return visible_positions(positions, len(self), self.block_size, self.origin, context_stop)
+        visible = visible_positions(
+            positions, len(self), self.block_size, self.origin, context_stop
+        )
+        if self.later_blocks is not None:
+            first, size = self.later_blocks
+            later = visible_positions(positions, len(self), size, first)
+            visible = np.where(positions < first, np.minimum(visible, first), later)
+        return visible
 
     def block_start(self, position: int) -> int:
         """The first position of the model's block that `position` is in."""
-        assert self.block_size is not None, "a model with blocks"
-        return self.origin + (position - self.origin) // self.block_size * self.block_size
+        origin, size = self._grid(position)
+        return origin + (position - origin) // size * size
 
     def block_end(self, position: int) -> int:
         """The end of the model's block that `position` is in."""
+        return self.block_start(position) + self._grid(position)[1]
+
+    def _grid(self, position: int) -> tuple[int, int]:
+        """The position from which the blocks around `position` are counted, and their size."""
         assert self.block_size is not None, "a model with blocks"
-        return self.block_start(position) + self.block_size
+        if self.later_blocks is not None and position >= self.later_blocks[0]:
+            return self.later_blocks
+        return self.origin, self.block_size
 
     def input_positions(self, first: int, stop: int) -> np.ndarray:
         """The positions of the rows to compute in order to predict `first..stop`.
@@ -192,6 +207,31 @@ class Canvas:
             self.tokens[position] = token
             self.committed[position] = self.step
             self.confidence[position] = probability
+
+    def renoise(self, positions: Iterable[int], tokens: Iterable[int]) -> None:
+        """Change what masked positions hold, for models whose noise is random tokens.
+
+        Raises:
+            ValueError: A position holds a token that is unmasked or fixed.
+        """
+        for position, token in zip(positions, tokens, strict=True):
+            if self.committed[position] != MASKED:
+                raise ValueError(f"position {position} holds no noise")
+            self.tokens[position] = token
+
+    def remask(self, positions: Iterable[int]) -> None:
+        """Replace unmasked tokens by masks.
+
+        Raises:
+            ValueError: A position holds a mask or a fixed token.
+        """
+        for position in positions:
+            if self.committed[position] < 0:
+                raise ValueError(f"position {position} holds no token that can be masked again")
+            self.tokens[position], self.committed[position] = self.mask, MASKED
+            self.confidence[position] = 0.0
+            self.logprobs.pop(int(position), None)
+            self.meter.committed -= 1
 
     def fix(self, position: int, token: int) -> None:
         """Put a fixed token (a prior) in place of a mask: it is neither ranked nor predicted."""

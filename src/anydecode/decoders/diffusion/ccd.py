@@ -14,6 +14,8 @@ from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks, WholeCanvas
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Entropy, best_first
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy, top_k
@@ -150,6 +152,7 @@ class AgreementCoherence(CoherentUnmasking):
             "depth": Range(1, 32),
             "keep": Range(1, 64),
             "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
         },
     )
 )
@@ -161,6 +164,7 @@ def ccd(
     depth: int = 2,
     keep: int = 4,
     block: int = 0,
+    cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
     """Denoises masks whose prediction is stable.
@@ -174,6 +178,8 @@ def ccd(
         depth: For "averaged", the number of passes.
         keep: For "averaged", how many of the most confident masks each pass records.
         block: Positions per block (0: the whole canvas).
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if rule == "agreement":
@@ -182,4 +188,10 @@ def ccd(
         unmask = AveragedCoherence(steps, dynamic=dynamic, depth=depth, keep=keep)
     else:
         raise InvalidRequestError(f"rule={rule!r} is unknown; it must be agreement or averaged")
-    return Denoiser(FixedBlocks(block) if block else WholeCanvas(), Entropy(), unmask, mask=mask)
+    return Denoiser(
+        FixedBlocks(block) if block else WholeCanvas(),
+        Entropy(),
+        unmask,
+        cache_named(cache),
+        mask=mask,
+    )

@@ -12,10 +12,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
@@ -54,6 +54,7 @@ class DelayedEndOfText(Confidence):
             "if only ends of text are left to choose from, the leftmost is unmasked",
             "runs on any diffusion model; the paper's results need its distillation",
         ),
+        missing=("distillation (DSCD) of models that `anydecode train diffusion` did not train",),
         remote={
             "threshold": Range(0, 1),
             "max_per_step": Range(1, 4096),
@@ -78,7 +79,8 @@ def cd4lm(
         max_per_step: The largest number of tokens per step.
         min_filled: The share of the canvas that must be unmasked before an end of text.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if max_per_step < 1:

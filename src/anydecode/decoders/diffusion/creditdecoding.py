@@ -13,10 +13,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
@@ -95,7 +95,8 @@ def creditdecoding(
         decay: The factor of older credits, between 0 and 1.
         power: The exponent of the probability, at least 0.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if power < 0:

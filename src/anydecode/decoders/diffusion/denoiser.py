@@ -62,6 +62,8 @@ class Denoiser(Decoder):
 
     requirements = Requirements(causal=False, attention_only=(TARGET,))
     plain = "llada:block=0"  # one token per pass over the whole canvas, without a cache
+    #: Whether the model must have a mask token.
+    needs_mask = True
     #: The layers before which `Predictions.scores.hidden` has the hidden states of predicted rows.
     capture_layers: tuple[int, ...] = ()
 
@@ -90,7 +92,7 @@ class Denoiser(Decoder):
         self.requirements = replace(self.requirements, causal=self.cache.causal)
 
     def prepare(self, sequence: Sequence) -> None:
-        mask = sequence.mask_token if self.mask is None else self.mask
+        mask = self.mask_token(sequence)
         if mask is None:
             raise InvalidRequestError(
                 "this model's files name no mask token: open it with mask=TOKEN_ID (--mask)"
@@ -118,6 +120,10 @@ class Denoiser(Decoder):
             sequence.prompt = sequence.prompt[:first]
             remaining = len(template)
         self.blocks.check_length(min(remaining, self.length or remaining))
+
+    def mask_token(self, sequence: Sequence) -> int | None:
+        """The mask token; None if none is known."""
+        return sequence.mask_token if self.mask is None else self.mask
 
     def decode(self, sequence: Sequence) -> Decoding:
         canvas = self.canvas_of(sequence)
@@ -196,6 +202,7 @@ class Denoiser(Decoder):
             sequence, TARGET, spans, num_canvases, positions, canvas.logit_shift
         )
         self._record_pass(canvas, spans, "verify" if canvases is not None else "")
+        self.cache.on_pass(canvas, block)
         count = len(positions)
         parts = [range(number * count, (number + 1) * count) for number in range(num_canvases)]
         return [self.predictions(sequence, canvas, scores, rows) for rows in parts]
@@ -234,13 +241,19 @@ class Denoiser(Decoder):
         canvas: Canvas,
         predictions: Predictions,
         chosen: np.ndarray,
+        tokens: list[int] | None = None,
         **trace_fields: Any,
     ) -> None:
         """Unmask the positions `chosen`, then finish the step.
 
-        `trace_fields` are added to the trace record.
+        `tokens` are their tokens (default: the sampled ones). `trace_fields` are added to the trace
+        record.
         """
-        if sequence.sampler.is_stateful:
+        if tokens is not None:
+            self._compute_logprobs(
+                sequence, canvas, predictions, chosen, tokens, predictions.sampler
+            )
+        elif sequence.sampler.is_stateful:
             chosen, tokens = self._sample_in_order(sequence, canvas, predictions, chosen)
         else:
             tokens = predictions.tokens(chosen).tolist()
@@ -308,11 +321,12 @@ class Denoiser(Decoder):
         """The sequence's canvas; created on the first call."""
         canvas = sequence.state.get(_CANVAS)
         if canvas is None:
-            mask = sequence.mask_token if self.mask is None else self.mask
+            mask = self.mask_token(sequence)
             pool = sequence.kv_cache().pool
             spec = pool.model.spec
             assert mask is not None
-            if not 0 <= mask < spec.vocab_size:
+            has_none = mask == -1 and not self.needs_mask
+            if not has_none and not 0 <= mask < spec.vocab_size:
                 raise InvalidRequestError(
                     f"the mask token {mask} is not in the vocabulary of {spec.vocab_size} tokens"
                 )

@@ -15,11 +15,11 @@ from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.grammar.byte_grammar import MAX_CACHED_BYTES, byte_grammar
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
-from anydecode.decoders.diffusion import caches
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
 from anydecode.decoders.diffusion.denoiser import TEMPLATE, Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
@@ -243,13 +243,14 @@ class GrammaticalDenoiser(Denoiser):
             "if a sample is rejected, all tokens that leave no completion are excluded at that"
             " position at once; as the check is exact, a token remains, and neither a limit on"
             " samples nor a completion by a witness is needed",
-            "for vocabularies with very many different spellings, the check considers only shorter"
-            " tokens for masks and repeated samples: a canvas that only long tokens can complete"
-            " may be refused",
             "grammars use Lark's notation without templates; terminals need not be the longest"
-            " match, and ignored text may also come first and last; JSON schemas and the engine"
-            " xgrammar are refused",
+            " match, and ignored text may also come first and last; the engine xgrammar is refused",
             "a complete text may also end at the last position without an end of text",
+        ),
+        missing=(
+            "JSON Schema, which is refused",
+            "long tokens of vocabularies with very many different spellings: a canvas that only"
+            " these can complete may be refused",
         ),
         remote={
             "block": Range(0, 4096),
@@ -271,12 +272,13 @@ def diffusion_cfg(
     Args:
         block: Positions per block (0: the whole canvas; default: up to 32).
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         begun: The end of the prompt, before its first mask, that belongs to the constrained text.
         mask: The mask token (default: the tokenizer's).
     """
     decoder = GrammaticalDenoiser(
-        FixedBlocks(block), ranking(remasking), TopKUnmasking(), caches.cache(cache), mask=mask
+        FixedBlocks(block), ranking(remasking), TopKUnmasking(), cache_named(cache), mask=mask
     )
     decoder.begun = begun
     return decoder

@@ -120,7 +120,7 @@ class PriorDenoiser(Denoiser):
         summary="Unmasks all confident tokens, else follows a time grid; fixed structure.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("text only: the paper's model also reads images",),
+        missing=("images: only the text model is run",),
         remote={
             "threshold": Range(0, 1),
             "steps": Range(1, 4096),

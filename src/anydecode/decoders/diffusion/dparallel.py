@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.rankings import Entropy
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 
@@ -25,6 +25,7 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=("runs on any diffusion model; the paper's results need a distilled one",),
+        missing=("distillation of models that `anydecode train diffusion` did not train",),
         remote={
             "entropy": Range(0, 100),
             "block": Range(0, 4096),
@@ -40,7 +41,8 @@ def dparallel(
     Args:
         entropy: Masks with at most this entropy, in nats, are unmasked.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     return Denoiser(

@@ -12,6 +12,8 @@ from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Ranking, ranking
 from anydecode.decoders.diffusion.unmasking import TimeGrid
@@ -73,6 +75,7 @@ class IndependentUnmasking(TimeGrid):
             "alg_temperature": Range(0, 100),
             "block": Range(0, 4096),
             "length": Range(1, 4096),
+            "cache": CACHE_WORDS,
         },
     )
 )
@@ -82,6 +85,7 @@ def dream(
     alg_temperature: float = 0.0,
     block: int = 0,
     length: int | None = None,
+    cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
     """Denoises the whole canvas along a time grid.
@@ -93,6 +97,8 @@ def dream(
         alg_temperature: Above 0, positions are sampled instead of taking the best-ranked ones.
         block: Positions per block (0: the whole canvas).
         length: The number of masks of a canvas (default: max_tokens).
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if alg_temperature < 0:
@@ -102,5 +108,11 @@ def dream(
         position_ranking = GumbelRanking(position_ranking, alg_temperature)
     unmask = IndependentUnmasking(steps) if alg == "origin" else TimeGrid(steps)
     return Denoiser(
-        FixedBlocks(block), position_ranking, unmask, mask=mask, length=length, tempered=True
+        FixedBlocks(block),
+        position_ranking,
+        unmask,
+        cache_named(cache),
+        mask=mask,
+        length=length,
+        tempered=True,
     )

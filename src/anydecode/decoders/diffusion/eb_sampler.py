@@ -11,10 +11,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, top_k
@@ -73,7 +73,8 @@ def eb_sampler(
         gamma: The bound, in nats, of the sum of entropies without the largest.
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     blocks, unmask = FixedBlocks(block), EntropyBoundedUnmasking(gamma)

@@ -9,6 +9,7 @@ again for every position.
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import numpy as np
 
@@ -107,11 +108,12 @@ class ElasticDenoiser(Denoiser):
         canvas: Canvas,
         predictions: Predictions,
         chosen: np.ndarray,
-        **facts: object,
+        tokens: list[int] | None = None,
+        **facts: Any,
     ) -> None:
         """Also record in the trace the first layer that was computed for every position."""
         since = canvas.policy_state["elastic"]["since"]
-        super().commit(sequence, canvas, predictions, chosen, since=since, **facts)
+        super().commit(sequence, canvas, predictions, chosen, tokens, since=since, **facts)
 
     def _run(
         self,

@@ -14,6 +14,8 @@ from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy, top_k
@@ -103,15 +105,14 @@ class EarlyEosRejection(Confidence):
         summary="Unmasks 1, 2, 4, 8 ... tokens per step; reduces early end-of-text confidence.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=(
-            "the progress of the uniform schedule is the share of unmasked positions",
-            "the paper's reinforcement learning is not included",
-        ),
+        deviations=("the progress of the uniform schedule is the share of unmasked positions",),
+        missing=("CJ-GRPO, the reinforcement learning that follows the sampling path",),
         remote={
             "schedule": Words(("ascending", "uniform")),
             "min_factor": Range(0, 1),
             "blocks": Range(1, 64),
             "steps": Range(1, 4096),
+            "cache": CACHE_WORDS,
         },
     )
 )
@@ -120,6 +121,7 @@ def eoser_ass(
     min_factor: float | None = None,
     blocks: int = 1,
     steps: int | None = None,
+    cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
     """Denoises the whole canvas in few steps, and reduces the confidence of an early end of text.
@@ -131,6 +133,8 @@ def eoser_ass(
             "ascending", 0.4 for "uniform").
         blocks: For "ascending", the number of blocks.
         steps: For "uniform", the number of steps (default: one per mask).
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if schedule == "ascending":
@@ -141,7 +145,13 @@ def eoser_ass(
         eos_rejection = EarlyEosRejection(
             0.01 if min_factor is None else min_factor, ascending=True
         )
-        return Denoiser(PowerOfTwoBlocks(blocks), eos_rejection, AscendingUnmasking(), mask=mask)
+        return Denoiser(
+            PowerOfTwoBlocks(blocks),
+            eos_rejection,
+            AscendingUnmasking(),
+            cache_named(cache),
+            mask=mask,
+        )
     if schedule != "uniform":
         raise InvalidRequestError(
             f"schedule={schedule!r} is unknown; it must be ascending or uniform"
@@ -151,4 +161,6 @@ def eoser_ass(
             f"blocks={blocks} works with schedule=ascending only; leave it out"
         )
     eos_rejection = EarlyEosRejection(0.4 if min_factor is None else min_factor, ascending=False)
-    return Denoiser(WholeCanvas(), eos_rejection, TopKUnmasking(steps), mask=mask)
+    return Denoiser(
+        WholeCanvas(), eos_rejection, TopKUnmasking(steps), cache_named(cache), mask=mask
+    )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_of
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_of
 from anydecode.decoders.diffusion.unmasking import FactorUnmasking, ThresholdUnmasking, UnmaskPolicy
 from anydecode.errors import InvalidRequestError
 
@@ -58,7 +58,8 @@ def fast_dllm(
         factor: If given, replaces the threshold: the n most confident masks are unmasked, for the
             largest n with (n + 1) (1 - confidence of the n-th) < `factor`.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         length: The number of masks of a canvas (default: max_tokens).
         mask: The mask token (default: the tokenizer's).
     """

@@ -136,7 +136,7 @@ def fast_dllm_v2(
     """Denoises block by block, and each block in sub-blocks from the left.
 
     Args:
-        block: Positions per block (default: the model's own block size, else 4).
+        block: Positions per block (default: the model's own block size).
         sub_block: Positions per sub-block.
         threshold: In every step, the masks of the sub-block with more confidence are unmasked, at
             least the best one.

@@ -8,31 +8,44 @@ filter.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import CACHE_WORDS
-from anydecode.decoders.diffusion.caches import cache as cache_named
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.stops import EndOfText
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.sequence import Sequence
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "tiny-diffusion" / "learn2pd.safetensors"
 _TENSORS = ("hidden.weight", "hidden.bias", "output.weight", "output.bias")
+_FACTS = ("num_layers", "vocab_size", "mask_embedding")
+#: The numbers of the mask's embedding that tell models of one shape apart, and how far those of
+#: one model in two formats may be apart, as a share of their norm.
+_NUM_NUMBERS, _TOLERANCE = 64, 0.1
 
 
 class Filter:
-    """A network of two layers over the confidences of a block; unmasked positions count as 1."""
+    """A network of two layers over the confidences of a block; unmasked positions count as 1.
 
-    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+    Args:
+        tensors: The weights and biases of both layers.
+        model: `model_facts` of the model that it was trained for.
+    """
+
+    def __init__(self, tensors: dict[str, np.ndarray], model: dict[str, Any]) -> None:
+        self.model = model
         self.hidden, self.hidden_bias, self.output, self.output_bias = (
             tensors[name].astype(np.float64) for name in _TENSORS
         )
@@ -49,6 +62,28 @@ class Filter:
         return result
 
 
+def model_facts(model: Any, mask: int) -> dict[str, Any]:
+    """What tells the model apart from others, as JSON: its shape and the start of the embedding of
+    the mask token."""
+    embedding = model.embed(np.array([mask], np.int32))[0, :_NUM_NUMBERS]
+    numbers = [round(float(number), 5) for number in embedding]
+    return {
+        "num_layers": model.spec.num_layers,
+        "vocab_size": model.spec.vocab_size,
+        "mask_embedding": numbers,
+    }
+
+
+def is_same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether `model_facts` are those of one model, perhaps in two formats."""
+    if any(one[name] != other[name] for name in ("num_layers", "vocab_size")):
+        return False
+    first, second = (np.array(facts["mask_embedding"]) for facts in (one, other))
+    return first.shape == second.shape and bool(
+        np.linalg.norm(first - second) <= _TOLERANCE * np.linalg.norm(second)
+    )
+
+
 @cache
 def load(path: Path) -> Filter:
     """Load a filter from a safetensors file.
@@ -56,13 +91,14 @@ def load(path: Path) -> Filter:
     Raises:
         InvalidRequestError: There is no such file, or its tensors are not those of a filter.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open
 
     try:
-        tensors = load_file(path)
-        loaded = Filter(tensors)
-    except (OSError, SafetensorError, KeyError) as error:
+        with safe_open(path, framework="numpy") as stored:
+            described = json.loads((stored.metadata() or {})["learn2pd"])
+            tensors = {name: stored.get_tensor(name) for name in _TENSORS}
+        loaded = Filter(tensors, {name: described["model"][name] for name in _FACTS})
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidRequestError(f"{path} is not a filter for learn2pd: {error}") from None
     size = loaded.size
     if loaded.output.shape != (size, len(loaded.hidden)) or loaded.output_bias.shape != (size,):
@@ -95,6 +131,22 @@ class FilterUnmasking(UnmaskPolicy):
         confidences[offsets] = ranks
         chosen: np.ndarray = self.filter(confidences)[offsets] > self.threshold
         return chosen
+
+
+class FilterDenoiser(Denoiser):
+    """Refuses models that the filter was not trained for."""
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        mask = sequence.mask_token if self.mask is None else self.mask
+        assert mask is not None and isinstance(self.unmask, FilterUnmasking)
+        if not is_same_model(
+            self.unmask.filter.model, model_facts(sequence.kv_cache().pool.model, mask)
+        ):
+            raise InvalidRequestError(
+                "this filter was trained for another model: train one for this model with"
+                " `anydecode train filter --model MODEL`, and give it as filter=FILE"
+            )
 
 
 class FilterBlocks(FixedBlocks):
@@ -145,7 +197,8 @@ class PredictedEnd(EndOfText):
         needs=("diffusion model", "trained heads"),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the included filter was trained on tiny-diffusion; other models need their own",
+            "the included filter is for tiny-diffusion; `anydecode train filter` makes those of"
+            " other models",
             "the predicted end of text itself stays on the canvas",
         ),
         remote={"threshold": Range(0, 1), "cache": CACHE_WORDS},
@@ -161,13 +214,15 @@ def learn2pd(
     """Denoises with a trained filter.
 
     Args:
-        filter: The filter, a safetensors file (default: the included one).
+        filter: The filter of this model, a safetensors file of `anydecode train filter` (default:
+            the included one, for tiny-diffusion).
         threshold: Masks that are final with a probability above it are unmasked.
         foresee_end: Cut the canvas where an end of text is predicted.
-        cache: "none", "prefix" or "dual".
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     loaded = load(SHIPPED if filter is None else Path(filter))
     stop = PredictedEnd() if foresee_end else EndOfText()
     blocks, unmask = FilterBlocks(loaded.size), FilterUnmasking(loaded, threshold)
-    return Denoiser(blocks, Confidence(), unmask, cache_named(cache), stop, mask=mask)
+    return FilterDenoiser(blocks, Confidence(), unmask, cache_named(cache), stop, mask=mask)

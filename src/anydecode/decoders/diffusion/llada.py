@@ -13,10 +13,12 @@ from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, Ranking, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 
@@ -96,6 +98,7 @@ def _end_tokens(sequence: Sequence) -> frozenset[int]:
             "guidance": Range(0, 100),
             "end": Words(ENDS),
             "length": Range(1, 4096),
+            "cache": CACHE_WORDS,
         },
     )
 )
@@ -106,6 +109,7 @@ def llada(
     guidance: float = 0.0,
     end: str = "allowed",
     length: int | None = None,
+    cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
     """Denoises in blocks with a fixed number of tokens per step.
@@ -118,15 +122,29 @@ def llada(
             difference (0: not at all; a pass then scores one canvas).
         end: Tokens that end the text are "allowed", unmasked "last", or "never" predicted.
         length: The number of masks of a canvas (default: max_tokens).
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if not 0 <= guidance <= 1e6:
         raise InvalidRequestError(f"guidance must be 0 or more, not {guidance}")
+    if guidance and cache != "none":
+        raise UnsupportedCombinationError(
+            f"guidance needs cache=none, not cache={cache}: cached rows would be those"
+            " of the canvas with its prompt"
+        )
     if end not in ENDS:
         raise InvalidRequestError(f"end={end!r} is unknown; it must be one of {', '.join(ENDS)}")
     order = ranking(remasking)
     if end == "last":
         order = EndsLast(order)
-    decoder = Llada(FixedBlocks(block), order, TopKUnmasking(steps), mask=mask, length=length)
+    decoder = Llada(
+        FixedBlocks(block),
+        order,
+        TopKUnmasking(steps),
+        cache_named(cache),
+        mask=mask,
+        length=length,
+    )
     decoder.guidance, decoder.can_end = guidance, end != "never"
     return decoder

@@ -17,9 +17,10 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Entropy
-from anydecode.decoders.diffusion.stops import StopRule
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -128,6 +129,7 @@ def divergence(p: np.ndarray, q: np.ndarray) -> float:
             "nucleus": Range(0, 1),
             "settled": Range(0, 100),
             "block": Range(0, 4096),
+            "cache": CACHE_WORDS,
         },
     )
 )
@@ -136,6 +138,7 @@ def lrd(
     nucleus: float = 0.9,
     settled: float = 0.1,
     block: int | None = None,
+    cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
     """Denoises with refined inputs of masks.
@@ -149,6 +152,8 @@ def lrd(
         settled: If the mean divergence between two passes is below this, in nats, refinement ends;
             later, the whole block is unmasked.
         block: Positions per block (0: the whole canvas; default: up to 32).
+        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
+            "block".
         mask: The mask token (default: the tokenizer's).
     """
     if not 0 <= mixture < 1 or not 0 < nucleus <= 1:
@@ -157,7 +162,7 @@ def lrd(
             f" nucleus={nucleus}"
         )
     decoder = LatentDenoiser(
-        FixedBlocks(block), Entropy(), ThresholdUnmasking(math.inf), stop=StopRule(), mask=mask
+        FixedBlocks(block), Entropy(), ThresholdUnmasking(math.inf), cache_named(cache), mask=mask
     )
     decoder.mixture, decoder.nucleus, decoder.settled = mixture, nucleus, settled
     return decoder

@@ -82,7 +82,7 @@ class Predictions:
         scores: The result of the pass.
         sampler: The sampler that samples the tokens; it must not be stateful.
         step: The denoising step, which selects the sampling noise.
-        mask: The mask token.
+        mask: The mask token, or -1 if there is none.
         tempered: Take confidences from the distribution after temperature and truncation.
         rows: The rows of `scores` that belong to this canvas (default: all).
     """
@@ -104,7 +104,8 @@ class Predictions:
         self.mask = mask
         if not scores.logits.flags.writeable:
             scores.keep()
-        scores.logits[:, mask] = -np.inf
+        if mask >= 0:
+            scores.logits[:, mask] = -np.inf
         rows = range(len(scores)) if rows is None else rows
         self._rows = {int(scores.positions[row]): row for row in rows}
         tempered = tempered and not sampler.is_greedy

@@ -14,23 +14,40 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
-from anydecode.decoders.diffusion.caches import BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.fast_dllm_v2 import SeededCache, is_first_of_block
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.sdar import BlockSchedule
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule
-from anydecode.decoders.framework.canvas_spans import CausalSpan, score_canvas
+from anydecode.decoders.framework.canvas_spans import CausalSpan, causal_span, score_canvas
 from anydecode.decoders.framework.rejection import rejection_steps
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import Rows
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.span import ChainSpan, Span
 
-ROUTERS = ("score", "always", "never", "span", "hysteresis")
+ROUTERS = ("score", "always", "never", "span", "hysteresis", "bandit")
+#: The margin above which the "hard" estimate counts a draft as accepted.
+MARGIN = 0.05
+#: In `Canvas.policy_state`: whether hysteresis is on; of the bandit, per action and context, the
+#: number of decisions and the sum of their rewards.
+_IS_ON, _BANDIT = "s2d2", "s2d2 bandit"
+#: Parts into which the bandit divides the length of the run, the progress of the block and the mean
+#: entropy.
+_BINS = 2
+
+
+class VerifiedBlocks(FixedBlocks):
+    """`FixedBlocks`; with shifted logits, the first position of a block is a block of its own, as a
+    row of the block before predicts it."""
+
+    def window_end(self, canvas: Canvas) -> int:
+        first = canvas.frontier
+        return first + 1 if is_first_of_block(canvas, first) else super().window_end(canvas)
 
 
 @dataclass(eq=False)
@@ -62,8 +79,8 @@ class TwoStreamSpan(CausalSpan):
         rows.tails = np.concatenate(tails)
 
 
-class CausalBlockCache(BlockCausalCache):
-    """`BlockCausalCache` that keeps finished blocks as causal rows, as the verification does."""
+class CausalBlockCache(SeededCache):
+    """`SeededCache` that keeps finished blocks as causal rows, as the verification does."""
 
     def leading_spans(
         self, canvas: Canvas, kv_cache: SequenceCache, region: tuple[int, int], opens_block: bool
@@ -82,6 +99,9 @@ class SelfVerified(Denoiser):
     cost = 1.0
     min_score = 0.0
     complete = True
+    estimate = "soft"
+    is_dynamic = False
+    threshold = 0.85
 
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         [predictions] = yield from self.forward(sequence, canvas)
@@ -89,27 +109,37 @@ class SelfVerified(Denoiser):
             self.unmask_step(sequence, canvas, predictions)
             return
         block = canvas.block or (canvas.frontier, self.blocks.block_end(canvas, predictions))
+        if is_first_of_block(canvas, block[0]):
+            self.unmask_step(sequence, canvas, predictions)
+            return
         masks = canvas.masked(*block)
         run = masks[masks - masks[0] == np.arange(len(masks))]
-        if not self.verifies(canvas, predictions, run):
+        num_committed = canvas.meter.committed
+        context = self._context(canvas, predictions, run, block)
+        verifies = self.verifies(canvas, predictions, run, masks, context)
+        if not verifies:
             self.unmask_step(sequence, canvas, predictions)
+            self._record(canvas, context, False, canvas.meter.committed - num_committed)
             return
         predictions.keep()
         tokens = predictions.tokens(run)
         kv_cache = sequence.kv_cache()
         start, stop = canvas.block_start(int(run[0])), int(run[-1]) + 1
-        positions = np.concatenate([np.arange(start, stop), run]).astype(np.int32)
         drafted_tokens = canvas.copy_tokens(run, tokens)[start:stop]
-        inputs = np.concatenate([drafted_tokens, np.full(len(run), canvas.mask, np.int32)])
-        span = TwoStreamSpan(
-            kv_cache,
-            inputs.tolist(),
-            0,
-            kv_cache.pool.model.spec.num_layers,
-            positions=positions,
-            masks=len(run),
-        )
-        scores = yield score_canvas(sequence, TARGET, [span], 1, run, 0)
+        span: CausalSpan
+        if canvas.logit_shift:  # rows of drafted tokens predict what follows them
+            span = causal_span(kv_cache, np.arange(start, stop - 1), drafted_tokens[:-1])
+        else:
+            inputs = np.concatenate([drafted_tokens, np.full(len(run), canvas.mask, np.int32)])
+            span = TwoStreamSpan(
+                kv_cache,
+                inputs.tolist(),
+                0,
+                kv_cache.pool.model.spec.num_layers,
+                positions=np.concatenate([np.arange(start, stop), run]).astype(np.int32),
+                masks=len(run),
+            )
+        scores = yield score_canvas(sequence, TARGET, [span], 1, run, canvas.logit_shift)
         self._record_pass(canvas, [span], "verify")
         verification = Predictions(sequence, scores, predictions.sampler, canvas.step, canvas.mask)
         accepted = self.verified(sequence, predictions, verification, run, tokens)
@@ -139,28 +169,88 @@ class SelfVerified(Denoiser):
                 )
             canvas.commit(more, predictions.tokens(more), predictions.confidence(more))
             done = np.union1d(done, more)
+        self._record(canvas, context, True, canvas.meter.committed - num_committed)
         self.finish_step(sequence, canvas, predictions, done, verified=len(accepted))
 
-    def verifies(self, canvas: Canvas, predictions: Predictions, run: np.ndarray) -> bool:
+    def verifies(
+        self,
+        canvas: Canvas,
+        predictions: Predictions,
+        run: np.ndarray,
+        masks: np.ndarray,
+        context: int,
+    ) -> bool:
         """The router: whether verifying `run` is expected to be worth a pass.
 
-        `run` are the positions of the first contiguous run of masks, ascending.
+        Args:
+            canvas: The canvas.
+            predictions: The predictions of the block.
+            run: The positions of the first contiguous run of masks, ascending.
+            masks: All masks of the block.
+            context: The bandit's context.
         """
         if self.router in ("always", "never"):
             return self.router == "always"
         if self.router == "span":
             return len(run) >= self.min_score
-        probability = 1.0
-        expected = 0.0
-        for entropy in predictions.entropies(run):
-            probability *= math.exp(-entropy / math.log(len(predictions.logits(run[0]))))
-            expected += probability
-        score = expected - self.cost
+        if self.router == "bandit":
+            return self._bandit_verifies(canvas, context)
+        cost = self.cost
+        if self.is_dynamic:
+            cost *= int((predictions.confidence(masks) > self.threshold).sum())
+        score = float(np.cumprod(self.acceptance(predictions, run)).sum()) - cost
         if self.router == "score":
             return score >= self.min_score
-        is_on = score >= 1.0 or (score > -5.0 and canvas.policy_state.get("s2d2", False))
-        canvas.policy_state["s2d2"] = is_on
-        return is_on
+        return score >= 1.0 or (score > -5.0 and canvas.policy_state.get(_IS_ON, False))
+
+    def acceptance(self, predictions: Predictions, run: np.ndarray) -> np.ndarray:
+        """The estimated probability that each draft of `run` is accepted, float64 `[run]`."""
+        if self.estimate == "hard":
+            return (predictions.margins(run) > MARGIN).astype(np.float64)
+        normalized = predictions.entropies(run) / math.log(len(predictions.logits(run[0])))
+        result: np.ndarray = np.exp(-normalized)
+        return result
+
+    def _context(
+        self, canvas: Canvas, predictions: Predictions, run: np.ndarray, block: tuple[int, int]
+    ) -> int:
+        """The bandit's context: bins of the run's length, the block's progress, the entropy."""
+        if self.router != "bandit":
+            return 0
+        size = block[1] - block[0]
+        entropy = predictions.entropies(run).mean() / math.log(len(predictions.logits(run[0])))
+        shares = (
+            (len(run) - 1) / max(1, size - 1),
+            1 - len(canvas.masked(*block)) / size,
+            float(entropy),
+        )
+        context = 0
+        for share in shares:
+            context = context * _BINS + min(_BINS - 1, int(share * _BINS))
+        return context
+
+    def _bandit_verifies(self, canvas: Canvas, context: int) -> bool:
+        """Upper confidence bounds (UCB1) of the tokens per pass of both actions in this context."""
+        counts, rewards = canvas.policy_state.get(_BANDIT, _no_decisions())
+        decision = 1 + int(counts.sum())
+        bounds = [math.inf, math.inf]
+        for action in (0, 1):
+            count = counts[action, context]
+            if count:
+                mean = rewards[action, context] / count
+                bounds[action] = mean + math.sqrt(math.log(decision) / count)
+        return bounds[1] >= bounds[0]
+
+    def _record(self, canvas: Canvas, context: int, verified: bool, num_tokens: int) -> None:
+        """Keep what the router learns from a step, which has changed the canvas."""
+        canvas.policy_state[_IS_ON] = verified
+        if self.router == "bandit":
+            counts, rewards = (
+                one.copy() for one in canvas.policy_state.get(_BANDIT, _no_decisions())
+            )
+            counts[int(verified), context] += 1
+            rewards[int(verified), context] += num_tokens / (1 + verified)
+            canvas.policy_state[_BANDIT] = counts, rewards
 
     @staticmethod
     def verified(
@@ -193,13 +283,10 @@ class SelfVerified(Denoiser):
             break
         return tokens
 
-    def prepare(self, sequence: Sequence) -> None:
-        super().prepare(sequence)
-        if sequence.kv_cache().pool.model.spec.logit_shift:
-            raise UnsupportedCombinationError(
-                "s2d2 needs a block-diffusion model without shifted logits: a row must predict its"
-                " own position"
-            )
+
+def _no_decisions() -> tuple[np.ndarray, np.ndarray]:
+    """The bandit's counts and rewards before its first decision, `[2, contexts]` each."""
+    return np.zeros((2, _BINS**3), np.int64), np.zeros((2, _BINS**3))
 
 
 @register(
@@ -214,14 +301,15 @@ class SelfVerified(Denoiser):
         deviations=(
             "router=always, complete=false and caching=causal reproduce the model's autoregressive"
             " mode: the same text when greedy, the same distribution at other temperatures",
-            "no bandit router; the cost of a verification is constant",
-            "models with shifted logits are refused",
+            "with shifted logits, the first token of a block is predicted by the block before and"
+            " not verified, as in the released code for Fast-dLLM v2; blocks have no sub-blocks",
             "with constraints and other stateful samplers, drafts are not verified",
         ),
         remote={
-            "router": Words(("score", "always", "never", "span", "hysteresis")),
+            "router": Words(ROUTERS),
             "cost": Range(-100, 100),
             "min_score": Range(-100, 100),
+            "estimate": Words(("soft", "hard")),
             "caching": Words(("block", "causal")),
             "block": Range(0, 4096),
             "steps": Range(1, 4096),
@@ -234,6 +322,8 @@ def s2d2(
     cost: float = 1.0,
     min_score: float | None = None,
     complete: bool = True,
+    estimate: str = "soft",
+    dynamic: bool = False,
     caching: str = "block",
     block: int | None = None,
     steps: int | None = None,
@@ -245,14 +335,19 @@ def s2d2(
     Args:
         router: When to verify. "score": if the expected number of accepted tokens minus `cost` is
             at least `min_score`; "hysteresis": from a score of 1 on, until it falls to -5;
-            "span": if at least `min_score` masks are contiguous; "always"; "never".
+            "span": if at least `min_score` masks are contiguous; "bandit": as upper confidence
+            bounds of the tokens per pass say (UCB1, by length of the run, progress and entropy);
+            "always"; "never".
         cost: The cost of a verification, in tokens.
         min_score: The bound of "score" (default: 0) or "span" (default: 8).
         complete: If fewer tokens than the schedule's are accepted, also unmask the most confident
             masks.
+        estimate: The estimated probability that a draft is accepted: exp(-normalized entropy)
+            ("soft"), or 1 if its margin is above 0.05 ("hard").
+        dynamic: Multiply `cost` by the number of masks above the threshold.
         caching: "block" keeps finished blocks as diffusion sees them, "causal" as the verification
             does.
-        block: Positions per block (default: the model's own block size, else 4).
+        block: Positions per block (default: the model's own block size).
         steps: Denoising steps per block (default: one per position).
         threshold: The confidence threshold of the denoising.
         mask: The mask token (default: the tokenizer's).
@@ -263,14 +358,17 @@ def s2d2(
         )
     if caching not in ("block", "causal"):
         raise InvalidRequestError(f"caching={caching!r} is unknown; it must be block or causal")
+    if estimate not in ("soft", "hard"):
+        raise InvalidRequestError(f"estimate={estimate!r} is unknown; it must be soft or hard")
     decoder = SelfVerified(
-        FixedBlocks(block),
+        VerifiedBlocks(block),
         Confidence(),
         ThresholdOrSchedule(threshold, BlockSchedule(steps)),
-        BlockCausalCache(block) if caching == "block" else CausalBlockCache(block),
+        SeededCache(block) if caching == "block" else CausalBlockCache(block),
         mask=mask,
         tempered=True,
     )
     decoder.router, decoder.cost, decoder.complete = router, cost, complete
+    decoder.estimate, decoder.is_dynamic, decoder.threshold = estimate, dynamic, threshold
     decoder.min_score = (8.0 if router == "span" else 0.0) if min_score is None else min_score
     return decoder

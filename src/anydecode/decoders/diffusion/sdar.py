@@ -64,7 +64,7 @@ def sdar(
     """Denoises block by block with an exact cache.
 
     Args:
-        block: Positions per block (default: the model's own block size, else 4).
+        block: Positions per block (default: the model's own block size).
         steps: Denoising steps per block (default: one per position).
         remasking: "dynamic" unmasks every mask above `threshold` if those are more than the
             schedule's; "static" follows the schedule; "sequential" does so from the left.

@@ -11,67 +11,44 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.caches import DEVIATIONS, BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.revising import (
+    IS_SETTLED,
+    STATEFUL,
+    RevisedBlocks,
+    RevisingDenoiser,
+)
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule, TopKUnmasking
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
-#: In `Canvas.policy_state`: whether the last step edited something, and how many steps of the block
-#: began without masks.
-_HAS_EDITED, _POST_STEPS = "token-editing edited", "token-editing post steps"
+#: In `Canvas.policy_state`: how many steps of the block began without masks.
+_POST_STEPS = "token-editing post steps"
 
 
-class EditedBlocks(FixedBlocks):
-    """`FixedBlocks` that close when they hold no mask and the last step edited nothing.
-
-    Args:
-        size: See `FixedBlocks`.
-        max_post_steps: The number of steps without masks after which a block closes in any case.
-    """
-
-    def __init__(self, size: int | None, max_post_steps: int) -> None:
-        super().__init__(size)
-        self.max_post_steps = max_post_steps
-
-    def should_close(self, canvas: Canvas) -> bool:
-        state = canvas.policy_state
-        is_settled = not state.get(_HAS_EDITED) or state[_POST_STEPS] >= self.max_post_steps
-        return super().should_close(canvas) and is_settled
-
-
-class TokenEditing(Denoiser):
+class TokenEditing(RevisingDenoiser):
     """Unmasks masks and edits tokens of the block in the same step.
 
-    With a sampler that depends on the text before a position (a constraint, a penalty), tokens are
-    unmasked only.
+    A block is closed when it holds no mask and the last step edited nothing, or after
+    `max_post_steps` steps that began without masks.
     """
 
     edit = 0.9
+    max_post_steps = 16
 
-    def is_complete(self, canvas: Canvas) -> bool:
-        return canvas.block is None and super().is_complete(canvas)
+    def on_opened(self, canvas: Canvas) -> None:
+        canvas.policy_state[_POST_STEPS] = 0
 
-    def emitted_stop(self, canvas: Canvas) -> int:
-        stop = super().emitted_stop(canvas)
-        return stop if canvas.block is None else min(stop, canvas.block[0])
-
-    def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
-        if sequence.sampler.is_stateful:
-            yield from super().step(sequence, canvas)
-            return
-        block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
-        [predictions] = yield from self.forward(sequence, canvas, region=block)
-        if canvas.block is None:
-            canvas.open(*block)
-            canvas.policy_state[_POST_STEPS] = 0
-        masks, edited = canvas.masked(*block), self._edited(canvas, predictions, block)
-        canvas.policy_state[_HAS_EDITED] = bool(len(edited))
+    def revise(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
+        assert canvas.block is not None
+        masks = canvas.masked(*canvas.block)
+        edited = self._edited(canvas, predictions, canvas.block)
         canvas.policy_state[_POST_STEPS] += not len(masks)
+        canvas.policy_state[IS_SETTLED] = (
+            not len(edited) or canvas.policy_state[_POST_STEPS] >= self.max_post_steps
+        )
         tokens = predictions.tokens(edited)
         canvas.edit(edited, tokens, predictions.confidence(edited))
         self._compute_logprobs(
@@ -102,10 +79,10 @@ class TokenEditing(Denoiser):
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             *DEVIATIONS,
-            "finished blocks are not edited (no multi-block editing)",
-            "with constraints and other stateful samplers, tokens are unmasked only",
+            STATEFUL,
             "the mask token is never generated",
         ),
+        missing=("multi-block editing: finished blocks are not edited",),
         remote={
             "block": Range(1, 4096),
             "threshold": Range(0, 1),
@@ -128,7 +105,7 @@ def token_editing(
     trained with masks only does not know what to put in place of a token.
 
     Args:
-        block: Positions per block (default: the model's own block size, else 4).
+        block: Positions per block (default: the model's own block size).
         threshold: Masks with more confidence are unmasked, at least the best one.
         edit: Tokens are replaced by another one with more confidence than this.
         max_post_steps: The largest number of steps of a block that holds no mask.
@@ -140,7 +117,7 @@ def token_editing(
     if max_post_steps < 0:
         raise InvalidRequestError(f"max_post_steps must be 0 or more, not {max_post_steps}")
     unmask = ThresholdOrSchedule(threshold, TopKUnmasking())
-    blocks, cache = EditedBlocks(block, max_post_steps), BlockCausalCache(block)
+    blocks, cache = RevisedBlocks(block), BlockCausalCache(block)
     decoder = TokenEditing(blocks, unmask=unmask, cache=cache, mask=mask, tempered=True)
-    decoder.edit = edit
+    decoder.edit, decoder.max_post_steps = edit, max_post_steps
     return decoder

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.denoising import PROMPT, dense, softmax, steady, steps
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.denoising import PROMPT, Logits, dense, softmax, steady, steps
 from anydecode.certification.oracles.diffusion.task_losses import register_losses
 from anydecode.models.scripted import MASK, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
@@ -74,6 +74,37 @@ def _oracle(weight: float, window: int, temperature: float) -> tuple[list[int], 
             chosen.append(i)
         filled.append(chosen)
     return canvas[len(PROMPT) :], filled
+
+
+def _four(probabilities: tuple[float, ...]) -> Logits:
+    """Logits of four tokens, whatever came before."""
+    row = np.full(259, -60.0, np.float32)
+    row[:4] = np.log(probabilities)
+    return lambda path: row
+
+
+@measure("apd", "chi-square of the second token, per degree", samples=600, margin=5.42)
+def apd_distribution(samples: int) -> float:
+    """At temperature 1 and with known distributions p of the diffusion model and m of the product,
+    both samples give v with probability 1 / sum_u max(p_u / p_v, m_u / m_v), since they share their
+    noise; a rejected token is drawn again from p. With 3 degrees of freedom, chi-square exceeds
+    16.27 (5.42 per degree) once in 1,000 times."""
+    p, q = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.1, 0.3, 0.2])
+    m = p**0.7 * q**0.3
+    m /= m.sum()
+    both = 1 / np.maximum(p[None] / p[:, None], m[None] / m[:, None]).sum(1)
+    expected = (both + (1 - both.sum()) * p) * samples
+    counts = np.zeros(4)
+    target = ScriptedModel(_four(tuple(p)), causal=False)
+    draft = ScriptedModel(_four(tuple(q)))
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096) as llm:
+        for seed in range(samples):
+            answer = llm.generate(
+                list(PROMPT), decoder="apd", max_tokens=2, temperature=1.0, seed=seed,
+                ignore_eos=True,
+            )  # fmt: skip
+            counts[answer.tokens[1]] += 1
+    return float(((counts - expected) ** 2 / expected).sum() / 3)
 
 
 register_losses("apd", "apd", accuracy=0.1, passes=0.5)

@@ -11,9 +11,12 @@ from anydecode import catalogue
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
+    DigestCache,
     StepState,
     UnmaskingRule,
     bidirectional,
+    digests,
+    softmax,
     steps,
 )
 from anydecode.certification.oracles.diffusion.scripted_denoising import same_steps
@@ -70,6 +73,51 @@ def bacd_tccf() -> Iterator[Check]:
         decoder = catalogue.build("bacd-tccf", coarse=8, fine=2, marker="#")
         filled = steps(llm, decoder, 14)[1]
     yield Check("blocks are smaller after the marker", [len(f) for f in filled] == [8, 2, 2, 2])
+    yield from _block_cache()
+
+
+def _block_cache() -> Iterator[Check]:
+    """With cache=block, rows see whole blocks of both phases, and finished blocks stay cached."""
+
+    def script(path: tuple[int, ...]) -> np.ndarray:
+        row = CONFIDENT(path).copy()
+        row[ord("#")] = 60.0 if path[-1] == 9 else -30.0
+        return row
+
+    for prompt in ((5, 6, 7), tuple(range(30, 38))):
+        ends = [8, 16, *range(18, 40, 2)]  # the marker is in the second block
+
+        def num_visible(position: int, ends: list[int] = ends) -> int:
+            return next(end for end in ends if end > position)
+
+        cache, canvas = DigestCache(script), [*prompt]
+        filled: list[list[int]] = []
+        while len(canvas) < len(prompt) + 20:
+            stop = num_visible(len(canvas))
+            block = range(max([0, *(end for end in ends if end <= len(canvas))]), stop)
+            for start in [0, *ends]:  # the finished blocks, each once more without masks
+                if len(cache.tokens) == start < block.start:
+                    cache.forward(
+                        canvas, range(start, num_visible(start)), True, num_visible=num_visible
+                    )
+            canvas += [MASK] * (stop - len(canvas))
+            held: list[float] = []
+            while masks := [i for i in block if canvas[i] == MASK]:
+                rows = cache.forward(canvas, block, False, num_visible=num_visible)
+                p = {i: softmax(rows[i]) for i in masks}
+                level = float(np.mean(held)) if held else max(float(p[i].max()) for i in masks)
+                best = max(masks, key=lambda i: (p[i].max(), -i))
+                chosen = [i for i in masks if p[i].max() >= min(max(level, 0.6), 0.9)] or [best]
+                for i in chosen:
+                    canvas[i] = int(p[i].argmax())
+                held += [float(p[i].max()) for i in chosen]
+                filled.append(chosen)
+        with digests(script) as llm:
+            decoder = catalogue.build("bacd-tccf", coarse=8, fine=2, marker="#", cache="block")
+            tokens, actual = steps(llm, decoder, 20, prompt=prompt)
+        expected = canvas[len(prompt) : len(prompt) + 20]
+        same = tokens == expected and actual == filled[: len(actual)]
+        yield Check(f"the cache of blocks equals the oracle's, {len(prompt)} tokens", same)
 
 
 register_losses("bacd-tccf", "bacd-tccf:low=0.9,high=0.95", accuracy=0.05, passes=0.5)

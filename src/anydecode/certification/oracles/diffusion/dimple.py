@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from anydecode import catalogue
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
     PROMPT,
+    DigestCache,
     StepState,
     UnmaskingRule,
     bidirectional,
     dense,
+    digests,
+    naive,
     steps,
 )
 from anydecode.certification.oracles.diffusion.scripted_denoising import same_steps
@@ -47,6 +52,25 @@ def dimple() -> Iterator[Check]:
         yield Check("given tokens stay in place", (text[2:4], text[9]) == ([65, 66], ord("x")))
         touched = sorted(position - len(PROMPT) for one in filled for position in one)
         yield Check("given tokens are never filled", touched == [0, 1, 4, 5, 6, 7, 8, 10, 11])
+    yield from _prefill(rule(40, 0.95))
+
+
+def _prefill(rule: UnmaskingRule) -> Iterator[Check]:
+    """With prefill, the prompt sees itself only and is computed once."""
+    prompt, cache, rows = list(range(30, 39)), DigestCache(CONFIDENT), [9]
+
+    def forward(canvas: list[int], block: range, is_first_step: bool) -> dict[int, np.ndarray]:
+        if not cache.tokens:
+            cache.forward(canvas, range(9), keep=True, num_visible=lambda position: 9)
+        rows.append(len(block))
+        return cache.forward(canvas, block, keep=False)
+
+    expected = naive(CONFIDENT, 40, 40, rule, prompt=prompt, forward=forward)
+    with digests(CONFIDENT) as llm:
+        actual = steps(llm, "dimple:prefill=true", 40, prompt=prompt)
+        answer = llm.generate(prompt, decoder="dimple:prefill=true", max_tokens=40, ignore_eos=True)
+    yield Check("prefill equals the oracle", actual == expected)
+    yield Check("the prompt is computed once", answer.stats.rows == sum(rows), f"{sum(rows)} rows")
 
 
 register_losses("dimple", "dimple", accuracy=0.05, passes=0.5)

@@ -9,6 +9,7 @@ from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
     PROMPT,
     StepState,
+    UnmaskingRule,
     accuracy_lost,
     bidirectional,
     dense,
@@ -49,6 +50,29 @@ def eoser_ass() -> Iterator[Check]:
         actual = steps(llm, "eoser-ass:min_factor=0.1", 16, ignore_eos=False)
     order = naive(script, 16, 16, rule)[1]
     yield Check("end-of-text tokens are delayed", actual[1] == order[: len(actual[1])])
+    for decoder, steps_of_block in (
+        ("eoser-ass:schedule=uniform", 40),
+        ("eoser-ass:schedule=uniform,steps=9", 9),
+    ):
+        with bidirectional(script) as llm:
+            actual = steps(llm, decoder, 40, ignore_eos=False)
+        order = naive(script, 40, 40, uniform_rule(steps_of_block))[1]
+        yield Check(f"{decoder}: the factor grows", actual[1] == order[: len(actual[1])])
+
+
+def uniform_rule(num_steps: int) -> UnmaskingRule:
+    """Equally many per step; the factor of an end of text grows from 0.4 with the share of filled
+    positions."""
+
+    def rule(state: StepState) -> list[int]:
+        total = state.block_masks
+        progress = (total - len(state.probabilities)) / (total - 1)
+        factor = 0.4 + 0.6 * min(1.0, progress)
+        quota = total // num_steps + (state.block_step < total % num_steps)
+        order = state.order(lambda p: float(p.max()) * (factor if p.argmax() == EOS else 1.0))
+        return order[:quota]
+
+    return rule
 
 
 @measure("eoser-ass", "passes relative to one token per pass", samples=64, margin=0.25)

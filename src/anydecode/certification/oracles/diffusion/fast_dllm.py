@@ -56,7 +56,11 @@ def fast_dllm() -> Iterator[Check]:
     results = []
     kinds = ("none", "prefix", "dual")
     cases = [(f"fast-dllm:block=8,cache={kind}", kind, 8, 24) for kind in kinds]
-    for decoder, kind, block_size, length in [*cases, ("fast-dllm", "dual", 32, 80)]:
+    cases += [
+        ("fast-dllm", "dual", 32, 80),
+        ("fast-dllm:block=8,cache=vicinity", "vicinity", 8, 64),
+    ]
+    for decoder, kind, block_size, length in cases:
         cache = DigestCache(CONFIDENT)
         rows_per_pass: list[int] = []
 
@@ -68,11 +72,15 @@ def fast_dllm() -> Iterator[Check]:
             cache: DigestCache = cache,
             rows_per_pass: list[int] = rows_per_pass,
         ) -> dict[int, np.ndarray]:
+            is_full = is_first_step or (kind == "vicinity" and len(rows_per_pass) < 4)
+            near = 16 if kind == "vicinity" else 0
             rows = range(len(canvas))
-            if kind != "none" and not is_first_step:
-                rows = block if kind == "dual" else range(block.start, len(canvas))
+            if kind != "none" and not is_full:
+                stop = len(canvas) if kind == "prefix" else min(block.stop + near, len(canvas))
+                rows = range(max(0, block.start - near), stop)
             rows_per_pass.append(len(rows))
-            return cache.forward(canvas, rows, keep=is_first_step and kind != "none")
+            logits = cache.forward(canvas, rows, keep=is_full and kind != "none")
+            return {i: row for i, row in logits.items() if i in block}
 
         with digests(CONFIDENT) as llm:
             actual = steps(llm, decoder, length)

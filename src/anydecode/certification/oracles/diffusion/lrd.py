@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from anydecode import catalogue
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
@@ -16,10 +19,12 @@ from anydecode.certification.denoising import (
     bidirectional,
     dense,
     entropy_nats,
+    random_model,
     softmax,
     steps,
 )
 from anydecode.certification.oracles.diffusion.task_losses import DETERMINED, register_losses
+from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.models.scripted import MASK
 from anydecode.sampling.noise import Noise
 
@@ -52,6 +57,35 @@ def lrd() -> Iterator[Check]:
                   "2 of converging"},
         f"{sorted(kinds)}",
     )  # fmt: skip
+    yield _embedded()
+
+
+def _embedded() -> Check:
+    """On a transformer, the input of a mask is the mixture of its embedding with the mean embedding
+    of the nucleus."""
+    beliefs = {3: softmax(CONFIDENT((1,)) / np.float32(6)), 5: softmax(CONFIDENT((2,)))}
+    canvas = Canvas(np.array([*PROMPT, *[MASK] * 3]), MASK)
+    canvas.open(3, 6)
+    canvas.policy_state["beliefs"] = beliefs
+    with random_model() as llm:
+        model: Any = llm.model
+        table = model.embed(np.arange(MASK + 1, dtype=np.int32)).astype(np.float64)
+        pool = SimpleNamespace(model=model)
+        sequence: Any = SimpleNamespace(kv_cache=lambda: SimpleNamespace(pool=pool))
+        decoder: Any = catalogue.build("lrd")
+        actual = decoder.embeddings(sequence, canvas, np.arange(6))
+    expected = table[[*PROMPT, MASK, MASK, MASK]]
+    for position, p in beliefs.items():
+        nucleus: list[int] = []
+        for token in np.argsort(-p, kind="stable").tolist():
+            nucleus.append(token)
+            if p[nucleus].sum() >= NUCLEUS:
+                break
+        mean = p[nucleus] @ table[nucleus] / p[nucleus].sum()
+        weight = MIXTURE * (1 - entropy_nats(p) / math.log(len(p)))
+        expected[position] = (1 - weight) * table[MASK] + weight * mean
+    error = float(np.abs(actual - expected).max())
+    return Check("inputs of a transformer are mixed embeddings", error < 1e-5, f"{error:.1e}")
 
 
 def _oracle(script: Logits, length: int, temperature: float) -> tuple[list[int], list[list[int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,15 @@ def s2d2() -> Iterator[Check]:
                     wrong += actual != (text, filled)
                     kinds |= seen
                 yield Check(f"{decoder} equals the oracle, {name}, T={temperature}", wrong == 0)
+    for temperature in (0.0, 0.8):
+        for prompt in (PROMPT, (80, 81, 82, 83), (9,) * 6):
+            options = {"prompt": prompt, "temperature": temperature, "seed": 5}
+            script = dense(spread=6.0)
+            with bidirectional(script, block_size=BLOCK, shift=1) as llm:
+                actual = steps(llm, "s2d2", 24, **options)
+            text, filled, _ = _oracle(script, 24, prompt, temperature, BLOCK, shift=1)
+            name = f"with shifted logits it equals the oracle, T={temperature}, {len(prompt)}"
+            yield Check(name, actual == (text, filled))
     expected = {"unverified", "all accepted", "rejected", "completed"}
     yield Check("all kinds of steps occur", kinds == expected, f"{sorted(kinds)}")
     yield from _autoregressive_mode()
@@ -55,7 +65,12 @@ def s2d2() -> Iterator[Check]:
 
 
 def _oracle(
-    script: Logits, length: int, prompt: tuple[int, ...], temperature: float, num_steps: int
+    script: Logits,
+    length: int,
+    prompt: tuple[int, ...],
+    temperature: float,
+    num_steps: int,
+    shift: int = 0,
 ) -> tuple[list[int], list[list[int]], set[str]]:
     """The generated tokens, the positions that each step filled, and the kinds of steps."""
     end = len(prompt) + length
@@ -65,11 +80,16 @@ def _oracle(
     kinds: set[str] = set()
     for start in range(len(prompt) // BLOCK * BLOCK, len(canvas), BLOCK):
         stop = start + BLOCK
-        for _ in range(BLOCK):
+        for _ in range(BLOCK + shift):
             masks = [i for i in range(start, stop) if canvas[i] == MASK]
             if not masks or MASK not in canvas[:end]:
                 break
             quota, attempt = BLOCK // num_steps, len(filled)
+            if shift and masks[0] == start:  # the block before predicts it
+                row = script((*canvas[:start], start))
+                canvas[start] = _sampled(row, temperature, noise, start, attempt)
+                filled.append([start])
+                continue
             rows = {i: script((*canvas[:stop], i)) for i in masks}
             drafts = {i: _sampled(rows[i], temperature, noise, i, attempt) for i in masks}
             p = {i: softmax(rows[i] / np.float32(temperature or 1)) for i in masks}
@@ -84,7 +104,7 @@ def _oracle(
                 tokens, is_accepted = {}, True
                 for i in run:
                     before = [drafts.get(j, canvas[j]) for j in range(start, i)]
-                    q_row = script((*canvas[:start], *before, MASK, i))
+                    q_row = script((*canvas[:start], *before, *[MASK] * (not shift), i))
                     tokens[i], is_accepted = _verified(
                         rows[i], q_row, drafts[i], temperature, noise, i, attempt
                     )
@@ -158,6 +178,12 @@ def _routers() -> Iterator[Check]:
     e^-1/2, e^-1."""
 
     class FakePredictions:
+        def margins(self, positions: np.ndarray) -> np.ndarray:
+            return np.array([0.9, 0.06, 0.04])[: len(positions)]
+
+        def confidence(self, positions: np.ndarray) -> np.ndarray:
+            return np.array([0.9, 0.86, 0.5])[: len(positions)]
+
         def entropies(self, positions: np.ndarray) -> np.ndarray:
             return np.array([0.0, math.log(2), math.log(4)])[: len(positions)]
 
@@ -165,21 +191,58 @@ def _routers() -> Iterator[Check]:
             return np.zeros(4)
 
     expected = 1 + math.exp(-0.5) + math.exp(-1.5)
-    canvas, positions = Canvas(np.array([1, 0, 0, 0]), 0), np.array([1, 2, 3])
-    for router, cost, min_score, verifies in (
-        ("score", 1.0, expected - 1.0 - 1e-9, True),
-        ("score", 1.0, expected - 1.0 + 1e-9, False),
-        ("span", 1.0, 3.0, True),
-        ("span", 1.0, 4.0, False),
-        ("hysteresis", expected - 1.0, 0.0, True),
-        ("hysteresis", expected + 4.9, 0.0, True),
-        ("hysteresis", expected + 5.1, 0.0, False),
-        ("hysteresis", expected + 4.9, 0.0, False),
+    positions = np.array([1, 2, 3])
+    fake: Any = FakePredictions()
+    for router, cost, min_score, is_on, verifies in (
+        ("score", 1.0, expected - 1.0 - 1e-9, False, True),
+        ("score", 1.0, expected - 1.0 + 1e-9, False, False),
+        ("span", 1.0, 3.0, False, True),
+        ("span", 1.0, 4.0, False, False),
+        ("hysteresis", expected - 1.0 - 1e-9, 0.0, False, True),
+        ("hysteresis", expected + 4.9, 0.0, True, True),
+        ("hysteresis", expected + 5.1, 0.0, True, False),
+        ("hysteresis", expected + 4.9, 0.0, False, False),
     ):
-        denoiser = catalogue.build("s2d2", router=router, cost=cost, min_score=min_score)
-        assert isinstance(denoiser, SelfVerified)
-        got = denoiser.verifies(canvas, FakePredictions(), positions)  # type: ignore[arg-type]
+        canvas = Canvas(np.array([1, 0, 0, 0]), 0)
+        denoiser = _built(router=router, cost=cost, min_score=min_score)
+        denoiser._record(canvas, 0, is_on, 0)
+        got = denoiser.verifies(canvas, fake, positions, positions, 0)
         yield Check(f"{router} at a cost of {cost:.3g}: verifies is {verifies}", got is verifies)
+    hard = _built(estimate="hard").acceptance(fake, positions)
+    yield Check("hard estimates are margins above 0.05", hard.tolist() == [1, 1, 0])
+    for cost, verifies in ((expected / 2 - 1e-9, True), (expected / 2 + 1e-9, False)):
+        denoiser = _built(cost=cost, dynamic=True)  # two masks are above the threshold
+        got = denoiser.verifies(Canvas(np.array([1, 0, 0, 0]), 0), fake, positions, positions, 0)
+        yield Check(f"a dynamic cost of {cost:.3g}: verifies is {verifies}", got is verifies)
+    yield _bandit()
+
+
+def _built(**parameters: Any) -> SelfVerified:
+    denoiser = catalogue.build("s2d2", **parameters)
+    assert isinstance(denoiser, SelfVerified)
+    return denoiser
+
+
+def _bandit() -> Check:
+    """Sixty decisions over two contexts, against the formula."""
+    denoiser, canvas = _built(router="bandit"), Canvas(np.array([1, 0, 0, 0]), 0)
+    seen: list[tuple[int, bool, float]] = []
+    same = True
+    for number in range(60):
+        context, bounds = number % 2, []
+        for action in (False, True):
+            rewards = [r for c, a, r in seen if (c, a) == (context, action)]
+            bonus = math.sqrt(math.log(len(seen) + 1) / len(rewards)) if rewards else math.inf
+            bounds.append(sum(rewards) / max(1, len(rewards)) + bonus)
+        expected = bounds[1] >= bounds[0]
+        actual = denoiser._bandit_verifies(canvas, context)
+        same &= actual == expected
+        tokens = (3 if context else 1) if actual else 1
+        denoiser._record(canvas, context, actual, tokens)
+        seen.append((context, actual, tokens / (2 if actual else 1)))
+    learnt = [sum(a for c, a, _ in seen if c == context) for context in (0, 1)]
+    name = "the bandit follows the upper confidence bounds"
+    return Check(name, same and learnt[1] > learnt[0], f"verified {learnt} of 30 each")
 
 
 @measure("s2d2", "tokens that differ from the autoregressive mode, verified", samples=8, margin=0.0)

@@ -1,0 +1,109 @@
+"""Oracle test of duo (arXiv:2506.10892): the posterior in the paper's own formula, the psi-sampler,
+and, by chi-square, that a model that knows the distribution gives this distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.denoising import CONFIDENT, VOCABULARY, softmax
+from anydecode.certification.oracles.diffusion.gidd import sampled
+from anydecode.certification.oracles.diffusion.revised_canvases import (
+    Revision,
+    Rule,
+    returns,
+    revised,
+    traced,
+)
+from anydecode.certification.oracles.diffusion.token_editing import drifting
+from anydecode.models.scripted import EOS, MASK
+
+
+def noised(state: Revision) -> None:
+    """Random tokens in place of all masks."""
+    for i, token in enumerate(state.canvas):
+        if token == MASK:
+            state.canvas[i] = random_token(state, i, 3)
+
+
+def random_token(state: Revision, position: int, index: int) -> int:
+    drawn = int(state.coin(position, index) * (VOCABULARY - 1))
+    return drawn + (drawn >= MASK)
+
+
+def posterior(held: int, clean: np.ndarray, a_t: float, a_s: float) -> np.ndarray:
+    """[a_t V x . z + (a_t / a_s - a_t) z + (a_s - a_t) x + (1 - a_t / a_s) (1 - a_s) / V]
+    / [a_t V <x, z> + 1 - a_t], over the V tokens that are no mask."""
+    size = len(clean) - 1
+    z = np.eye(len(clean))[held]
+    ratio = a_t / a_s
+    uniform = np.full(len(clean), (1 - ratio) * (1 - a_s) / size)
+    uniform[MASK] = 0.0
+    weights = a_t * size * clean * z + (ratio - a_t) * z + (a_s - a_t) * clean + uniform
+    total = a_t * size * clean[held] + 1 - a_t
+    result: np.ndarray = np.clip(weights, 0, None) / total
+    return result
+
+
+def ancestral(steps: int, kappa: float) -> Rule:
+    def rule(state: Revision) -> bool:
+        k = state.block_step
+        a_t, a_s = k / steps, (k + 1) / steps
+        new = {}
+        for i in state.cells:
+            clean, held = state.clean(i), state.canvas[i]
+            mixed = kappa * posterior(held, clean, a_t, a_s)
+            noise = np.full(len(clean), (1 - a_s) / (len(clean) - 1))
+            noise[MASK] = 0.0
+            mixed += (1 - kappa) * (a_s * posterior(held, clean, a_t, 1.0) + noise)
+            new[i] = sampled(state, mixed / mixed.sum(), i)
+        for i, token in new.items():
+            state.canvas[i] = token
+        return k + 1 == steps
+
+    return rule
+
+
+@oracle_test("duo")
+def duo() -> Iterator[Check]:
+    """Every canvas equals the oracle's: ancestral and psi-sampling, blocks, greedy and sampled."""
+    num_changes = 0
+    for name, script in (("drifting", drifting(4.0)), ("confident", CONFIDENT)):
+        for decoder, steps, kappa, block, length in (
+            ("duo", 12, 1.0, 12, 12),
+            ("duo:steps=5,block=8", 5, 1.0, 8, 20),
+            ("duo:steps=6,kappa=0.3", 6, 0.3, 10, 10),
+            ("duo:steps=4,kappa=0", 4, 0.0, 10, 10),
+        ):
+            for temperature in (0.0, 0.8):
+                options: dict[str, Any] = {"temperature": temperature, "seed": 3}
+                rule = ancestral(steps, kappa)
+                expected = revised(script, length, block, rule, begin=noised, **options)
+                actual = traced(decoder, script, length, **options)
+                name_of = f"{decoder} equals the oracle, {name}, T={temperature}"
+                yield Check(name_of, actual == expected)
+                num_changes += returns(actual)
+    yield Check("tokens change", num_changes > 50, f"{num_changes} changes")
+
+
+def four_tokens(path: tuple[int, ...]) -> np.ndarray:
+    """Logits of four tokens, whatever the canvas holds."""
+    row = np.full(VOCABULARY, -60.0)
+    row[:4] = np.log([0.1, 0.2, 0.3, 0.4])
+    row[EOS] = -60.0
+    return row.astype(np.float32)
+
+
+@measure("duo", "chi-square of the tokens of an ideal model, per degree", samples=400, margin=5.42)
+def duo_distribution(samples: int) -> float:
+    """If the model knows the distribution of a token, samples follow it, by any number of steps:
+    with 3 degrees of freedom, chi-square exceeds 16.27 (5.42 per degree) once in 1,000 times."""
+    counts = np.zeros(4)
+    for seed in range(samples // 20):
+        history = traced("duo:steps=3", four_tokens, 20, temperature=1.0, seed=seed)
+        counts += np.bincount(history[-1], minlength=VOCABULARY)[:4]
+    expected = softmax(four_tokens(()))[:4] * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum() / 3)

@@ -1,0 +1,115 @@
+"""Oracle test of gidd (arXiv:2503.04482): the reverse step by Bayes' rule over all states,
+self-correction, and accuracy on tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.denoising import CONFIDENT, accuracy_lost, dense, softmax
+from anydecode.certification.oracles.diffusion.revised_canvases import (
+    Revision,
+    Rule,
+    returns,
+    revised,
+    traced,
+)
+from anydecode.certification.oracles.diffusion.task_losses import DETERMINED
+from anydecode.certification.oracles.diffusion.token_editing import drifting
+from anydecode.models.scripted import MASK
+from anydecode.sampling.noise import Noise
+
+
+def marginal(t: float, uniform: float, size: int) -> tuple[float, np.ndarray]:
+    """The share of the token, and the noise at time t."""
+    c = 2 * uniform / (1 - uniform) * t**0.5 * (1 - t) ** 0.5
+    noise = np.full(size, c / (1 + c) / (size - 1))
+    noise[MASK] = t / (1 + c)
+    return (1 - t) / (1 + c), noise
+
+
+def bayes(
+    held: int,
+    clean: np.ndarray,
+    now: tuple[float, np.ndarray],
+    later: tuple[float, np.ndarray],
+) -> np.ndarray:
+    """The distribution at time s, by the transition matrix from s to t and Bayes' rule."""
+    (a_t, n_t), (a_s, n_s) = now, later
+    transition = np.eye(len(clean))[held] * (a_t / a_s) + (n_t - a_t / a_s * n_s)[held]
+    joint = np.clip(transition, 0, None) * (a_s * clean + n_s)
+    if joint.sum() == 0:
+        joint[held] = 1.0
+    result: np.ndarray = joint / joint.sum()
+    return result
+
+
+def sampled(state: Revision, distribution: np.ndarray, position: int) -> int:
+    support = np.flatnonzero(distribution)
+    noise = Noise(state.seed).gumbel(support, position, state.attempt)
+    return int(support[(np.log(distribution[support]) + noise).argmax()])
+
+
+def interpolating(steps: int, uniform: float, corrections: int, temperature: float = 0.1) -> Rule:
+    def rule(state: Revision) -> bool:
+        k, memory = state.block_step, state.memory
+        if k < steps:
+            rows = {}
+            for i in state.cells:
+                clean = state.clean(i)
+                now, later = (marginal(1 - n / steps, uniform, len(clean)) for n in (k, k + 1))
+                rows[i] = sampled(state, bayes(state.canvas[i], clean, now, later), i)
+            for i, token in rows.items():
+                state.canvas[i] = token
+            return k + 1 == steps and not corrections
+        hits = sum(int(state.row(i).argmax()) == state.canvas[i] for i in state.cells)
+        memory["stale"] = 0 if hits > memory.get("best", -1) else memory["stale"] + 1
+        memory["best"] = max(hits, memory.get("best", -1))
+        scores, tokens = {}, {}
+        for i in state.cells:
+            row = state.row(i)
+            noise = Noise(state.seed).gumbel(range(len(row)), i, state.attempt)
+            tokens[i] = int((row / temperature + noise).argmax())
+            sure = float(softmax(row / np.float32(temperature))[tokens[i]])
+            scores[i] = sure if tokens[i] != state.canvas[i] else 0.0
+        best = max(state.cells, key=lambda i: (scores[i], -i))
+        if not scores[best] or memory["stale"] >= 32:
+            return True
+        state.canvas[best] = tokens[best]
+        return k + 1 - steps >= corrections
+
+    return rule
+
+
+@oracle_test("gidd")
+def gidd() -> Iterator[Check]:
+    """Every canvas equals the oracle's: mixtures of noise, blocks, greedy and sampled."""
+    num_returns = 0
+    for name, script in (("drifting", drifting(0.4)), ("dense", dense(spread=0.5))):
+        for decoder, steps, uniform, corrections, block, length in (
+            ("gidd:steps=6", 6, 0.1, 128, 16, 16),
+            ("gidd:uniform=0.4,steps=8,corrections=5,block=8", 8, 0.4, 5, 8, 16),
+            ("gidd:corrections=0", 14, 0.1, 0, 14, 14),
+            ("gidd:uniform=0,steps=5,corrections=9", 5, 0.0, 9, 12, 12),
+        ):
+            for temperature in (0.0, 0.8):
+                options: dict[str, Any] = {"temperature": temperature, "seed": 3}
+                rule = interpolating(steps, uniform, corrections)
+                expected = revised(script, length, block, rule, **options)
+                actual = traced(decoder, script, length, **options)
+                name_of = f"{decoder} equals the oracle, {name}, T={temperature}"
+                yield Check(name_of, actual == expected)
+                num_returns += returns(actual)
+    yield Check("tokens change", num_returns > 50, f"{num_returns} changes")
+    settled = traced("gidd:steps=4,corrections=100", lambda path: CONFIDENT(path[-1:]), 16, seed=1)
+    yield Check("a block ends when nothing changes", len(settled) < 20, f"{len(settled)} steps")
+
+
+@measure("gidd", "accuracy gained by self-correction", samples=48, margin=0.0)
+def gidd_correction(samples: int) -> float:
+    """Minus the gain, on a model that was trained with masks only: it may be none, but no loss."""
+    corrected = accuracy_lost("gidd:steps=16", samples, DETERMINED)
+    return corrected - accuracy_lost("gidd:steps=16,corrections=0", samples, DETERMINED)

@@ -1,0 +1,89 @@
+"""Denoising of models whose noise is random tokens instead of masks (uniform-state diffusion).
+
+Every position of the block holds a token in every pass, and every position may change until the
+block is finished. Positions that are not final are those that other decoders call masked.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+
+#: Numbers of the coins of a position, of those with the purpose "unmask".
+_FIRST_COIN, _LATER_COIN = 3, 4
+#: A deviation of these methods.
+STATEFUL = (
+    "with constraints and other stateful samplers, positions become final one after the other, from"
+    " left to right"
+)
+
+
+class UniformDenoiser(Denoiser):
+    """Denoises the block in `num_steps` steps, after which all its tokens are final.
+
+    The mask token, which a model of this kind need not have, is neither noise nor predicted.
+    """
+
+    needs_mask = False
+    steps: int | None = None
+
+    def mask_token(self, sequence: Sequence) -> int | None:
+        """The mask token, or -1."""
+        mask = super().mask_token(sequence)
+        return -1 if mask is None else mask
+
+    def num_steps(self, canvas: Canvas) -> int:
+        """The number of steps of the block (default: one per position)."""
+        return self.steps or canvas.block_masks
+
+    def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
+        block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
+        fresh = [i for i in canvas.masks.tolist() if canvas.tokens[i] == canvas.mask]
+        canvas.renoise(fresh, [self.noise(sequence, canvas, i, _FIRST_COIN) for i in fresh])
+        if sequence.sampler.is_stateful:
+            yield from super().step(sequence, canvas)
+            return
+        [predictions] = yield from self.forward(sequence, canvas)
+        if canvas.block is None:
+            canvas.open(*block)
+            self.on_opened(canvas)
+        positions = canvas.masked(*block)
+        is_last = canvas.block_step + 1 >= self.num_steps(canvas)
+        tokens, is_final = self.denoise(sequence, canvas, predictions, positions, is_last)
+        if is_final:
+            self.commit(sequence, canvas, predictions, positions, tokens.tolist())
+            return
+        canvas.renoise(positions, tokens)
+        self.commit(sequence, canvas, predictions, positions[:0], [])
+
+    def on_opened(self, canvas: Canvas) -> None:
+        """Called when a block has been opened."""
+
+    @abstractmethod
+    def denoise(
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        predictions: Predictions,
+        positions: np.ndarray,
+        is_last: bool,
+    ) -> tuple[np.ndarray, bool]:
+        """The tokens that `positions` hold after this step, and whether they are final, as they
+        must be after the last step."""
+
+    def noise(
+        self, sequence: Sequence, canvas: Canvas, position: int, coin: int = _LATER_COIN
+    ) -> int:
+        """A random token for `position`, by the noise of the position and step."""
+        size = sequence.kv_cache().pool.model.spec.vocab_size
+        has_mask = 0 <= canvas.mask < size
+        drawn = sequence.noise.with_purpose("unmask").coin(position, canvas.step, coin)
+        token = int(drawn * (size - has_mask))
+        return token + (has_mask and token >= canvas.mask)

@@ -1,0 +1,51 @@
+"""DiffusionGemma's renoising: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydecode import Decoder, catalogue
+from anydecode.decoders.diffusion.diffusion_gemma import EntropyBoundedRenoising
+from anydecode.errors import InvalidRequestError
+from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("diffusion-gemma")
+
+
+@pytest.mark.parametrize(
+    "parameter", ["steps", "bound", "first_temperature", "last_temperature", "stable", "block"]
+)
+def test_certificate_rejects_an_ignored_parameter(
+    parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignore_parameter(monkeypatch, "diffusion-gemma", parameter)
+    assert_rejected("diffusion-gemma")
+
+
+@pytest.mark.parametrize("defaults", [{"steps": 47}, {"bound": 0.2}, {"last_temperature": 0.5}])
+def test_certificate_rejects_other_defaults(
+    defaults: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_defaults(monkeypatch, "diffusion-gemma", **defaults)
+    assert_rejected("diffusion-gemma")
+
+
+def test_certificate_rejects_temperatures_that_rise(monkeypatch: pytest.MonkeyPatch) -> None:
+    temperature = EntropyBoundedRenoising._temperature
+    monkeypatch.setattr(
+        EntropyBoundedRenoising,
+        "_temperature",
+        lambda self, canvas: 1.2 - temperature(self, canvas),
+    )
+    assert_rejected("diffusion-gemma")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"), [("steps=0", "at least one step"), ("bound=-1", "0 or more")]
+)
+def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        catalogue.build_as(f"diffusion-gemma:{parameters}", "a decoder", Decoder)
