@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.decoders.search.beam import Beam
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
@@ -30,4 +32,25 @@ def test_certificate_rejects_a_greedy_expansion(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         Beam, "_expand", lambda self, beams, rows: expand(self, beams[:1], rows[:1])
     )
+    assert_rejected("beam")
+
+
+@pytest.mark.parametrize("other", [{"width": 1}, {"penalty": 0.0}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, float]
+) -> None:
+    replace_defaults(monkeypatch, "beam", **other)
+    assert_rejected("beam")
+
+
+@pytest.mark.parametrize("choose", [max, min])
+def test_certificate_rejects_a_bound_from_the_present_length_or_the_worst_beam(
+    monkeypatch: pytest.MonkeyPatch, choose: Any
+) -> None:
+    def is_finished(self: Beam, beams: Any, finished: Any, depth: int, limit: int) -> bool:
+        length = depth if choose is max else limit
+        bound = choose(self._hypothesis_score(beam.total, max(1, length)) for beam in beams)
+        return len(finished) == self.width and bool(bound <= finished[-1][0])
+
+    monkeypatch.setattr(Beam, "_is_finished", is_finished)
     assert_rejected("beam")
