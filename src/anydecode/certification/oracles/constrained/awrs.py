@@ -76,7 +76,7 @@ def _default_build() -> Iterator[Check]:
             options: dict[str, Any] = {"decoder": "awrs", "temperature": 1.0, "seed": seed}
             request = llm.request("?", constraint=constraint, **options)
             llm.start(request, background=False)
-            llm.driver.advance(lambda request=request: request.done)
+            llm.driver.advance(lambda: request.done)  # noqa: B023
             particles = request.jobs[0].sequence.state[STATE]["particles"]
             weights = np.exp([weight for _, weight, _ in particles])
             texts = [

@@ -3,9 +3,9 @@ prompt's end, and the exact distribution of the next letter of a Markov chain.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-import numpy as np
 
 from anydecode import catalogue
 from anydecode.api.llm import LLM
@@ -46,7 +46,7 @@ def unbiased_tokenization() -> Iterator[Check]:
 def _several_tokens() -> Check:
     """After "q", the model writes "xyz" as one token with probability 0.6, else "xyw" as three. The
     prompt "qxy" ends inside the first after two tokens."""
-    after = {(0,): {4: np.log(0.6), 1: np.log(0.4)}, (1,): {2: 0.0}, (2,): {5: 0.0}}
+    after = {(0,): {4: math.log(0.6), 1: math.log(0.4)}, (1,): {2: 0.0}, (2,): {5: 0.0}}
     model = ScriptedModel(after, vocab_size=7)
     decoder = catalogue.build("unbiased-tokenization")
     with LLM(model, tokenizer=PieceTokenizer("q", "x", "y", "z", "xyz", "w")) as llm:
