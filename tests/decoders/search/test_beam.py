@@ -50,7 +50,7 @@ def test_certificate_rejects_a_bound_from_the_present_length_or_the_worst_beam(
     def is_finished(self: Beam, beams: Any, finished: Any, depth: int, limit: int) -> bool:
         length = depth if choose is max else limit
         bound = choose(self._hypothesis_score(beam.total, max(1, length)) for beam in beams)
-        return len(finished) == self.width and bool(bound <= finished[-1][0])
+        return len(finished) == self.width and bool(bound <= finished[-1].score)
 
     monkeypatch.setattr(Beam, "_is_finished", is_finished)
     assert_rejected("beam")

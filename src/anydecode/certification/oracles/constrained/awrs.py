@@ -78,7 +78,7 @@ def _default_build() -> Iterator[Check]:
             llm.start(request, background=False)
             llm.driver.advance(lambda: request.done)  # noqa: B023
             particles = request.jobs[0].sequence.state[STATE]["particles"]
-            weights = np.exp([weight for _, weight, _ in particles])
+            weights = np.exp([weight for _, weight, *_ in particles])
             texts = [
                 bytes(token for token in tokens if token < 256).decode() for tokens, *_ in particles
             ]

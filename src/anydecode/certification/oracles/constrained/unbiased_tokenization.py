@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-
 from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
@@ -46,7 +45,11 @@ def unbiased_tokenization() -> Iterator[Check]:
 def _several_tokens() -> Check:
     """After "q", the model writes "xyz" as one token with probability 0.6, else "xyw" as three. The
     prompt "qxy" ends inside the first after two tokens."""
-    after = {(0,): {4: math.log(0.6), 1: math.log(0.4)}, (1,): {2: 0.0}, (2,): {5: 0.0}}
+    after: dict[tuple[int, ...], dict[int, float]] = {
+        (0,): {4: math.log(0.6), 1: math.log(0.4)},
+        (1,): {2: 0.0},
+        (2,): {5: 0.0},
+    }
     model = ScriptedModel(after, vocab_size=7)
     decoder = catalogue.build("unbiased-tokenization")
     with LLM(model, tokenizer=PieceTokenizer("q", "x", "y", "z", "xyz", "w")) as llm:
