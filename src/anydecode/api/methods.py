@@ -122,14 +122,21 @@ class Methods:
             self._decoders.clear()
 
 
+_EXPECTED: dict[type, str] = {
+    Schedule: "a schedule",
+    SamplerPreset: "a sampler; `anydecode methods --family sampling` lists samplers",
+    Constraint: "a constraint; decoders are passed as decoder=, samplers as sampler=",
+}
+
+
 def build_as(choice: Any, kind: type[Kind]) -> Kind:
     """`choice` itself, or the object of type `kind` that it names in the catalogue."""
-    expected = "a schedule" if kind is Schedule else f"of kind {kind.__name__}"
+    expected = _EXPECTED.get(kind, f"of kind {kind.__name__}")
     if isinstance(choice, str):
         built: Kind = catalogue.build_as(choice, expected, kind)
         return built
     if not isinstance(choice, kind):
-        raise InvalidRequestError(f"'it' is a {type(choice).__name__}, not {expected}")
+        raise InvalidRequestError(f"{choice!r} is a {type(choice).__name__}, not {expected}")
     return choice
 
 
