@@ -16,12 +16,15 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import ConstraintError, InvalidRequestError
-from anydecode.sampling.candidates import Distribution
+from anydecode.sampling.candidates import Distribution, exponentials, largest
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.ranked import RANKED, RankedText
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
+
+#: Weights relative to the most probable token's that are selected from first.
+_NOT_TINY = 1e-6
 
 
 @dataclass(eq=False)
@@ -141,15 +144,13 @@ class Beam(Decoder):
         """The best `2 * width` continuations as (total log-probability, beam index, token)."""
         expansions: list[tuple[float, int, int]] = []
         for number, (beam, distribution) in enumerate(zip(beams, distributions, strict=True)):
-            with np.errstate(divide="ignore"):
-                logprobs = np.log(distribution.probabilities())
-            num_kept = min(2 * self.width, len(logprobs))
-            index = np.argpartition(-logprobs, num_kept - 1)[:num_kept]
+            weights, total = exponentials(distribution.scores)
+            index = _largest(weights, 2 * self.width)
             ids = index if distribution.tokens is None else distribution.tokens[index]
+            logprobs = np.log(weights[index].astype(np.float64) / total)
             expansions += [
                 (beam.total + float(logprob), number, int(token))
-                for logprob, token in zip(logprobs[index], ids, strict=True)
-                if np.isfinite(logprob)
+                for logprob, token in zip(logprobs, ids, strict=True)
             ]
         return sorted(expansions, key=lambda item: (-item[0], item[1], item[2]))[: 2 * self.width]
 
@@ -195,3 +196,13 @@ class Beam(Decoder):
             if number not in parents:
                 beam.sequence.release()
         return selected
+
+
+def _largest(weights: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the `count` largest weights, which are relative to the largest, without zeros;
+    ties to the lowest indices. Mostly there are enough that are not tiny, which are few."""
+    index = np.flatnonzero(weights >= np.float32(_NOT_TINY))
+    if len(index) < count:
+        index = np.flatnonzero(weights)
+    kept: np.ndarray = index[largest(weights[index], count)]
+    return kept
