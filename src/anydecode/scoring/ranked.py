@@ -16,11 +16,13 @@ class RankedText:
         score: The search's score; texts are ordered by it, the highest first.
         tokens: The token ids, with the end token if the text ends by itself.
         logprobs: One entry per token, as `Sequence.emit` takes them; empty if not requested.
+        costs: What the search has subtracted from the text's log-probability.
     """
 
     score: float
     tokens: list[int]
     logprobs: list[Any]
+    costs: float = 0.0
 
 
 #: The texts of a finished search, best first; the first is the one that the decoder has emitted.
