@@ -121,6 +121,18 @@ def test_generate_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
     assert len(found["tokens"]) <= 8 and found["seed"] == 7
 
 
+def test_several_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "abc", "--max-tokens", "8", "--decoder", "beam", "--samples", "3"]
+    assert invoke(*arguments, "--json") == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    scores = [sample["score"] for sample in samples]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    assert invoke(*arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "".join(sample["text"] + "\n" for sample in samples)
+    assert all(f"score {score:.4f}" in printed.err for score in scores)
+
+
 def test_streamed_text_equals_json_text(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "abc", "--max-tokens", "8", "--temperature", "0.9", "--seed", "3"]
     invoke(*arguments, "--json")

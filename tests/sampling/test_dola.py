@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from anydecode.certification.checks import measures_of
 from anydecode.certification.oracles.sampling.dola import facts_missed
 from anydecode.sampling import dola
 from anydecode.sampling.dola import DoLa
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -41,3 +42,11 @@ def test_certificate_rejects_implausible_tokens(monkeypatch: pytest.MonkeyPatch)
 def test_greedy_decoding_fails_its_measure() -> None:
     (measure,) = measures_of("dola")
     assert facts_missed(20) > measure.margin
+
+
+@pytest.mark.parametrize("other", [{"layers": "low"}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "dola", **other)
+    assert_rejected("dola")

@@ -11,7 +11,7 @@ from anydecode.certification.checks import measures_of
 from anydecode.certification.oracles.sampling.repetition import circular, repetition
 from anydecode.sampling import dry
 from anydecode.sampling.candidates import Candidates
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -54,3 +54,11 @@ def test_matches_beyond_64_tokens_count_like_64(length: int) -> None:
     scores = processor.apply(Candidates(None, np.zeros(100, np.float32))).scores
     assert scores[99] == pytest.approx(-0.5 * 1.02 ** (min(length, 64) - 2))
     assert not scores[:99].any()
+
+
+@pytest.mark.parametrize("other", [{"multiplier": 0.7}, {"base": 1.5}, {"allowed": 3}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "dry", **other)
+    assert_rejected("dry")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.certification.checks import measures_of
@@ -9,7 +11,7 @@ from anydecode.certification.oracles.sampling.eta import desmoothing
 from anydecode.sampling import eta
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.truncation import Epsilon
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
@@ -32,3 +34,11 @@ def test_certificate_rejects_epsilon_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_top_p_fails_its_measure() -> None:
     (measure,) = measures_of("eta")
     assert desmoothing(10, top_p=0.9) > measure.margin
+
+
+@pytest.mark.parametrize("other", [{"epsilon": 0.001}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "eta", **other)
+    assert_rejected("eta")

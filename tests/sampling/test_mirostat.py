@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from anydecode.certification.checks import measures_of
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.mirostat import Mirostat
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -70,3 +72,11 @@ def test_the_estimate_stays_within_its_bounds() -> None:
     rule.apply(offered(1))
     rule.advance(1)  # no surprise
     assert rule.mu == 4.0
+
+
+@pytest.mark.parametrize("other", [{"tau": 4.5}, {"eta": 0.2}, {"version": 1}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "mirostat", **other)
+    assert_rejected("mirostat")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.certification.checks import measures_of
 from anydecode.certification.oracles.sampling.repetition import circular, repetition
 from anydecode.sampling.momentum import Momentum
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -33,3 +35,11 @@ def test_certificate_rejects_a_resistance_of_repeated_tokens_only(
 def test_greedy_decoding_fails_its_measure() -> None:
     (measure,) = measures_of("momentum")
     assert repetition(circular(), 80) > measure.margin
+
+
+@pytest.mark.parametrize("other", [{"alpha": 0.3}, {"k": 4}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "momentum", **other)
+    assert_rejected("momentum")

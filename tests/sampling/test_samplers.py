@@ -64,6 +64,7 @@ class TestByName:
             ({"decoder": "beam", "sampler": "xtc"}, "beam does not sample"),
             ({"decoder": "contrastive-search", "sampler": "eta"}, "does not sample"),
             ({"sampler": "beam"}, "'beam' is not a sampler"),
+            ({"constraint": "min-p"}, "'min-p' is not a constraint"),
             ({"sampler": ["mirostat", "min-p"]}, "mirostat and min_p exclude each other"),
             ({"sampler": ["mirostat", "mirostat"]}, "set it once"),
             ({"sampler": "mirosat"}, "did you mean mirostat"),

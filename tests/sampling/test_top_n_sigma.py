@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from anydecode.certification.oracles.sampling.top_n_sigma import changed_sets
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.top_n_sigma import TopNSigma
 from anydecode.sampling.truncation import TopK
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -36,3 +38,11 @@ def test_certificate_rejects_a_bound_below_the_mean(monkeypatch: pytest.MonkeyPa
 def test_min_p_fails_its_measure() -> None:
     (measure,) = measures_of("top-n-sigma")
     assert changed_sets(20, min_p=0.05) > measure.margin
+
+
+@pytest.mark.parametrize("other", [{"n": 1.1}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "top-n-sigma", **other)
+    assert_rejected("top-n-sigma")

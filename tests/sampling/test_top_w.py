@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from anydecode.certification.oracles.sampling.top_w import top_w_gain
 from anydecode.sampling import top_w
 from anydecode.sampling.top_w import Geometry
 from anydecode.sampling.truncation import TopP
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -33,3 +35,11 @@ def test_certificate_rejects_equal_distances(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_nucleus_fails_its_measure() -> None:
     (measure,) = measures_of("top-w")
     assert top_w_gain(20, TopP(0.999)) > measure.margin
+
+
+@pytest.mark.parametrize("other", [{"entropy": 2.0}, {"mass": 2.6}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "top-w", **other)
+    assert_rejected("top-w")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode.certification.checks import measures_of
@@ -9,7 +11,7 @@ from anydecode.certification.oracles.sampling.typical import typicality
 from anydecode.sampling import typical
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.truncation import TopP
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -34,3 +36,11 @@ def test_certificate_rejects_an_entropy_in_bits(monkeypatch: pytest.MonkeyPatch)
 def test_top_p_fails_its_measure() -> None:
     (measure,) = measures_of("typical")
     assert typicality(40, top_p=0.9) > measure.margin
+
+
+@pytest.mark.parametrize("other", [{"p": 0.9}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "typical", **other)
+    assert_rejected("typical")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from anydecode.certification.checks import measures_of
 from anydecode.certification.samplers import softmax
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.xtc import ExcludeTopChoices
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -53,3 +54,11 @@ def test_certificate_rejects_a_rule_that_keeps_no_top_choice(
 def test_the_least_likely_top_choice_is_kept(probabilities: list[float], kept: list[int]) -> None:
     candidates = Candidates(None, np.log(np.array(probabilities, np.float32)))
     assert ExcludeTopChoices(1.0, 0.15).apply(candidates).tokens.tolist() == kept
+
+
+@pytest.mark.parametrize("other", [{"threshold": 0.12}, {"probability": 0.4}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "xtc", **other)
+    assert_rejected("xtc")

@@ -77,6 +77,7 @@ class Generation:
         samples: All samples, this one first.
         ignored: Options that had no effect with this decoder.
         token_text: Returns the text of a single token id.
+        score: The score by which a search (beam) has ranked the text; None with other decoders.
     """
 
     text: str
@@ -93,6 +94,7 @@ class Generation:
     samples: list[Generation] = field(default_factory=list, repr=False)
     token_text: Callable[[int], str] | None = field(default=None, repr=False)
     ignored: list[str] = field(default_factory=list)
+    score: float | None = None
 
     def _repr_html_(self) -> str:
         """The result in a notebook; with its decoding rounds if `trace=True` was set."""
@@ -115,6 +117,7 @@ class Generation:
             "seed": self.seed,
             "decoder": self.decoder,
             "stats": stats,
+            **({} if self.score is None else {"score": self.score}),
             **({} if self.constraint is None else {"constraint": self.constraint}),
             **({} if self.resume is None else {"resume": self.resume}),
         }

@@ -722,7 +722,7 @@ class LLM:
         through `Request.notify`; else the caller must step it."""
         if background:
             self.driver.run_in_background()
-        for job in request.jobs:
+        for job in request.first_jobs:
             self.driver.submit(job)
 
     def abandon(self, request: Request) -> None:

@@ -137,7 +137,7 @@ def build_as(choice: Any, kind: type[Kind]) -> Kind:
         built: Kind = catalogue.build_as(choice, expected, kind)
         return built
     if not isinstance(choice, kind):
-        raise InvalidRequestError(f"'it' is a {type(choice).__name__}, not {expected}")
+        raise InvalidRequestError(f"{choice!r} is a {type(choice).__name__}, not {expected}")
     return choice
 
 

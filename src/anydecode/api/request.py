@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,7 @@ from anydecode.api.adapters import LoadedAdapter
 from anydecode.api.first_finish import FirstFinish, SampleState
 from anydecode.api.generation import Generation, Stats, StreamChunk
 from anydecode.api.resources import Resources
+from anydecode.api.sample_order import SampleOrder, check_samples, num_ranked
 from anydecode.api.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecoder
 from anydecode.api.segment_rollout import Segment, UnfinishedSample
 from anydecode.api.text import OutputProcessor
@@ -39,6 +41,7 @@ from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.prediction import Prediction
 from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS, PromptEmbeds
+from anydecode.scoring.ranked import RANKED
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
 
@@ -120,10 +123,16 @@ class Request:
         self._first_token_times: list[float | None] = [None] * len(samples)
         self._end_times: list[float | None] = [None] * len(samples)
         self._on_progress: Callable[[], Any] | None = None
+        self._order = SampleOrder.of(decoder.requirements, len(samples))
         self.jobs = [
             self._job(index, sample, decoder, constraint, trace, priority, namespace)
             for index, sample in enumerate(samples)
         ]
+
+    @property
+    def first_jobs(self) -> Seq[Job]:
+        """The jobs to submit; others may follow at their end."""
+        return self._order.first(self.jobs)
 
     @property
     def done(self) -> bool:
@@ -180,7 +189,10 @@ class Request:
 
     @property
     def shown(self) -> list[int]:
-        """The samples in the result: all of them, or those that finished first."""
+        """The samples in the result: all of them, those that a search has found, or those that
+        finished first."""
+        if self._order is SampleOrder.RANKED and self.done:
+            return list(range(num_ranked(self.jobs)))
         if self.first_finish is None or not self.done:
             return list(range(len(self.jobs)))
         return self.first_finish.winners(self._sample_states())
@@ -254,6 +266,7 @@ class Request:
             )
         needs = decoder.requirements
         self.resources.check_decoder(self.name, needs)
+        check_samples(self.name, needs, self.params, self.first_finish is not None)
         for name in ("banned_strings", "thinking_token_budget"):
             is_set = getattr(self.params, name) not in (None, (), [])
             if is_set and not (spec.causal and needs.can_sample):
@@ -355,7 +368,13 @@ class Request:
                 raise UnsupportedCombinationError("mirostat does not support banned_strings")
         if sample.tokens:
             _restore(sequence, output_processor, sample.tokens)
+        inner = decoder
         decoder = validate_and_retry(decoder, self.constraint, tokenizer, spec.vocab_size)
+        if self._order is SampleOrder.RANKED and decoder is not inner:
+            raise UnsupportedCombinationError(
+                f"n is {params.n}, but this constraint is checked while decoder {self.name!r} runs:"
+                " it finds one text"
+            )
         if params.banned_strings:
             ignore_case = params.banned_strings_ignore_case
             decoder = BannedStrings(decoder, params.banned_strings, ignore_case, tokenizer)
@@ -430,6 +449,7 @@ class Request:
             self._first_token_times[number] = end_time
         try:
             self._cancel_losers()
+            self._order.proceed(self.jobs, number, self.resources.engine)
         finally:
             self._notify()
 
@@ -452,6 +472,7 @@ class Request:
         end_time = self._end_times[number] or perf_counter()
         first_token_time = self._first_token_times[number] or end_time
         prediction = sequence.prediction
+        ranked = self.jobs[0].sequence.state.get(RANKED)
         stats = Stats(
             passes=sequence.num_passes,
             rows=sequence.num_rows,
@@ -475,6 +496,7 @@ class Request:
             trace=sequence.trace,
             token_text=self._token_text,
             ignored=list(self.ignored),
+            score=ranked[number].score if ranked else None,
             constraint=enforcement_report(self.constraint, sequence) if self.constraint else None,
         )
 

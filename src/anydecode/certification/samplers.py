@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ from anydecode.scoring.sequence import Sequence
 
 VOCABULARY, LENGTH, SAMPLES = 6, 3, 300
 PROMPT = [1, 0, 3, 1]
+#: Deviation of the logits. Default builds are also compared on a wide one, where mild truncations
+#: have an effect.
+SPREAD = 1.6
+SPREADS = SPREAD, 6.0
 #: Maximum difference between a probability and the oracle's; rows are float32.
 TOLERANCE = 2e-6
 
@@ -114,7 +119,11 @@ ORACLES: dict[str, tuple[Oracle, tuple[Mapping[str, Any], ...]]] = {}
 
 def oracle(key: str, *settings: Mapping[str, Any]) -> Callable[[Oracle], Oracle]:
     """Function decorator: registers `oracle(context, tokens, **setting)` as the independent
-    implementation of rule `key`. It is compared with the engine under each of `settings`."""
+    implementation of rule `key`. It is compared with the engine under each of `settings`.
+
+    The setting {} is the default build: the oracle's defaults are those of the rule's publication
+    or card, and not read from the catalogue.
+    """
 
     def register(implementation: Oracle) -> Oracle:
         ORACLES[key] = implementation, settings
@@ -144,13 +153,15 @@ def sampler_claim(
     for setting in settings:
         sampler = make(**setting)
         parameters = ", ".join(f"{name}={value}" for name, value in setting.items())
-        for temperature in (1.0, 0.7):
+        for temperature, spread in product((1.0, 0.7), (SPREAD,) if setting else SPREADS):
             if temperature != 1.0 and not _accepts_temperature(sampler, temperature):
                 continue
-            context = OracleContext(target_model(), PROMPT, temperature)
+            context = OracleContext(target_model(spread), PROMPT, temperature)
             exact = partial(implementation, context, **setting)
             where = f"T={temperature}" + (f", {parameters}" if len(parameters) < 60 else "")
-            yield rows_check(sampler, exact, temperature, f"rows equal the oracle's, {where}")
+            where += "" if setting else f", default build, logits of deviation {spread}"
+            name = f"rows equal the oracle's, {where}"
+            yield rows_check(sampler, exact, temperature, name, spread)
         context = OracleContext(target_model(), PROMPT)
         expected = enumerated(partial(implementation, context, **setting), LENGTH)
         decoders = ("autoregressive", "speculative-sampling:acceptance=rejection")
@@ -165,15 +176,15 @@ def sampler_claim(
     yield from exactness_claim(make(**settings[0]))
 
 
-def small_llm() -> LLM:
+def small_llm(spread: float = SPREAD) -> LLM:
     """A scripted target, and a draft model that is often wrong."""
     draft = ScriptedModel(bigram_logits(VOCABULARY, 5), VOCABULARY)
-    return LLM(target_model(), tokenizer=ByteTokenizer(), draft=draft, cache_positions=8192)
+    return LLM(target_model(spread), tokenizer=ByteTokenizer(), draft=draft, cache_positions=8192)
 
 
-def target_model() -> ToyModel:
+def target_model(spread: float = SPREAD) -> ToyModel:
     """The target of `small_llm`."""
-    return ToyModel(bigram_logits(VOCABULARY, 4, spread=1.6), VOCABULARY)
+    return ToyModel(bigram_logits(VOCABULARY, 4, spread=spread), VOCABULARY)
 
 
 def _accepts_temperature(sampler: SamplerPreset, temperature: float) -> bool:
@@ -201,12 +212,17 @@ class _ForcedTokens(Decoder):
 
 
 def rows_check(
-    sampler: SamplerPreset, exact: Callable[[Text], np.ndarray], temperature: float, name: str
+    sampler: SamplerPreset,
+    exact: Callable[[Text], np.ndarray],
+    temperature: float,
+    name: str,
+    spread: float = SPREAD,
 ) -> Check:
     """Compares the engine's distributions along random texts with those of `exact`."""
     largest, count = 0.0, 0
     texts = np.random.default_rng(8).integers(VOCABULARY, size=(8, 8))
-    with small_llm() as llm:
+    texts[4:] %= 2  # these repeat longer n-grams
+    with small_llm(spread) as llm:
         for text in (tuple(int(token) for token in line) for line in texts):
             decoder = _ForcedTokens(text)
             options: dict[str, Any] = {

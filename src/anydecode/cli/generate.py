@@ -37,6 +37,14 @@ def generate(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Number of answers; with beam, the best ones of one search.",
+        ),
+    ] = 1,
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
@@ -116,7 +124,14 @@ def generate(
         trace=trace is not None or None,
         constraint=request_constraint,
     )
-    if json:
+    if samples > 1:
+        generation = llm.generate(prompt, n=samples, **settings)
+        if json:
+            answers = [sample.to_dict() for sample in generation.samples]
+            print_json({"model": model, "samples": answers})
+        else:
+            print_samples(generation)
+    elif json:
         generation = llm.generate(prompt, **settings)
         print_json(describe(generation, model))
     else:
@@ -169,6 +184,14 @@ def stream(chunks: Iterable[StreamChunk]) -> Generation:
         raise RuntimeError("the stream ended without its generation")
     note(summary(generation))
     return generation
+
+
+def print_samples(generation: Generation) -> None:
+    """Write each sample to stdout and its summary to stderr."""
+    for sample in generation.samples:
+        write_now(sample.text + "\n")
+        score = "" if sample.score is None else f", score {sample.score:.4f}"
+        note(summary(sample) + score)
 
 
 def summary(generation: Generation) -> str:

@@ -39,6 +39,11 @@ class Requirements:
             or changes positions of their caches, or lets rows see later ones.
         takes_prediction: Whether the method drafts from the request's prediction of the answer.
         generates: Whether the method generates text, which an encoder cannot.
+        max_texts: The most texts that the method finds for one prompt, if it does not sample them
+            one by one: all come from one search, which leaves them in `sequence.state[RANKED]`. A
+            method that always generates the same text has 1. None: any number.
+        samples_in_turn: Whether the samples of a request run one after another, because each
+            learns from those before it.
     """
 
     runners: tuple[str, ...] = ()
@@ -55,6 +60,8 @@ class Requirements:
     attention_only: tuple[str, ...] = ()
     takes_prediction: bool = False
     generates: bool = True
+    max_texts: int | None = None
+    samples_in_turn: bool = False
 
 
 class Decoder(ABC):

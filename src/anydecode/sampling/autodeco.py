@@ -188,6 +188,7 @@ def default_heads() -> Heads:
         summary="Small heads on the last layer predict temperature and top-p for every token.",
         needs=("trained heads",),
         works_with=WORKS_WITH,
+        missing=("heads that are better than a fixed temperature: those in the package are not",),
         deviations=(
             "the heads in the package are 64 wide instead of 256, in half precision, and for the"
             " default model only; heads of any width can be loaded",

@@ -115,7 +115,8 @@ class MirostatZipf(Mirostat):
         works_with=WORKS_WITH,
         deviations=(
             "version 2, from the authors' later code, unless version=1 is set",
-            "the defaults are tau = 5 bits and eta = 0.1, as in llama.cpp; the paper has 3 and 1",
+            "the defaults are tau = 5 bits and eta = 0.1, as in llama.cpp; the paper has 3 and 1."
+            " Where the model's entropy is below tau, nothing is truncated",
             "mu is clipped to between 0 and 4 tau, to avoid windup at targets out of reach",
             "surprise is measured after penalties, constraint and temperature, on allowed tokens",
             "version 1 keeps k tokens, where the authors' code keeps k + 1",

@@ -308,8 +308,8 @@ class SamplingParams:
         greedy = self.temperature == 0
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {self.temperature}"
-        if greedy and self.n > 1:
-            yield f"n is {self.n}, but at temperature 0 all samples would be the same"
+        if self.momentum_alpha and self.n > 1:
+            yield f"n is {self.n}, but momentum always generates the same text"
         for name in ("mirostat", "xtc_probability", "top_w", "autodeco"):
             if greedy and getattr(self, name):
                 yield f"{name} needs a temperature above 0"

@@ -66,3 +66,15 @@ def test_the_trie_that_was_used_last_stays(monkeypatch: pytest.MonkeyPatch) -> N
             llm.generate("?", decoder=decoder, constraint=constraints[word], temperature=1.0)
             tries.setdefault(word, next(reversed(decoder.tries.values())))
     assert list(decoder.tries.values()) == [tries["aa"], tries["bb"]]
+
+
+def test_certificate_rejects_one_trie_for_all_temperatures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only = Node()
+
+    def trie(self: Asap, sequence: Any) -> Node:
+        return self.tries.setdefault("only", only)
+
+    monkeypatch.setattr(Asap, "trie", trie)
+    assert_rejected("asap")

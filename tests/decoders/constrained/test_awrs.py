@@ -15,7 +15,7 @@ from anydecode.certification.oracles.constrained.trap_model import TRUTH, WORDS,
 from anydecode.decoders.constrained import awrs
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.sampling.noise import Noise, stream_id
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -125,3 +125,34 @@ def test_greedy_decoding_equals_plain_greedy_decoding() -> None:
 def test_invalid_options_are_refused(particles: int, threshold: float) -> None:
     with pytest.raises(InvalidRequestError):
         awrs.Awrs(particles, threshold)
+
+
+@pytest.mark.parametrize("other", [{"particles": 1}, {"threshold": 0.0}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, float]
+) -> None:
+    replace_defaults(monkeypatch, "awrs", **other)
+    assert_rejected("awrs")
+
+
+def test_certificate_rejects_weights_that_resampling_forgets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resampled = awrs.Awrs._resampled
+
+    def forgetful(self: awrs.Awrs, sequence: Any, particles: Any, depth: int) -> Any:
+        kept = resampled(self, sequence, particles, depth)
+        for particle in kept if kept is not particles else ():
+            particle.weight = 0.0
+        return kept
+
+    monkeypatch.setattr(awrs.Awrs, "_resampled", forgetful)
+    assert_rejected("awrs")
+
+
+def test_certificate_rejects_draws_that_forget_rejected_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the draws of tokens already rejected, the second round finds too much allowed."""
+    monkeypatch.setattr(Noise, "coin", lambda *_: 1.0)
+    assert_rejected("awrs")

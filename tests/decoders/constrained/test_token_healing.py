@@ -11,7 +11,7 @@ from anydecode.decoders.constrained import token_healing
 from anydecode.decoders.constrained.token_healing import healing_tokens
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import BOS, ByteTokenizer, PieceTokenizer
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
@@ -70,3 +70,11 @@ def test_constraints_and_invalid_options_are_refused() -> None:
         llm.generate("BA", decoder="token-healing", constraint=Regex("[AB]+"))
     with pytest.raises(InvalidRequestError):
         catalogue.build("token-healing", count=0)
+
+
+@pytest.mark.parametrize("other", [{"count": 2}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, float]
+) -> None:
+    replace_defaults(monkeypatch, "token-healing", **other)
+    assert_rejected("token-healing")

@@ -18,7 +18,7 @@ from anydecode.decoders.constrained.unbiased_tokenization import (
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import PieceTokenizer
 from anydecode.scoring.tree import ROOT, TokenTree
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
@@ -80,3 +80,11 @@ def test_the_shares_of_all_covers_with_the_same_next_byte_add_up() -> None:
     assert found[ord("b")] == pytest.approx(0.3 + 0.2 + 0.5 * 0.8)
     assert found[256] == pytest.approx(0.5 * 0.2)
     assert found.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("other", [{"max_tokens": 1}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, float]
+) -> None:
+    replace_defaults(monkeypatch, "unbiased-tokenization", **other)
+    assert_rejected("unbiased-tokenization")

@@ -12,7 +12,7 @@ from anydecode.certification.checks import measures_of
 from anydecode.certification.oracles.guidance.classifier_free_guidance import formula_distance
 from anydecode.decoders.guidance.classifier_free_guidance import ClassifierFreeGuidance
 from anydecode.sampling.guidance import Guidance
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
@@ -45,3 +45,11 @@ def test_another_scale_fails_its_measure() -> None:
     (measure,) = measures_of("classifier-free-guidance")
     other = ClassifierFreeGuidance(2.4, list(b"no "))
     assert formula_distance(6, other, scale=2.5) > measure.margin
+
+
+@pytest.mark.parametrize("other", [{"scale": 1.0}, {"negative": list(b"no ")}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "classifier-free-guidance", **other)
+    assert_rejected("classifier-free-guidance")

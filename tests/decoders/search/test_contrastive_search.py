@@ -11,7 +11,7 @@ from anydecode.certification.oracles.sampling.repetition import repetition
 from anydecode.certification.oracles.search.contrastive_search import Reflecting
 from anydecode.decoders.search import contrastive_search
 from anydecode.sampling.sampler import Sampler
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 from toy_models import toy_llm
 
 
@@ -70,3 +70,11 @@ def test_candidates_are_ordered_by_probability_and_then_by_token(
     weights = np.exp(logits)
     assert tokens == expected
     assert probabilities == pytest.approx(weights[expected] / weights.sum())
+
+
+@pytest.mark.parametrize("other", [{"k": 3}, {"alpha": 0.3}])
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, float]
+) -> None:
+    replace_defaults(monkeypatch, "contrastive-search", **other)
+    assert_rejected("contrastive-search")

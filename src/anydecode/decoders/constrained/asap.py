@@ -21,7 +21,7 @@ from anydecode.decoders.constrained.free import (
     token_ids,
     unconstrained_distribution,
 )
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import ConstraintError
 from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.constrained import ConstraintState
@@ -68,20 +68,23 @@ class Node:
         exactness="lossy",
         summary="Learns over samples which prefixes are completed within the constraint, and"
         " corrects the bias of masking.",
-        works_with=("constraints", "samplers", "batches", "adapters"),
+        works_with=("constraints", "samplers", "logprobs", "batches", "adapters"),
         deviations=(
             "listed as lossy because it differs from plain masking: it follows the model's"
             " distribution given the constraint, to which it converges as samples accumulate",
             "unvisited children are stored as one sum instead of one node each",
-            "a sample refines the estimates when it is finished: samples that run side by side do"
-            " not use each other's results; the paper draws one after the other",
+            "the first sample of a prompt is that of plain masking, as in the paper; requests that"
+            " run side by side do not use each other's results until they are finished",
             "a text that ends at the token limit counts as completed",
             "estimates are kept for the last 64 prompts",
         ),
     )
 )
 class Asap(Decoder):
-    """Keeps one trie per prompt, temperature and constraint; every sample refines it."""
+    """Keeps one trie per prompt, temperature and constraint; every sample refines it. The `n`
+    samples of a request run one after another, each with the estimates from those before it."""
+
+    requirements = Requirements(samples_in_turn=True)
 
     def __init__(self) -> None:
         self.tries: OrderedDict[Hashable, Node] = OrderedDict()

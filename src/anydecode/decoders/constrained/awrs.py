@@ -16,7 +16,7 @@ from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.sampling.candidates import Distribution, log_sum_exp
 from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.noise import Noise
-from anydecode.scoring.score import Decoding
+from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
 
@@ -131,13 +131,15 @@ class _Particle:
     sequence: Sequence
     weight: float  # logarithm
     done: bool
+    logprobs: list[Any]
 
 
 class AwrsState(TypedDict, total=False):
-    """The particles (tokens, weight as a logarithm, whether it is complete) after `depth` tokens,
-    the number of tests, and at the end the evidence as a logarithm."""
+    """The particles (tokens, weight as a logarithm, whether it is complete, requested
+    log-probabilities) after `depth` tokens, the number of tests, and at the end the evidence as a
+    logarithm."""
 
-    particles: list[tuple[list[int], float, bool]]
+    particles: list[tuple[list[int], float, bool, list[Any]]]
     depth: int
     tests: int
     evidence: float
@@ -155,7 +157,7 @@ STATE: StateKey[AwrsState] = StateKey("awrs", "state")
         exactness="lossy",
         summary="Tests only the few tokens that it samples instead of masking all; weighted"
         " particles correct the bias of the constraint.",
-        works_with=("constraints", "samplers", "batches", "adapters"),
+        works_with=("constraints", "samplers", "logprobs", "batches", "adapters"),
         deviations=(
             "listed as lossy because it differs from plain masking: it follows the model's"
             " distribution given the constraint, to which it converges as the number of particles"
@@ -190,7 +192,9 @@ class Awrs(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         num_particles = 1 if sequence.sampler.is_greedy else self.particles
-        start: list[tuple[list[int], float, bool]] = [([], 0.0, False)] * num_particles
+        start: list[tuple[list[int], float, bool, list[Any]]] = [
+            ([], 0.0, False, []) for _ in range(num_particles)
+        ]
         state = sequence.state.setdefault(STATE, AwrsState(particles=start, depth=0, tests=0))
         sequence.kv_cache()
         particles = [_make_particle(sequence, *particle) for particle in state["particles"]]
@@ -204,12 +208,12 @@ class Awrs(Decoder):
             all_scores = yield [particles[index].sequence.score() for index in live_particles]
             for index, scores in zip(live_particles, all_scores, strict=True):
                 noise = sequence.noise.forked(index + 1)
-                state["tests"] += self._step(particles[index], scores, noise)
+                state["tests"] += self._step(sequence, particles[index], scores, noise)
             state["depth"] += 1
             particles = self._resampled(sequence, particles, state["depth"])
             num_emitted = len(sequence.tokens)
             state["particles"] = [
-                (p.sequence.tokens[num_emitted:], p.weight, p.done) for p in particles
+                (p.sequence.tokens[num_emitted:], p.weight, p.done, p.logprobs) for p in particles
             ]
         self._emit(sequence, particles, state)
 
@@ -226,13 +230,14 @@ class Awrs(Decoder):
         tokens = chosen.sequence.tokens[len(sequence.tokens) :]
         for particle in particles:
             particle.sequence.release()
-        sequence.emit(tokens)
+        sequence.emit(tokens, logprobs=chosen.logprobs)
 
-    def _step(self, particle: _Particle, scores: Any, noise: Noise) -> int:
+    def _step(self, sequence: Sequence, particle: _Particle, scores: Scores, noise: Noise) -> int:
         """Appends a token to one particle. Returns the number of tests."""
         branch = particle.sequence
         position = int(scores.positions[-1]) + 1
-        distribution, state = unconstrained_distribution(scores.sampler_after(-1), scores.row(-1))
+        row, sampler = scores.row(-1), scores.sampler_after(-1)
+        distribution, state = unconstrained_distribution(sampler, row)
         if branch.sampler.is_greedy:
             drawn = _likeliest(distribution, state)
         else:
@@ -245,6 +250,9 @@ class Awrs(Decoder):
             )
         particle.weight += drawn.log_weight
         if drawn.token is not None and particle.weight > -np.inf:
+            if sequence.compute_logprobs is not None:
+                entry = sequence.compute_logprobs(row, drawn.token, sampler)
+                particle.logprobs = [*particle.logprobs, entry]
             branch.append(drawn.token)
             particle.done = branch.stops_at(drawn.token)
         return drawn.tests
@@ -270,18 +278,20 @@ class Awrs(Decoder):
             branch = source.sequence
             if parent in parents[index + 1 :]:
                 branch = branch.branch()
-            resampled.append(_Particle(branch, mean, source.done))
+            resampled.append(_Particle(branch, mean, source.done, source.logprobs))
         for index, particle in enumerate(particles):
             if index not in parents:
                 particle.sequence.release()
         return resampled
 
 
-def _make_particle(sequence: Sequence, tokens: list[int], weight: float, done: bool) -> _Particle:
+def _make_particle(
+    sequence: Sequence, tokens: list[int], weight: float, done: bool, logprobs: list[Any]
+) -> _Particle:
     branch = sequence.fork()
     for token in tokens:
         branch.append(token)
-    return _Particle(branch, weight, done)
+    return _Particle(branch, weight, done, logprobs)
 
 
 def _is_live(particle: _Particle) -> bool:

@@ -53,7 +53,7 @@ class ContrastiveSearch(Decoder):
         alpha: The weight of the similarity penalty, between 0 and 1.
     """
 
-    requirements = Requirements(can_sample=False)
+    requirements = Requirements(can_sample=False, max_texts=1)
 
     def __init__(self, k: int = 4, alpha: float = 0.6) -> None:
         if k < 1 or not 0 <= alpha <= 1:

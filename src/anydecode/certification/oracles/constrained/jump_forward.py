@@ -27,7 +27,22 @@ def jump_forward() -> Iterator[Check]:
     with LLM(ScriptedModel(seed=2), tokenizer=ByteTokenizer(), cache_positions=512) as llm:
         plain = llm.generate("?", constraint=constraint, decoder="autoregressive")
         fast = llm.generate("?", constraint=constraint, decoder="jump-forward")
+        free = Regex("key=[a-z]{3};(end|more)")
+        sampled: list[list[str]] = [
+            [
+                str(
+                    llm.generate(
+                        "?", constraint=free, decoder=decoder, temperature=0.8, seed=n
+                    ).text
+                )
+                for n in range(20)
+            ]
+            for decoder in ("autoregressive", "jump-forward")
+        ]
     yield Check("equal to plain decoding", fast.tokens == plain.tokens, fast.text)
+    different = len(set(sampled[0]))
+    is_equal = sampled[0] == sampled[1] and different > 10
+    yield Check("equal to plain decoding, T=0.8", is_equal, f"{different} different texts of 20")
     # One pass verifies "key=" and samples x or y, one verifies ";end" and the end of text.
     passes = (plain.stats.passes, fast.stats.passes)
     yield Check("one pass per choice", passes == (10, 2), f"passes {passes}")

@@ -33,6 +33,11 @@ def token_healing() -> Iterator[Check]:
         plain = llm.generate("http:").text
         healed = llm.generate("http:", decoder="token-healing").text
     yield Check("continues with the longer token", (plain, healed) == ("", "//x"), healed)
+    after = {(0,): {4: 9.0, 3: 5.0, 1: 1.0}, (1,): {5: 9.0, 2: 1.0}, (5,): {9: 9.0}, (4,): {9: 9.0}}
+    tokenizer = PieceTokenizer("q", "a", "b", "ab", "abx", "by", "c", "x", "y")
+    with LLM(ScriptedModel(after, vocab_size=10), tokenizer=tokenizer, cache_positions=64) as llm:
+        healed = llm.generate([0, 1, 2], decoder="token-healing").text
+    yield Check("the default build heals one token", healed == "y", healed)
 
 
 @measure("token-healing", "distance from the true chain", samples=400, margin=0.07)

@@ -22,13 +22,16 @@ WORDS = Regex("aa|ba|bb")
 TRUTH = {"aa": 0.6 * 0.05, "ba": 0.4 * 0.9, "bb": 0.4 * 0.1}
 
 
-def trap_llm() -> LLM:
-    """A model whose distribution over texts is given by `TABLE`."""
+def trap_llm(longer: bool = False) -> LLM:
+    """A model whose distribution over texts is given by `TABLE`; with `longer`, one more letter
+    follows, "a" or "b" with equal probability."""
 
     def script(seen: tuple[int, ...]) -> np.ndarray:
         logits = np.full(259, -1e9)
         logits[EOS] = 0.0
-        for letter, probability in TABLE.get(bytes(seen[1:]).decode("latin-1"), {}).items():
+        text = bytes(seen[1:]).decode("latin-1")
+        last = {"a": 0.5, "b": 0.5} if longer and len(text) == 2 else {}
+        for letter, probability in TABLE.get(text, last).items():
             logits[EOS] = -1e9
             logits[ord(letter)] = np.log(probability)
         return logits

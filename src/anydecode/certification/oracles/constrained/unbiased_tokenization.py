@@ -3,8 +3,11 @@ prompt's end, and the exact distribution of the next letter of a Markov chain.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from anydecode import catalogue
+from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.oracles.constrained.markov_chain import (
     _A,
@@ -16,7 +19,7 @@ from anydecode.certification.oracles.constrained.markov_chain import (
 )
 from anydecode.constraints.vocabulary import vocabulary
 from anydecode.decoders.constrained.unbiased_tokenization import UnbiasedTokenization, covers
-from anydecode.models.scripted import PieceTokenizer
+from anydecode.models.scripted import PieceTokenizer, ScriptedModel
 
 
 @oracle_test("unbiased-tokenization")
@@ -34,8 +37,26 @@ def unbiased_tokenization() -> Iterator[Check]:
             assert got is not None
             exact = abs(got[ord("A")] - truth) < 1e-6 and abs(got.sum() - 1) < 1e-9
             yield Check(f"next letter after {prompt}", bool(exact), f"{got[ord('A')]:.6f}")
+    yield _several_tokens()
     plain = share_of_a(None, 20)
     yield Check("plain decoding never generates it", plain == 0, f"{plain}, truth {CHAIN['A']}")
+
+
+def _several_tokens() -> Check:
+    """After "q", the model writes "xyz" as one token with probability 0.6, else "xyw" as three. The
+    prompt "qxy" ends inside the first after two tokens."""
+    after: dict[tuple[int, ...], dict[int, float]] = {
+        (0,): {4: math.log(0.6), 1: math.log(0.4)},
+        (1,): {2: 0.0},
+        (2,): {5: 0.0},
+    }
+    model = ScriptedModel(after, vocab_size=7)
+    decoder = catalogue.build("unbiased-tokenization")
+    with LLM(model, tokenizer=PieceTokenizer("q", "x", "y", "z", "xyz", "w")) as llm:
+        llm.generate("qxy", decoder=decoder, max_tokens=1)
+    assert decoder.last_bytes is not None
+    share = float(decoder.last_bytes[ord("z")])
+    return Check("a token that covers two of the prompt's", abs(share - 0.6) < 1e-3, f"{share:.4f}")
 
 
 @measure("unbiased-tokenization", "distance from the true chain", samples=400, margin=0.07)

@@ -65,14 +65,24 @@ def guidance() -> Iterator[Check]:
     margin=2e-6,
 )  # fmt: skip
 def guidance_error(samples: int) -> float:
-    """The largest difference between the probability of a sampled token and the formula's."""
-    return formula_distance(samples, ClassifierFreeGuidance(2.5, list(b"no ")), scale=2.5)
+    """The largest difference between the probability of a sampled token and the formula's: of the
+    default build, with scale 1.5 and the prompt's last token as the other prompt, and of another
+    one."""
+    default = formula_distance(samples, "classifier-free-guidance", scale=1.5, negative=None)
+    other = ClassifierFreeGuidance(2.5, list(b"no "))
+    return max(default, formula_distance(samples, other, scale=2.5))
 
 
-def formula_distance(samples: int, decoder: ClassifierFreeGuidance, scale: float) -> float:
+def formula_distance(
+    samples: int,
+    decoder: str | ClassifierFreeGuidance,
+    scale: float,
+    negative: bytes | None = b"no ",
+) -> float:
     """The largest difference between probabilities under `decoder` and under guidance of this
-    scale, over `samples` texts of 8 tokens."""
-    model, negative, temperature, worst = ScriptedModel(seed=9, memory=4), list(b"no "), 0.8, 0.0
+    scale, over `samples` texts of 8 tokens. `negative` is the other prompt; None for the prompt's
+    last token."""
+    model, temperature, worst = ScriptedModel(seed=9, memory=4), 0.8, 0.0
     with LLM(model, tokenizer=ByteTokenizer()) as llm:
         for seed in range(samples):
             prompt = PROMPTS[seed % len(PROMPTS)]
@@ -83,7 +93,8 @@ def formula_distance(samples: int, decoder: ClassifierFreeGuidance, scale: float
             for position, entry in enumerate(answer.logprobs or ()):
                 tokens = answer.tokens[:position]
                 with_prompt = logits_after(model, [*prompt.encode(), *tokens])
-                without = logits_after(model, negative + tokens)
+                other = list(prompt[-1:].encode() if negative is None else negative)
+                without = logits_after(model, other + tokens)
                 row = without + scale * (with_prompt - without)
                 expected = log_softmax(row / temperature)[answer.tokens[position]]
                 assert entry is not None

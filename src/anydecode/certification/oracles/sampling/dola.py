@@ -17,8 +17,8 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling.params import SamplingParams
 
 
-@oracle("dola", {"layers": "0+1+2+3"}, {"layers": "high"})
-def dola_probabilities(context: OracleContext, tokens: Text, layers: str) -> np.ndarray:
+@oracle("dola", {"layers": "0+1+2+3"}, {})
+def dola_probabilities(context: OracleContext, tokens: Text, layers: str = "high") -> np.ndarray:
     """The layer of the largest Jensen-Shannon divergence; tokens below a tenth of the best are
     excluded."""
     last = softmax(context.logits(tokens))

@@ -15,9 +15,13 @@ from anydecode.certification.oracles.sampling.repetition import circular, repeti
 from anydecode.certification.samplers import VOCABULARY, OracleContext, oracle, softmax
 
 
-@oracle("dry", {"multiplier": 1.2, "base": 1.5, "allowed": 1})
+@oracle("dry", {"multiplier": 1.2, "base": 1.5, "allowed": 1}, {})
 def dry_probabilities(
-    context: OracleContext, tokens: Text, multiplier: float, base: float, allowed: int
+    context: OracleContext,
+    tokens: Text,
+    multiplier: float = 0.8,
+    base: float = 1.75,
+    allowed: int = 2,
 ) -> np.ndarray:
     """For each token, the text before each earlier occurrence is compared with the end of the
     text."""

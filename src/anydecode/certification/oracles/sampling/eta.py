@@ -21,8 +21,8 @@ from anydecode.certification.oracles.sampling.token_sets import renormalized, te
 from anydecode.certification.samplers import VOCABULARY, OracleContext, oracle, softmax
 
 
-@oracle("eta", {"epsilon": 0.09}, {"epsilon": 0.3})
-def eta_probabilities(context: OracleContext, tokens: Text, epsilon: float) -> np.ndarray:
+@oracle("eta", {"epsilon": 0.09}, {"epsilon": 0.3}, {})
+def eta_probabilities(context: OracleContext, tokens: Text, epsilon: float = 6e-4) -> np.ndarray:
     """The bound is epsilon, or lower where the entropy is high; the most probable token stays."""
     probabilities = tempered(context, tokens)
     entropy = -sum(q * math.log(q) for q in probabilities)

@@ -20,8 +20,8 @@ from anydecode.certification.oracles.sampling.token_sets import renormalized, te
 from anydecode.certification.samplers import VOCABULARY, OracleContext, oracle
 
 
-@oracle("min-p", {"p": 0.15}, {"p": 0.6})
-def min_p_probabilities(context: OracleContext, tokens: Text, p: float) -> np.ndarray:
+@oracle("min-p", {"p": 0.15}, {"p": 0.6}, {})
+def min_p_probabilities(context: OracleContext, tokens: Text, p: float = 0.05) -> np.ndarray:
     """Every token at least p times as probable as the most probable one."""
     probabilities = tempered(context, tokens)
     return renormalized(

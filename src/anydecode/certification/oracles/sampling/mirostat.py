@@ -58,9 +58,10 @@ def _zipf(probabilities: np.ndarray, mu: float) -> list[int]:
     {"tau": 1.1, "eta": 0.4},
     {"tau": 0.8, "eta": 0.9},
     {"tau": 1.1, "eta": 0.4, "version": 1},
+    {},
 )
 def mirostat_probabilities(
-    context: OracleContext, tokens: Text, tau: float, eta: float, version: int = 2
+    context: OracleContext, tokens: Text, tau: float = 5.0, eta: float = 0.1, version: int = 2
 ) -> np.ndarray:
     """The limit on each token follows from the surprisal of all tokens before it."""
     return _mirostat(context, tokens, tau, eta, _below if version == 2 else _zipf)

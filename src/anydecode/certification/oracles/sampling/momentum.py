@@ -15,13 +15,13 @@ from anydecode.certification.oracles.sampling.one_row import log_probabilities
 from anydecode.certification.oracles.sampling.repetition import circular, repetition
 from anydecode.certification.oracles.sampling.token_sets import descending
 from anydecode.certification.samplers import VOCABULARY, OracleContext, oracle, softmax
-from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling.params import SamplingParams
 
 
-@oracle("momentum", {"alpha": 0.2, "k": 4}, {"alpha": 0.5, "k": 3})
+@oracle("momentum", {"alpha": 0.2, "k": 4}, {"alpha": 0.5, "k": 3}, {})
 def momentum_probabilities(
-    context: OracleContext, tokens: Text, alpha: float, k: int
+    context: OracleContext, tokens: Text, alpha: float = 0.2, k: int = 5
 ) -> np.ndarray:
     """The longest n-gram, of at most five tokens, that would end in a token and occurred before;
     its length is the penalty."""
@@ -53,6 +53,12 @@ def momentum() -> Iterator[Check]:
     gentle = SamplingParams(**{**parameters, "momentum_alpha": 0.05}).sampler((7, 1, 2, 7, 1), 8)
     token = int(gentle.distribution(row).tokens[0])  # type: ignore[index]
     yield Check("0.5 - 0.15 wins at alpha 0.05", token == 2, f"token {token}")
+    row = log_probabilities(0.19, 0.18, 0.17, 0.16, 0.15, 0.14, 0.01)
+    with LLM(ScriptedModel(lambda seen: row, 7), tokenizer=ByteTokenizer()) as llm:
+        for prompt, expected in (([0, 1, 2, 3], 4), ([0, 1, 2, 3, 4], 0)):
+            (token,) = llm.generate(prompt, max_tokens=1, decoder="momentum").tokens
+            detail = f"token {token} after {prompt}"
+            yield Check("the default build considers five tokens", token == expected, detail)
     with LLM(circular(), tokenizer=ByteTokenizer(), cache_positions=512) as llm:
         answer = llm.generate([7, 0], max_tokens=40, ignore_eos=True, decoder="momentum")
     yield Check("one pass per token", answer.stats.passes == 40)

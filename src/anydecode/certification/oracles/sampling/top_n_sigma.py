@@ -16,8 +16,8 @@ from anydecode.certification.oracles.sampling.token_sets import renormalized, te
 from anydecode.certification.samplers import VOCABULARY, OracleContext, oracle
 
 
-@oracle("top-n-sigma", {"n": 1.0}, {"n": 1.6})
-def top_n_sigma_probabilities(context: OracleContext, tokens: Text, n: float) -> np.ndarray:
+@oracle("top-n-sigma", {"n": 1.6}, {})
+def top_n_sigma_probabilities(context: OracleContext, tokens: Text, n: float = 1.0) -> np.ndarray:
     """The bound is on logits, so the temperature has no effect on it."""
     logits = context.logits(tokens)
     mean = sum(logits) / VOCABULARY

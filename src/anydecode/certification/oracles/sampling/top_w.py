@@ -51,9 +51,9 @@ def alternation(
     return sorted(kept)
 
 
-@oracle("top-w", {"entropy": 0.9, "mass": 1.2}, {"entropy": 2.2, "mass": 1.0})
+@oracle("top-w", {"entropy": 0.9, "mass": 1.2}, {"entropy": 2.2, "mass": 1.0}, {})
 def top_w_probabilities(
-    context: OracleContext, tokens: Text, entropy: float, mass: float
+    context: OracleContext, tokens: Text, entropy: float = 2.2, mass: float = 2.8
 ) -> np.ndarray:
     """The alternating optimization from the nucleus of mass 0.999."""
     p = tempered(context, tokens)

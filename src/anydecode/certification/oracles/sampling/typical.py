@@ -20,8 +20,8 @@ from anydecode.certification.oracles.sampling.token_sets import renormalized, te
 from anydecode.certification.samplers import VOCABULARY, OracleContext, oracle, softmax
 
 
-@oracle("typical", {"p": 0.5}, {"p": 0.9})
-def typical_probabilities(context: OracleContext, tokens: Text, p: float) -> np.ndarray:
+@oracle("typical", {"p": 0.5}, {"p": 0.9}, {})
+def typical_probabilities(context: OracleContext, tokens: Text, p: float = 0.95) -> np.ndarray:
     """Tokens by the distance of their surprisal from the entropy, until they hold the mass."""
     probabilities = tempered(context, tokens)
     entropy = -sum(q * math.log(q) for q in probabilities)

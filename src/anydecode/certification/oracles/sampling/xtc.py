@@ -19,9 +19,9 @@ from anydecode.certification.oracles.sampling.token_sets import renormalized, te
 from anydecode.certification.samplers import VOCABULARY, OracleContext, oracle, softmax
 
 
-@oracle("xtc", {"probability": 0.4, "threshold": 0.12}, {"probability": 1.0, "threshold": 0.2})
+@oracle("xtc", {"probability": 0.4, "threshold": 0.12}, {"probability": 1.0, "threshold": 0.2}, {})
 def xtc_probabilities(
-    context: OracleContext, tokens: Text, probability: float, threshold: float
+    context: OracleContext, tokens: Text, probability: float = 0.5, threshold: float = 0.1
 ) -> np.ndarray:
     """The mixture of both outcomes of the coin."""
     probabilities = tempered(context, tokens)

@@ -1,0 +1,82 @@
+"""How the samples of a request depend on each other: side by side, in turn, or as the texts of one
+search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from enum import Enum, auto
+
+from anydecode.decoders.decoder import Requirements
+from anydecode.engine.engine import Engine, Job
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.sampling.params import SamplingParams
+from anydecode.scoring.ranked import RANKED
+
+
+class SampleOrder(Enum):
+    """When the jobs of a request run."""
+
+    SIDE_BY_SIDE = auto()
+    #: Each job starts at the end of the one before it.
+    IN_TURN = auto()
+    #: The first job searches, and its texts become those of all jobs, best first.
+    RANKED = auto()
+
+    @staticmethod
+    def of(needs: Requirements, count: int) -> SampleOrder:
+        """The order of `count` samples of a decoder with these requirements."""
+        if needs.max_texts is not None and count > 1:
+            return SampleOrder.RANKED
+        return SampleOrder.IN_TURN if needs.samples_in_turn else SampleOrder.SIDE_BY_SIDE
+
+    def first(self, jobs: Seq[Job]) -> Seq[Job]:
+        """The jobs to submit at the start."""
+        return jobs if self is SampleOrder.SIDE_BY_SIDE else jobs[:1]
+
+    def proceed(self, jobs: Seq[Job], number: int, engine: Engine) -> None:
+        """Called at the end of job `number`, on the engine's thread: submits or ends those that
+        depend on it."""
+        job, following = jobs[number], jobs[number + 1 :]
+        if self is SampleOrder.SIDE_BY_SIDE or not following:
+            return
+        if job.error is not None or job.sequence.finish_reason == "cancelled":
+            engine.cancel(following[0])
+        elif self is SampleOrder.IN_TURN:
+            if not following[0].done:
+                engine.submit(following[0])
+        elif number == 0:
+            for other, text in zip(following, job.sequence.state[RANKED][1:], strict=False):
+                other.sequence.num_cached_tokens = job.sequence.num_cached_tokens
+                other.sequence.emit(text.tokens, logprobs=text.logprobs)
+            for other in following:
+                engine.cancel(other)
+
+
+def num_ranked(jobs: Seq[Job]) -> int:
+    """The number of jobs that have a text of a finished search, at least 1."""
+    return max(1, sum(job.sequence.finish_reason != "cancelled" for job in jobs))
+
+
+def check_samples(
+    name: str, needs: Requirements, params: SamplingParams, is_first_finish: bool
+) -> None:
+    """Check that the decoder `name` with these requirements can give `params.n` texts.
+
+    Raises:
+        InvalidRequestError: It cannot.
+    """
+    n, limit = params.n, needs.max_texts
+    if n == 1:
+        return
+    if limit is None:
+        if params.temperature == 0:
+            raise InvalidRequestError(
+                f"n is {n}, but at temperature 0 all samples would be the same"
+            )
+    elif n > limit:
+        found = "always generates the same text" if limit == 1 else f"keeps {limit} texts"
+        raise InvalidRequestError(f"n is {n}, but decoder {name!r} {found}")
+    elif is_first_finish:
+        raise UnsupportedCombinationError(
+            f"first_finish does not work with decoder {name!r}: its texts finish together"
+        )
