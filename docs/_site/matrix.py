@@ -7,7 +7,7 @@ from typing import Any
 
 from anydecode import LLM, Regex, catalogue
 from anydecode.catalogue import Card
-from anydecode.certification.checks import FILLS_IN, scripted_llm
+from anydecode.certification.checks import BLOCKS, FILLS_IN, HEADS, scripted_llm
 from anydecode.certification.denoising import random_model
 from anydecode.certification.tiny_blocks import block_drafting_model
 from anydecode.decoders.decoder import Decoder
@@ -46,6 +46,8 @@ def decoders() -> list[Card]:
 
 def opener(key: str, needs: tuple[str, ...]) -> Callable[[], LLM]:
     """Opens models that the decoder can run on."""
+    if HEADS in needs:
+        return lambda: LLM("tiny-diffusion")
     decoder = catalogue.build(key)
     if decoder.requirements.reads_weights:
         return lambda: random_model()
@@ -55,6 +57,7 @@ def opener(key: str, needs: tuple[str, ...]) -> Callable[[], LLM]:
         causal=decoder.requirements.causal is not False,
         fills_in=FILLS_IN in needs,
         draft_causal=decoder.requirements.draft_causal,
+        block_size=4 if BLOCKS in needs else None,
     )
 
 

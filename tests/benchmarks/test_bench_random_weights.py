@@ -21,16 +21,6 @@ from anydecode.kernels.library import load_library
 
 needs_kernels = pytest.mark.skipif(load_library() is None, reason="no compiled kernels here")
 
-#: A stand-in for llama-batched-bench: prints one line per number of sequences, faster with flash
-#: attention.
-BATCHED = """
-import json, sys
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-for count in options["-npl"].split(","):
-    speed = int(count) * (20 if options["-fa"] == "on" else 10)
-    print(json.dumps({"pl": int(count), "speed_tg": speed}))
-"""
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -92,19 +82,6 @@ def test_a_failing_baseline_is_named_in_one_line(model: Path, tmp_path: Path) ->
     if sys.platform != "win32":
         with pytest.raises(InvalidRequestError, match="llama.cpp failed under false: exit code 1"):
             run_bench("divergence", [*arguments, "false"])
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script with a #! line")
-def test_batched_reports_the_better_of_llama_cpps_speeds(model: Path, tmp_path: Path) -> None:
-    bench = tmp_path / "llama-batched-bench"
-    bench.write_text(f"#!{sys.executable}\n{BATCHED}")
-    bench.chmod(0o755)
-    arguments = ["--bench", str(bench), "--model", str(model), "--sequences", "1,3"]
-    small = ["--prompt", "4", "--tokens", "3", "--rounds", "2", "--threads", "1"]
-    result = report("batched", arguments + small, tmp_path / "batched.json")
-    speeds = result["tokens_per_second"]
-    assert speeds["llama.cpp, the same file"] == {"1": [20, 20], "3": [60, 60]}
-    assert all(len(rates) == 2 and min(rates) > 0 for rates in speeds["anydecode"].values())
 
 
 def test_cached_and_uncached_denoising_are_timed(tmp_path: Path) -> None:

@@ -711,7 +711,7 @@ class TestParams:
             ({"repetition_penalty": 0}, "repetition_penalty"),
             ({"seed": 1 << 64}, "seed"),
             ({"min_tokens": 9, "max_tokens": 8}, "more than max_tokens"),
-            ({"n": 2, "temperature": 0}, "all samples would be the same"),
+            ({"n": 2, "momentum_alpha": 0.2}, "momentum always generates the same text"),
             ({"mirostat": 2, "top_p": 0.9}, "mirostat and top_p exclude each other"),
             ({"mirostat": 2, "temperature": 0}, "mirostat needs a temperature above 0"),
             ({"xtc_probability": 0.5, "temperature": 0}, "xtc_probability needs"),

@@ -79,7 +79,7 @@ def print_list(selected: Sequence[Card]) -> None:
     count = f"{len(selected)} method{'' if len(selected) == 1 else 's'}"
     num_partial = sum(bool(card.missing) for card in selected)
     count += f", {num_partial} partial" if num_partial else ""
-    print(f"{count}; all about one: anydecode methods KEY")
+    print(wrapped(f"{count}; all about one: anydecode methods KEY", width))
 
 
 def print_card(card: Card, parameters: Sequence[Parameter]) -> None:

@@ -82,8 +82,7 @@ class RwkvTokenizer:
         #: The lengths of the tokens that start with two bytes, the longest first.
         self._lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
         self._special_ids = {text: token for token, text in special.items() if text}
-        texts = sorted(self._special_ids, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self._special_texts = sorted(self._special_ids, key=len, reverse=True)
 
     @classmethod
     def from_folder(cls, folder: Path) -> RwkvTokenizer | None:
@@ -175,12 +174,22 @@ class RwkvTokenizer:
                 "the text contains half of a surrogate pair and is not valid Unicode"
             ) from None
         ids: list[int] = []
-        for part in [text] if self._split is None else self._split.split(text):
+        parts = [text]
+        for special in self._special_texts:
+            parts = [piece for part in parts for piece in self._split(part, special)]
+        for part in parts:
             if part in self._special_ids:
                 ids.append(self._special_ids[part])
             else:
                 self._encode_bytes(part.encode(), ids)
         return ids
+
+    def _split(self, text: str, special: str) -> list[str]:
+        """`text` in parts, of which each `special` is one; special tokens stay whole."""
+        if text in self._special_ids or special not in text:
+            return [text]
+        first, *others = text.split(special)
+        return [first, *(part for other in others for part in (special, other))]
 
     def _encode_bytes(self, data: bytes, ids: list[int]) -> None:
         start = 0

@@ -172,6 +172,7 @@ def test_a_draft_model_of_the_wrong_kind_raises_an_error() -> None:
 def test_every_diffusion_method_is_tested() -> None:
     tested = {decoder.partition(":")[0] for decoder in METHODS}
     tested_elsewhere = {"llada", "dream", "fast-dllm", "sdar", "bd3-lm", "s2d2", "wedlm", "apd"}
+    tested_elsewhere |= {"p2", "remedi", "remdm", "wino", "gidd", "duo", "diffusion-gemma"}
     keys = {card.key for card in catalogue.cards("diffusion")}
     assert keys - tested - tested_elsewhere <= {"diffusion-cfg", "dlm-ptq"}
 
