@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from anydecode import LLM
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import load_network
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
 from gguf_models import SIZES, make_tensors, write_folder
 from model_files import tokenizer_json
 
@@ -76,3 +80,35 @@ def drafted_paths(event: dict[str, Any]) -> list[tuple[int, ...]]:
     for token, parent in zip(event["drafted"], event["parents"], strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return paths
+
+
+def assert_folder_drafts(
+    folder: Path,
+    make: Callable[[Network], Checkpoint],
+    decoder: str,
+    paths: Callable[..., Iterable[tuple[int, ...]]],
+    *,
+    file: str = "model.safetensors",
+    dtype: str | None = None,
+) -> None:
+    """Asserts that a drafter in a folder of its own keeps its target's text and, with the weights
+    as stored, that its drafts are `paths(checkpoint, network, text, temperature)`, which is an
+    independent forward pass."""
+    model = target_folder(folder / "model")
+    network = load_network(load_checkpoint(model))
+    drafter = drafter_folder(folder / "drafter", make(network), file)
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 5, "trace": True}
+    prompt = [5, 6, 7]
+    with LLM(model, draft=drafter, dtype=dtype) as llm:
+        for temperature in (0.0, 0.7):
+            plain, drafted = (
+                llm.generate(prompt, decoder=key, temperature=temperature, **options)
+                for key in ("autoregressive", decoder)
+            )
+            assert drafted.tokens == plain.tokens
+    if dtype is not None:
+        return
+    checkpoint, text = load_checkpoint(drafter), prompt + plain.tokens
+    for event in drafted.trace[1:4]:
+        expected = paths(checkpoint, network, text[: event["position"]], 0.7)
+        assert set(drafted_paths(event)) == set(expected)

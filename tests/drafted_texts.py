@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from anydecode import Generation
+from anydecode import Generation, JsonSchema
 from anydecode.api.llm import LLM
 from anydecode.certification.tiny import with_drafter
+from anydecode.constraints.constraint import Constraint
 
 LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
 PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
+#: Three or four integers.
+NUMBERS = JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4})
 #: Options of the engine, with a temperature.
 CONDITIONS = pytest.mark.parametrize(
     ("options", "temperature"),
@@ -65,3 +68,35 @@ def assert_text_of_plain_decoding(
     assert [one.tokens for one in alone] == expected
     assert [one.tokens for one in together] == expected
     return num_accepted(alone), num_accepted(together)
+
+
+def assert_constrained_text_of_plain_decoding(
+    drafter: Callable[..., Any],
+    decoder: str,
+    constraints: Sequence[Constraint] = (NUMBERS,),
+    **request: Any,
+) -> None:
+    """Asserts that constrained texts are those of plain decoding."""
+    options = {"max_tokens": 60, "ignore_eos": False, **request}
+    with with_drafter(drafter, cache_positions=1024) as llm:
+        for constraint in constraints:
+            plain, drafted = (
+                generate(llm, "x", key, constraint=constraint, **options)
+                for key in ("autoregressive", decoder)
+            )
+            assert drafted.text == plain.text
+        llm.engine.check_integrity()
+
+
+def assert_rule_accepts(
+    drafter: Callable[..., Any], decoder: str, rule: str, more_than: int = 20
+) -> Sequence[Generation]:
+    """Asserts that texts with another acceptance rule are complete, and drafts are accepted.
+    Returns the texts."""
+    with with_drafter(drafter, cache_positions=1024) as llm:
+        drafted: Sequence[Generation] = generate(
+            llm, PROMPTS, f"{decoder}:acceptance={rule}", temperature=0.8
+        )
+    assert all(len(one.tokens) == 40 for one in drafted)
+    assert num_accepted(drafted) > more_than
+    return drafted

@@ -17,16 +17,13 @@ from anydecode.certification.tiny_heads import hydra_checkpoint
 from anydecode.errors import AnydecodeError, CheckpointError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import find_loader
-from anydecode.models.families import load_network
 from anydecode.models.hydra import load_hydra
-from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
 from draft_folders import (
+    assert_folder_drafts,
     changed,
-    drafted_paths,
     drafter_folder,
     set_keys,
-    target_folder,
     tensor,
     without,
 )
@@ -89,25 +86,7 @@ def test_files_saved_without_dropout_are_read(target: Network) -> None:
 def test_a_folder_drafts_for_its_target(
     tmp_path: Path, make: Callable[..., Checkpoint], dtype: str | None, file: str
 ) -> None:
-    """The drafts are those of an independent forward pass."""
-    model = target_folder(tmp_path / "model")
-    network = load_network(load_checkpoint(model))
-    folder = drafter_folder(tmp_path / "heads", make(network), file)
-    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 5, "trace": True}
-    prompt = [5, 6, 7]
-    with LLM(model, draft=folder, dtype=dtype) as llm:
-        for temperature in (0.0, 0.7):
-            plain, drafted = (
-                llm.generate(prompt, decoder=key, temperature=temperature, **options)
-                for key in ("autoregressive", "hydra")
-            )
-            assert drafted.tokens == plain.tokens
-    if dtype is not None:
-        return
-    checkpoint, text = load_checkpoint(folder), prompt + plain.tokens
-    for event in drafted.trace[1:3]:
-        expected = drafted_by(8, 4)(checkpoint, network, text[: event["position"]], 0.7)
-        assert set(drafted_paths(event)) == set(expected)
+    assert_folder_drafts(tmp_path, make, "hydra", drafted_by(8, 4), file=file, dtype=dtype)
 
 
 def test_heads_alone_are_no_model(tmp_path: Path, target: Network) -> None:

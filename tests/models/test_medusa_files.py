@@ -23,7 +23,14 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.torch_file import open_torch_file
 from anydecode.models.medusa import load_medusa
 from anydecode.models.network import Network
-from draft_folders import changed, drafted_paths, drafter_folder, target_folder, tensor, without
+from draft_folders import (
+    assert_folder_drafts,
+    changed,
+    drafter_folder,
+    target_folder,
+    tensor,
+    without,
+)
 
 Tensors = dict[str, np.ndarray]
 VOCAB = 259
@@ -124,25 +131,8 @@ def test_heads_without_a_last_matrix_use_the_targets(target: Network) -> None:
 @pytest.mark.parametrize("file", ["medusa_lm_head.safetensors", "medusa_lm_head.pt"])
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None, file: str) -> None:
-    """The drafts are those of an independent forward pass."""
-    model = target_folder(tmp_path / "model")
-    network = load_network(load_checkpoint(model))
-    folder = drafter_folder(tmp_path / "heads", medusa_checkpoint(network), file)
-    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 5}
-    prompt = [5, 6, 7]
-    with LLM(model, draft=folder, dtype=dtype) as llm:
-        for temperature in (0.0, 0.7):
-            plain, drafted = (
-                llm.generate(prompt, decoder=key, trace=True, temperature=temperature, **options)
-                for key in ("autoregressive", "medusa")
-            )
-            assert drafted.tokens == plain.tokens
-    if dtype is not None:
-        return
-    checkpoint, text = load_checkpoint(folder), prompt + plain.tokens
-    for event in drafted.trace[1:3]:
-        expected = drafted_by(8, 4)(checkpoint, network, text[: event["position"]], 0.7)
-        assert set(drafted_paths(event)) == set(expected)
+    paths = drafted_by(8, 4)
+    assert_folder_drafts(tmp_path, medusa_checkpoint, "medusa", paths, file=file, dtype=dtype)
 
 
 def test_heads_in_the_folder_of_their_target_draft_for_it(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode import JsonSchema
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import blockwise as oracle
 from anydecode.certification.tiny import tiny_network, with_drafter
@@ -35,6 +34,7 @@ from drafted_texts import (
     CONDITIONS,
     LONG,
     PROMPTS,
+    assert_constrained_text_of_plain_decoding,
     assert_text_of_plain_decoding,
     generate,
     num_accepted,
@@ -122,15 +122,9 @@ def test_a_block_takes_one_pass_of_each_model() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
-    options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
-    with with_drafter(blockwise_checkpoint, cache_positions=1024) as llm:
-        plain, drafted = (
-            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
-            for key in ("autoregressive", "blockwise")
-        )
-        llm.engine.check_integrity()
-    assert drafted.text == plain.text
+    assert_constrained_text_of_plain_decoding(
+        blockwise_checkpoint, "blockwise", temperature=temperature
+    )
 
 
 def test_the_papers_relaxed_rule_accepts_more() -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode import JsonSchema
-from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import clover as oracle
 from anydecode.certification.tiny import tiny_network, with_drafter
 from anydecode.certification.tiny_heads import clover_checkpoint
@@ -19,17 +17,13 @@ from anydecode.decoders.speculative import clover
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models import clover as files
 from anydecode.models.clover import CloverNetwork, RegressiveBlock, load_clover
-from anydecode.models.families import load_network
-from anydecode.models.loading import load_checkpoint
 from anydecode.models.spec import StateSpec
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 from draft_folders import (
     Change,
+    assert_folder_drafts,
     changed,
-    drafted_paths,
-    drafter_folder,
     set_keys,
-    target_folder,
     tensor,
     without,
 )
@@ -37,9 +31,10 @@ from drafted_texts import (
     CONDITIONS,
     LONG,
     PROMPTS,
+    assert_constrained_text_of_plain_decoding,
+    assert_rule_accepts,
     assert_text_of_plain_decoding,
     generate,
-    num_accepted,
     only_drafter,
 )
 
@@ -133,23 +128,12 @@ def test_cached_prefixes_serve_the_drafter() -> None:
 
 @pytest.mark.parametrize("decoder", ["clover", "hydra", "auto", "speculative-sampling"])
 def test_constraints_hold_and_the_text_is_exact(decoder: str) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
-    options = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": False}
-    with with_drafter(clover_checkpoint, cache_positions=1024) as llm:
-        plain, drafted = (
-            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
-            for key in ("autoregressive", decoder)
-        )
-        llm.engine.check_integrity()
-    assert drafted.text == plain.text
+    assert_constrained_text_of_plain_decoding(clover_checkpoint, decoder, temperature=0.8)
 
 
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
 def test_other_acceptance_rules_run(rule: str) -> None:
-    with with_drafter(clover_checkpoint, cache_positions=1024) as llm:
-        drafted = generate(llm, PROMPTS, f"clover:acceptance={rule}", temperature=0.8)
-    assert all(len(one.tokens) == 40 for one in drafted)
-    assert num_accepted(drafted) > 20
+    assert_rule_accepts(clover_checkpoint, "clover", rule)
 
 
 @pytest.mark.parametrize("options", ["depth=0", "top_p=0", "top_p=1.5"])
@@ -160,26 +144,8 @@ def test_wrong_options_are_refused(options: str) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None) -> None:
-    """The drafts are those of an independent forward pass."""
-    model = target_folder(tmp_path / "model")
-    network = load_network(load_checkpoint(model))
-    drafter = partial(clover_checkpoint, heads=4)(network)
-    folder = drafter_folder(tmp_path / "drafter", drafter, "model.safetensors")
-    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 5, "trace": True}
-    prompt = [5, 6, 7]
-    with LLM(model, draft=folder, dtype=dtype) as llm:
-        for temperature in (0.0, 0.7):
-            plain, drafted = (
-                llm.generate(prompt, decoder=key, temperature=temperature, **options)
-                for key in ("autoregressive", "clover")
-            )
-            assert drafted.tokens == plain.tokens
-    if dtype is not None:
-        return
-    checkpoint, text = load_checkpoint(folder), prompt + plain.tokens
-    for event in drafted.trace[1:3]:
-        expected = oracle.drafted_by(8, 5)(checkpoint, network, text[: event["position"]], 0.7)
-        assert set(drafted_paths(event)) == set(expected)
+    make = partial(clover_checkpoint, heads=4)
+    assert_folder_drafts(tmp_path, make, "clover", oracle.drafted_by(8, 5), dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,14 @@ from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.sequence import Sequence
 from certificates import assert_certified, assert_rejected, replace_defaults
-from drafted_texts import LONG, assert_text_of_plain_decoding, generate, num_accepted, only_drafter
+from drafted_texts import (
+    LONG,
+    assert_constrained_text_of_plain_decoding,
+    assert_text_of_plain_decoding,
+    generate,
+    num_accepted,
+    only_drafter,
+)
 
 SCHEMA = {
     "type": "object",
@@ -331,15 +338,10 @@ def test_a_prefix_that_only_the_target_knows_is_left_out(drafter: Checkpoint) ->
 def test_constraints_hold_and_the_text_is_exact(
     drafter: Checkpoint, temperature: float, decoder: str
 ) -> None:
-    options = {"temperature": temperature, "seed": 4, "max_tokens": 60, "ignore_eos": False}
-    with with_drafter(drafter, cache_positions=1024) as llm:
-        for constraint in (JsonSchema(SCHEMA), Regex("[0-9]{3,9}\\n?x")):
-            plain, drafted = (
-                generate(llm, "x", key, constraint=constraint, **options)
-                for key in ("autoregressive", decoder)
-            )
-            assert drafted.text == plain.text
-        llm.engine.check_integrity()
+    constraints = (JsonSchema(SCHEMA), Regex("[0-9]{3,9}\\n?x"))
+    assert_constrained_text_of_plain_decoding(
+        drafter, decoder, constraints, temperature=temperature, seed=4
+    )
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"top_p": 0.8, "min_p": 0.05}])

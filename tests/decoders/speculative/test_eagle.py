@@ -21,6 +21,7 @@ from certificates import assert_certified, assert_rejected, replace_defaults, re
 from drafted_texts import (
     CONDITIONS,
     LONG,
+    assert_constrained_text_of_plain_decoding,
     assert_text_of_plain_decoding,
     generate,
     num_accepted,
@@ -167,15 +168,10 @@ def test_constraints_hold_and_the_text_is_exact(
     drafter: Checkpoint, temperature: float, decoder: str
 ) -> None:
     """The head of EAGLE-3's drafter has a part of the tokens: sometimes none of those allowed."""
-    options = {"temperature": temperature, "seed": 4, "max_tokens": 60, "ignore_eos": False}
-    with with_drafter(drafter, cache_positions=1024) as llm:
-        for constraint in (JsonSchema(SCHEMA), Regex("[0-9]{3,9}\\n?x")):
-            plain, drafted = (
-                generate(llm, "x", key, constraint=constraint, **options)
-                for key in ("autoregressive", decoder)
-            )
-            assert drafted.text == plain.text
-        llm.engine.check_integrity()
+    constraints = (JsonSchema(SCHEMA), Regex("[0-9]{3,9}\\n?x"))
+    assert_constrained_text_of_plain_decoding(
+        drafter, decoder, constraints, temperature=temperature, seed=4
+    )
 
 
 @pytest.mark.parametrize("decoder", ["pearl", "saguaro", "longspec", "s2d"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from anydecode import JsonSchema
 from anydecode.certification.oracles.speculative import medusa as oracle
 from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_heads import medusa_checkpoint
@@ -22,9 +21,10 @@ from drafted_texts import (
     CONDITIONS,
     LONG,
     PROMPTS,
+    assert_constrained_text_of_plain_decoding,
+    assert_rule_accepts,
     assert_text_of_plain_decoding,
     generate,
-    num_accepted,
     only_drafter,
 )
 
@@ -140,21 +140,10 @@ def test_other_methods_draft_the_same_with_heads() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
-    options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
-    with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
-        plain, drafted = (
-            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
-            for key in ("autoregressive", "medusa")
-        )
-        llm.engine.check_integrity()
-    assert drafted.text == plain.text
+    assert_constrained_text_of_plain_decoding(medusa_checkpoint, "medusa", temperature=temperature)
 
 
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
 def test_other_acceptance_rules_run(rule: str) -> None:
-    with with_drafter(medusa_checkpoint, cache_positions=1024) as llm:
-        drafted = generate(llm, PROMPTS, f"medusa:acceptance={rule}", temperature=0.8)
-    assert all(len(one.tokens) == 40 for one in drafted)
-    assert num_accepted(drafted) > 20
-    assert all(event["drafted"] for one in drafted for event in one.trace[1:-1])
+    drafted = assert_rule_accepts(medusa_checkpoint, "medusa", rule)
+    assert all(event["drafted"] for one in drafted for event in (one.trace or ())[1:-1])

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode import JsonSchema
 from anydecode.certification.oracles.speculative import mtp as oracle
 from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_heads import mtp_checkpoint
@@ -21,9 +20,10 @@ from drafted_texts import (
     CONDITIONS,
     LONG,
     PROMPTS,
+    assert_constrained_text_of_plain_decoding,
+    assert_rule_accepts,
     assert_text_of_plain_decoding,
     generate,
-    num_accepted,
     only_drafter,
 )
 
@@ -124,20 +124,9 @@ def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Any) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_constraints_hold_and_the_text_is_exact(temperature: float, decoder: str) -> None:
     """With other methods that draft after each pass, too."""
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
-    options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
-    with with_drafter(mtp_checkpoint, cache_positions=1024) as llm:
-        plain, drafted = (
-            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
-            for key in ("autoregressive", decoder)
-        )
-        llm.engine.check_integrity()
-    assert drafted.text == plain.text
+    assert_constrained_text_of_plain_decoding(mtp_checkpoint, decoder, temperature=temperature)
 
 
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
 def test_other_acceptance_rules_run(rule: str) -> None:
-    with with_drafter(mtp_checkpoint, cache_positions=1024) as llm:
-        drafted = generate(llm, PROMPTS, f"mtp:acceptance={rule}", temperature=0.8)
-    assert all(len(one.tokens) == 40 for one in drafted)
-    assert num_accepted(drafted) > 20
+    assert_rule_accepts(mtp_checkpoint, "mtp", rule)

@@ -10,31 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode import JsonSchema
-from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import parallelspec as oracle
 from anydecode.certification.tiny import tiny_network, with_drafter
 from anydecode.certification.tiny_blocks import parallelspec_checkpoint
 from anydecode.errors import CheckpointError
 from anydecode.models.draft_heads import load_draft_head
-from anydecode.models.families import load_network
-from anydecode.models.loading import load_checkpoint
 from anydecode.models.transformer import Transformer
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 from draft_folders import (
     Change,
+    assert_folder_drafts,
     changed,
     drafted_paths,
-    drafter_folder,
-    target_folder,
     tensor,
 )
 from drafted_texts import (
     CONDITIONS,
     PROMPTS,
+    assert_constrained_text_of_plain_decoding,
+    assert_rule_accepts,
     assert_text_of_plain_decoding,
     generate,
-    num_accepted,
     only_drafter,
 )
 
@@ -100,43 +96,20 @@ def test_a_tree_takes_one_pass_of_each_model() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
-    options = {"temperature": temperature, "max_tokens": 60, "ignore_eos": False}
-    with with_drafter(parallelspec_checkpoint, cache_positions=1024) as llm:
-        plain, drafted = (
-            generate(llm, "x", key, constraint=JsonSchema(schema), **options)
-            for key in ("autoregressive", "parallelspec")
-        )
-        llm.engine.check_integrity()
-    assert drafted.text == plain.text
+    assert_constrained_text_of_plain_decoding(
+        parallelspec_checkpoint, "parallelspec", temperature=temperature
+    )
 
 
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
 def test_other_acceptance_rules_run(rule: str) -> None:
-    with with_drafter(parallelspec_checkpoint, cache_positions=1024) as llm:
-        drafted = generate(llm, PROMPTS, f"parallelspec:acceptance={rule}", temperature=0.8)
-    assert all(len(one.tokens) == 40 for one in drafted)
-    assert num_accepted(drafted) > 10
+    assert_rule_accepts(parallelspec_checkpoint, "parallelspec", rule, more_than=10)
 
 
 def test_a_folder_drafts_for_its_target(tmp_path: Path) -> None:
-    """The drafts are those of an independent forward pass."""
-    model = target_folder(tmp_path / "model")
-    network = load_network(load_checkpoint(model))
-    drafter = partial(parallelspec_checkpoint, masks=2)(network)
-    folder = drafter_folder(tmp_path / "drafter", drafter, "model.safetensors")
-    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": 5, "trace": True}
-    prompt = [5, 6, 7]
-    with LLM(model, draft=folder) as llm:
-        plain, drafted = (
-            llm.generate(prompt, decoder=key, temperature=0.7, **options)
-            for key in ("autoregressive", "parallelspec:threshold=0")
-        )
-    assert drafted.tokens == plain.tokens
-    checkpoint, text = load_checkpoint(folder), prompt + plain.tokens
-    for event in drafted.trace[1:4]:
-        expected = oracle.drafted_by(8, 0.0)(checkpoint, network, text[: event["position"]], 0.7)
-        assert set(drafted_paths(event)) == set(expected)
+    make = partial(parallelspec_checkpoint, masks=2)
+    decoder = "parallelspec:threshold=0"
+    assert_folder_drafts(tmp_path, make, decoder, oracle.drafted_by(8, 0.0))
 
 
 @pytest.mark.parametrize(

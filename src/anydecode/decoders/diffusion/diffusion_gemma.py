@@ -16,6 +16,7 @@ from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions, RowStatistics
 from anydecode.decoders.diffusion.uniform import STATEFUL, UniformDenoiser
+from anydecode.decoders.diffusion.unmasking import check_steps
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
@@ -124,8 +125,7 @@ def diffusion_gemma(
         cache: "none", or "block" with a model that has blocks.
         mask: A token that is neither noise nor predicted (default: the tokenizer's mask token).
     """
-    if steps < 1:
-        raise InvalidRequestError(f"a block needs at least one step, not {steps}")
+    check_steps(steps)
     if min(bound, first_temperature, last_temperature, stable) < 0:
         raise InvalidRequestError(
             "bound, first_temperature, last_temperature and stable must be 0 or more, not"

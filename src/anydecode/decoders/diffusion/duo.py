@@ -19,6 +19,7 @@ from anydecode.decoders.diffusion.posteriors import (
 )
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.uniform import STATEFUL, UniformDenoiser
+from anydecode.decoders.diffusion.unmasking import check_steps
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
@@ -117,8 +118,7 @@ def duo(
     """
     if not 0 <= kappa <= 1:
         raise InvalidRequestError(f"kappa must be between 0 and 1, not {kappa}")
-    if steps is not None and steps < 1:
-        raise InvalidRequestError(f"a block needs at least one step, not {steps}")
+    check_steps(steps)
     decoder = Duo(FixedBlocks(block), cache=cache_named(cache, REVISING_CACHES), mask=mask)
     decoder.steps, decoder.kappa = steps, kappa
     return decoder

@@ -29,6 +29,7 @@ from anydecode.decoders.diffusion.revising import (
     RevisedBlocks,
     RevisingDenoiser,
 )
+from anydecode.decoders.diffusion.unmasking import check_steps
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
@@ -175,7 +176,11 @@ def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:
             "tokens are sampled by the request's sampler (min_p is the released code's filter)",
             STATEFUL,
         ),
-        missing=("the time input of GIDD's own checkpoints, which are not read",),
+        missing=(
+            "the time input of GIDD's own checkpoints, which are not read",
+            "a measure of self-correction on a model that is trained with random tokens as noise"
+            " (tiny-diffusion, trained with masks only, loses accuracy by it)",
+        ),
         remote={
             "steps": Range(1, 4096),
             "uniform": Range(0, 0.9),
@@ -210,8 +215,7 @@ def gidd(
     """
     if not 0 <= uniform < 1:
         raise InvalidRequestError(f"uniform must be 0 or more and below 1, not {uniform}")
-    if steps is not None and steps < 1:
-        raise InvalidRequestError(f"a block needs at least one step, not {steps}")
+    check_steps(steps)
     if corrections < 0 or temperature < 0:
         raise InvalidRequestError(
             "corrections and temperature must be 0 or more, not"

@@ -13,7 +13,7 @@ from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
 from anydecode.decoders.diffusion.revising import STATEFUL, RevisedBlocks, RevisingDenoiser
-from anydecode.errors import InvalidRequestError
+from anydecode.decoders.diffusion.unmasking import check_steps
 from anydecode.scoring.sequence import Sequence
 
 
@@ -81,8 +81,7 @@ def p2(
         cache: "none", or "block" with a model that has blocks.
         mask: The mask token (default: the tokenizer's).
     """
-    if steps is not None and steps < 1:
-        raise InvalidRequestError(f"a block needs at least one step, not {steps}")
+    check_steps(steps)
     policy = cache_named(cache, REVISING_CACHES)
     decoder = PathPlanning(RevisedBlocks(block), ranking(remasking), cache=policy, mask=mask)
     decoder.steps = steps

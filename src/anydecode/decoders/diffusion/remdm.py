@@ -12,6 +12,7 @@ from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.revising import STATEFUL, RevisedBlocks, RevisingDenoiser
+from anydecode.decoders.diffusion.unmasking import check_steps
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
@@ -143,8 +144,7 @@ def remdm(
         )
     if eta is not None and not 0 <= eta <= 1:
         raise InvalidRequestError(f"eta must be between 0 and 1, not {eta}")
-    if steps is not None and steps < 1:
-        raise InvalidRequestError(f"a block needs at least one step, not {steps}")
+    check_steps(steps)
     policy = cache_named(cache, REVISING_CACHES)
     decoder = Remasking(RevisedBlocks(block), cache=policy, mask=mask)
     decoder.strategy, decoder.steps = strategy, steps

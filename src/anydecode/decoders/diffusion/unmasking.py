@@ -35,6 +35,16 @@ class UnmaskPolicy(ABC):
         """Called when a block has been opened, before `select`."""
 
 
+def check_steps(steps: int | None) -> None:
+    """Check a number of steps per block; None: the default.
+
+    Raises:
+        InvalidRequestError: It is below 1.
+    """
+    if steps is not None and steps < 1:
+        raise InvalidRequestError(f"a block needs at least one step, not {steps}")
+
+
 class TopKUnmasking(UnmaskPolicy):
     """Unmasks the best-ranked `masks of the block / steps` in each step (LLaDA).
 
@@ -45,8 +55,7 @@ class TopKUnmasking(UnmaskPolicy):
     """
 
     def __init__(self, steps: int | None = None) -> None:
-        if steps is not None and steps < 1:
-            raise InvalidRequestError(f"a block needs at least one step, not {steps}")
+        check_steps(steps)
         self.steps = steps
 
     def quota(self, canvas: Canvas) -> int:

@@ -129,7 +129,7 @@ INLINE void prefetch_ahead(const Heads *h, const Scratch *scratch, int start) {
   from = left < 0 ? -left : 0;
   left = scratch->num_next - from;
   int there = left < KEY_BLOCK - here ? left : KEY_BLOCK - here;
-  prefetch_slots(&scratch->next, scratch->next.table + from, there);
+  if (there > 0) prefetch_slots(&scratch->next, scratch->next.table + from, there);
 }
 
 /* Tile sizes in heads (the largest first) and in pairs of keys (or of vectors of a value), so that

@@ -5,36 +5,63 @@
 #include "pointwise.h"
 #include "simd_pairs.h"
 
-/* Convert a vector of the cache's blocks to `padded` floats. */
-INLINE void decode_blocks(int format, const uint8_t *from, int padded, float *to) {
-  for (int i = 0; i < padded; i += 8, to += 8) {
-    int in_block = i % QUANT_BLOCK;
-    const uint8_t *block = from + i / QUANT_BLOCK * (format == Q8_0 ? 34 : 20);
-    f8 scale = f8_set_f16(block);
-    if (format == Q8_0) {
-      f8_store(to, f8_mul(f8_load_s8(block + 2 + in_block), scale));
-    } else {
-      uint64_t codes;
-      memcpy(&codes, block + 4 + in_block % 16, 8);
-      codes = (in_block < 16 ? codes : codes >> 4) & 0x0f0f0f0f0f0f0f0fu;
-      f8_store(to, f8_add(f8_mul(f8_load_u8((const uint8_t *)&codes), scale),
-                          f8_set_f16(block + 2)));
-    }
+/* The block of Q8_0 with the number `at` of a vector. */
+INLINE const uint8_t *block_of(const char *vector, int at) {
+  return (const uint8_t *)vector + at / QUANT_BLOCK * 34;
+}
+
+/* The numbers from `at` on of a vector in Q4_1. */
+INLINE f8 load_q4_1(const char *vector, int at) {
+  const uint8_t *block = (const uint8_t *)vector + at / QUANT_BLOCK * 20;
+  uint64_t codes;
+  memcpy(&codes, block + 4 + at % 16, 8);
+  codes = (at % QUANT_BLOCK < 16 ? codes : codes >> 4) & 0x0f0f0f0f0f0f0f0fu;
+  return f8_add(f8_mul(f8_load_u8((const uint8_t *)&codes), f8_set_f16(block)),
+                f8_set_f16(block + 2));
+}
+
+/* The numbers from `at` on of a vector. */
+INLINE f8 load_as(int format, const char *vector, int at) {
+  const uint8_t *block = block_of(vector, at);
+  if (format == Q4_1) return load_q4_1(vector, at);
+  if (format == Q8_0)
+    return f8_mul(f8_load_s8(block + 2 + at % QUANT_BLOCK), f8_set_f16(block));
+  if (format == F16) return f8_load_f16((const uint16_t *)vector + at);
+  if (format == BF16) return f8_load_bf16((const uint16_t *)vector + at);
+  return f8_load((const float *)vector + at);
+}
+
+/* The numbers from `at` on of two keys. */
+INLINE f8x2 load_two(int format, const char *const *vectors, int at) {
+  if (format == F32)
+    return f8x2_load_two((const float *)vectors[0] + at, (const float *)vectors[1] + at);
+  if (format == Q8_0) {
+    const uint8_t *one = block_of(vectors[0], at), *other = block_of(vectors[1], at);
+    int from = 2 + at % QUANT_BLOCK;
+    return f8x2_mul(f8x2_load_two_s8(one + from, other + from),
+                    f8x2_join(f8_set_f16(one), f8_set_f16(other)));
   }
+  const uint16_t *first = (const uint16_t *)vectors[0] + at;
+  const uint16_t *second = (const uint16_t *)vectors[1] + at;
+  return format == F16 ? f8x2_load_two_f16(first, second) : f8x2_load_two_bf16(first, second);
+}
+
+/* Two consecutive vectors of a value. */
+INLINE f8x2 load_pair(int format, const char *vector, int at) {
+  if (format == Q8_0) {
+    const uint8_t *block = block_of(vector, at);
+    f8 scale = f8_set_f16(block);
+    return f8x2_mul(f8x2_load_s8(block + 2 + at % QUANT_BLOCK), f8x2_join(scale, scale));
+  }
+  if (format == F16) return f8x2_load_f16((const uint16_t *)vector + at);
+  if (format == BF16) return f8x2_load_bf16((const uint16_t *)vector + at);
+  return f8x2_load((const float *)vector + at);
 }
 
 /* Convert one head's vector in the cache to `padded` floats; the padding is zero. */
 INLINE void decode_vector(int format, const char *from, int count, int padded, float *to) {
-  if (!is_float(format)) {
-    decode_blocks(format, (const uint8_t *)from, padded, to);
-    return;
-  }
-  if (count == padded) {
-    for (int i = 0; i < count; i += 8, to += 8) {
-      if (format == F32) f8_store(to, f8_load((const float *)from + i));
-      else if (format == F16) f8_store(to, f8_load_f16((const uint16_t *)from + i));
-      else f8_store(to, f8_load_bf16((const uint16_t *)from + i));
-    }
+  if (!is_float(format) || count == padded) {
+    for (int i = 0; i < padded; i += 8) f8_store(to + i, load_as(format, from, i));
     return;
   }
   for (int i = 0; i < padded; i++) {
@@ -91,47 +118,6 @@ INLINE void encode_vector(int format, const float *from, int count, char *to) {
       encode_block(format, part, (uint8_t *)to);
     }
   }
-}
-
-/* The block of Q8_0 with the number `at` of a vector. */
-INLINE const uint8_t *block_of(const char *vector, int at) {
-  return (const uint8_t *)vector + at / QUANT_BLOCK * 34;
-}
-
-/* The numbers from `at` on of two keys. */
-INLINE f8x2 load_two(int format, const char *const *vectors, int at) {
-  if (format == F32)
-    return f8x2_load_two((const float *)vectors[0] + at, (const float *)vectors[1] + at);
-  if (format == Q8_0) {
-    const uint8_t *one = block_of(vectors[0], at), *other = block_of(vectors[1], at);
-    int from = 2 + at % QUANT_BLOCK;
-    return f8x2_mul(f8x2_load_two_s8(one + from, other + from),
-                    f8x2_join(f8_set_f16(one), f8_set_f16(other)));
-  }
-  const uint16_t *first = (const uint16_t *)vectors[0] + at;
-  const uint16_t *second = (const uint16_t *)vectors[1] + at;
-  return format == F16 ? f8x2_load_two_f16(first, second) : f8x2_load_two_bf16(first, second);
-}
-
-INLINE f8 load_as(int format, const char *vector, int at) {
-  const uint8_t *block = block_of(vector, at);
-  if (format == Q8_0)
-    return f8_mul(f8_load_s8(block + 2 + at % QUANT_BLOCK), f8_set_f16(block));
-  if (format == F16) return f8_load_f16((const uint16_t *)vector + at);
-  if (format == BF16) return f8_load_bf16((const uint16_t *)vector + at);
-  return f8_load((const float *)vector + at);
-}
-
-/* Two consecutive vectors of a value. */
-INLINE f8x2 load_pair(int format, const char *vector, int at) {
-  if (format == Q8_0) {
-    const uint8_t *block = block_of(vector, at);
-    f8 scale = f8_set_f16(block);
-    return f8x2_mul(f8x2_load_s8(block + 2 + at % QUANT_BLOCK), f8x2_join(scale, scale));
-  }
-  if (format == F16) return f8x2_load_f16((const uint16_t *)vector + at);
-  if (format == BF16) return f8x2_load_bf16((const uint16_t *)vector + at);
-  return f8x2_load((const float *)vector + at);
 }
 
 #endif

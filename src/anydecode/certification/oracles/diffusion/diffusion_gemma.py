@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
-from anydecode.certification.denoising import CONFIDENT, VOCABULARY, Logits, entropy_nats, softmax
+from anydecode.certification.denoising import CONFIDENT, VOCABULARY, entropy_nats, softmax
 from anydecode.certification.oracles.diffusion.duo import noised, random_token
 from anydecode.certification.oracles.diffusion.revised_canvases import (
+    Case,
     Revision,
     Rule,
-    returns,
-    revised,
+    equal_canvases,
     traced,
 )
 from anydecode.certification.oracles.diffusion.token_editing import drifting
@@ -64,27 +64,14 @@ def by_position(path: tuple[int, ...]) -> np.ndarray:
 @oracle_test("diffusion-gemma")
 def diffusion_gemma() -> Iterator[Check]:
     """Every canvas equals the oracle's: defaults, other bounds and temperatures, blocks."""
-    num_changes = 0
-    scripts: tuple[tuple[str, Logits], ...] = (
-        ("drifting", drifting(4.0)),
-        ("confident", CONFIDENT),
-        ("certain", by_position),
-    )
-    for name, script in scripts:
-        for decoder, rule, block, length in (
-            ("diffusion-gemma", renoising(), 10, 10),
-            ("diffusion-gemma:steps=7,block=8,bound=2", renoising(7, 2.0), 8, 20),
-            (
-                "diffusion-gemma:steps=9,first_temperature=1.5,last_temperature=0.2,stable=3",
-                renoising(9, 0.1, 1.5, 0.2, 3),
-                12,
-                12,
-            ),
-        ):
-            expected = revised(script, length, block, rule, seed=3, begin=noised)
-            actual = traced(decoder, script, length, seed=3)
-            yield Check(f"{decoder} equals the oracle, {name}", actual == expected)
-            num_changes += returns(actual)
+    scripts = {"drifting": drifting(4.0), "confident": CONFIDENT, "certain": by_position}
+    varied = "diffusion-gemma:steps=9,first_temperature=1.5,last_temperature=0.2,stable=3"
+    cases = [
+        Case("diffusion-gemma", renoising(), 10, 10),
+        Case("diffusion-gemma:steps=7,block=8,bound=2", renoising(7, 2.0), 8, 20),
+        Case(varied, renoising(9, 0.1, 1.5, 0.2, 3), 12, 12),
+    ]
+    num_changes = yield from equal_canvases(scripts, cases, (0.0,), noised)
     yield Check("tokens change", num_changes > 50, f"{num_changes} changes")
     certain = len(traced("diffusion-gemma", by_position, 12, seed=3))
     yield Check("a stable canvas of low entropy ends early", certain == 2, f"{certain} steps")

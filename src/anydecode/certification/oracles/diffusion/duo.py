@@ -4,22 +4,23 @@ and, by chi-square, that a model that knows the distribution gives this distribu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
-from anydecode.certification.denoising import CONFIDENT, VOCABULARY, softmax
+from anydecode.certification.denoising import CONFIDENT, VOCABULARY
 from anydecode.certification.oracles.diffusion.gidd import sampled
 from anydecode.certification.oracles.diffusion.revised_canvases import (
+    IDEAL_CHI_SQUARE,
+    MAX_CHI_SQUARE,
+    Case,
     Revision,
     Rule,
-    returns,
-    revised,
-    traced,
+    equal_canvases,
+    ideal_chi_square,
 )
 from anydecode.certification.oracles.diffusion.token_editing import drifting
-from anydecode.models.scripted import EOS, MASK
+from anydecode.models.scripted import MASK
 
 
 def noised(state: Revision) -> None:
@@ -70,40 +71,18 @@ def ancestral(steps: int, kappa: float) -> Rule:
 @oracle_test("duo")
 def duo() -> Iterator[Check]:
     """Every canvas equals the oracle's: ancestral and psi-sampling, blocks, greedy and sampled."""
-    num_changes = 0
-    for name, script in (("drifting", drifting(4.0)), ("confident", CONFIDENT)):
-        for decoder, steps, kappa, block, length in (
-            ("duo", 12, 1.0, 12, 12),
-            ("duo:steps=5,block=8", 5, 1.0, 8, 20),
-            ("duo:steps=6,kappa=0.3", 6, 0.3, 10, 10),
-            ("duo:steps=4,kappa=0", 4, 0.0, 10, 10),
-        ):
-            for temperature in (0.0, 0.8):
-                options: dict[str, Any] = {"temperature": temperature, "seed": 3}
-                rule = ancestral(steps, kappa)
-                expected = revised(script, length, block, rule, begin=noised, **options)
-                actual = traced(decoder, script, length, **options)
-                name_of = f"{decoder} equals the oracle, {name}, T={temperature}"
-                yield Check(name_of, actual == expected)
-                num_changes += returns(actual)
+    scripts = {"drifting": drifting(4.0), "confident": CONFIDENT}
+    cases = [
+        Case("duo", ancestral(12, 1.0), 12, 12),
+        Case("duo:steps=5,block=8", ancestral(5, 1.0), 8, 20),
+        Case("duo:steps=6,kappa=0.3", ancestral(6, 0.3), 10, 10),
+        Case("duo:steps=4,kappa=0", ancestral(4, 0.0), 10, 10),
+    ]
+    num_changes = yield from equal_canvases(scripts, cases, begin=noised)
     yield Check("tokens change", num_changes > 50, f"{num_changes} changes")
 
 
-def four_tokens(path: tuple[int, ...]) -> np.ndarray:
-    """Logits of four tokens, whatever the canvas holds."""
-    row = np.full(VOCABULARY, -60.0)
-    row[:4] = np.log([0.1, 0.2, 0.3, 0.4])
-    row[EOS] = -60.0
-    return row.astype(np.float32)
-
-
-@measure("duo", "chi-square of the tokens of an ideal model, per degree", samples=400, margin=5.42)
+@measure("duo", IDEAL_CHI_SQUARE, samples=400, margin=MAX_CHI_SQUARE)
 def duo_distribution(samples: int) -> float:
-    """If the model knows the distribution of a token, samples follow it, by any number of steps:
-    with 3 degrees of freedom, chi-square exceeds 16.27 (5.42 per degree) once in 1,000 times."""
-    counts = np.zeros(4)
-    for seed in range(samples // 20):
-        history = traced("duo:steps=3", four_tokens, 20, temperature=1.0, seed=seed)
-        counts += np.bincount(history[-1], minlength=VOCABULARY)[:4]
-    expected = softmax(four_tokens(()))[:4] * counts.sum()
-    return float(((counts - expected) ** 2 / expected).sum() / 3)
+    """By any number of steps, here 3."""
+    return ideal_chi_square("duo:steps=3", samples)

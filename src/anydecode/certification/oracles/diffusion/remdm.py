@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import CONFIDENT, accuracy_lost
 from anydecode.certification.oracles.diffusion.revised_canvases import (
+    Case,
     Revision,
     Rule,
+    equal_canvases,
     returns,
-    revised,
     traced,
 )
 from anydecode.certification.oracles.diffusion.task_losses import DETERMINED
@@ -72,23 +72,17 @@ def remasking(strategy: str, eta: float, steps: int) -> Rule:
 @oracle_test("remdm")
 def remdm() -> Iterator[Check]:
     """Every strategy, its published eta, whole canvases and blocks, greedy and sampled."""
-    num_returns = dict.fromkeys(DEFAULTS, 0)
+    num_returns = {}
     for strategy, eta in DEFAULTS.items():
-        for parameters, used, steps, block, length in (
-            ("", eta, 30, 30, 30),
-            (",eta=0.4,steps=12,block=10", 0.4, 12, 10, 20),
-            (",steps=40", eta, 40, 20, 20),
-        ):
-            for temperature in (0.0, 0.8):
-                script = drifting(4.0) if temperature else CONFIDENT
-                options: dict[str, Any] = {"temperature": temperature, "seed": 3}
-                rule = remasking(strategy, used, steps)
-                expected = revised(script, length, block, rule, **options)
-                decoder = f"remdm:strategy={strategy}{parameters}"
-                actual = traced(decoder, script, length, **options)
-                name = f"{decoder} equals the oracle, T={temperature}"
-                yield Check(name, actual == expected)
-                num_returns[strategy] += returns(actual)
+        decoder = f"remdm:strategy={strategy}"
+        cases = [
+            Case(decoder, remasking(strategy, eta, 30), 30, 30),
+            Case(f"{decoder},eta=0.4,steps=12,block=10", remasking(strategy, 0.4, 12), 10, 20),
+            Case(f"{decoder},steps=40", remasking(strategy, eta, 40), 20, 20),
+        ]
+        num_greedy = yield from equal_canvases({"confident": CONFIDENT}, cases, (0.0,))
+        num_sampled = yield from equal_canvases({"drifting": drifting(4.0)}, cases, (0.8,))
+        num_returns[strategy] = num_greedy + num_sampled
     for strategy, count in num_returns.items():
         yield Check(f"{strategy}: tokens are masked again", count > 0, f"{count} returns")
     ancestral = traced("remdm:eta=0", CONFIDENT, 24, seed=3)

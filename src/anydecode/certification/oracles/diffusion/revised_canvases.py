@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from anydecode.certification.denoising import PROMPT, Logits, bidirectional, softmax
+from anydecode.certification.checks import Check
+from anydecode.certification.denoising import (
+    PROMPT,
+    VOCABULARY,
+    Logits,
+    bidirectional,
+    softmax,
+)
 from anydecode.models.scripted import MASK
 from anydecode.sampling.noise import Noise
 
@@ -127,6 +134,36 @@ def traced(decoder: Any, script: Logits, length: int, **options: Any) -> list[li
     return history
 
 
+class Case(NamedTuple):
+    """A decoder with parameters, its rule, and the sizes of a block and of the answer."""
+
+    decoder: str
+    rule: Rule
+    block: int
+    length: int
+
+
+def equal_canvases(
+    scripts: Mapping[str, Logits],
+    cases: Seq[Case],
+    temperatures: Seq[float] = (0.0, 0.8),
+    begin: Callable[[Revision], None] = lambda state: None,
+) -> Generator[Check, None, int]:
+    """A check of every case with every script: whether each canvas equals that of the rule. Returns
+    how often a position went from a token to a mask or to another token."""
+    num_returns = 0
+    for name, script in scripts.items():
+        for decoder, rule, block, length in cases:
+            for temperature in temperatures:
+                options: dict[str, Any] = {"temperature": temperature, "seed": 3}
+                expected = revised(script, length, block, rule, begin=begin, **options)
+                actual = traced(decoder, script, length, **options)
+                where = f"{decoder} equals the oracle, {name}, T={temperature}"
+                yield Check(where, actual == expected)
+                num_returns += returns(actual)
+    return num_returns
+
+
 def returns(history: list[list[int]]) -> int:
     """How often a position went from a token to a mask or to another token."""
     return sum(
@@ -134,3 +171,26 @@ def returns(history: list[list[int]]) -> int:
         for before, after in zip(history, history[1:], strict=False)
         for one, other in zip(before, after, strict=True)
     )
+
+
+#: The name of the measure of `ideal_chi_square`, and its bound: with 3 degrees of freedom,
+#: chi-square exceeds 16.27 (5.42 per degree) once in 1,000 times.
+IDEAL_CHI_SQUARE = "chi-square of the tokens of an ideal model, per degree"
+MAX_CHI_SQUARE = 5.42
+
+
+def ideal_chi_square(decoder: str, samples: int) -> float:
+    """Chi-square per degree of freedom of sampled tokens, against the distribution that the model
+    gives whatever the canvas holds. If the model knows it, samples follow it."""
+    counts = np.zeros(4)
+    for seed in range(samples // 20):
+        history = traced(decoder, _four_tokens, 20, temperature=1.0, seed=seed)
+        counts += np.bincount(history[-1], minlength=VOCABULARY)[:4]
+    expected = softmax(_four_tokens(()))[:4] * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum() / 3)
+
+
+def _four_tokens(path: tuple[int, ...]) -> np.ndarray:
+    row = np.full(VOCABULARY, -60.0)
+    row[:4] = np.log([0.1, 0.2, 0.3, 0.4])
+    return row.astype(np.float32)
