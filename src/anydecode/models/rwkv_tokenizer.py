@@ -175,8 +175,8 @@ class RwkvTokenizer:
             ) from None
         ids: list[int] = []
         parts = [text]
-        for token_text in self._special_texts:
-            parts = [piece for part in parts for piece in self._split(part, token_text)]
+        for whole in self._special_texts:
+            parts = [piece for part in parts for piece in self._split(part, whole)]
         for part in parts:
             if part in self._special_ids:
                 ids.append(self._special_ids[part])

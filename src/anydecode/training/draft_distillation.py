@@ -3,9 +3,9 @@ generates.
 
 `deer` (Cheng et al., DEER, arXiv:2512.15176) continues answers that are cut at a random position:
 first with some of the continuation's tokens masked, as a diffusion model is trained, then with all
-of the last ones masked, those next to the text counting most. `specdiff-2` (SpecDiff-2,
-arXiv:2511.00606) maximises the expected number of accepted tokens of a draft (streak distillation).
-A draft is `block` masks behind a text, as the decoders of these names fill them.
+of the last ones masked, where those next to the text have the largest weights. `specdiff-2`
+(SpecDiff-2, arXiv:2511.00606) maximises the expected number of accepted tokens of a draft (streak
+distillation). A draft is `block` masks behind a text, as the decoders of these names fill them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from anydecode.decoders.diffusion.canvas import Canvas
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("bacd-tccf")
 

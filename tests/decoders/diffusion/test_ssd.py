@@ -29,11 +29,13 @@ def test_certificate_rejects_drafts_that_are_not_verified(monkeypatch: pytest.Mo
     assert_rejected("ssd")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_chains_in_place_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreeDenoiser, "nodes", ChainDenoiser.nodes)
     assert_rejected("ssd")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_steps_that_may_only_follow_the_trunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

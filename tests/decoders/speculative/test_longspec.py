@@ -10,6 +10,7 @@ from anydecode.decoders.speculative.longspec import WindowDrafter
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("longspec")
 

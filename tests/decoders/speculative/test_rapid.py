@@ -61,6 +61,7 @@ def test_the_target_is_shifted_towards_the_draft() -> None:
     assert rule.exactness == "lossy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "residual",
     [lambda p, moved, q: np.maximum(p - q, 0), lambda p, moved, q: p],
@@ -78,6 +79,7 @@ def test_other_residuals_of_the_shifted_target_are_noticed(
     assert not all(check.passed for check in oracle._shifted_target())
 
 
+@pytest.mark.slow
 def test_an_unshifted_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShiftedTarget, "shifted", lambda self, p, q: p)
     assert not all(check.passed for check in oracle._shifted_target())

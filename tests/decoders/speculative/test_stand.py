@@ -11,6 +11,7 @@ from anydecode.decoders.speculative.stand import NgramProbabilities
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("stand")
 
