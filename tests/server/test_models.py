@@ -220,7 +220,7 @@ def test_idle_models_are_unloaded_and_loaded_again(monkeypatch: pytest.MonkeyPat
     with router(monkeypatch, idle_seconds=0.05) as one:
         one.text("b")
         until(lambda: not one.loaded())
-        assert one.loaders["a"].num_alive == one.loaders["b"].num_alive == 0
+        until(lambda: one.loaders["a"].num_alive == one.loaders["b"].num_alive == 0)
         assert one.http.get("/live").json()["status"] == "unloaded"
         assert one.http.get("/health").status_code == 200
         assert one.text() == alone(1)
