@@ -65,7 +65,11 @@ MIN_PASS_SECONDS = 0.008
 #: generated in one multi-step burst, up to `MAX_MULTI_STEP`.
 DRAFT_FREQUENCY = {True: 0.25, False: 0.1}
 FREQUENCY_WINDOW = 16
-MAX_MULTI_STEP = 4
+MAX_MULTI_STEP = {True: 4, False: 8}
+#: Costs are updated after so many tokens, and for contexts of so many positions.
+COST_TOKENS, COST_CONTEXT = 16, 64
+#: Weight of a round in the average of what rounds take beside their passes.
+ROUND_RATE = 0.05
 #: Maximum number of tokens that a draft model drafts in a round, and the number of tokens after
 #: which it drafts again where it has not paid.
 MAX_MODEL_DRAFTS = 8
@@ -110,6 +114,7 @@ class _Session:
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
         self._min_useful_probability = 0.0  # of the most probable node of a draft
         self._costs_key = (-1, -1)
+        self._round_seconds = 0.0  # of those in `_costs`
         self._read(sequence.prompt, scored=False)
 
     def _catch_up(self) -> None:
@@ -203,7 +208,8 @@ class _Session:
         if len(tree) or self._awaits_states or not self._can_multi_step():
             return 0
         if self.sequence.tokens:
-            self._num_undrafted = int(1 / max(self._draft_frequency, 1 / MAX_MULTI_STEP))
+            limit = MAX_MULTI_STEP[self.sequence.sampler.is_greedy]
+            self._num_undrafted = int(1 / max(self._draft_frequency, 1 / limit))
         return self._num_undrafted
 
     def _can_multi_step(self) -> bool:
@@ -222,7 +228,7 @@ class _Session:
             tokens = yield request
             seconds_per_token = (perf_counter() - start_time) / len(tokens)
             if is_alone and len(tokens) > 1:
-                relative_cost = min(max(seconds_per_token / self._pass_seconds, 0.5), 1.0)
+                relative_cost = min(max(seconds_per_token / self._pass_seconds, 0.5), 2.0)
                 decoder.multi_step_cost += 0.1 * (relative_cost - decoder.multi_step_cost)
             if sequence.trace is not None:
                 for position, token in enumerate(tokens, sequence.length):
@@ -286,22 +292,38 @@ class _Session:
 
     def _pass_costs(self, num_others: int) -> list[float]:
         """The costs of passes with 0 to `max_drafts` drafts, including the rows of all other
-        sequences. Updated when `num_others` changes, and every 64 tokens."""
-        key = (num_others, self.sequence.length // 64)
+        sequences. Updated when `num_others` changes, and every `COST_TOKENS` tokens."""
+        key = (num_others, self.sequence.length // COST_TOKENS)
         if key != self._costs_key:
-            context = 64 * key[1] + 32
+            context = (self.sequence.length // COST_CONTEXT) * COST_CONTEXT + COST_CONTEXT // 2
             self._costs = self._decoder.pass_costs(self.cost_model, num_others, self.width, context)
             self._pass_seconds = self._costs[0]
             self._seconds_per_sequence = self._pass_seconds / (num_others + 1)
             if self._can_multi_step() and not num_others:  # plain decoding is multi-step then
                 self._costs[0] *= self._decoder.multi_step_cost
+                self._round_seconds = self._decoder.round_seconds
+                self._costs[1:] = [cost + self._round_seconds for cost in self._costs[1:]]
             self._min_useful_probability = min_useful_probability(self._costs, num_others)
             self._costs_key = key
         return self._costs
 
-    def record_draft_seconds(self, seconds: float) -> None:
-        """Update the moving average of the seconds spent on drafting and learning from drafts."""
-        self.draft_seconds += 0.1 * (seconds - self.draft_seconds)
+    def record_seconds(self, drafting: float, verification: float, num_drafts: int) -> None:
+        """Update the averages of the seconds that a draft takes, and of those that its round takes
+        beside the pass.
+
+        Args:
+            drafting: Seconds that the last draft took.
+            verification: Seconds from then to the end of its round.
+            num_drafts: Its tokens.
+        """
+        self.draft_seconds += 0.1 * (drafting - self.draft_seconds)
+        if self._can_multi_step() and not self.cost_model.num_others():
+            decoder = self._decoder
+            excess = verification - (self._costs[num_drafts] - self._round_seconds)
+            decoder.num_rounds += 1
+            rate = max(ROUND_RATE, 1 / decoder.num_rounds)
+            excess = min(max(excess, 0.0), self._pass_seconds)
+            decoder.round_seconds += rate * (excess - decoder.round_seconds)
 
 
 @register(
@@ -322,8 +344,8 @@ class _Session:
             " lower bounds",
             "a draft must gain 2 %; costs are measured while the engine runs, not profiled"
             " beforehand",
-            "between drafts a sequence that runs alone decodes up to four tokens per multi-step"
-            " burst; drafts are not searched for meanwhile",
+            "between drafts a sequence that runs alone decodes up to four tokens (eight if it is"
+            " sampled) per multi-step burst; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted whenever drafts can pay",
             "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
@@ -347,6 +369,8 @@ class Auto(Decoder):
         self.memory = memory
         self.acceptance = TokenExact()
         self.multi_step_cost = 1.0  # of a multi-step token, relative to a pass over one row
+        self.round_seconds = 0.0  # that a round with drafts takes beside its pass
+        self.num_rounds = 0  # measured ones
         self.clear()
 
     def clear(self) -> None:
@@ -396,14 +420,13 @@ class Auto(Decoder):
             if count := session.multi_step_count(tree):
                 yield from session.multi_step(count)
                 continue
-            draft_seconds = perf_counter() - start
+            draft_seconds, start = perf_counter() - start, perf_counter()
             round = yield from verify_tree(
                 sequence, tree, self.acceptance, draft_seconds, session.optional
             )
-            start = perf_counter()
             session.observe(round, root)
             if len(tree):
-                session.record_draft_seconds(draft_seconds + perf_counter() - start)
+                session.record_seconds(draft_seconds, perf_counter() - start, len(tree))
         self._learn(sequence.tokens)
 
     def _learn(self, answer: list[int]) -> None:
