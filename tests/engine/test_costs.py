@@ -97,7 +97,7 @@ def test_a_pass_corrects_the_costs_if_the_table_describes_it(
 ) -> None:
     plan: Any = SimpleNamespace(
         rows=Rows(num_rows),
-        output_spec=SimpleNamespace(logits=np.arange(num_logits)),
+        output_spec=SimpleNamespace(logits=np.arange(num_logits), copies=None),
         num_passes=num_passes,
     )
     with scripted_llm() as llm:

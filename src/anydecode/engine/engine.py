@@ -344,7 +344,7 @@ class Engine:
             for sequence in {request.sequence.root for request, _, _ in plan.scheduled}:
                 sequence.num_passes += plan.num_passes
             for request, _, count in plan.scheduled:
-                request.sequence.root.num_rows += count + plan.num_passes - 1
+                request.sequence.root.num_rows += count + plan.num_further_rows
         for request, scores in completed:
             job = self._owners.pop(request, None)
             if job is None:  # cancelled by a decoder that this loop has resumed

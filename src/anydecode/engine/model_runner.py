@@ -42,7 +42,8 @@ class Plan:
             the rows of its states in the hidden states of each layer.
         seconds: Duration of the pass, set after it.
         multi_step: The span with which the backend may run further steps, or None.
-        num_passes: Number of steps that the backend has run, one row each after the first.
+        num_passes: Number of steps that the backend has run.
+        num_further_rows: Rows of all steps but the first.
     """
 
     scheduled: list[ScheduledSpan]
@@ -55,11 +56,12 @@ class Plan:
     seconds: float = 0.0
     multi_step: MultiStepSpan | None = None
     num_passes: int = 1
+    num_further_rows: int = 0
 
     @property
     def num_rows(self) -> int:
         """Number of rows computed, including those of further steps."""
-        return len(self.rows) + self.num_passes - 1
+        return len(self.rows) + self.num_further_rows
 
 
 @dataclass(eq=False)
@@ -203,11 +205,16 @@ class ModelRunner:
             return
         is_draft, num_steps = span.min_probability is not None, 1 + span.reserved
         if not is_draft:
-            num_steps = min(num_steps, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_row))
+            max_passes = max(1, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_row))
+            if span.copies is None:
+                num_steps = min(num_steps, max_passes)
+            else:
+                span.copies.max_passes = min(max_passes, num_steps)
         if num_steps > 1 and (is_draft or len(plan.rows) == 1):
             plan.multi_step = span
             spec.num_steps, spec.end_tokens = num_steps, span.end_tokens
             spec.probabilities, spec.min_probability = is_draft, span.min_probability or 0.0
+            spec.copies = span.copies
 
     def run(self, plan: Plan) -> Output:
         """Run the pass. May be called on another thread."""
@@ -225,7 +232,10 @@ class ModelRunner:
         if plan.multi_step is not None:
             plan.multi_step.multi_step_tokens = output.sampled
             plan.multi_step.probabilities = output.probabilities
-            plan.num_passes = max(1, len(output.sampled))
+            copies = plan.output_spec.copies
+            rows = copies.rows if copies is not None else []
+            plan.num_passes = len(rows) or max(1, len(output.sampled))
+            plan.num_further_rows = sum(rows) - 1 if rows else plan.num_passes - 1
         if plan.num_rows == plan.num_passes:
             self._seconds_per_row = plan.seconds / plan.num_passes
         self.num_passes += plan.num_passes

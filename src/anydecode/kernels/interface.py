@@ -387,6 +387,59 @@ class SampleSpec(NamedTuple):
     position: int = 0
 
 
+class CopyText(NamedTuple):
+    """A text that drafts are copied from.
+
+    Attributes:
+        tokens: Token ids, int32 `[capacity]`; -1 separates texts, and is not copied.
+        length: How many of them are the text's.
+        position: What follows the match is at this index.
+        match: Number of tokens before `position` that equal the last ones of the generated text; 0:
+            none.
+        chances: The probability that the token after a match of n tokens is right, float64
+            `[MAX_MATCH + 1]`; longer matches have the last one.
+    """
+
+    tokens: np.ndarray
+    length: int
+    position: int
+    match: int
+    chances: np.ndarray
+
+
+#: Limits of copied drafts: tokens per pass, and the longest match with a probability of its own.
+MAX_COPIED, MAX_MATCH = 32, 64
+
+
+@dataclass(eq=False)
+class CopiedDrafts:
+    """Drafts that a backend may copy from texts in the steps of a multi-step pass.
+
+    Each step scores the last token and the draft that gives the most expected tokens per second,
+    and keeps the draft's tokens that equal the samples. So the tokens are those without drafts.
+
+    Attributes:
+        texts: The texts; the first is the one that generation continues, whose array has room for
+            the sampled tokens.
+        costs: Seconds of a pass with 0, 1, ... drafts, float64 `[1 to MAX_COPIED + 1]`.
+        min_gain: The least gain of a draft over a pass without one, as a factor.
+        min_probability: The least probability with which all tokens of a draft are right.
+        max_passes: Maximum number of passes.
+        rows: Result: the rows of each pass; empty where the backend copies no drafts.
+        seconds: Result: the duration of each pass.
+        drafts: Result: the draft of each pass.
+    """
+
+    texts: list[CopyText]
+    costs: np.ndarray
+    min_gain: float
+    min_probability: float
+    max_passes: int = 1
+    rows: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class OutputSpec:
     """The requested outputs of a pass.
@@ -400,7 +453,8 @@ class OutputSpec:
     pass over the sampled token at the next position, whose slot is in the table, sample again, and
     so on, until it has sampled `num_steps` tokens or one of `end_tokens`, or until the product of
     the tokens' probabilities is below `min_probability`. With `probabilities`, these (at
-    temperature 1) are returned.
+    temperature 1) are returned. With `copies`, a pass over a single row may have drafts in each
+    step.
     """
 
     logits: np.ndarray  # int32 row indices
@@ -410,6 +464,7 @@ class OutputSpec:
     end_tokens: frozenset[int] = frozenset()
     probabilities: bool = False
     min_probability: float = 0.0
+    copies: CopiedDrafts | None = None
 
 
 @dataclass(eq=False)

@@ -111,6 +111,28 @@ class SampleSpec(ctypes.Structure):
     ]
 
 
+class CopyText(ctypes.Structure):
+    """A text that drafts are copied from, and the match in it."""
+
+    _fields_ = [
+        ("tokens", pointer),
+        *((name, c_int64) for name in ("length", "position")),
+        *((name, c_int32) for name in ("match", "reserved")),
+        ("chances", pointer),
+    ]
+
+
+class Copying(ctypes.Structure):
+    """Copied drafts of a multi-step pass, and the passes that it has run."""
+
+    _fields_ = [
+        *((name, pointer) for name in ("texts", "costs")),
+        *((name, c_double) for name in ("min_gain", "min_probability")),
+        *((name, c_int32) for name in ("num_texts", "max_drafts", "max_passes", "num_passes")),
+        *((name, pointer) for name in ("rows", "seconds", "drafts")),
+    ]
+
+
 class Pass(ctypes.Structure):
     """The arguments of one pass."""
 
@@ -143,6 +165,7 @@ class Pass(ctypes.Structure):
         *((name, pointer) for name in ("recurrent_inputs", "states", "scan_start", "scan_first")),
         *((name, pointer) for name in ("scan_slots", "scan_rows", "scan_saves")),
         *((name, c_int32) for name in ("num_runs", "scan_lead", "vocab_size", "carries_states")),
+        ("copying", pointer),
     ]
 
 

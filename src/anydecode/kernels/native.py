@@ -14,6 +14,7 @@ import numpy as np
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import CACHE_FORMATS, new_cache
+from anydecode.kernels.copying import BoundCopies
 from anydecode.kernels.interface import (
     Adapter,
     Attention,
@@ -232,6 +233,9 @@ class NativeExecutor:
             return self._run_parts(rows, cache, output_spec)
         if cache.inputs:
             self._begin_states(rows, cache)
+        if output_spec.copies is not None:
+            self._select_program(rows)
+            self._reserve(len(output_spec.copies.costs), len(output_spec.copies.costs))
         self._bind(rows, cache, None)
         self._pass.embed = 1
         self._set_inputs(rows.inputs, count)
@@ -246,6 +250,9 @@ class NativeExecutor:
         probabilities: list[float] = []
         if num_steps > 1:
             self._bind_multi_step(num_steps, output_spec)
+        copies = output_spec.copies if num_steps > 1 and self.copies_drafts else None
+        bound = None if copies is None else BoundCopies(copies, num_steps)
+        self._pass.copying = None if bound is None else bound.address
         self._call(start, stop, output_spec.logits, captures, len(samples), num_steps)
         sampled = [specs[i].token for i in range(len(samples))]
         if num_steps > 1:
@@ -253,10 +260,18 @@ class NativeExecutor:
             sampled = sampled[: sampled.index(-1)] if -1 in sampled else sampled
             if output_spec.probabilities:
                 probabilities = self._step_probabilities[: len(sampled)].tolist()
+            if bound is not None:
+                bound.store()
             if self._states is not None and len(sampled) > 1:
                 slot = rows.tables[rows.table[-1]][rows.positions[-1] + len(sampled) - 1]
                 cache.states.move(self._states.last_state, int(slot))
         return Output(self._logits(len(output_spec.logits)), hidden, sampled, probabilities)
+
+    @property
+    def copies_drafts(self) -> bool:
+        """Whether the steps of a multi-step pass may have copied drafts (`OutputSpec.copies`)."""
+        has_states = bool(self.program.recurrences) or self._reads_states
+        return self._can_continue and not has_states and not self._pass.head_tokens
 
     def _bind_multi_step(self, num_steps: int, output_spec: OutputSpec) -> None:
         p, end_tokens = self._pass, output_spec.end_tokens

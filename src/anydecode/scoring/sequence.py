@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.interface import STORE_ONLY
+from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.sequence_data import TARGET, SequenceData
@@ -41,6 +41,7 @@ class Sequence(SequenceData):
         parallel: int = 0,
         extra_tokens: int = 0,
         min_probability: float | None = None,
+        copies: CopiedDrafts | None = None,
         companions: bool = True,
     ) -> ScoreRequest:
         """Returns a request that appends `tokens` to the cache as a causal chain and scores them.
@@ -59,6 +60,7 @@ class Sequence(SequenceData):
                 tokens is needed of them.
             min_probability: For a draft: the backend stops when the product of the probabilities
                 of the tokens that it has sampled is below this.
+            copies: With `extra_tokens`: drafts that the backend may copy in its steps.
             companions: Whether to score the companion prompts too.
 
         Raises:
@@ -93,6 +95,7 @@ class Sequence(SequenceData):
                 extra_tokens=extra_tokens,
                 end_tokens=end_tokens,
                 min_probability=min_probability,
+                copies=copies,
             )
         )
         span.variant = parallel
@@ -266,9 +269,25 @@ class Sequence(SequenceData):
             self, runner, [spans], row_positions, self._chain_parents(row_positions), row_tokens
         )
 
-    def multi_step(self, count: int) -> MultiStep:
-        """Returns an action that samples and scores up to `count` tokens in one go."""
-        return MultiStep(self, count, lambda tokens, extra: self.score(tokens, extra_tokens=extra))
+    def multi_step(self, count: int, copies: CopiedDrafts | None = None) -> MultiStep:
+        """Returns an action that samples and scores up to `count` tokens in one go.
+
+        Args:
+            count: Maximum number of tokens.
+            copies: Drafts that the backend may copy meanwhile, in a single request.
+        """
+        return MultiStep(
+            self,
+            count,
+            lambda tokens, extra: self.score(tokens, extra_tokens=extra, copies=copies),
+            has_copies=copies is not None,
+        )
+
+    @property
+    def copies_drafts(self) -> bool:
+        """Whether the target's backend copies drafts in multi-step passes (see `multi_step`)."""
+        executor = getattr(self.kv_cache().pool.model, "executor", None)
+        return getattr(executor, "copies_drafts", False)
 
     def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, runner: str = TARGET) -> int:
         """Keep the nodes of `path` of a verified tree, drop the others, and emit `tokens`.

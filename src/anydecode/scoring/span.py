@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anydecode.kernels.interface import STORE_ONLY, Rows
+from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts, Rows
 from anydecode.memory.pool import PoolFull
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
@@ -185,6 +185,7 @@ class MultiStepSpan(ChainSpan):
         end_tokens: Tokens after which the backend stops.
         min_probability: Of a draft, None of others: the backend also stops when the product of the
             tokens' probabilities is below it, and continues after any number of rows.
+        copies: Drafts that the backend may copy in its steps.
 
     Attributes:
         multi_step_tokens: Set after the pass: all sampled tokens. The last one is not scored.
@@ -194,6 +195,7 @@ class MultiStepSpan(ChainSpan):
     extra_tokens: int = 0
     end_tokens: frozenset[int] = frozenset()
     min_probability: float | None = None
+    copies: CopiedDrafts | None = None
     multi_step_tokens: list[int] = field(default_factory=list, init=False)
     probabilities: list[float] = field(default_factory=list, init=False)
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 #: Separates texts in an index of several; no token has this id.
 SEPARATOR = -1
 
@@ -26,6 +28,7 @@ class NgramIndex:
 
     def __init__(self, sizes: Iterable[int], *, keep_first: bool = False) -> None:
         self.tokens: list[int] = []
+        self._array, self._num_copied = np.empty(0, np.int32), 0
         self._keep_first = keep_first
         # By size: the function that returns the n-gram at the end of a text, and the ends.
         self._tables: list[tuple[int, itemgetter[Any], dict[Any, int]]] = [
@@ -34,6 +37,17 @@ class NgramIndex:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def array(self, room: int = 0) -> np.ndarray:
+        """The tokens as int32, and at least `room` unused numbers behind them. The same memory
+        until it is too small."""
+        end, first = len(self.tokens), self._num_copied
+        if end + room > len(self._array):
+            self._array = np.empty(2 * (end + room), np.int32)
+            first = 0
+        self._array[first:end] = self.tokens[first:]
+        self._num_copied = end
+        return self._array
 
     def append(self, token: int) -> None:
         """Append one token."""

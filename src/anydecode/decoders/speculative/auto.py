@@ -12,14 +12,17 @@ second than the others are expected to.
 `draft_sources.py` has the sources, `draft_choice.py` the choice.
 
 The cost includes the rows of every running sequence, so drafts must pay for slowing the others
-down. Between drafts it decodes as the method `multi-step` does, several tokens per multi-step
-burst. Where no draft can pay, none is searched for. Tokens forced by a constraint are drafted
-first, since they are always accepted."""
+down. Where the backend can, a sequence that runs alone has its copies drafted and verified within
+multi-step bursts (`kernels/interface.py: CopiedDrafts`), which cost nothing but their rows. Else
+drafts alternate with bursts as of the method `multi-step`. Where no draft can pay, none is searched
+for. Tokens forced by a constraint are drafted first, since they are always accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from time import perf_counter
+
+import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.drafts import constraint_state, pruned
@@ -28,6 +31,7 @@ from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
 from anydecode.decoders.framework.speculation import Proposal, SpeculationRound, verify_tree
 from anydecode.decoders.speculative.draft_choice import (
+    MIN_GAIN,
     MIN_PROBABILITY,
     CandidateTree,
     best_count,
@@ -50,6 +54,7 @@ from anydecode.decoders.speculative.draft_sources import (
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.interface import MAX_COPIED, CopiedDrafts
 from anydecode.scoring.cost import CostModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -76,6 +81,8 @@ MAX_MODEL_DRAFTS = 8
 MODEL_INTERVAL = 64
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
+#: Maximum number of tokens of a burst in which the backend drafts.
+MAX_BURST_TOKENS = 64
 _EMPTY_TREE = TokenTree()
 
 
@@ -109,6 +116,12 @@ class _Session:
         self.optional: list[float] = []  # the probabilities of the last draft's nodes
         self._awaits_states = False  # the next pass computes the states that the draft model reads
         self._allows_multi_step = sequence.end_tokens is not None
+        self._copies_drafts = (
+            sequence.copies_drafts
+            and self.width == 1
+            and sequence.sampler.is_temperature_only
+            and self.model is None
+        )
         self._costs = [0.0]
         self._pass_seconds = 0.0  # seconds of a pass without a draft
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
@@ -217,6 +230,56 @@ class _Session:
         one, and passes are too short to learn from their logits."""
         return self._allows_multi_step and self._seconds_per_sequence < MIN_PASS_SECONDS
 
+    def can_copy(self) -> bool:
+        """Whether the backend can draft by itself in multi-step bursts: the sequence runs alone,
+        and nothing but copies is drafted."""
+        sequence = self.sequence
+        return (
+            self._copies_drafts
+            and bool(sequence.tokens)
+            and not self.cost_model.num_others()
+            and sequence.length - sequence.kv_cache().length == 1
+            and self._can_multi_step()
+        )
+
+    def copy_in_burst(self) -> Decoding:
+        """Generate tokens in a multi-step burst, with drafts that the backend copies."""
+        sequence, decoder = self.sequence, self._decoder
+        costs = self._pass_costs(0)[: min(sequence.remaining, MAX_COPIED + 1)]
+        self._catch_up()
+        room = min(MAX_BURST_TOKENS, sequence.remaining)
+        texts = [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
+        steps = [cost - self._round_seconds for cost in costs]  # a round is a step of the burst
+        steps[0] = costs[0]
+        steps[1:] = [step + costs[0] - self._pass_seconds for step in steps[1:]]
+        copies = CopiedDrafts(
+            [text for text in texts if text.length], np.array(steps), MIN_GAIN, MIN_PROBABILITY
+        )
+        start_time = perf_counter()
+        request = sequence.multi_step(room, copies)
+        tokens = yield request
+        seconds = perf_counter() - start_time
+        if copies.rows and not self.cost_model.num_others():
+            extra = sum(steps[rows - 1] - steps[0] for rows in copies.rows)
+            decoder.record_step((seconds - extra) / len(copies.rows), self._pass_seconds)
+        if sequence.trace is not None:
+            self._trace_burst(tokens, copies)
+        sequence.emit(tokens, request.sampler)
+
+    def _trace_burst(self, tokens: Seq[int], copies: CopiedDrafts) -> None:
+        """Record each step of a burst."""
+        tokens, position = list(tokens), self.sequence.length
+        for draft, seconds in zip(copies.drafts, copies.seconds, strict=True):
+            count = 0
+            while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
+                count += 1
+            tree = TokenTree(
+                draft, list(range(-1, len(draft) - 1)), sources=["copy"] * len(draft) or None
+            )
+            facts = {"position": position, "draft_seconds": 0.0, "verify_seconds": seconds}
+            self.sequence.record(tree, list(range(count)), tokens[: count + 1], **facts)
+            position, tokens = position + count + 1, tokens[count + 1 :]
+
     def multi_step(self, count: int) -> Decoding:
         """Generate `count` tokens without drafts: in one burst if the sequence runs alone and the
         backend supports it, else one token per pass."""
@@ -228,8 +291,7 @@ class _Session:
             tokens = yield request
             seconds_per_token = (perf_counter() - start_time) / len(tokens)
             if is_alone and len(tokens) > 1:
-                relative_cost = min(max(seconds_per_token / self._pass_seconds, 0.5), 2.0)
-                decoder.multi_step_cost += 0.1 * (relative_cost - decoder.multi_step_cost)
+                decoder.record_step(seconds_per_token, self._pass_seconds)
             if sequence.trace is not None:
                 for position, token in enumerate(tokens, sequence.length):
                     facts = {
@@ -344,8 +406,11 @@ class _Session:
             " lower bounds",
             "a draft must gain 2 %; costs are measured while the engine runs, not profiled"
             " beforehand",
-            "between drafts a sequence that runs alone decodes up to four tokens (eight if it is"
-            " sampled) per multi-step burst; drafts are not searched for meanwhile",
+            "the kernels choose the drafts of a sequence that runs alone within multi-step bursts,"
+            " if they are copies and the sampler has no more than a temperature: chains of the most"
+            " probable source",
+            "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
+            " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted whenever drafts can pay",
             "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
@@ -408,6 +473,11 @@ class Auto(Decoder):
         self._costs[key] = ((uses + 1) % COSTS_USES, costs)
         return list(costs)
 
+    def record_step(self, seconds: float, pass_seconds: float) -> None:
+        """Record the duration of a step of a multi-step burst, relative to a pass over one row."""
+        relative_cost = min(max(seconds / pass_seconds, 0.5), 2.0)
+        self.multi_step_cost += 0.1 * (relative_cost - self.multi_step_cost)
+
     @property
     def num_bytes(self) -> int:
         return _BYTES_PER_TOKEN * (len(self.past) + len(self.successors))
@@ -415,6 +485,9 @@ class Auto(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         session = _Session(sequence, self)
         while not sequence.finished:
+            if session.can_copy():
+                yield from session.copy_in_burst()
+                continue
             start, root = perf_counter(), sequence.length - 1
             tree = yield from session.draft()
             if count := session.multi_step_count(tree):

@@ -9,11 +9,14 @@ from math import sqrt
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.framework.speculation import SpeculationRound
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.match_cursor import MatchCursor
 from anydecode.decoders.speculative.successors import Successors
+from anydecode.kernels.interface import CopyText
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
@@ -47,6 +50,10 @@ _CLASS = [
     max(i for i, low in enumerate(MATCH_LENGTHS) if low <= max(n, 1))
     for n in range(MATCH_LENGTHS[-1])
 ]
+
+
+#: The classes of all match lengths that backends tell apart.
+_CLASSES = [*_CLASS, len(MATCH_LENGTHS) - 1]
 
 
 def class_of(length: int) -> int:
@@ -99,6 +106,13 @@ class CopySource:
         are accepted; 0 without a match."""
         length = self.cursor.length
         return self.rates[class_of(length + depth)] if length else 0.0
+
+    def as_text(self, room: int = 0) -> CopyText:
+        """The history, the match in it and the acceptance probabilities, as backends copy them;
+        with `room` for so many tokens."""
+        cursor, history = self.cursor, self.cursor.history
+        chances = np.array([self.rates[kind] for kind in _CLASSES])
+        return CopyText(history.array(room), len(history), cursor.position, cursor.length, chances)
 
     def read(self, text: list[int], scored: bool) -> None:
         """Move on to `text`. With `scored`, its last token came from the model and counts for the

@@ -1,10 +1,12 @@
 /* The exported functions: selection of a variant, and passes, products and sampling with it. */
 #include "check.h"
+#include "copying.h"
 #include "plan.h"
 #include "threads.h"
 
 #include <math.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -309,9 +311,83 @@ static int multi_step(const Pass *pass, int threads) {
   }
 }
 
+static double now(void) {
+  struct timespec time;
+  timespec_get(&time, TIME_UTC);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Run passes over the last token and copied drafts, and keep the drafts that equal the samples, up
+ * to num_steps tokens or max_passes passes. The logits of the last token kept are the first row. */
+static int copying_steps(const Pass *pass, int threads) {
+  enum { ROWS = MAX_COPIED + 1 };
+  static const int32_t zeros[ROWS];
+  Copying *copying = pass->copying;
+  int32_t tokens[ROWS], positions[ROWS], slots[ROWS], tables[ROWS], prefixes[ROWS];
+  int32_t adapters[ROWS], logit_rows[ROWS], table = *pass->table, base = *pass->positions;
+  int32_t *drafts = copying->drafts;
+  SampleSpec specs[ROWS];
+  Pass next = *pass;
+  next.num_captures = 0;
+  next.tokens = tokens;
+  next.positions = positions;
+  next.slots = slots;
+  next.table = tables;
+  next.prefix = prefixes;
+  next.tail_start = next.tail_length = zeros;
+  next.logit_rows = logit_rows;
+  next.samples = specs;
+  if (pass->adapters) next.adapters = adapters;
+  tokens[0] = *pass->tokens;
+  for (int step = 0;;) {
+    int64_t room = pass->table_length[table] - base - 1;
+    int max = pass->num_steps - step - 1;
+    if (max > copying->max_drafts) max = copying->max_drafts;
+    if (room < 0) return ERROR_TABLE;
+    if (max > room) max = (int)room;
+    int count = choose_draft(copying, max, tokens + 1), rows = count + 1, kept = 0;
+    for (int i = 0; i < rows; i++) {
+      positions[i] = base + i;
+      prefixes[i] = base + i + 1;
+      slots[i] = pass->tables[table][base + i];
+      tables[i] = table;
+      adapters[i] = pass->adapters ? *pass->adapters : -1;
+      logit_rows[i] = i;
+      specs[i] = *pass->samples;
+      specs[i].counter[0] += (uint32_t)(step + i);
+      specs[i].row = i;
+    }
+    next.num_rows = next.num_logits = next.num_samples = rows;
+    double start = now();
+    int problem = run_once(&next, threads);
+    if (problem) return problem;
+    for (int i = 0; i < count; i++) *drafts++ = tokens[1 + i];
+    copying->rows[copying->num_passes] = rows;
+    copying->seconds[copying->num_passes++] = now() - start;
+    for (;; kept++) {
+      int32_t token = specs[kept].token;
+      pass->multi_step_tokens[step++] = token;
+      read_token(copying, token);
+      int ends = is_end_token(pass, token) || step == pass->num_steps;
+      int is_last = kept == count || token != tokens[kept + 1];
+      if (ends || (is_last && copying->num_passes == copying->max_passes)) {
+        if (step < pass->num_steps) pass->multi_step_tokens[step] = -1;
+        if (kept)
+          memcpy(pass->logits, pass->logits + (int64_t)kept * pass->head_size,
+                 sizeof(float) * pass->head_size);
+        return OK;
+      }
+      if (is_last) break;
+    }
+    base += kept + 1;
+    tokens[0] = specs[kept].token;
+  }
+}
+
 /* Run one pass over a slice of a program, or num_steps passes in sequence (see
  * Pass.multi_step_tokens). Returns OK, or the first problem (enum Error). */
 EXPORT int anydecode_run(const Pass *pass, int threads) {
+  if (pass->num_steps > 1 && pass->copying) return copying_steps(pass, threads);
   int problem = run_once(pass, threads);
   return problem || pass->num_steps < 2 ? problem : multi_step(pass, threads);
 }

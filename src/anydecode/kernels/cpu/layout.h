@@ -122,6 +122,30 @@ typedef struct {
   int64_t token;
 } BestToken;
 
+enum { MAX_COPIED = 32, MAX_MATCH = 64 };
+
+/* A text that drafts are copied from. What generation continues has just matched the `match` tokens
+ * before `position` (0: none). */
+typedef struct {
+  int32_t *tokens; /* [length]; the first text has room for the tokens of a pass */
+  int64_t length, position;
+  int32_t match, reserved;
+  /* The probability that the token after a match of so many tokens is right, [MAX_MATCH + 1]. */
+  const double *chances;
+} CopyText;
+
+/* Copied drafts of a multi-step pass; see copying.h. */
+typedef struct {
+  CopyText *texts; /* the first is the one that generation continues; it grows */
+  const double *costs; /* seconds of a pass with 0 to max_drafts drafts */
+  double min_gain, min_probability;
+  int32_t num_texts, max_drafts, max_passes;
+  int32_t num_passes; /* result, as are the following */
+  int32_t *rows;      /* of each pass */
+  double *seconds;    /* of each pass */
+  int32_t *drafts;    /* of all passes in order, [max_passes * max_drafts] */
+} Copying;
+
 typedef struct {
   const Op *ops;
   int32_t num_prologue, first, last, head, num_ops; /* ops: prologue, layers, head */
@@ -164,6 +188,7 @@ typedef struct {
   int32_t num_runs, scan_lead;
   int32_t vocab_size;
   int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
+  Copying *copying; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
 } Pass;
 
 /* A block of 32 quantised activations: x = scale * q, scaled_sum = scale * (low + high). */

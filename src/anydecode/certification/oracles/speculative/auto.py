@@ -158,10 +158,13 @@ def _company(temperature: float) -> Iterator[Check]:
             if costs == "low":
                 llm.cost_model = BatchCosts(lambda n, _: 0.001 + 1e-5 * n, llm)
             bursts: list[int] = []
+            copied: list[int] = []
             widths: list[int] = []
 
             def on_pass(plan: Plan, seconds: float) -> None:
                 bursts.append(plan.num_passes)  # noqa: B023
+                copies = plan.output_spec.copies
+                copied.extend(copies.rows if copies is not None else ())  # noqa: B023
                 widths.append(len(llm.engine.running))  # noqa: B023
 
             llm.engine.on_pass = on_pass
@@ -178,11 +181,16 @@ def _company(temperature: float) -> Iterator[Check]:
         if costs == "default":  # those of a large model: drafts are rare, and there are no bursts
             continue
         yield Check(f"drafts in company, {where}", num_drafts > 0, f"{num_drafts}")
-        name = f"several tokens per multi-step burst, {where}"
+        name, copying = (
+            f"several passes per multi-step burst, {where}",
+            f"drafts in bursts, {where}",
+        )
         if is_native:
-            yield Check(name, max(bursts) > 1, f"up to {max(bursts)} tokens")
+            yield Check(name, max(bursts) > 1, f"up to {max(bursts)} passes")
+            yield Check(copying, max(copied) > 1, f"up to {max(copied) - 1} drafts in a pass")
         else:
-            yield Check(name, None, f"{NOT_RUN}: needs the kernels, which cannot be built here")
+            for missing in (name, copying):
+                yield Check(missing, None, f"{NOT_RUN}: needs the kernels, which cannot be built")
 
 
 def _side_by_side(llm: LLM, temperature: float) -> tuple[list[list[int]], int]:

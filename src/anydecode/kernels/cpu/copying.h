@@ -1,0 +1,99 @@
+/* Drafts that are copied from texts, between the steps of a multi-step pass. They follow the rule of
+ * decoders/speculative/match_cursor.py: a match is followed as long as it is right; else the last
+ * occurrence of the longest of the last 4, 2 or 1 tokens is taken. */
+#ifndef ANYDECODE_COPYING_H
+#define ANYDECODE_COPYING_H
+
+#include "layout.h"
+
+enum { LONG_MATCH = 4, MAX_EXTENDED = 20, SEARCH_BLOCK = 64 };
+/* A search reads so many of the last tokens of a text, which takes some 10 microseconds. */
+enum { MAX_SEARCHED = 1 << 15 };
+
+static int has_token(const int32_t *tokens, int count, int32_t token) {
+  int found = 0;
+  for (int i = 0; i < count; i++) found |= tokens[i] == token;
+  return found;
+}
+
+/* How many tokens before `end` in `tokens` equal the last of `text`, up to `max`. */
+static int match_length(const int32_t *tokens, int64_t end, const int32_t *text, int64_t length,
+                        int max) {
+  int n = 0;
+  while (n < max && n < end && n < length && tokens[end - 1 - n] == text[length - 1 - n]) n++;
+  return n;
+}
+
+/* Search `text` for the end of `of`, where a token follows. */
+static void find_match(CopyText *text, const CopyText *of) {
+  int32_t last = of->tokens[of->length - 1];
+  int best = 0;
+  int64_t position = 0, first = text->length > MAX_SEARCHED ? text->length - MAX_SEARCHED : 0;
+  for (int64_t stop = text->length - 1; stop > first && best < LONG_MATCH; stop -= SEARCH_BLOCK) {
+    int64_t start = stop - first > SEARCH_BLOCK ? stop - SEARCH_BLOCK : first;
+    if (!has_token(text->tokens + start, (int)(stop - start), last)) continue;
+    for (int64_t end = stop; end > start && best < LONG_MATCH; end--) {
+      if (text->tokens[end - 1] != last) continue;
+      int n = match_length(text->tokens, end, of->tokens, of->length, LONG_MATCH);
+      n = n < LONG_MATCH && n > 2 ? 2 : n; /* as an index of 4, 2 and 1 tokens finds */
+      if (n > best) {
+        best = n;
+        position = end;
+      }
+    }
+  }
+  if (best > 1)
+    best = match_length(text->tokens, position, of->tokens, of->length, MAX_EXTENDED);
+  if (best > text->match) {
+    text->match = best;
+    text->position = position;
+  }
+}
+
+/* Append a generated token to the first text, and move the matches of all texts on. */
+static void read_token(Copying *copying, int32_t token) {
+  CopyText *own = copying->texts;
+  for (int i = 0; i < copying->num_texts; i++) {
+    CopyText *text = copying->texts + i;
+    if (text->match && text->position < text->length && text->tokens[text->position] == token) {
+      text->position++;
+      text->match++;
+    } else {
+      text->match = 0;
+    }
+  }
+  own->tokens[own->length++] = token;
+  for (int i = 0; i < copying->num_texts; i++)
+    if (copying->texts[i].match < LONG_MATCH) find_match(copying->texts + i, own);
+}
+
+INLINE double chance_of(const CopyText *text, int depth) {
+  int length = text->match + depth;
+  return text->match ? text->chances[length < MAX_MATCH ? length : MAX_MATCH] : 0.0;
+}
+
+/* Copy the draft, of up to `max` tokens, that gives the most tokens per second. Returns its
+ * length. */
+static int choose_draft(const Copying *copying, int max, int32_t *draft) {
+  const CopyText *text = copying->texts;
+  for (int i = 1; i < copying->num_texts; i++)
+    if (chance_of(copying->texts + i, 0) > chance_of(text, 0)) text = copying->texts + i;
+  int64_t period = text->length - text->position;
+  double expected = 1.0, probability = 1.0, best = copying->min_gain / copying->costs[0];
+  int count = 0;
+  if (!text->match || period < 1) return 0;
+  for (int n = 0; n < max; n++) {
+    int32_t token = text->tokens[text->position + n % period];
+    probability *= chance_of(text, n);
+    if (token < 0 || probability < copying->min_probability) break;
+    draft[n] = token;
+    expected += probability;
+    if (expected > best * copying->costs[n + 1]) {
+      best = expected / copying->costs[n + 1];
+      count = n + 1;
+    }
+  }
+  return count;
+}
+
+#endif
