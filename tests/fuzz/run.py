@@ -55,15 +55,21 @@ def resident_bytes() -> int:
 
 
 def unlimited_bytes() -> int:
-    """Resident memory of this process without what its caches keep within limits, and without the
-    free memory that the allocator keeps: values of many sizes that caches replace leave gaps."""
+    """Memory of this process without what its caches keep within limits, and without the free
+    memory that the allocator keeps: values of many sizes that caches replace leave gaps."""
     from anydecode.constraints.byte_cache import cached_bytes
 
+    library = ctypes.CDLL(None)
     try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):  # another C library
-        pass
-    return resident_bytes() - cached_bytes()
+        allocated = library.__sanitizer_get_current_allocated_bytes
+    except AttributeError:  # without AddressSanitizer, which returns no memory to the system
+        try:
+            library.malloc_trim(0)
+        except (AttributeError, OSError):  # another C library
+            pass
+        return resident_bytes() - cached_bytes()
+    allocated.restype = ctypes.c_size_t
+    return int(allocated()) - cached_bytes()
 
 
 def peak_bytes() -> int:
