@@ -61,7 +61,7 @@ class _ChatAnswer:
     def response(self, generations: list[Generation]) -> dict[str, Any]:
         """The response object of finished generations, without streaming."""
         return {
-            **self.service.head("chat.completion", "chatcmpl"),
+            **self.service.head("chat.completion", "chatcmpl", self.body.model),
             "choices": [self._choice(index, one) for index, one in enumerate(generations)],
             "usage": self.chat_run.usage(),
             **self._prompt_logprobs(),
@@ -76,7 +76,7 @@ class _ChatAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream."""
-        head = self.service.head("chat.completion.chunk", "chatcmpl")
+        head = self.service.head("chat.completion.chunk", "chatcmpl", self.body.model)
         stream_options = self.body.stream_options
         has_counts = stream_options is not None and stream_options.continuous_usage_stats
         opening = self._opening(head)

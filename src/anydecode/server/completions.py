@@ -125,7 +125,7 @@ class _CompletionAnswer:
                 | self._prompt_logprobs(index)
             )
         return {
-            **self.service.head("text_completion", "cmpl"),
+            **self.service.head("text_completion", "cmpl", self.body.model),
             "choices": choices,
             "usage": usage(self.run),
             "anydecode": extension(generations, self.service.tokenizer, self.body),
@@ -133,7 +133,7 @@ class _CompletionAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream."""
-        head = self.service.head("text_completion", "cmpl")
+        head = self.service.head("text_completion", "cmpl", self.body.model)
         stream_options = self.body.stream_options
         active = set(range(len(self.run.choices)))
         echoes = [self._echo(index) for index in sorted(active)]

@@ -195,13 +195,13 @@ class Service:
             return AfterReasoning(constraint, opening, closing, is_open)
         return constraint
 
-    def head(self, kind: str, prefix: str) -> dict[str, Any]:
-        """The fields that every response object starts with."""
+    def head(self, kind: str, prefix: str, model: str | None) -> dict[str, Any]:
+        """The fields that every response object starts with; `model` is that of the request."""
         return {
             "id": f"{prefix}-{uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": self.settings.name,
+            "model": model or self.settings.name,
         }
 
     def _on_end(self, run: ServerRun, state: dict[str, Any]) -> None:
