@@ -121,6 +121,29 @@ def test_copies_stop_and_continue_like_the_first() -> None:
         assert [one.text for one in rest.samples] == [one.text for one in whole.samples]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "constraint": JsonSchema(
+                {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+            )
+        },
+        {"banned_strings": ["e", "t"]},
+    ],
+    ids=["validated", "banned"],
+)
+def test_copies_have_text_that_was_held_back(options: dict[str, Any]) -> None:
+    with toy_llm() as llm:
+        one = llm.generate("a", max_tokens=30, **options)
+        both = llm.generate("a", n=2, max_tokens=30, **options).samples
+        assert (
+            one.text
+            and [(each.text, each.finish_reason) for each in both]
+            == [(one.text, one.finish_reason)] * 2
+        )
+
+
 def test_an_error_of_the_first_is_one_of_all_copies() -> None:
     with toy_llm() as llm:
         with pytest.raises(ConstraintError):
