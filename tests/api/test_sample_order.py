@@ -25,6 +25,16 @@ def short_llm(seed: int = 1) -> LLM:
     return LLM(short_model(seed), tokenizer=ShortTokenizer(), cache_positions=1024)
 
 
+class Nothing:
+    def mask(self) -> np.ndarray:
+        return np.zeros(259, bool)
+
+    def fork(self) -> Nothing:
+        return self
+
+    def advance(self, token: int) -> None: ...
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_texts_of_one_search_best_first(temperature: float) -> None:
     options: dict[str, Any] = {"decoder": "beam", "max_tokens": 6, "temperature": temperature}
@@ -66,7 +76,7 @@ def test_log_probabilities_of_a_search_are_those_of_its_text() -> None:
         ({"decoder": "beam", "n": 5}, "keeps 4 texts"),
         ({"decoder": "contrastive-search", "temperature": 1.0}, "always generates the same text"),
         ({"sampler": "momentum", "temperature": 1.0}, "always generates the same text"),
-        ({}, "at temperature 0 all samples would be the same"),
+        ({"first_finish": 1}, "at temperature 0: all samples are the same"),
         ({"decoder": "beam", "first_finish": 1}, "texts finish together"),
         (
             {"decoder": "beam", "constraint": JsonSchema({"type": "array", "uniqueItems": True})},
@@ -81,16 +91,67 @@ def test_several_texts_where_there_is_one_are_refused(
         llm.generate("a", **{"n": 2, **options})
 
 
+@pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup"])
+def test_samples_at_temperature_0_are_copies_of_one(decoder: str) -> None:
+    with toy_llm() as llm:
+        runner = llm.engine.runners["target"]
+        one = llm.generate("the cat", decoder=decoder, logprobs=1, max_tokens=12)
+        rows = runner.num_rows
+        again = llm.generate("the cat", n=3, decoder=decoder, logprobs=1, max_tokens=12)
+        assert runner.num_rows - rows <= rows  # one sample is computed
+        for sample in again.samples:
+            assert sample.tokens == one.tokens and sample.text == one.text
+            assert sample.finish_reason == one.finish_reason
+            assert [each.logprob for each in sample.logprobs or ()] == [
+                each.logprob for each in one.logprobs or ()
+            ]
+        assert len(again.samples) == 3
+        llm.engine.check_integrity()
+
+
+def test_copies_stop_and_continue_like_the_first() -> None:
+    with toy_llm() as llm:
+        text = llm.generate("the cat", max_tokens=12, ignore_eos=True).text
+        stopped = llm.generate("the cat", n=2, max_tokens=12, ignore_eos=True, stop=text[6])
+        assert [one.text for one in stopped.samples] == [text[: text.index(text[6])]] * 2
+        whole = llm.generate("the cat", n=2, max_tokens=9, ignore_eos=True)
+        part = llm.generate("the cat", n=2, max_tokens=9, ignore_eos=True, segment=4)
+        assert part.resume is not None and len(part.resume["samples"]) == 2
+        rest = llm.generate("the cat", n=2, max_tokens=9, ignore_eos=True, resume=part.resume)
+        assert [one.text for one in rest.samples] == [one.text for one in whole.samples]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "constraint": JsonSchema(
+                {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+            )
+        },
+        {"banned_strings": ["e", "t"]},
+    ],
+    ids=["validated", "banned"],
+)
+def test_copies_have_text_that_was_held_back(options: dict[str, Any]) -> None:
+    with toy_llm() as llm:
+        one = llm.generate("a", max_tokens=30, **options)
+        both = llm.generate("a", n=2, max_tokens=30, **options).samples
+        assert (
+            one.text
+            and [(each.text, each.finish_reason) for each in both]
+            == [(one.text, one.finish_reason)] * 2
+        )
+
+
+def test_an_error_of_the_first_is_one_of_all_copies() -> None:
+    with toy_llm() as llm:
+        with pytest.raises(ConstraintError):
+            llm.generate("a", n=3, decoder="autoregressive", constraint=Nothing())
+        llm.engine.check_integrity()
+
+
 def test_a_constraint_that_allows_nothing_is_an_error_of_all_texts() -> None:
-    class Nothing:
-        def mask(self) -> np.ndarray:
-            return np.zeros(259, bool)
-
-        def fork(self) -> Nothing:
-            return self
-
-        def advance(self, token: int) -> None: ...
-
     with toy_llm() as llm:
         for n in (1, 2):
             with pytest.raises(ConstraintError, match="allows none"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -131,3 +131,32 @@ def test_errors_map_to_anthropics_exceptions(client: Any) -> None:
 def test_bearer_tokens_are_keys(client: Any) -> None:
     with anthropic.Anthropic(base_url=client.base_url, auth_token="key") as other:
         assert other.messages.create(**OPTIONS).content
+
+
+def test_the_tool_runner(client: Any) -> None:
+    """Newer versions ask the server first to keep the conversation."""
+    towns = []
+
+    @anthropic.beta_tool
+    def weather(town: Literal["Oslo", "Rome"]) -> str:
+        """The weather.
+
+        Args:
+            town: A town.
+        """
+        towns.append(town)
+        return "sunny"
+
+    runner = client.beta.messages.tool_runner(
+        **{**OPTIONS, "max_tokens": 200}, tools=[weather], max_iterations=2,
+        tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    messages = list(runner)
+    assert [one.stop_reason for one in messages] == ["tool_use", "tool_use"]
+    assert towns and set(towns) <= {"Oslo", "Rome"}
+
+
+def test_models(client: Any) -> None:
+    [found] = client.models.list()
+    assert (found.id, found.type, found.display_name) == ("scripted", "model", "scripted")
+    assert found.created_at == client.models.retrieve("scripted").created_at

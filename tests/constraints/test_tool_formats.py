@@ -209,6 +209,17 @@ def test_rendered_calls_are_allowed(format_name: str, calls: list[tuple[str, Any
         ("gigachat", '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": '
          '{"a": 1}}<|message_sep|>\n\n', {"a": 1}),
         ("functionary-v3.1", '<function=f>{"a": "</"}</function>', {"a": "</"}),
+        ("solar", "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>f<|tool_call:args|>"
+         '{"a": 1}<|tool_call:end|>', {"a": 1}),
+        ("solar", "<|content|>So.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>"
+         '<|tool_call:name|>f<|tool_call:args|>{"a": 1}<|tool_call:end|>', {"a": 1}),
+        ("gigachat-3.5", '\n\n<｜GCML｜tool_calls>\n<｜GCML｜invoke name="f">\n'
+         '<｜GCML｜parameter name="a" string="false">1</｜GCML｜parameter>\n</｜GCML｜invoke>\n'
+         "</｜GCML｜tool_calls><|message_sep|>\n\n", {"a": 1}),
+        ("command-r", 'Action: ```json\n[\n    {\n        "tool_name": "f",\n'
+         '        "parameters": {\n            "a": 1\n        }\n    }\n]```', {"a": 1}),
+        ("command-r", 'Action: ```json\n[{"tool_name": "f", "parameters": {"a": 1}}]\n```',
+         {"a": 1}),
         ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
          ' to=functions.f <|constrain|>json<|message|>{"a": 1}', {"a": 1}),
         ("gpt-oss", "<|channel|>analysis<|message|>hm to=functions.g<|end|><|start|>assistant"
@@ -219,6 +230,33 @@ def test_rendered_calls_are_allowed(format_name: str, calls: list[tuple[str, Any
 )  # fmt: skip
 def test_calls_that_models_write(format_name: str, text: str, call: Any) -> None:
     assert parsed(format_name, list(text))[1] == [("f", call)]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('stop\n{}', ""),
+        ('>>>stop\n{}', ""),
+        ('>>>all\nSo.>>>stop\n{}', "So."),
+        ('all\n>>> 1\n>>>stop\n{}', ">>> 1\n"),
+        ('all\nSo.\n>>>all\nSo.\n>>>stop\n{}', "So.\nSo.\n"),
+    ],
+)  # fmt: skip
+def test_the_first_part_of_functionary_may_begin_in_the_prompt(text: str, content: str) -> None:
+    """Calls and texts to everyone; `>>>` may also be a part of a text."""
+    for parts in ([text], list(text)):
+        assert parsed("functionary-v3.2", parts) == (content, [("stop", {})], 1)
+    is_call = not content
+    assert accepts("functionary-v3.2", text, is_required=True) is is_call
+    two = '>>>get_weather\n{"town": "Oslo"}'
+    assert accepts("functionary-v3.2", text + two, is_required=True) is is_call
+    for allowed in ("all\nSo.", ">>>all\nSo.", "So.", "stop it"):
+        assert accepts("functionary-v3.2", allowed, is_required=False)
+        assert not accepts("functionary-v3.2", allowed, is_required=True)
+        for parts in ([allowed], list(allowed)):
+            found = parsed("functionary-v3.2", parts)
+            assert found == (allowed.removeprefix(">>>").removeprefix("all\n"), [], 0)
+    assert not accepts("functionary-v3.2", "stop\nit", is_required=False)
 
 
 def test_the_kind_of_a_value_is_written_before_it() -> None:
@@ -292,8 +330,8 @@ def test_no_part_of_a_cut_call_is_content(format_name: str, is_required: bool) -
     text = call_format.render([("get_weather", {"town": "Oslo", "days": 3}), ("stop", {})], SCHEMAS)
     before = "" if is_required else "so "
     first = 1 if is_required else 2  # the first character of a tag may be text
-    if format_name == "phi-functools" and not is_required:
-        first = len(call_format.trigger)  # which is a word
+    if format_name in ("phi-functools", "command-r") and not is_required:
+        first = len(call_format.trigger)  # which begins with a word
     end_of_name = text.index("get_weather") + len("get_weather")
     for end in range(first, len(text)):
         for parts in ([before + text[:end]], list(before + text[:end])):
@@ -429,6 +467,10 @@ TEMPLATES = {
     "command": '<|START_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "',
     "apriel": "within <tool_call></tool_call> <tool_calls>[{name}] [BEGIN FINAL RESPONSE]",
     "apertus": "{%- set tool_calls_token = '<|tools_prefix|>' -%}",
+    "gigachat-3.5": "['function call'] message_sep=\"<|message_sep|>\" '<｜GCML｜tool_calls>",
+    "solar": '"<|tool_calls|>" "<|tool_call:begin|>" "<|tool_call:name|>" "<|tool_call:args|>"',
+    "command-r": "Write \\'Action:\\' followed by a json-formatted list of actions that",
+    "functionary-v3.2": "{{ '>>>all\\n' + content }} {{ '>>>' + tool_call['function']['name']",
     "gigachat": "'role': 'function call', message_sep=\"<|message_sep|>\\n\\n\"",
     "functionary-v3.1": '<function=example_function_name>{"example_name": "value"}</function>',
     "qwen3-coder": "<tool_call>\n<function=example_function_name>\n<parameter=example>",

@@ -339,6 +339,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"tool_choice": {"type": "required"}}, "tool_choice.type must be 'auto', 'any'"),
         ({"thinking": {"type": "on"}}, "thinking.type must be 'enabled', 'disabled'"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),
+        ({"thread": {"type": "create"}}, "thread is not supported here: no conversation is kept"),
         ({"wings": 2}, "unknown field wings"),
         ({"n": 2}, "n is 2; a message has exactly one answer"),
         ({"temperature": -1}, "temperature must be between 0 and 100, not -1"),

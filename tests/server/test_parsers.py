@@ -55,6 +55,10 @@ def test_white_space_alone_after_a_call_is_no_content(
         ("<|channel>thought\n{{ x }}<channel|>", "<|channel>thoughta<channel|>b"),
         ("<|START_THINKING|><|END_THINKING|>", "<|START_THINKING|>a<|END_THINKING|>b"),
         ("[BEGIN FINAL RESPONSE]", "Here are my reasoning steps:a[BEGIN FINAL RESPONSE]b"),
+        (
+            "<|begin|>assistant<|think|><|end|>",
+            "<|think|>a<|end|><|begin|>assistantb",
+        ),
         ("'<|inner_prefix|>' '<|inner_suffix|>'", "<|inner_prefix|>a<|inner_suffix|>b"),
     ],
 )
@@ -82,6 +86,10 @@ def test_a_part_of_a_reasoning_tag_is_text_unless_the_answer_was_cut(is_cut: boo
         ("command", "<|START_RESPONSE|>one [two]<|END_RESPONSE|>"),
         ("apriel", "one [two][END FINAL RESPONSE]"),
         ("gigachat", "one [two]<|message_sep|>\n\n"),
+        ("gigachat-3.5", "one [two]<|message_sep|>\n\n"),
+        ("solar", "<|content|>one [two]"),
+        ("functionary-v3.2", "all\none [two]"),
+        ("functionary-v3.2", ">>>all\none [two]"),
     ],
 )
 @pytest.mark.parametrize("has_tools", [False, True])

@@ -485,17 +485,23 @@ def test_parsers_split_answers_at_any_chunk_size() -> None:
 
 
 def test_bodies_must_be_json_and_are_in_the_openapi_schema(slow: Any) -> None:
-    """Browsers let pages of other origins send text without a CORS preflight, but not JSON."""
+    """Browsers let pages of other origins send text without a CORS preflight, but not JSON. They
+    name the origin of the page, which other programs do not send."""
     valid, path = b'{"prompt": "a", "max_tokens": 1}', "/v1/completions"
     with LiveServer(slow, settings()) as server, client(server) as http:
 
-        def status(kind: str | None, body: bytes = valid) -> int:
-            headers = {} if kind is None else {"content-type": kind}
+        def status(kind: str | None, body: bytes = valid, origin: str | None = None) -> int:
+            given = {"content-type": kind, "origin": origin}
+            headers = {name: value for name, value in given.items() if value is not None}
             return int(http.post(path, content=body, headers=headers).status_code)
 
         for kind in ("application/json", "Application/JSON; charset=utf-8", "application/x+json"):
+            assert status(kind) == status(kind, origin="http://evil.example") == 200
+        form = "application/x-www-form-urlencoded"
+        for kind in (None, "text/plain", "text/json", form):
             assert status(kind) == 200
-        assert [status(kind) for kind in (None, "text/plain", "text/json")] == [400] * 3
+            for origin in ("http://evil.example", "null", str(http.base_url).rstrip("/")):
+                assert status(kind, origin=origin) == 400
         for invalid in (b"", b"{", b"[]", b'"a"', b'{"prompt": "\xff"}', b"[" * 5000):
             assert status("application/json", invalid) == 400
         error = http.post(path, json={"prompt": "a", "n": "many"}).json()["error"]

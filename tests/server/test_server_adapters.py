@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 from adapter_files import save_adapter  # noqa: E402
 from anydecode import LLM  # noqa: E402
 from anydecode.certification.tiny import tiny_llm  # noqa: E402
-from server_client import COMPLETIONS, Client, served  # noqa: E402
+from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: E402
 
 
 @pytest.fixture
@@ -59,6 +59,10 @@ def test_adapters_are_loaded_listed_and_unloaded(client: Client, folder: Path) -
         alone.add_adapter("x", folder / "lora-1")
         expected = alone.generate("the cat sat ", max_tokens=16, ignore_eos=True, adapter="x").text
     assert text(client, model="a") == expected != text(client)
+    for path in (COMPLETIONS, CHAT, RESPONSES):
+        for name in ("a", "scripted"):
+            fields: dict[str, Any] = {"model": name, "temperature": 0}
+            assert client.ask(path, **fields)["model"] == name
     assert posted(client, "unload", "a")[0] == 200
     assert client.http.post(COMPLETIONS, json={"prompt": "a", "model": "a"}).status_code == 404
     assert posted(client, "unload", "a")[0] == 404

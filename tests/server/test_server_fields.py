@@ -469,6 +469,38 @@ def test_usage_counts_every_sample_and_each_prompt_once(client: Client) -> None:
     assert counts(race["usage"])[2] == 9
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("include", [True, None])
+def test_usage_of_every_chunk(client: Client, path: str, include: bool | None) -> None:
+    stream_options = {"include_usage": include, "continuous_usage_stats": True}
+    fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    chunks = client.chunks(path, **fields, stream_options=stream_options)
+    whole = client.ask(path, **fields)["usage"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == whole["completion_tokens"] == 8
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["prompt_tokens"]}
+    assert (chunks[-1]["choices"] == []) is bool(include)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_choices_at_temperature_0_are_equal(client: Client, path: str) -> None:
+    fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+
+    def texts(answer: dict[str, Any]) -> list[str]:
+        return [one.get("text") or one["message"]["content"] for one in answer["choices"]]
+
+    one = client.ask(path, **fields)
+    three = client.ask(path, **fields, n=3)
+    assert texts(three) == texts(one) * 3
+    assert three["usage"]["completion_tokens"] == 24
+    streamed = ["", "", ""]
+    for chunk in client.chunks(path, **fields, n=3):
+        for choice in chunk["choices"]:
+            delta = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            streamed[choice["index"]] += delta
+    assert streamed == texts(one) * 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("closed", [True, False])
 def test_reasoning_tokens_are_counted(closed: bool, stream: bool) -> None:

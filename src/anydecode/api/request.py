@@ -123,7 +123,7 @@ class Request:
         self._first_token_times: list[float | None] = [None] * len(samples)
         self._end_times: list[float | None] = [None] * len(samples)
         self._on_progress: Callable[[], Any] | None = None
-        self._order = SampleOrder.of(decoder.requirements, len(samples))
+        self._order = SampleOrder.of(decoder.requirements, params, len(samples))
         self.jobs = [
             self._job(index, sample, decoder, constraint, trace, priority, namespace)
             for index, sample in enumerate(samples)

@@ -1,5 +1,5 @@
-"""How the samples of a request depend on each other: side by side, in turn, or as the texts of one
-search."""
+"""How the samples of a request depend on each other: side by side, in turn, as the texts of one
+search, or as copies of one text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from anydecode.engine.engine import Engine, Job
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.params import SamplingParams
 from anydecode.scoring.ranked import RANKED
+from anydecode.scoring.sequence import Sequence
 
 
 class SampleOrder(Enum):
@@ -21,12 +22,16 @@ class SampleOrder(Enum):
     IN_TURN = auto()
     #: The first job searches, and its texts become those of all jobs, best first.
     RANKED = auto()
+    #: The first job generates the text of all jobs.
+    COPIES = auto()
 
     @staticmethod
-    def of(needs: Requirements, count: int) -> SampleOrder:
+    def of(needs: Requirements, params: SamplingParams, count: int) -> SampleOrder:
         """The order of `count` samples of a decoder with these requirements."""
         if needs.max_texts is not None and count > 1:
             return SampleOrder.RANKED
+        if params.temperature == 0:
+            return SampleOrder.COPIES
         return SampleOrder.IN_TURN if needs.samples_in_turn else SampleOrder.SIDE_BY_SIDE
 
     def first(self, jobs: Seq[Job]) -> Seq[Job]:
@@ -44,12 +49,26 @@ class SampleOrder(Enum):
         elif self is SampleOrder.IN_TURN:
             if not following[0].done:
                 engine.submit(following[0])
+        elif number == 0 and self is SampleOrder.COPIES:
+            for other in following:
+                _copy(job.sequence, other.sequence)
+                engine.cancel(other)
         elif number == 0:
             for other, text in zip(following, job.sequence.state[RANKED][1:], strict=False):
                 other.sequence.num_cached_tokens = job.sequence.num_cached_tokens
                 other.sequence.emit(text.tokens, logprobs=text.logprobs)
             for other in following:
                 engine.cancel(other)
+
+
+def _copy(source: Sequence, target: Sequence) -> None:
+    """Emit the text of a finished sequence in one that has none, or its beginning."""
+    logprobs = source.logprobs if source.compute_logprobs is not None else None
+    start = len(target.tokens)
+    target.num_cached_tokens = source.num_cached_tokens
+    target.emit(source.tokens[start:], logprobs=None if logprobs is None else logprobs[start:])
+    target.finish_reason = source.finish_reason
+    target.trace = source.trace
 
 
 def num_ranked(jobs: Seq[Job]) -> int:
@@ -69,9 +88,9 @@ def check_samples(
     if n == 1:
         return
     if limit is None:
-        if params.temperature == 0:
-            raise InvalidRequestError(
-                f"n is {n}, but at temperature 0 all samples would be the same"
+        if is_first_finish and params.temperature == 0:
+            raise UnsupportedCombinationError(
+                "first_finish does not work at temperature 0: all samples are the same"
             )
     elif n > limit:
         found = "always generates the same text" if limit == 1 else f"keeps {limit} texts"

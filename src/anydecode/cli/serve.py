@@ -285,9 +285,9 @@ def serve(
             help=(
                 "Format of tool calls: auto, none, hermes, mistral, mistral-args, llama3, llama4,"
                 " llama4-json, qwen3-coder, deepseek-v3, deepseek-v3.1, glm, glm-4.7, kimi,"
-                " deepseek-v3.2, deepseek-v4, minimax-m2, command, apriel, apertus, gigachat,"
-                " functionary-v3.1, gpt-oss, granite, phi, phi-functools, functiongemma, gemma4,"
-                " lfm2, nemotron or seed."
+                " deepseek-v3.2, deepseek-v4, minimax-m2, command, command-r, apriel, apertus,"
+                " gigachat, gigachat-3.5, solar, functionary-v3.1, functionary-v3.2, gpt-oss,"
+                " granite, phi, phi-functools, functiongemma, gemma4, lfm2, nemotron or seed."
             ),
         ),
     ] = "auto",
@@ -296,8 +296,8 @@ def serve(
         typer.Option(
             "--reasoning-parser",
             help=(
-                "Format of reasoning: auto, think, seed, mistral, gemma4, command, apriel, apertus"
-                " or none."
+                "Format of reasoning: auto, think, seed, mistral, gemma4, command, apriel, apertus,"
+                " solar or none."
             ),
         ),
     ] = "auto",

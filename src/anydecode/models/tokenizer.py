@@ -14,7 +14,10 @@ REASONING_TAGS = {
     "command": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "solar": ("<|think|>", "<|end|><|begin|>assistant"),
 }
+#: Texts by which chat templates name the tags of the reasoning, where it is not the closing one.
+REASONING_MARKERS = {"solar": "<|begin|>assistant<|think|>"}
 #: Tokens of the tool-call formats that checkpoints mark as special. They are part of the text too.
 TOOL_TAGS = frozenset(
     {
@@ -29,7 +32,8 @@ TOOL_TAGS = frozenset(
         "</seed:tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call_start|>",
         "<minimax:tool_call>", "</minimax:tool_call>", "｜DSML｜", "<|START_ACTION|>",
         "<|END_ACTION|>", "<tool_calls>", "</tool_calls>", "<|tools_prefix|>", "<|tools_suffix|>",
-        "<|message_sep|>", "<|role_sep|>",
+        "<|message_sep|>", "<|role_sep|>", "｜GCML｜", "<|tool_calls|>",
+        "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>",
     }
 )  # fmt: skip
 #: Tokens that are part of the text beside another one, which stands first. In other families they

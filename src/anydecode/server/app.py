@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -193,7 +194,17 @@ def _add_model_list(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def list_models() -> Response:
         """List the models and their adapters."""
-        return JSONResponse({"object": "list", "data": _model_list(models)})
+        entries = _model_list(models)
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": entries,
+                # Anthropic's fields.
+                "first_id": entries[0]["id"],
+                "last_id": entries[-1]["id"],
+                "has_more": False,
+            }
+        )
 
     @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def model(name: str) -> Response:
@@ -274,6 +285,10 @@ def _model_list(models: ServedModels) -> list[dict[str, Any]]:
             "object": "model",
             "created": models.created,
             "owned_by": "anydecode",
+            # Anthropic's fields.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(models.created, timezone.utc).isoformat(),
             "max_model_len": None if served.service is None else served.service.llm.max_length,
             "parent": parent,
             "status": {"value": served.status},

@@ -40,8 +40,9 @@ class JsonRoute(APIRoute):
 
         async def handle(http: Request) -> Response:
             content = await http.body()
-            if not _is_json(http.headers.get("content-type", "")):
-                # Browsers let pages of other origins send other types without a CORS preflight.
+            if "origin" in http.headers and not _is_json(http.headers.get("content-type", "")):
+                # Browsers let pages of other origins send other types without a CORS preflight, but
+                # they name the origin. curl sends JSON as a form unless it is told otherwise.
                 raise ApiError(400, "the body: send it as application/json", code="invalid_body")
             if len(content) > _PART:
                 await asyncio.to_thread(check_size, content)

@@ -15,7 +15,7 @@ from anydecode.server.chat_run import ChatRun, ToolCall, start_chat
 from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, compact, encode_event
 from anydecode.server.protocol import ChatRequest
-from anydecode.server.service import Service, canvas, extension
+from anydecode.server.service import Service, canvas, chunk_usage, extension
 
 
 async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Response:
@@ -61,7 +61,7 @@ class _ChatAnswer:
     def response(self, generations: list[Generation]) -> dict[str, Any]:
         """The response object of finished generations, without streaming."""
         return {
-            **self.service.head("chat.completion", "chatcmpl"),
+            **self.service.head("chat.completion", "chatcmpl", self.body.model),
             "choices": [self._choice(index, one) for index, one in enumerate(generations)],
             "usage": self.chat_run.usage(),
             **self._prompt_logprobs(),
@@ -76,14 +76,16 @@ class _ChatAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream."""
-        head = self.service.head("chat.completion.chunk", "chatcmpl")
-        include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
-        shared = {**head, "usage": None} if include_usage else head
-        opening = compact(shared)[:-1].encode()
+        head = self.service.head("chat.completion.chunk", "chatcmpl", self.body.model)
+        stream_options = self.body.stream_options
+        has_counts = stream_options is not None and stream_options.continuous_usage_stats
+        opening = self._opening(head)
         num_active = len(self.run.choices)
         for index in range(num_active):
             yield _chunk(opening, index, {"role": "assistant", "content": ""}, None, None)
         async for index, events, ended in self.chat_run.stream():
+            if has_counts:
+                opening = self._opening(head)
             for delta, logprobs_object in self._deltas(index, events):
                 yield _chunk(opening, index, delta, logprobs_object, None)
             request, number = self.run.choices[index]
@@ -100,9 +102,13 @@ class _ChatAnswer:
         fields = extension(self.run.generations(), self.service.tokenizer, self.body)
         reason = self.chat_run.finish_reason(last)
         yield _chunk(opening, last, {}, None, reason, {"anydecode": fields})
-        if include_usage:
+        if stream_options is not None and stream_options.include_usage:
             yield encode_event({**head, "choices": [], "usage": self.chat_run.usage()})
         yield DONE
+
+    def _opening(self, head: dict[str, Any]) -> bytes:
+        """The start of a chunk's JSON, up to its choices."""
+        return compact({**head, **chunk_usage(self.run, self.body.stream_options)})[:-1].encode()
 
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         answer = self.chat_run.answer(index, generation)

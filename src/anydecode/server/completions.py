@@ -19,7 +19,7 @@ from anydecode.server.options import engine_options
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest
 from anydecode.server.run import ServerRun
-from anydecode.server.service import Service, canvas, extension, usage
+from anydecode.server.service import Service, canvas, chunk_usage, extension, usage
 from anydecode.server.tools import constraint_factory, constraint_field, with_field
 
 #: OpenAI's default for `max_tokens`.
@@ -125,7 +125,7 @@ class _CompletionAnswer:
                 | self._prompt_logprobs(index)
             )
         return {
-            **self.service.head("text_completion", "cmpl"),
+            **self.service.head("text_completion", "cmpl", self.body.model),
             "choices": choices,
             "usage": usage(self.run),
             "anydecode": extension(generations, self.service.tokenizer, self.body),
@@ -133,9 +133,8 @@ class _CompletionAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream."""
-        head = self.service.head("text_completion", "cmpl")
-        include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
-        shared = {**head, "usage": None} if include_usage else head
+        head = self.service.head("text_completion", "cmpl", self.body.model)
+        stream_options = self.body.stream_options
         active = set(range(len(self.run.choices)))
         echoes = [self._echo(index) for index in sorted(active)]
         while active:
@@ -164,8 +163,9 @@ class _CompletionAnswer:
                 if text or ended or extra:
                     choice = self._choice(index, text, entries, reason)
                     fields = {"anydecode": extra} if extra else {}
-                    yield encode_event({**shared, "choices": [choice], **fields})
-        if include_usage:
+                    counts = chunk_usage(self.run, stream_options)
+                    yield encode_event({**head, **counts, "choices": [choice], **fields})
+        if stream_options is not None and stream_options.include_usage:
             yield encode_event({**head, "choices": [], "usage": usage(self.run)})
         yield DONE
 

@@ -50,7 +50,7 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
     )
     fields = {
         "object": "list",
-        "model": service.settings.name,
+        "model": body.model or service.settings.name,
         "usage": {"prompt_tokens": count, "total_tokens": count},
         **({} if body.user is None else {"anydecode": {"ignored": ["user"]}}),
     }

@@ -80,7 +80,10 @@ def _openai_error(error: ApiError) -> dict[str, Any]:
 
 def _anthropic_error(error: ApiError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    fields: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.param == "thread":  # the client's tool runner then sends all messages
+        fields["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": fields}
 
 
 def _ollama_error(error: ApiError) -> dict[str, Any]:

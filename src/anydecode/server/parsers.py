@@ -13,7 +13,7 @@ from anydecode.constraints.tools.families import TOOL_FORMATS
 from anydecode.constraints.tools.formats import ToolFormat
 from anydecode.constraints.tools.stream import MIN_CUT_TAG, Event, Steps, TextStream, overlap
 from anydecode.errors import InvalidRequestError
-from anydecode.models.tokenizer import REASONING_TAGS
+from anydecode.models.tokenizer import REASONING_MARKERS, REASONING_TAGS
 
 
 def tool_format(name: str, template: str | None) -> ToolFormat | None:
@@ -35,8 +35,8 @@ def reasoning_tags(name: str, template: str | None) -> tuple[str, str] | None:
     if name == "none":
         return None
     if name == "auto":
-        for tags in REASONING_TAGS.values():
-            if template is not None and tags[1] in template:
+        for kind, tags in REASONING_TAGS.items():
+            if template is not None and REASONING_MARKERS.get(kind, tags[1]) in template:
                 return tags
         return REASONING_TAGS["think"]
     named: tuple[str, str] = _lookup(REASONING_TAGS, name, "reasoning parser")

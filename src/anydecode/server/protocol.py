@@ -130,11 +130,13 @@ else:
 
 
 class StreamOptions(Body):
-    """Stream options. `include_usage` adds a last chunk with the token counts. Other fields are
-    refused, one by one."""
+    """Stream options. `include_usage` adds a last chunk with the token counts, and vLLM's
+    `continuous_usage_stats` adds those so far to every chunk. Other fields are refused, one by
+    one."""
 
     model_config = ConfigDict(extra="allow")
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

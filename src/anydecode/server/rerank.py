@@ -47,7 +47,7 @@ async def rerank(service: Service, body: RerankRequest, http: HttpRequest) -> Re
     return JSONResponse(
         {
             "id": f"rerank-{uuid4().hex}",
-            "model": service.settings.name,
+            "model": body.model or service.settings.name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
             "results": results,
         }
@@ -70,7 +70,7 @@ async def score(service: Service, body: ScoreRequest, http: HttpRequest) -> Resp
     scores, count = await _relevances(service, body, pairs, http, has_roles=False)
     return JSONResponse(
         {
-            **service.head("list", "score"),
+            **service.head("list", "score", body.model),
             "data": [
                 {"index": index, "object": "score", "score": value}
                 for index, value in enumerate(scores)

@@ -26,7 +26,7 @@ from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
 from anydecode.server.preparation import LONG_TEXT, Preparation
 from anydecode.server.prompts import template_of
-from anydecode.server.protocol import Options
+from anydecode.server.protocol import Options, StreamOptions
 from anydecode.server.run import ServerRun
 from anydecode.server.settings import Settings
 
@@ -195,13 +195,13 @@ class Service:
             return AfterReasoning(constraint, opening, closing, is_open)
         return constraint
 
-    def head(self, kind: str, prefix: str) -> dict[str, Any]:
-        """The fields that every response object starts with."""
+    def head(self, kind: str, prefix: str, model: str | None) -> dict[str, Any]:
+        """The fields that every response object starts with; `model` is that of the request."""
         return {
             "id": f"{prefix}-{uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": self.settings.name,
+            "model": model or self.settings.name,
         }
 
     def _on_end(self, run: ServerRun, state: dict[str, Any]) -> None:
@@ -256,6 +256,14 @@ def usage(run: ServerRun, parser: Callable[[], Parser] | None = None) -> dict[st
             details["rejected_prediction_tokens"] = sum(one.num_rejected for one in predictions)
         counts["completion_tokens_details"] = details
     return counts
+
+
+def chunk_usage(run: ServerRun, options: StreamOptions | None) -> dict[str, Any]:
+    """The `usage` of a chunk that is not the last one, as the stream options ask for it: the counts
+    so far, null, or no such field."""
+    if options is not None and options.continuous_usage_stats:
+        return {"usage": usage(run)}
+    return {"usage": None} if options is not None and options.include_usage else {}
 
 
 def _reasoning_tokens(request: Request, number: int, parser: Callable[[], Parser]) -> int:

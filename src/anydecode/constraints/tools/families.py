@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anydecode.constraints.tools.formats import JsonCalls, NamedCalls, ToolFormat
 from anydecode.constraints.tools.harmony import HarmonyCalls
 from anydecode.constraints.tools.literals import (
@@ -10,12 +12,13 @@ from anydecode.constraints.tools.literals import (
     PythonicCalls,
     PythonSyntax,
 )
+from anydecode.constraints.tools.recipients import RecipientCalls
 from anydecode.constraints.tools.tagged import TaggedCalls
 
 
-def _dsml(block: str) -> TaggedCalls:
-    """The format of DeepSeek since V3.2, with the calls in an element of the name `block`."""
-    mark = "｜DSML｜"
+def _dsml(block: str, mark: str = "｜DSML｜") -> TaggedCalls:
+    """The format of DeepSeek since V3.2, with the calls in an element of the name `block`; `mark`
+    is a part of every tag."""
     return TaggedCalls(
         f'\n<{mark}invoke name="',
         "",
@@ -150,12 +153,35 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         separator=", ",
         markers=("<|tools_prefix|>",),
     ),
+    "gigachat-3.5": replace(
+        _dsml("tool_calls", "｜GCML｜"), answer_tags=("<|message_sep|>", "<|message_sep|>\n\n")
+    ),
     "gigachat": JsonCalls(
         "<|message_sep|>\n\nfunction call<|role_sep|>\n",
         is_single=True,
         markers=("<|message_sep|>", "'function call'"),
         answer_tags=("<|message_sep|>", "<|message_sep|>\n\n"),
     ),
+    "solar": NamedCalls(
+        "<|tool_call:begin|>",
+        "<|tool_call:args|>",
+        "<|tool_call:end|>",
+        opening="<|tool_calls|>",
+        id_end="<|tool_call:name|>",
+        markers=("<|tool_calls|>", "<|tool_call:begin|>"),
+        answer_tags=("<|begin|>assistant", "<|content|>", "<|end|>"),
+    ),
+    "command-r": JsonCalls(
+        "Action: ```json\n",
+        "```",
+        key="parameters",
+        is_list=True,
+        name_key="tool_name",
+        layout=("\n    ", "\n    ", "\n"),
+        object_layout=("\n        ", "\n        ", "\n    "),
+        markers=("followed by a json-formatted list of actions",),
+    ),
+    "functionary-v3.2": RecipientCalls(markers=(">>>all",)),
     "functionary-v3.1": NamedCalls(
         "<function=",
         ">",

@@ -21,9 +21,9 @@ JsonRule = Callable[[JsonSchema], str]
 @dataclass(frozen=True)
 class CallRules:
     """Parts of a Lark grammar: `trigger first (separator call)* closing`, with their `rules`. Where
-    the trigger may be left out, the first call is `bare`. `others`: other triggers, each with the
-    one call behind it. `inexact`: the tools whose arguments may match the grammar without being
-    valid."""
+    the trigger may be left out, the first call is `bare`, and begins with one of `starts`.
+    `others`: other triggers, each with the one call behind it. `inexact`: the tools whose arguments
+    may match the grammar without being valid."""
 
     first: str
     call: str
@@ -31,6 +31,7 @@ class CallRules:
     separator: str = ""
     closing: str = ""
     bare: str = ""
+    starts: Sequence[str] = ()
     others: Mapping[str, str] = field(default_factory=dict)
     inexact: Set[str] = frozenset()
 
@@ -47,6 +48,7 @@ class ToolFormat(ABC):
             two parts: other texts may start with the first one.
         answer_tags: The texts around an answer that is neither reasoning nor a call; they are
             removed.
+        text_start: The text behind the trigger with which a text begins in place of calls.
         text_openings: In such a format, the texts that start a part that is neither reasoning nor a
             call.
     """
@@ -56,6 +58,7 @@ class ToolFormat(ABC):
     answer_opening: tuple[str, str] = field(default=("", ""), kw_only=True)
     answer_tags: tuple[str, ...] = field(default=(), kw_only=True)
     text_openings: tuple[str, ...] = field(default=(), kw_only=True)
+    text_start: str = field(default="", kw_only=True)
 
     @property
     @abstractmethod
@@ -101,6 +104,8 @@ class JsonCalls(ToolFormat):
         id_key: The key of the number of a call; empty if there is none.
         layout: The white space behind the bracket of a list, behind its commas, and before the
             other bracket.
+        object_layout: The white space behind the brace of a call, behind its comma, and before the
+            other brace.
         is_single: Whether an answer has at most one call.
     """
 
@@ -113,6 +118,7 @@ class JsonCalls(ToolFormat):
     name_key: str = "name"
     id_key: str = ""
     layout: tuple[str, str, str] = ("", " ", "")
+    object_layout: tuple[str, str, str] = ("", " ", "")
     is_single: bool = False
 
     @property
@@ -126,8 +132,9 @@ class JsonCalls(ToolFormat):
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
         rules, options = [], []
         for number, (name, schema) in enumerate(schemas.items()):
-            prefix = json.dumps({self.name_key: name})[1:-1] + f', "{self.key}": '
-            options.append(f'{literal(prefix)} arguments_{number} "}}"')
+            begin, between, end = self.object_layout
+            prefix = begin + json.dumps({self.name_key: name})[1:-1] + f',{between}"{self.key}": '
+            options.append(f"{literal(prefix)} arguments_{number} {literal(end + '}')}")
             rules.append(f"arguments_{number}: {json_rule(schema)}")
         id_rule = f'{literal(f"{{{json.dumps(self.id_key)}: ")} /"[0-9]{{1,4}}", /'
         start = id_rule if self.id_key else '"{"'
@@ -196,13 +203,21 @@ class JsonCalls(ToolFormat):
         for number, (name, arguments) in enumerate(calls[:1] if self.is_single else calls):
             call = {self.id_key: str(number)} if self.id_key else {}
             call |= {self.name_key: name, self.key: arguments}
-            texts.append(json.dumps(call, ensure_ascii=False))
+            texts.append(self._rendered(call))
         if self.is_list:
             begin, between, end = self.layout
             return f"{self.opening}[{begin}{f',{between}'.join(texts)}{end}]{self.closing}"
         if self.closing and not self.is_optional:
             return "\n".join(f"{self.opening}\n{text}\n{self.closing}" for text in texts)
         return self.opening + self.separator.join(texts) + self.closing
+
+    def _rendered(self, call: Mapping[str, Any]) -> str:
+        begin, between, end = self.object_layout
+        members = (
+            f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+            for key, value in call.items()
+        )
+        return "{" + begin + f",{between}".join(members) + end + "}"
 
 
 @dataclass(frozen=True)
@@ -217,6 +232,8 @@ class NamedCalls(ToolFormat):
         closing: The text after all calls.
         separator: The text between calls.
         is_numbered: Whether names end with a colon and the number of the call.
+        id_end: The text between the id of a call, which is then before its name, and the name;
+            empty if there are no ids.
     """
 
     before: str
@@ -226,6 +243,7 @@ class NamedCalls(ToolFormat):
     closing: str = ""
     separator: str = ""
     is_numbered: bool = False
+    id_end: str = ""
 
     @property
     def trigger(self) -> str:
@@ -241,7 +259,8 @@ class NamedCalls(ToolFormat):
             )
             rules.append(f"arguments_{number}: {json_rule(schema)}")
         rules.append("named: " + " | ".join(options))
-        call = f"{literal(self.before)} named"
+        id_rule = f"/[A-Za-z0-9_-]{{1,64}}/ {literal(self.id_end)} " if self.id_end else ""
+        call = f"{literal(self.before)} {id_rule}named"
         first = call if self.opening else "named"
         return CallRules(
             first,
@@ -253,7 +272,9 @@ class NamedCalls(ToolFormat):
         )
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
-        while (yield from stream.until(self.trigger)):
+        while tag := (yield from stream.until(self.trigger, *self.answer_tags)):
+            if tag != self.trigger:
+                continue
             if self.opening and not (yield from stream.next_of(self.before)):
                 if not stream.has_ended:
                     yield "content", self.opening
@@ -263,7 +284,8 @@ class NamedCalls(ToolFormat):
                     break
                 if self.separator.strip():
                     yield from stream.next_of(self.separator.strip())
-                if (yield from stream.next_of(self.before, self.closing)) != self.before:
+                tags = filter(None, (self.before, self.closing))
+                if (yield from stream.next_of(*tags)) != self.before:
                     break
 
     def _call(self, stream: TextStream, names: Set[str]) -> Steps[bool]:
@@ -280,6 +302,8 @@ class NamedCalls(ToolFormat):
         return True
 
     def _tool(self, name: str) -> str:
+        if self.id_end:
+            name = name.partition(self.id_end)[2]
         name = name.partition("[CALL_ID]")[0].strip()
         return name.rpartition(":")[0] if self.is_numbered and ":" in name else name
 
@@ -287,8 +311,9 @@ class NamedCalls(ToolFormat):
         texts = []
         for number, (name, arguments) in enumerate(calls):
             suffix = f":{number}" if self.is_numbered else ""
+            prefix = f"{number}{self.id_end}" if self.id_end else ""
             text = json.dumps(arguments, ensure_ascii=False)
-            texts.append(f"{self.before}{name}{suffix}{self.between}{text}{self.after}")
+            texts.append(f"{self.before}{prefix}{name}{suffix}{self.between}{text}{self.after}")
         return self.opening + self.separator.join(texts) + self.closing
 
 

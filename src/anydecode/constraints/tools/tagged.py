@@ -100,7 +100,9 @@ class TaggedCalls(ToolFormat):
         return f"({' | '.join(options)})"
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
-        while (yield from stream.until(self.trigger)):
+        while tag := (yield from stream.until(self.trigger, *self.answer_tags)):
+            if tag != self.trigger:
+                continue
             if not (yield from self._starts_call(stream)):
                 if not stream.has_ended:
                     yield "content", self.trigger

@@ -191,7 +191,10 @@ class ToolCalls(CompletedConstraint):
         start, rules = self._start(parts, rest)
         if self.answer is not None:
             rules.append(f"answer: {json_rule(self.answer)}")
-        return "\n".join([f"start: {start}", *rules, *parts.rules, f"calls: {parts.first} {rest}"])
+        calls = f"calls: {parts.first} {rest}"
+        if self.call_format.text_start and self._is_free and not self._prefix:
+            calls += f" | {literal(self.call_format.text_start)} text?"
+        return "\n".join([f"start: {start}", *rules, *parts.rules, calls])
 
     def _start(self, parts: CallRules, rest: str) -> tuple[str, list[str]]:
         """The start of the grammar, and its rules besides `calls` and `answer`. `rest`: what may
@@ -206,23 +209,28 @@ class ToolCalls(CompletedConstraint):
                 options, rules = self._behind_text(parts, "(?s:.*)", "TEXT?")
                 tail = f"({' | '.join(options)})"
             return f"{literal(self._prefix)} {tail}", rules
-        is_free = not self.is_required and self.answer is None
-        if not is_free:
+        if not self._is_free:
             options.append(f"{trigger} calls")
         if self.answer is not None:
             options.append("answer")
         if self.answer is not None and has_channels:
             options.append(f"{literal(''.join(self.call_format.answer_opening))} answer")
-        if self.call_format.start_trigger and (self.answer is None or has_channels):
+        if self._starts(parts) and (self.answer is None or has_channels):
             options.append(f"{parts.bare} {rest}")
-        if is_free:
+        if self._is_free:
             more, rules = self._behind_text(parts, "(?s:.+)", "TEXT?")
-            options += [*more, "TEXT"]
+            options.append("text")
+            rules.append(f"text: {' | '.join([*more, 'TEXT'])}")
         elif has_channels:
             pattern = f"{regex_literal(self.call_format.reasoning_opening)}(?s:.*)"
             more, rules = self._behind_text(parts, pattern, "TEXT")
             options += more
         return " | ".join(options), rules
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether the answer may be text."""
+        return not self.is_required and self.answer is None
 
     @property
     def _has_channels(self) -> bool:
@@ -246,13 +254,17 @@ class ToolCalls(CompletedConstraint):
         rules = [
             f"text_{number}[lazy]: {text} {literal(tag)}" for number, tag in enumerate(follows)
         ]
-        return options, [*rules, self._text_rule(pattern, starts)]
+        return options, [*rules, self._text_rule(parts, pattern, starts)]
 
-    def _text_rule(self, pattern: str, triggers: Sequence[str]) -> str:
+    def _starts(self, parts: CallRules) -> Sequence[str]:
+        """The texts that start calls if the answer begins with them."""
+        start = self.call_format.start_trigger
+        return parts.starts or ([start] if start else [])
+
+    def _text_rule(self, parts: CallRules, pattern: str, triggers: Sequence[str]) -> str:
         """The rule of text that matches `pattern` and in which no call starts."""
         starts = [f"(?s:.*){regex_literal(trigger)}" for trigger in triggers]
-        if start := self.call_format.start_trigger.lstrip():
-            starts.append(f"\\s*{regex_literal(start)}")
+        starts += [f"\\s*{regex_literal(start.lstrip())}" for start in self._starts(parts)]
         return f"TEXT: /{pattern}/ & ~/({'|'.join(starts)})(?s:.*)/"
 
     def _num_calls(self, text: str) -> int:

@@ -95,6 +95,7 @@ class CountTokensRequest(Options):
     REFUSED = {
         "container": ((), "nothing is run here; leave it out"),
         "mcp_servers": (([],), "the server connects to no other; send tools"),
+        "thread": ((), "no conversation is kept; send all of its messages"),
     }
     messages: Annotated[
         list[MessagesMessage], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)

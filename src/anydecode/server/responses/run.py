@@ -146,7 +146,7 @@ class ResponseRun:
             "created_at": self._created,
             "completed_at": None,
             "status": status,
-            "model": self.service.settings.name,
+            "model": self.body.model or self.service.settings.name,
             "output": self._output.to_list(),
             "error": None,
             "incomplete_details": None,
