@@ -39,7 +39,7 @@ def test_a_reward_is_passed_through() -> None:
 @pytest.mark.parametrize(
     "choice, message",
     [
-        ("nonsense", "no reward is called 'nonsense'; known: likelihood, length"),
+        ("nonsense", "no reward is called 'nonsense'; known: likelihood, confidence, length"),
         ("length:x=1", "reward 'length': got an unexpected keyword argument 'x'"),
         ("length:max_words", "'max_words' is not of the form name=value"),
         ("length:max_words=many", "max_words takes a number, not 'many'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import ClassVar
@@ -20,6 +21,18 @@ class Likelihood(Reward):
 
     def values(self, prompt: str, texts: Seq[SampledText]) -> list[float]:
         return [one.logprob / max(1, one.num_tokens) for one in texts]
+
+
+class Confidence(Reward):
+    """The geometric mean of the probabilities of the tokens under the model itself."""
+
+    reads_logprobs = True
+    is_fast = True
+    bounds = (0.0, 1.0)
+    remote: ClassVar[Mapping[str, Bounds] | None] = {}
+
+    def values(self, prompt: str, texts: Seq[SampledText]) -> list[float]:
+        return [min(1.0, math.exp(one.logprob / max(1, one.num_tokens))) for one in texts]
 
 
 class Length(Reward):

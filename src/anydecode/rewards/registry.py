@@ -11,7 +11,7 @@ from typing import Any
 
 from anydecode.catalogue import Text
 from anydecode.errors import InvalidRequestError, one_line
-from anydecode.rewards.programmatic import Keywords, Length, Likelihood
+from anydecode.rewards.programmatic import Confidence, Keywords, Length, Likelihood
 from anydecode.rewards.reward import FunctionReward, Reward
 from anydecode.rewards.unit_test import UnitTest
 
@@ -19,6 +19,7 @@ _GROUP = "anydecode.rewards"
 #: Rewards by name.
 REWARDS: dict[str, type[Reward]] = {
     "likelihood": Likelihood,
+    "confidence": Confidence,
     "length": Length,
     "keywords": Keywords,
     "unit-test": UnitTest,

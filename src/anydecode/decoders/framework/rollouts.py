@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +37,7 @@ class Rollout:
             NaN if nothing reads it.
         finish_reason: Why it ended, or None while it goes on.
         start: The number of tokens before its current step.
+        start_text: The number of characters before its current step.
     """
 
     noise: Noise
@@ -45,6 +46,7 @@ class Rollout:
     total: float = 0.0
     finish_reason: str | None = None
     start: int = 0
+    start_text: int = 0
 
     @property
     def finished(self) -> bool:
@@ -53,7 +55,7 @@ class Rollout:
     def copy(self, noise: Noise) -> Rollout:
         """A rollout with the same tokens and other random numbers from here on."""
         tokens, logprobs = list(self.tokens), list(self.logprobs)
-        return Rollout(noise, tokens, logprobs, self.total, self.finish_reason, self.start)
+        return replace(self, noise=noise, tokens=tokens, logprobs=logprobs)
 
 
 Extending = Generator[DecoderAction, ActionResult, None]
