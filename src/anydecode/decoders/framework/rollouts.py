@@ -17,8 +17,9 @@ from anydecode.decoders.framework.branches import TextStopChecker
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.rewards.reward import SampledText
 from anydecode.sampling.noise import Noise, stream_id
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import ActionResult, DecoderAction, Scores
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.state import StateKey
 
 #: Maximum number of rollouts of one sequence.
@@ -69,10 +70,18 @@ class Rollouts:
         rollouts: Changed as they go on. Kept by the decoder in `sequence.state`, they are all that
             a restart needs.
         sums_logprobs: Whether `Rollout.total` is computed.
+        temperature: The temperature of the rollouts; None for that of the sequence.
+        runner: The model that samples them. "target" for the one that is decoded.
     """
 
     def __init__(
-        self, sequence: Sequence, rollouts: list[Rollout], *, sums_logprobs: bool = False
+        self,
+        sequence: Sequence,
+        rollouts: list[Rollout],
+        *,
+        sums_logprobs: bool = False,
+        temperature: float | None = None,
+        runner: str = TARGET,
     ) -> None:
         if not hasattr(sequence.stop_checker, "fork"):
             raise UnsupportedCombinationError(
@@ -82,6 +91,8 @@ class Rollouts:
         self.sequence = sequence
         self.rollouts = rollouts
         self.sums_logprobs = sums_logprobs
+        self.temperature = temperature
+        self.runner = runner
         self._branches: list[Sequence] = []
 
     def extend(self, is_done: Callable[[int], bool]) -> Extending:
@@ -97,7 +108,7 @@ class Rollouts:
             ]
             if not live:
                 return
-            results = yield [self._branches[number].score() for number in live]
+            results = yield [self._branches[number].score(runner=self.runner) for number in live]
             for number, scores in zip(live, results, strict=True):
                 self._take(number, scores.row(-1), scores.sampled[-1])
 
@@ -121,7 +132,7 @@ class Rollouts:
         return [
             SampledText(
                 cast(TextStopChecker, branch.stop_checker).text,
-                len(rollout.tokens),
+                len(branch.tokens),
                 rollout.total if self.sums_logprobs else float("nan"),
                 rollout.finish_reason == "stop",
             )
@@ -139,8 +150,12 @@ class Rollouts:
         self._branches = []
 
     def _open(self) -> Extending:
-        """Score the prompt and open the branches. Rollouts without tokens sample their first."""
-        scores: Scores = yield self.sequence.score()
+        """Score what is unscored of the sequence and open the branches. Rollouts without tokens
+        sample their first."""
+        if not self.sequence.unscored(self.runner):  # then all rollouts have tokens
+            self._branches = [self._branch(self.sequence, one) for one in self.rollouts]
+            return
+        scores: Scores = yield self.sequence.score(runner=self.runner)
         row = scores.row(-1).copy()
         self._branches = [self._branch(self.sequence, rollout) for rollout in self.rollouts]
         for number, rollout in enumerate(self.rollouts):
@@ -157,11 +172,17 @@ class Rollouts:
         branch = origin.branch() if origin is not sequence else sequence.fork()
         branch.compute_logprobs = sequence.compute_logprobs
         branch.noise = rollout.noise
+        if self.temperature is not None:
+            sampler = branch.sampler
+            branch.sampler = Sampler(
+                self.temperature, sampler.pre_temperature, combiner=sampler.combiner
+            )
         added = rollout.tokens[len(branch.tokens) - len(sequence.tokens) :]
         for token in added:
             branch.append(token)
         stop_checker = cast(TextStopChecker, origin.stop_checker).fork()
-        stop_checker.push(added)
+        _, reason = stop_checker.push(added)
+        rollout.finish_reason = rollout.finish_reason or reason
         branch.stop_checker = stop_checker
         return branch
 
