@@ -73,7 +73,7 @@ class NeverStops:
         summary="Continues reasoning that ends early with a word such as Wait, and ends reasoning"
         " that takes too long.",
         needs=("a model that reasons before a marker",),
-        works_with=("samplers", "guidance", "batches", "adapters"),
+        works_with=("truncation", "penalties", "guidance", "batches", "adapters"),
         deviations=(
             "the reasoning begins with the first generated token: the prompt ends with the opening"
             " tag, or the model generates it",
