@@ -18,6 +18,7 @@ from anydecode.errors import (
     MissingPackageError,
     ModelNotFoundError,
     OutOfMemoryError,
+    RewardError,
     UnsupportedCombinationError,
 )
 from anydecode.version import __version__
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from anydecode.api.options import GenerateOptions, Prompt
     from anydecode.api.rollout_queue import Rollout, RolloutQueue, RolloutSegment
     from anydecode.api.scoring import Likelihood
+    from anydecode.api.similarity import Similarity
     from anydecode.catalogue import Card, register
     from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
     from anydecode.constraints.json.json_schema import JsonSchema
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from anydecode.models.interface import Model
     from anydecode.models.spec import ModelSpec
     from anydecode.models.tokenizer import Tokenizer
+    from anydecode.rewards.reward import Reward, SampledText
     from anydecode.sampling.candidates import Candidates, Distribution
     from anydecode.sampling.logprobs import TokenLogprobs
     from anydecode.sampling.params import SamplingParams
@@ -67,7 +70,16 @@ if TYPE_CHECKING:
     from anydecode.sampling.processor import LogitsCombiner, LogitsProcessor
     from anydecode.sampling.sampler import Sampler
     from anydecode.scoring.prompt_embeds import PromptEmbeds
-    from anydecode.scoring.score import Cancel, Decoding, ScoreRequest, Scores, Submit, Ticket, Wait
+    from anydecode.scoring.score import (
+        Call,
+        Cancel,
+        Decoding,
+        ScoreRequest,
+        Scores,
+        Submit,
+        Ticket,
+        Wait,
+    )
     from anydecode.scoring.sequence import TARGET, Sequence
     from anydecode.scoring.state import StateKey
     from anydecode.scoring.tree import ROOT, TokenTree
@@ -78,6 +90,7 @@ __all__ = [
     "AnydecodeError",
     "BlockPolicy",
     "CachePolicy",
+    "Call",
     "Cancel",
     "Candidates",
     "Canvas",
@@ -123,11 +136,14 @@ __all__ = [
     "Regex",
     "register",
     "RejectionSampling",
+    "Reward",
+    "RewardError",
     "Rollout",
     "RolloutQueue",
     "RolloutSegment",
     "ROOT",
     "RowBudget",
+    "SampledText",
     "Sampler",
     "SamplerPreset",
     "SamplingParams",
@@ -136,6 +152,7 @@ __all__ = [
     "ScoreRequest",
     "Scores",
     "Sequence",
+    "Similarity",
     "SpeculationRound",
     "Speculative",
     "StateKey",
@@ -166,6 +183,7 @@ _MODULES = {
     "GenerateOptions": "anydecode.api.options",
     "Prompt": "anydecode.api.options",
     "Likelihood": "anydecode.api.scoring",
+    "Similarity": "anydecode.api.similarity",
     "Card": "anydecode.catalogue",
     "register": "anydecode.catalogue",
     "Constraint": "anydecode.constraints.constraint",
@@ -207,6 +225,8 @@ _MODULES = {
     "Model": "anydecode.models.interface",
     "ModelSpec": "anydecode.models.spec",
     "Tokenizer": "anydecode.models.tokenizer",
+    "Reward": "anydecode.rewards.reward",
+    "SampledText": "anydecode.rewards.reward",
     "Candidates": "anydecode.sampling.candidates",
     "Distribution": "anydecode.sampling.candidates",
     "TokenLogprobs": "anydecode.sampling.logprobs",
@@ -217,6 +237,7 @@ _MODULES = {
     "Sampler": "anydecode.sampling.sampler",
     "PromptEmbeds": "anydecode.scoring.prompt_embeds",
     "RankedDocument": "anydecode.api.embedding",
+    "Call": "anydecode.scoring.score",
     "Cancel": "anydecode.scoring.score",
     "Decoding": "anydecode.scoring.score",
     "ScoreRequest": "anydecode.scoring.score",

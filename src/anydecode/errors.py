@@ -64,3 +64,8 @@ class EngineStoppedError(AnydecodeError):
 
 class ConstraintError(AnydecodeError, ValueError):
     """A constraint is invalid, unsupported, unsatisfiable, or could not be met."""
+
+
+class RewardError(AnydecodeError, ValueError):
+    """A reward failed, took too long, or returned something else than one finite number per
+    text."""

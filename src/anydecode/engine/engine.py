@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+from anydecode.engine.calls import RunningCalls
 from anydecode.engine.model_runner import ModelRunner, Plan
 from anydecode.engine.schedule import Schedule
 from anydecode.errors import AnydecodeError, OutOfMemoryError
 from anydecode.kernels.interface import Output
 from anydecode.scoring.score import (
+    Call,
     Cancel,
     Decoding,
     MultiStep,
@@ -135,6 +137,7 @@ class Engine:
         self._committing = False
         self._threads: ThreadPoolExecutor | None = None
         self._owners: dict[ScoreRequest, Job] = {}
+        self._calls: RunningCalls[Job] = RunningCalls()
         self._announced: list[int] = []
 
     @property
@@ -159,6 +162,10 @@ class Engine:
         start = perf_counter()
         self._admit()
         self._announce()
+        if self._calls:
+            has_rows = self._in_flight or any(one.waiting for one in self.runners.values())
+            for job, call in self._calls.finished(wait=not has_rows):
+                self._resume(job, call)
         for runner in self.runners.values():
             if runner not in self._in_flight and runner.waiting:
                 self._launch(runner)
@@ -452,6 +459,9 @@ class Engine:
             self._remove(job, action.ticket.request)
             action.ticket.cancelled = True
             return True, None
+        if isinstance(action, Call):
+            self._calls.start(job, action)
+            return False, None
         if isinstance(action, MultiStep):
             job.generators.append(action.steps())
             return True, None
@@ -472,6 +482,7 @@ class Engine:
         """Close a job's generators, remove its requests and free its memory."""
         for request in job.requests:
             self._remove(job, request)
+        self._calls.drop(job)
         job.group, job.results, job.wait = [], {}, None
         for generator in reversed(job.generators):
             try:

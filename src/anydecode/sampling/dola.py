@@ -11,17 +11,12 @@ import numpy as np
 
 from anydecode.catalogue import Card, Text, register
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.candidates import Candidates
+from anydecode.sampling.contrast import contrasted
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
-from anydecode.sampling.processor import LogitsProcessor
 from anydecode.sampling.truncation import log_probabilities
 
 #: Candidate layers by name: the lower or upper half of the model.
 LAYER_HALVES = ("low", "high")
-
-
-#: Offset in nats that puts tokens too improbable in the last layer below all others.
-BELOW = np.float32(1e4)
 
 
 @dataclass(frozen=True)
@@ -30,9 +25,8 @@ class DoLa:
     al., 2023, arXiv 2309.03883).
 
     This holds for tokens at least `relative_top` times as probable as the best one in the last
-    layer. The others get ln p(last layer) - `BELOW`, and `Plausible` drops them. The early layer is
-    the one of `capture_layers` with the largest Jensen-Shannon divergence from the last layer, ties
-    to the lower layer.
+    layer. The others are dropped (`Plausible`). The early layer is the one of `capture_layers` with
+    the largest Jensen-Shannon divergence from the last layer, ties to the lower layer.
 
     Args:
         capture_layers: The candidate early layers.
@@ -56,20 +50,7 @@ class DoLa:
             layer: log_probabilities(capture_layers[layer]) for layer in sorted(self.capture_layers)
         }
         layer = max(early, key=lambda layer: divergence(last, p, *early[layer]))
-        allowed = last >= last.max() + np.float32(np.log(self.relative_top))
-        row: np.ndarray = np.where(allowed, last - early[layer][0], last - BELOW)
-        return row
-
-
-class Plausible(LogitsProcessor):
-    """Drops the tokens that `DoLa` marked as implausible. It comes after the constraint: if the
-    constraint allows only implausible tokens, the last layer decides among them."""
-
-    def apply(self, candidates: Candidates) -> Candidates:
-        candidates = candidates.allowed()
-        return candidates.keep(
-            np.flatnonzero(candidates.scores >= candidates.scores.max() - BELOW / 2)
-        )
+        return contrasted(last, early[layer][0], self.relative_top)
 
 
 def divergence(log_p: np.ndarray, p: np.ndarray, log_q: np.ndarray, q: np.ndarray) -> float:

@@ -15,7 +15,8 @@ from anydecode.errors import InvalidRequestError
 from anydecode.sampling.autodeco import AutoDeco, Heads
 from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRepeatNgram
 from anydecode.sampling.constrained import Constrained, ConstraintState
-from anydecode.sampling.dola import DoLa, Plausible, candidate_layers
+from anydecode.sampling.contrast import Plausible
+from anydecode.sampling.dola import DoLa, candidate_layers
 from anydecode.sampling.dry import Dry
 from anydecode.sampling.eta import Eta
 from anydecode.sampling.guidance import Guidance

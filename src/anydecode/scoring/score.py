@@ -155,6 +155,29 @@ class Cancel:
 
 
 @dataclass(eq=False)
+class Call:
+    """Yielded to run a function on a thread of its own, while the engine serves other requests. The
+    decoder is resumed with this object.
+
+    The function may run again after a preemption. One that does not return in time is left behind;
+    its result is ignored.
+
+    Args:
+        function: The function.
+        seconds: How long it may take.
+        result: Set on return: what the function returned.
+        error: Set on return: what it raised; None if it returned.
+        is_late: Set on return: whether it did not end in time.
+    """
+
+    function: Callable[[], Any]
+    seconds: float
+    result: Any = None
+    error: BaseException | None = None
+    is_late: bool = False
+
+
+@dataclass(eq=False)
 class MultiStep:
     """Yielded to sample and score up to `count` tokens without resuming the decoder in between.
 
@@ -212,7 +235,7 @@ class MultiStep:
         return token
 
 
-DecoderAction = ScoreRequest | list[ScoreRequest] | Submit | Wait | Cancel | MultiStep
+DecoderAction = ScoreRequest | list[ScoreRequest] | Submit | Wait | Cancel | Call | MultiStep
 ActionResult = Any
 Decoding = Generator[DecoderAction, ActionResult, None]
 

@@ -13,6 +13,7 @@ from anydecode.errors import (
     EngineStoppedError,
     InvalidRequestError,
     OutOfMemoryError,
+    RewardError,
     one_line,
 )
 from anydecode.sampling.options import SamplingOptions
@@ -113,6 +114,7 @@ def stopped_message(error: EngineStoppedError) -> str:
 #: The code of an error that the client can fix, by its class: the first that it belongs to.
 _CODES: tuple[tuple[type[AnydecodeError], str], ...] = (
     (ConstraintError, "constraint_error"),
+    (RewardError, "reward_error"),
     (OutOfMemoryError, "context_length_exceeded"),
     (ContextLengthError, "context_length_exceeded"),
     (InvalidRequestError, "invalid_value"),

@@ -297,6 +297,8 @@ def extension(generations: list[Generation], tokenizer: Any, body: Options) -> d
         "seconds": max(generation.stats.seconds for generation in generations),
         "time_to_first_token": first.stats.time_to_first_token,
     }
+    if first.score is not None:
+        fields["scores"] = [generation.score for generation in generations]
     if first.constraint is not None:
         fields["constraint"] = first.constraint
     if first.resume is not None:

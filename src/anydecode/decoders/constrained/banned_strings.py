@@ -14,19 +14,18 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from anydecode.constraints.tools.stream import overlap
 from anydecode.decoders.constrained.unbiased_tokenization import PromptBoundaryDecoder
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.branches import restarted_branch
+from anydecode.decoders.framework.branches import TextStopChecker, restarted_branch
 from anydecode.errors import ConstraintError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.bias import FirstTokenBan
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.sequence_data import StopChecker
 from anydecode.scoring.state import SequenceState, StateKey
 
 #: Maximum number of rewinds per answer. Each has noise of its own.
@@ -55,23 +54,6 @@ class RewindState:
 
 
 _STATE: StateKey[RewindState] = StateKey("banned-strings", "state")
-
-
-class TextStopChecker(StopChecker, Protocol):
-    """A stop checker that collects the text."""
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        ...
-
-    def fork(self) -> TextStopChecker:
-        """A copy that can be pushed to on its own."""
-        ...
-
-    def end(self, reason: str) -> None:
-        """End the generation for `reason`."""
-        ...
 
 
 class StringMatcher:

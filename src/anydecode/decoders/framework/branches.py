@@ -1,11 +1,29 @@
-"""Branches on which a decoder is restarted from fewer tokens."""
+"""Branches of a sequence on which decoders run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Protocol
 
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence_data import StopChecker
+
+
+class TextStopChecker(StopChecker, Protocol):
+    """A stop checker that collects the text."""
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        ...
+
+    def fork(self) -> TextStopChecker:
+        """A copy that can be pushed to on its own."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """End the generation for `reason`."""
+        ...
 
 
 def restarted_branch(

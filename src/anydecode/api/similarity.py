@@ -1,0 +1,34 @@
+"""A reward that compares embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from anydecode.api.llm import LLM
+from anydecode.rewards.reward import Reward, SampledText
+
+
+class Similarity(Reward):
+    """The cosine similarity of a text's embedding with that of a reference.
+
+    Args:
+        llm: The model that computes the embeddings: an encoder, or any other. It may be another
+            than the one that generates.
+        reference: The text that the others should resemble. Default: the prompt.
+        seconds: How long a batch may take for each of its texts.
+    """
+
+    bounds = (-1.0, 1.0)
+
+    def __init__(self, llm: LLM, reference: str | None = None, seconds: float = 30.0) -> None:
+        self.llm = llm
+        self.reference = reference
+        self.seconds = seconds
+
+    def values(self, prompt: str, texts: Seq[SampledText]) -> list[float]:
+        reference = prompt if self.reference is None else self.reference
+        rows = np.array(self.llm.embed([reference, *(one.text or " " for one in texts)]))
+        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        return [float(value) for value in np.clip(rows[1:] @ rows[0], -1.0, 1.0)]

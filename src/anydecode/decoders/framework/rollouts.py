@@ -1,0 +1,230 @@
+"""Several continuations of one sequence that are sampled side by side: the part that methods share
+which sample texts, value them and choose among them.
+
+The prompt is scored and stored once, whatever the number of rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from anydecode.decoders.framework.branches import TextStopChecker
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.rewards.reward import SampledText
+from anydecode.sampling.noise import Noise, stream_id
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.score import ActionResult, DecoderAction, Scores
+from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.state import StateKey
+
+#: Maximum number of rollouts of one sequence.
+MAX_ROLLOUTS = 1024
+
+
+@dataclass
+class Rollout:
+    """A continuation as plain data.
+
+    Attributes:
+        noise: The random numbers of its next tokens.
+        tokens: Its tokens.
+        logprobs: The requested log-probabilities of the tokens.
+        total: The sum of the log-probabilities of the tokens, of the model's unmodified logits;
+            NaN if nothing reads it.
+        finish_reason: Why it ended, or None while it goes on.
+        start: The number of tokens before its current step.
+        start_text: The number of characters before its current step.
+    """
+
+    noise: Noise
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    total: float = 0.0
+    finish_reason: str | None = None
+    start: int = 0
+    start_text: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def copy(self, noise: Noise) -> Rollout:
+        """A rollout with the same tokens and other random numbers from here on."""
+        tokens, logprobs = list(self.tokens), list(self.logprobs)
+        return replace(self, noise=noise, tokens=tokens, logprobs=logprobs)
+
+
+Extending = Generator[DecoderAction, ActionResult, None]
+
+
+class Rollouts:
+    """The branches of some rollouts.
+
+    Args:
+        sequence: The sequence that they continue.
+        rollouts: Changed as they go on. Kept by the decoder in `sequence.state`, they are all that
+            a restart needs.
+        sums_logprobs: Whether `Rollout.total` is computed.
+        temperature: The temperature of the rollouts; None for that of the sequence.
+        runner: The model that samples them. "target" for the one that is decoded.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        rollouts: list[Rollout],
+        *,
+        sums_logprobs: bool = False,
+        temperature: float | None = None,
+        runner: str = TARGET,
+    ) -> None:
+        if not hasattr(sequence.stop_checker, "fork"):
+            raise UnsupportedCombinationError(
+                "this constraint is checked while a decoder runs, which does not work with a"
+                " decoder that samples several texts; use autoregressive"
+            )
+        self.sequence = sequence
+        self.rollouts = rollouts
+        self.sums_logprobs = sums_logprobs
+        self.temperature = temperature
+        self.runner = runner
+        self._branches: list[Sequence] = []
+
+    def extend(self, is_done: Callable[[int], bool]) -> Extending:
+        """Sample tokens in every rollout that has not finished, until `is_done(number)` of it. It
+        is called before each token, and depends on the rollout alone."""
+        if not self._branches:
+            yield from self._open()
+        while True:
+            live = [
+                number
+                for number, rollout in enumerate(self.rollouts)
+                if not rollout.finished and not is_done(number)
+            ]
+            if not live:
+                return
+            results = yield [self._branches[number].score(runner=self.runner) for number in live]
+            for number, scores in zip(live, results, strict=True):
+                self._take(number, scores.row(-1), scores.sampled[-1])
+
+    def resample(self, ancestors: Seq[int], noises: Seq[Noise]) -> None:
+        """Replace every rollout `i` by a copy of rollout `ancestors[i]` with the random numbers
+        `noises[i]`. Their caches are shared."""
+        old, branches = list(self.rollouts), list(self._branches)
+        self.rollouts[:] = [
+            old[ancestor].copy(noise) for ancestor, noise in zip(ancestors, noises, strict=True)
+        ]
+        if branches:
+            self._branches = [
+                self._branch(branches[ancestor], rollout)
+                for ancestor, rollout in zip(ancestors, self.rollouts, strict=True)
+            ]
+            for branch in branches:
+                branch.release()
+
+    def texts(self) -> list[SampledText]:
+        """The texts so far, as rewards read them."""
+        return [
+            SampledText(
+                cast(TextStopChecker, branch.stop_checker).text,
+                len(branch.tokens),
+                rollout.total if self.sums_logprobs else float("nan"),
+                rollout.finish_reason == "stop",
+            )
+            for branch, rollout in zip(self._branches, self.rollouts, strict=True)
+        ]
+
+    def text(self, number: int) -> str:
+        """The text of a rollout so far."""
+        return cast(TextStopChecker, self._branches[number].stop_checker).text
+
+    def release(self) -> None:
+        """Free the memory of all branches."""
+        for branch in self._branches:
+            branch.release()
+        self._branches = []
+
+    def _open(self) -> Extending:
+        """Score what is unscored of the sequence and open the branches. Rollouts without tokens
+        sample their first."""
+        if not self.sequence.unscored(self.runner):  # then all rollouts have tokens
+            self._branches = [self._branch(self.sequence, one) for one in self.rollouts]
+            return
+        scores: Scores = yield self.sequence.score(runner=self.runner)
+        row = scores.row(-1).copy()
+        self._branches = [self._branch(self.sequence, rollout) for rollout in self.rollouts]
+        for number, rollout in enumerate(self.rollouts):
+            if not rollout.tokens:
+                branch = self._branches[number]
+                scores.show_hidden(branch.sampler, -1)
+                token = branch.sample(branch.sampler, row, branch.length)
+                branch.record_logprobs(row, branch.length, token, branch.sampler)
+                self._take(number, row, token)
+
+    def _branch(self, origin: Sequence, rollout: Rollout) -> Sequence:
+        """A branch with the tokens of `rollout`, of which `origin` may have the first ones."""
+        sequence = self.sequence
+        branch = origin.branch() if origin is not sequence else sequence.fork()
+        branch.compute_logprobs = sequence.compute_logprobs
+        branch.noise = rollout.noise
+        if self.temperature is not None:
+            sampler = branch.sampler
+            branch.sampler = Sampler(
+                self.temperature, sampler.pre_temperature, combiner=sampler.combiner
+            )
+        added = rollout.tokens[len(branch.tokens) - len(sequence.tokens) :]
+        for token in added:
+            branch.append(token)
+        stop_checker = cast(TextStopChecker, origin.stop_checker).fork()
+        _, reason = stop_checker.push(added)
+        rollout.finish_reason = rollout.finish_reason or reason
+        branch.stop_checker = stop_checker
+        return branch
+
+    def _take(self, number: int, row: np.ndarray, token: int) -> None:
+        """Append a sampled token to a rollout."""
+        rollout, branch = self.rollouts[number], self._branches[number]
+        if self.sums_logprobs:
+            rollout.total += log_probability(row, token)
+        branch.emit([token])
+        rollout.tokens.append(token)
+        if branch.compute_logprobs is not None:
+            rollout.logprobs.append(branch.logprobs[-1])
+        rollout.finish_reason = branch.finish_reason
+
+
+def log_probability(row: np.ndarray, token: int) -> float:
+    """The log-probability of `token` under logits float32 `[vocab_size]`."""
+    shifted = row - row.max()
+    return float(shifted[token]) - float(np.log(np.exp(shifted).sum(dtype=np.float64)))
+
+
+def checked_count(key: str, n: int) -> int:
+    """`n`, the number of texts that the method `key` samples.
+
+    Raises:
+        InvalidRequestError: It is not from 1 to `MAX_ROLLOUTS`.
+    """
+    if not 1 <= n <= MAX_ROLLOUTS:
+        raise InvalidRequestError(f"{key}: n is {n}; it may be 1 to {MAX_ROLLOUTS}")
+    return n
+
+
+def independent_rollouts(
+    sequence: Sequence, key: StateKey[list[Rollout]], count: int
+) -> list[Rollout]:
+    """The rollouts in `sequence.state[key]`. At first, `count` new ones with the random numbers of
+    the samples 0, 1, ... of the request; one at temperature 0, where all would be the same."""
+    if key not in sequence.state:
+        noise = sequence.noise
+        count = 1 if sequence.sampler.is_greedy else count
+        sequence.state[key] = [
+            Rollout(noise.with_stream(stream_id(noise.sample + i, noise.fork, noise.purpose)))
+            for i in range(count)
+        ]
+    return sequence.state[key]

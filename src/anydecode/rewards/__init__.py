@@ -1,0 +1,1 @@
+"""Rewards: numbers for texts, by which search methods choose among them."""
