@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from anydecode.tasks.tasks import Example
-from anydecode.training.objectives import without_mask
+from anydecode.training.objectives import random_tokens, without_mask
 from anydecode.training.tokenizer import EOS_ID, MASK_ID
 from anydecode.training.transformer import Transformer
 
@@ -45,6 +45,32 @@ def denoise(
         for position, row in zip(positions, tokens[:, head.shape[1] :].tolist(), strict=True):
             answers[position] = row
     return answers, passes / max(1, len(prompts))
+
+
+@torch.inference_mode()
+def denoise_uniform(
+    model: Transformer, prompts: Sequence[Sequence[int]], canvas: int, steps: int, seed: int = 0
+) -> list[list[int]]:
+    """The answers to `prompts`, each on a canvas of `canvas` random tokens, in `steps` passes.
+
+    Each pass takes the most probable tokens, and covers a share of them, which falls to 0 with the
+    passes, with random tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for positions in by_length(prompts):
+        head = torch.tensor([prompts[position] for position in positions])
+        size = (len(positions), canvas)
+        tokens = random_tokens(size, model.shape.vocab, generator)
+        for step in range(1, steps + 1):
+            logits = without_mask(model(torch.cat([head, tokens], 1)))
+            predicted = logits[:, head.shape[1] :].argmax(-1)
+            is_noise = torch.rand(size, generator=generator) < 1 - step / steps
+            noise = random_tokens(size, model.shape.vocab, generator)
+            tokens = torch.where(is_noise, noise, predicted)
+        for position, row in zip(positions, tokens.tolist(), strict=True):
+            answers[position] = row
+    return answers
 
 
 def by_length(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
