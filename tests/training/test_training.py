@@ -25,7 +25,8 @@ from anydecode.tasks.tasks import NAMES, TASKS, examples
 from anydecode.training import checkpoint, denoising, objectives
 from anydecode.training.data import PADDING_WEIGHT, Batch, batches
 from anydecode.training.diffusion import STAGES, DiffusionRecipe, DiffusionRun
-from anydecode.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, build_tokenizer
+from anydecode.training.teachers import open_teacher
+from anydecode.training.tokenizer import EOS_ID, MASK_ID, OWN_TOKENS, PAD_ID, build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
 TOKENIZER = build_tokenizer()
@@ -198,8 +199,10 @@ def test_engine_loads_an_autoregressive_checkpoint(tmp_path: Path) -> None:
 def test_engine_loads_a_diffusion_checkpoint_and_decodes_the_same(tmp_path: Path) -> None:
     model = _model()
     checkpoint.save_llada(tmp_path, model.state_dict(), SHAPE, TOKENIZER)
-    model, tokenizer = checkpoint.load_llada(tmp_path)
-    prompts = [tokenizer.encode(text).ids for text in ("reverse Ada Ben Carl:", "1+2=")]
+    teacher = open_teacher(tmp_path)
+    model, special = teacher.model, teacher.special
+    assert special == OWN_TOKENS
+    prompts = [teacher.tokenizer.encode(text) for text in ("reverse Ada Ben Carl:", "1+2=")]
     expected, passes = denoising.denoise(model, prompts, 10, 1.1)
     with LLM(tmp_path, dtype="float32", threads=1) as llm:
         assert not llm.model.spec.causal and llm.tokenizer.mask_id == MASK_ID

@@ -10,13 +10,17 @@ from torch.nn import functional
 
 from anydecode.tasks.tasks import Example
 from anydecode.training.objectives import random_tokens, without_mask
-from anydecode.training.tokenizer import EOS_ID, MASK_ID
+from anydecode.training.tokenizer import EOS_ID, OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
 
 
 @torch.inference_mode()
 def denoise(
-    model: Transformer, prompts: Sequence[Sequence[int]], canvas: int, threshold: float
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    canvas: int,
+    threshold: float,
+    special: SpecialTokens = OWN_TOKENS,
 ) -> tuple[list[list[int]], float]:
     """Denoise the answers to `prompts`, each on a canvas of `canvas` masks.
 
@@ -31,10 +35,10 @@ def denoise(
     passes = 0
     for positions in by_length(prompts):
         head = torch.tensor([prompts[position] for position in positions])
-        tokens = functional.pad(head, (0, canvas), value=MASK_ID)
-        while (masked := tokens == MASK_ID).any():
+        tokens = functional.pad(head, (0, canvas), value=special.mask)
+        while (masked := tokens == special.mask).any():
             passes += int(masked.any(-1).sum())
-            confidence, predictions = without_mask(model(tokens)).softmax(-1).max(-1)
+            confidence, predictions = without_mask(model(tokens), special).softmax(-1).max(-1)
             confidence = confidence.masked_fill(~masked, -1.0)
             most_confident = torch.zeros_like(masked).scatter_(
                 1, confidence.argmax(-1, keepdim=True), True

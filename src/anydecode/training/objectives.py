@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from anydecode.training.data import Batch
-from anydecode.training.tokenizer import MASK_ID, PAD_ID
+from anydecode.training.tokenizer import MASK_ID, OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
 
 #: The kinds of noise of the diffusion stage.
@@ -84,10 +84,10 @@ def complementary_masks(
     return candidates & (first | is_hidden), candidates & (~first | is_hidden)
 
 
-def without_mask(logits: torch.Tensor) -> torch.Tensor:
+def without_mask(logits: torch.Tensor, special: SpecialTokens = OWN_TOKENS) -> torch.Tensor:
     """Logits with -inf for the mask and padding tokens."""
     forbidden = torch.zeros(logits.shape[-1])
-    forbidden[[MASK_ID, PAD_ID]] = float("-inf")
+    forbidden[list(special.barred)] = float("-inf")
     return logits + forbidden.to(logits)
 
 
