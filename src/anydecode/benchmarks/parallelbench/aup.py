@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -103,7 +104,9 @@ def curves(rows: Sequence[Row], model: str) -> list[dict[str, Any]]:
         if line["passes_per_token"]
     }
     best = max((point.accuracy for point in points.values()), default=0.0)
-    seconds = {line["method"]: line["seconds"] for line in lines}
+    seconds = {  # the median: other work on the machine may delay some questions
+        method: median(row.seconds for row in rows if row.method == method) for method in points
+    }
     results = []
     for key in dict.fromkeys(method.split(":")[0] for method in points):
         own = {method: points[method] for method in settings(key) if method in points}
@@ -205,7 +208,8 @@ def bench_aup(
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a line per decoder and model; accuracy, tokens per pass and milliseconds are those of
-    its default parameters, and "up to" are the most tokens per pass of its settings."""
+    its default parameters, and "up to" are the most tokens per pass of its settings. Milliseconds
+    are the median over questions."""
     from rich.table import Table
 
     console, machine = table_console(), report["machine"]
