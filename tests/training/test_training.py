@@ -295,15 +295,18 @@ def test_bundled_adapter_denoises(default_model_path: Path, tmp_path: Path) -> N
     assert sum(right) >= 1
 
 
-@pytest.mark.parametrize("name", ["tiny-diffusion", "tiny-autoregressive", "tiny-blocks"])
+@pytest.mark.parametrize(
+    "name", ["tiny-diffusion", "tiny-autoregressive", "tiny-blocks", "tiny-uniform"]
+)
 def test_bundled_models_load_by_name_and_answer(name: str) -> None:
     folder = resolve(name)
     assert "assets" in folder.parts and (folder / "README.md").is_file()
     assert sum(file.stat().st_size for file in folder.parent.rglob("*.*")) < 12_000_000
-    decoder = {"tiny-diffusion": "fast-dllm", "tiny-blocks": "sdar"}.get(name, "autoregressive")
+    decoders = {"tiny-diffusion": "fast-dllm", "tiny-blocks": "sdar", "tiny-uniform": "duo"}
+    decoder = decoders.get(name, "autoregressive")
     questions = list(examples("copy", 12, seed=5))
     with LLM(name, threads=1) as llm:
         answers = llm.generate([e.prompt for e in questions], max_tokens=32, decoder=decoder)
         assert llm.model.spec.causal == (name == "tiny-autoregressive")
     right = [e.is_right(answer.text) for e, answer in zip(questions, answers, strict=True)]
-    assert sum(right) >= 10
+    assert sum(right) >= (6 if name == "tiny-uniform" else 10)
