@@ -16,7 +16,7 @@ from anydecode import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import resolve
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from anydecode.training import checkpoint, distillation, draft_distillation
+from anydecode.training import distillation, draft_distillation
 from anydecode.training.distillation import Canvases, DistillationRecipe, distil
 from anydecode.training.draft_distillation import (
     check_target,
@@ -27,6 +27,7 @@ from anydecode.training.draft_distillation import (
     target_answers,
 )
 from anydecode.training.objectives import without_mask
+from anydecode.training.teachers import open_teacher, save_student
 from anydecode.training.tokenizer import EOS_ID, MASK_ID, build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
@@ -146,12 +147,13 @@ def _accepted(draft: Path, method: str) -> int:
 @pytest.mark.parametrize("method", ["deer", "specdiff-2"])
 def test_training_raises_acceptance(method: str, tmp_path: Path) -> None:
     """Of a model whose weights were disturbed."""
-    student, tokenizer = checkpoint.load_llada(resolve("tiny-diffusion"))
+    teacher = open_teacher(resolve("tiny-diffusion"))
+    student = teacher.model
     torch.manual_seed(4)
     with torch.no_grad():
         for weight in student.parameters():
             weight += 0.4 * weight.std() * torch.randn_like(weight) if weight.dim() == 2 else 0
-    checkpoint.save_llada(tmp_path / "worse", student.state_dict(), student.shape, tokenizer)
+    save_student(teacher, student.state_dict(), tmp_path / "worse")
     recipe = DistillationRecipe(method, steps=40, batch=16, rate=1e-3)
     losses = distil(tmp_path / "worse", tmp_path / "better", recipe)
     assert len(losses) == 40

@@ -30,6 +30,10 @@ BENCHES = {
         "anydecode.benchmarks.parallelbench.bench:bench_parallelbench",
         "Diffusion methods: accuracy against passes per token, on tasks with checkable answers.",
     ),
+    "aup": Bench(
+        "anydecode.benchmarks.parallelbench.aup:bench_aup",
+        "Diffusion decoders: area under the accuracy-parallelism curve, tokens per pass, seconds.",
+    ),
     "baselines": Bench(
         "anydecode.benchmarks.baselines:bench_baselines",
         "anydecode against transformers, llama.cpp and OpenVINO GenAI, in one run.",

@@ -42,13 +42,17 @@ def train_diffusion(
     minutes: Minutes = None,
     steps: Steps = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 64,
+    noise: Annotated[
+        str,
+        typer.Option("--noise", help="Noise of the diffusion: mask, or uniform (random tokens)."),
+    ] = "mask",
     seed: Seed = 0,
     threads: Threads = 0,
     plot: PlotFile = None,
     json: options.Json = False,
 ) -> None:
-    """Train the small model: next-token prediction first, then masked diffusion. A run with the
-    same --out is resumed.
+    """Train the small model: next-token prediction first, then masked diffusion, or diffusion with
+    random tokens as noise. A run with the same --out is resumed.
 
     Example: anydecode train diffusion --minutes 60 --threads 2 --out my-model --plot curve.svg
     """
@@ -58,7 +62,8 @@ def train_diffusion(
     if minutes is None and steps is None:
         minutes = 60.0
     limit_threads(threads)
-    run = DiffusionRun(out, DiffusionRecipe(minutes=minutes, steps=steps, batch=batch, seed=seed))
+    recipe = DiffusionRecipe(minutes=minutes, steps=steps, batch=batch, seed=seed, noise=noise)
+    run = DiffusionRun(out, recipe)
     if run.step:
         note(f"resuming from step {run.step} in {out}")
     with progress("training", 1.0, unit="percent", done=run.progress) as bar:
@@ -110,8 +115,8 @@ def train_distilled(
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Distil a diffusion model that this package trained into one that needs fewer passes, or into
-    a draft model (deer, specdiff-2) for --target.
+    """Distil a diffusion model into one that needs fewer passes (one with LLaDA's layers, without
+    blocks), or one that this package trained into a draft model (deer, specdiff-2) for --target.
 
     Example: anydecode train distil --method dparallel --steps 200 --out tiny-dparallel
     """

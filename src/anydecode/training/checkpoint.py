@@ -12,15 +12,12 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from anydecode.errors import CheckpointError
-from anydecode.models.files import read_json
 from anydecode.models.loading.llada import INNER_NAMES
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.tokenizer import EOS, EOS_ID, MASK, MASK_ID, PAD, PAD_ID
-from anydecode.training.transformer import Shape, Transformer
+from anydecode.training.transformer import Shape
 
 
 def save_llada(
@@ -59,38 +56,6 @@ def save_llada(
         "weight_tying": False,
     }
     _save(folder, config, {f"model.{name}": weights[name] for name in weights}, tokenizer)
-
-
-def load_llada(folder: Path) -> tuple[Transformer, tokenizers.Tokenizer]:
-    """Load a checkpoint written by `save_llada`, or one of the same layout, for training.
-
-    Raises `CheckpointError` if the folder holds something else.
-    """
-    config = read_json(folder / "config.json")
-    try:
-        shape = Shape(
-            vocab=config["embedding_size"],
-            width=config["d_model"],
-            layers=config["n_layers"],
-            heads=config["n_heads"],
-            hidden=config["mlp_hidden_size"],
-            max_positions=config["max_sequence_length"],
-            rope_theta=config["rope_theta"],
-            norm_eps=config["rms_norm_eps"],
-        )
-        if config["mask_token_id"] != MASK_ID or config["eos_token_id"] != EOS_ID:
-            raise CheckpointError(
-                f"{folder}: not trained by this package: it has other special tokens"
-            )
-        model = Transformer(shape)
-        stored = load_file(str(folder / "model.safetensors"))
-        model.load_state_dict(
-            {name.removeprefix("model."): weight.float() for name, weight in stored.items()}
-        )
-    except (KeyError, RuntimeError, OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{folder}: no masked-diffusion checkpoint: {reason}") from None
-    return model.eval(), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def save_llama(

@@ -9,14 +9,18 @@ import torch
 from torch.nn import functional
 
 from anydecode.tasks.tasks import Example
-from anydecode.training.objectives import without_mask
-from anydecode.training.tokenizer import EOS_ID, MASK_ID
+from anydecode.training.objectives import random_tokens, without_mask
+from anydecode.training.tokenizer import EOS_ID, OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
 
 
 @torch.inference_mode()
 def denoise(
-    model: Transformer, prompts: Sequence[Sequence[int]], canvas: int, threshold: float
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    canvas: int,
+    threshold: float,
+    special: SpecialTokens = OWN_TOKENS,
 ) -> tuple[list[list[int]], float]:
     """Denoise the answers to `prompts`, each on a canvas of `canvas` masks.
 
@@ -31,10 +35,10 @@ def denoise(
     passes = 0
     for positions in by_length(prompts):
         head = torch.tensor([prompts[position] for position in positions])
-        tokens = functional.pad(head, (0, canvas), value=MASK_ID)
-        while (masked := tokens == MASK_ID).any():
+        tokens = functional.pad(head, (0, canvas), value=special.mask)
+        while (masked := tokens == special.mask).any():
             passes += int(masked.any(-1).sum())
-            confidence, predictions = without_mask(model(tokens)).softmax(-1).max(-1)
+            confidence, predictions = without_mask(model(tokens), special).softmax(-1).max(-1)
             confidence = confidence.masked_fill(~masked, -1.0)
             most_confident = torch.zeros_like(masked).scatter_(
                 1, confidence.argmax(-1, keepdim=True), True
@@ -45,6 +49,32 @@ def denoise(
         for position, row in zip(positions, tokens[:, head.shape[1] :].tolist(), strict=True):
             answers[position] = row
     return answers, passes / max(1, len(prompts))
+
+
+@torch.inference_mode()
+def denoise_uniform(
+    model: Transformer, prompts: Sequence[Sequence[int]], canvas: int, steps: int, seed: int = 0
+) -> list[list[int]]:
+    """The answers to `prompts`, each on a canvas of `canvas` random tokens, in `steps` passes.
+
+    Each pass takes the most probable tokens, and covers a share of them, which falls to 0 with the
+    passes, with random tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for positions in by_length(prompts):
+        head = torch.tensor([prompts[position] for position in positions])
+        size = (len(positions), canvas)
+        tokens = random_tokens(size, model.shape.vocab, generator)
+        for step in range(1, steps + 1):
+            logits = without_mask(model(torch.cat([head, tokens], 1)))
+            predicted = logits[:, head.shape[1] :].argmax(-1)
+            is_noise = torch.rand(size, generator=generator) < 1 - step / steps
+            noise = random_tokens(size, model.shape.vocab, generator)
+            tokens = torch.where(is_noise, noise, predicted)
+        for position, row in zip(positions, tokens.tolist(), strict=True):
+            answers[position] = row
+    return answers
 
 
 def by_length(prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 Starting from next-token prediction is worth more than the same number of diffusion steps (Gong et
 al., DiffuLLaMA, arXiv:2410.17891). At this size neither their logit shift nor annealing the mask
 helps, so the stage switches to full attention at once and logits are not shifted, as in LLaDA.
+The noise may be random tokens instead of masks, for the decoders of uniform-state diffusion.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from anydecode.kernels.native import thread_count
 from anydecode.tasks.tasks import TASKS, examples
 from anydecode.training import checkpoint, denoising
 from anydecode.training.data import batches
-from anydecode.training.objectives import causal_loss, diffusion_loss
+from anydecode.training.objectives import NOISES, causal_loss, diffusion_loss, uniform_loss
 from anydecode.training.tokenizer import build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
@@ -34,7 +35,7 @@ FIRST_STAGE_FRACTION = 0.3
 
 @dataclass(frozen=True)
 class DiffusionRecipe:
-    """How a run trains. One of `minutes` and `steps` is the budget."""
+    """How a run trains. One of `minutes` and `steps` is the budget; `noise` is one of `NOISES`."""
 
     minutes: float | None = None
     steps: int | None = None
@@ -47,12 +48,17 @@ class DiffusionRecipe:
     average: float = 0.998
     save_seconds: float = 180.0
     checks: int = 4  # held-out examples per task in an evaluation
+    noise: str = "mask"
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
             raise InvalidRequestError("a training run takes either minutes or steps")
         if (self.minutes or self.steps or 0) <= 0:
             raise InvalidRequestError("minutes or steps of a training run must be more than 0")
+        if self.noise not in NOISES:
+            raise InvalidRequestError(
+                f"the noise {self.noise!r} is unknown; choose from {', '.join(NOISES)}"
+            )
 
 
 class DiffusionRun:
@@ -140,7 +146,8 @@ class DiffusionRun:
             if self.stage == 0:
                 loss, weight = causal_loss(self.model, part)
             else:
-                loss, weight = diffusion_loss(self.model, part, generator)
+                diffusion = uniform_loss if recipe.noise == "uniform" else diffusion_loss
+                loss, weight = diffusion(self.model, part, generator)
             loss.backward()  # type: ignore[no-untyped-call]
             sums.append(float(loss.detach()))
             total += weight
@@ -217,6 +224,8 @@ class DiffusionRun:
         prompts = [self.tokenizer.encode(example.prompt).ids for example in all_examples]
         if self.stage == 0:
             answers = denoising.continue_greedily(model, prompts, 32)
+        elif recipe.noise == "uniform":
+            answers = denoising.denoise_uniform(model, prompts, 32, 16)
         else:
             answers, _ = denoising.denoise(model, prompts, 32, 0.9)
         results: dict[str, float] = {}

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import tokenizers
 import torch
 from torch import nn
 from torch.nn import functional
 
 from anydecode.api.llm import LLM
-from anydecode.errors import InvalidRequestError
-from anydecode.training import checkpoint
-from anydecode.training.data import sample_pairs
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.training.data import sample_texts
 from anydecode.training.denoising import denoise
 from anydecode.training.draft_distillation import (
     check_target,
@@ -37,7 +35,8 @@ from anydecode.training.draft_distillation import (
     target_answers,
 )
 from anydecode.training.objectives import without_mask
-from anydecode.training.tokenizer import EOS_ID, MASK_ID
+from anydecode.training.teachers import Teacher, open_teacher, save_student
+from anydecode.training.tokenizer import OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
 
 METHODS = ("cd4lm", "dparallel", "deer", "specdiff-2")
@@ -78,41 +77,50 @@ def distil(
     report: Callable[[int, float], None] = lambda *_: None,
 ) -> list[float]:
     """Distil the checkpoint in `folder` into `out`; returns the losses. Calls `report(step, loss)`
-    after every step."""
-    teacher, tokenizer = checkpoint.load_llada(folder)
+    after every step.
+
+    Raises:
+        CheckpointError: The model cannot be trained, see `open_teacher`.
+    """
+    teacher = open_teacher(folder)
     with ExitStack() as stack:
         target = None
         if recipe.method in DRAFTING:
+            if teacher.special != OWN_TOKENS:
+                raise CheckpointError(
+                    f"{folder}: {recipe.method} trains models of `anydecode train diffusion` only"
+                )
             target = stack.enter_context(LLM(recipe.target))
-            check_target(target, teacher)
-        student, losses = _train(teacher, target, tokenizer, recipe, report)
-    checkpoint.save_llada(out, student.state_dict(), student.shape, tokenizer)
+            check_target(target, teacher.model)
+        student, losses = _train(teacher, target, recipe, report)
+    save_student(teacher, student.state_dict(), out)
     return losses
 
 
 def _train(
-    teacher: Transformer,
+    teacher: Teacher,
     target: LLM | None,
-    tokenizer: tokenizers.Tokenizer,
     recipe: DistillationRecipe,
     report: Callable[[int, float], None],
 ) -> tuple[Transformer, list[float]]:
     """The student, which starts as the teacher, and the losses. `target` answers the prompts of
     methods that train a draft model."""
-    student = copy.deepcopy(teacher).train()
+    special = teacher.special
+    student = copy.deepcopy(teacher.model).train()
     optimizer = torch.optim.AdamW(student.parameters(), recipe.rate, (0.9, 0.98), weight_decay=0.01)
     generator = torch.Generator().manual_seed(recipe.seed)
     losses = []
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-        canvases = _canvases(teacher, target, tokenizer, recipe, step)
+        canvases = _canvases(teacher, target, recipe, step)
         if recipe.method in DRAFTING:
             loss = drafting(student, canvases, step / recipe.steps, recipe, generator)
         elif recipe.method == "cd4lm":
-            loss = dscd(student, teacher, canvases, step / recipe.steps, recipe, generator)
+            progress = step / recipe.steps
+            loss = dscd(student, teacher.model, canvases, progress, recipe, generator, special)
         else:
-            loss = certainty(student, canvases, recipe, generator)
+            loss = certainty(student, canvases, recipe, generator, special)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -133,17 +141,19 @@ class Canvases:
 
 
 def _canvases(
-    teacher: Transformer,
+    teacher: Teacher,
     target: LLM | None,
-    tokenizer: tokenizers.Tokenizer,
     recipe: DistillationRecipe,
     step: int,
 ) -> list[Canvases]:
     """The examples of a step, with reference answers (cd4lm), the model's own (dparallel), or those
     of `target`."""
-    pairs = sample_pairs(tokenizer, Random(f"{recipe.seed}/{recipe.method}/{step}"), recipe.batch)
+    texts = sample_texts(Random(f"{recipe.seed}/{recipe.method}/{step}"), recipe.batch)
+    eos = teacher.special.eos
     groups: dict[int, list[list[int]]] = {}
-    for prompt, answer in pairs:
+    for question, reference in texts:
+        prompt = teacher.tokenizer.encode(question)
+        answer = teacher.tokenizer.encode(reference, special=False)
         groups.setdefault(len(prompt), []).append(prompt + answer)
     canvases = []
     for start, rows in sorted(groups.items()):
@@ -153,12 +163,12 @@ def _canvases(
             answers = target_answers(target, prompts, *given)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         elif recipe.method == "dparallel":
-            answers, _ = denoise(teacher, prompts, recipe.canvas, 1.1)
+            answers, _ = denoise(teacher.model, prompts, recipe.canvas, 1.1, teacher.special)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         width = start + recipe.canvas
-        padded = [(row + [EOS_ID] * width)[:width] for row in rows]
+        padded = [(row + [eos] * width)[:width] for row in rows]
         tokens = torch.tensor(padded)
-        ended = (tokens[:, start:] == EOS_ID).int()
+        ended = (tokens[:, start:] == eos).int()
         lengths = torch.where(ended.any(-1), ended.argmax(-1) + 1, recipe.canvas)
         canvases.append(Canvases(tokens, start, lengths))
     return canvases
@@ -196,6 +206,7 @@ def dscd(
     progress: float,
     recipe: DistillationRecipe,
     generator: torch.Generator,
+    special: SpecialTokens = OWN_TOKENS,
 ) -> torch.Tensor:
     """The discrete-space consistency loss: KL divergence of the student from the teacher where both
     are masked, and cross-entropy with the reference on all tokens masked for the student."""
@@ -204,13 +215,17 @@ def dscd(
     for part in canvases:
         student_mask, teacher_mask = nested_masks(part, generator)
         student_logits = without_mask(
-            student(part.tokens.masked_fill(student_mask, MASK_ID), output_rows=student_mask)
+            student(part.tokens.masked_fill(student_mask, special.mask), output_rows=student_mask),
+            special,
         )
         target = part.tokens[student_mask]
         cross_entropy = functional.cross_entropy(student_logits, target)
         with torch.no_grad():
             teacher_logits = without_mask(
-                teacher(part.tokens.masked_fill(teacher_mask, MASK_ID), output_rows=teacher_mask)
+                teacher(
+                    part.tokens.masked_fill(teacher_mask, special.mask), output_rows=teacher_mask
+                ),
+                special,
             )
         is_shared = teacher_mask[student_mask]
         distance = _divergence(
@@ -253,6 +268,7 @@ def certainty(
     canvases: list[Canvases],
     recipe: DistillationRecipe,
     generator: torch.Generator,
+    special: SpecialTokens = OWN_TOKENS,
 ) -> torch.Tensor:
     """Certainty-forcing: cross-entropy with the model's own answer on each half of a block, and the
     entropy (at temperature 0.5) where the prediction is right."""
@@ -260,7 +276,7 @@ def certainty(
     for part in canvases:
         for masked, learned in block_halves(part, recipe.block, generator):
             logits = without_mask(
-                student(part.tokens.masked_fill(masked, MASK_ID), output_rows=learned)
+                student(part.tokens.masked_fill(masked, special.mask), output_rows=learned), special
             )
             target = part.tokens[learned]
             loss = functional.cross_entropy(logits, target)

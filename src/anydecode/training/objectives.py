@@ -3,6 +3,10 @@
 The diffusion loss is LLaDA's (Nie et al., arXiv:2502.09992) without its 1/t weight, that is, the
 mean over masked tokens, which trains better at this size. Its variance is reduced by mask rates
 spread evenly over a batch, and by using each example twice with complementary masks.
+
+With random tokens as noise (uniform-state diffusion; Sahoo et al., Duo, arXiv:2506.10892), random
+tokens take the place of masks, and the loss is the mean over all tokens of the answer, since the
+model is not told which of them are noise. The time is no input, and no weight of the loss.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ import torch
 from torch.nn import functional
 
 from anydecode.training.data import Batch
-from anydecode.training.tokenizer import MASK_ID, PAD_ID
+from anydecode.training.tokenizer import MASK_ID, OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
 
+#: The kinds of noise of the diffusion stage.
+NOISES = ("mask", "uniform")
 MIN_RATE = 1e-3
 #: Fraction of a batch that is masked as in semi-autoregressive decoding.
 BLOCK_FRACTION = 0.25
@@ -37,6 +43,27 @@ def diffusion_loss(
     return _weighted(logits, tokens[masked], weights[masked])
 
 
+def uniform_loss(
+    model: Transformer, batch: Batch, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed weighted loss of all tokens of the answers, given random tokens in some of their
+    places, and the sum of their weights."""
+    answer = batch.weights > 0
+    noised = torch.cat(complementary_masks(answer, generator))
+    tokens, weights = batch.tokens.repeat(2, 1), batch.weights.repeat(2, 1)
+    noise = random_tokens(tokens.shape, model.shape.vocab, generator)
+    logits = model(torch.where(noised, noise, tokens), output_rows=weights > 0)
+    return _weighted(logits, tokens[weights > 0], weights[weights > 0])
+
+
+def random_tokens(
+    size: torch.Size | tuple[int, ...], vocab: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Uniform tokens other than the mask token."""
+    drawn = torch.randint(vocab - 1, size, generator=generator)
+    return drawn + (drawn >= MASK_ID)
+
+
 def complementary_masks(
     answer: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,10 +84,10 @@ def complementary_masks(
     return candidates & (first | is_hidden), candidates & (~first | is_hidden)
 
 
-def without_mask(logits: torch.Tensor) -> torch.Tensor:
+def without_mask(logits: torch.Tensor, special: SpecialTokens = OWN_TOKENS) -> torch.Tensor:
     """Logits with -inf for the mask and padding tokens."""
     forbidden = torch.zeros(logits.shape[-1])
-    forbidden[[MASK_ID, PAD_ID]] = float("-inf")
+    forbidden[list(special.barred)] = float("-inf")
     return logits + forbidden.to(logits)
 
 

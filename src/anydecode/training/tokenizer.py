@@ -3,6 +3,7 @@ tasks is one token, and any other text can be encoded exactly."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import tokenizers
@@ -12,6 +13,19 @@ from anydecode.tasks.tasks import TASKS, examples, lengths
 
 PAD, EOS, MASK = "<|pad|>", "<|endoftext|>", "<|mdm_mask|>"
 PAD_ID, EOS_ID, MASK_ID = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The mask token, the end of text, and the tokens that are never predicted."""
+
+    mask: int
+    eos: int
+    barred: tuple[int, ...]
+
+
+#: The special tokens of the small models.
+OWN_TOKENS = SpecialTokens(MASK_ID, EOS_ID, (PAD_ID, MASK_ID))
 
 #: A word, a digit or a run of symbols, each with the space before it; or other white space.
 _TOKEN_PATTERN = r" ?[A-Za-z_]+| ?[0-9]| ?[^A-Za-z0-9_\s]+(?: [^A-Za-z0-9_\s]+)*|\s"

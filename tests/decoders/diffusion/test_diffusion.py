@@ -22,7 +22,11 @@ from anydecode.certification.denoising import (
     softmax,
     steps,
 )
-from anydecode.decoders.diffusion.approximate_caches import DualCachePolicy, PrefixCachePolicy
+from anydecode.decoders.diffusion.approximate_caches import (
+    DualCachePolicy,
+    PrefixCachePolicy,
+    RecentCachePolicy,
+)
 from anydecode.decoders.diffusion.blocks import BlockPolicy, FixedBlocks, SlidingWindow, WholeCanvas
 from anydecode.decoders.diffusion.caches import (
     BlockCausalCache,
@@ -232,6 +236,10 @@ COMPOSITIONS: dict[str, tuple[Callable[[], Denoiser], dict[str, Any]]] = {
         {"causal": True},
     ),
 }
+COMPOSITIONS["recent"] = (
+    lambda: Denoiser(SlidingWindow(6), unmask=ThresholdUnmasking(0.3), cache=RecentCachePolicy(2)),
+    {"stale": True},
+)
 COMPOSITIONS["stale"] = COMPOSITIONS["dual"][0], {"stale": True}
 COMPOSITIONS["stale prefix"] = COMPOSITIONS["prefix"][0], {"stale": True}
 PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9], [2, 2, 2]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from anydecode import Decoder, catalogue
+from anydecode.certification.checks import measures_of
+from anydecode.certification.denoising import benchmark_results
 from anydecode.decoders.diffusion.diffusion_gemma import EntropyBoundedRenoising
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
@@ -49,3 +51,15 @@ def test_certificate_rejects_temperatures_that_rise(monkeypatch: pytest.MonkeyPa
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         catalogue.build_as(f"diffusion-gemma:{parameters}", "a decoder", Decoder)
+
+
+def test_the_measures_reject_a_canvas_that_is_taken_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One step, as if the first predictions from noise were final."""
+    [wrong] = [one for one in measures_of("diffusion-gemma") if "wrong answers" in one.name]
+    assert all(check.passed for check in wrong.checks())
+    benchmark_results.cache_clear()
+    replace_defaults(monkeypatch, "diffusion-gemma", steps=1)
+    assert not all(check.passed for check in wrong.checks())
+    benchmark_results.cache_clear()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from anydecode import LLM, Regex, catalogue
-from anydecode.certification.denoising import bidirectional, dense
+from anydecode.certification.checks import Restarts
+from anydecode.certification.denoising import bidirectional, dense, random_model
 from anydecode.certification.oracles.diffusion.token_editing import drifting, edited
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.revising import RevisedBlocks
@@ -22,7 +23,7 @@ def test_certificate() -> None:
     assert_certified("token-editing")
 
 
-@pytest.mark.parametrize("parameter", ["threshold", "edit", "max_post_steps"])
+@pytest.mark.parametrize("parameter", ["threshold", "edit", "max_post_steps", "revisit"])
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,42 @@ def test_only_what_cannot_change_is_streamed() -> None:
     assert len([chunk for chunk in chunks if chunk.text]) <= 5 < len(changes)
 
 
+def test_certificate_rejects_edits_of_the_open_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished blocks are predicted again, but their tokens stay."""
+    find = TokenEditing._edited
+
+    def inside(self: TokenEditing, canvas: Canvas, predictions: Any, first: int, stop: int) -> Any:
+        assert canvas.block is not None
+        return find(self, canvas, predictions, canvas.block[0], stop)
+
+    monkeypatch.setattr(TokenEditing, "_edited", inside)
+    assert_rejected("token-editing")
+
+
+def test_revisited_blocks_are_streamed_when_they_are_final() -> None:
+    script = drifting(6.0)
+    expected, _ = edited(script, 27, 6, 0.7, 0.5, revisit=1)
+    with bidirectional(script, block_size=6) as llm:
+        decoder = "token-editing:threshold=0.7,edit=0.5,revisit=1"
+        chunks = list(llm.stream([5, 6, 7], decoder=decoder, max_tokens=27, ignore_eos=True))
+    final = chunks[-1].generation
+    assert final is not None and final.tokens == expected
+    assert "".join(chunk.text for chunk in chunks) == final.text
+    assert 2 <= len([chunk for chunk in chunks if chunk.text])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_revisited_blocks_survive_restarts(temperature: float) -> None:
+    options: dict[str, Any] = {"max_tokens": 21, "temperature": temperature, "ignore_eos": True}
+    decoder = "token-editing:threshold=0.3,edit=0.2,revisit=1"
+    prompts = [[5, 6, 7], [9], [4, 5, 6, 7, 8]]
+    with random_model(block_size=4) as llm:
+        alone = [llm.generate(p, decoder=decoder, seed=2, **options).tokens for p in prompts]
+    with random_model(block_size=4) as llm, Restarts(llm.engine, seed=1):
+        together = llm.generate(prompts, decoder=decoder, seed=2, **options)
+    assert [answer.tokens for answer in together] == alone
+
+
 def test_prompts_and_fixed_tokens_are_not_edited() -> None:
     mask = 258
     template = [5, 6, mask, mask, 7, mask, 8, mask]
@@ -113,6 +150,7 @@ def test_what_is_no_token_cannot_be_edited(kind: str) -> None:
         ("threshold=2", "threshold must be between 0 and 1"),
         ("edit=-1", "edit must be between 0 and 1"),
         ("max_post_steps=-1", "0 or more"),
+        ("revisit=-1", "revisit must be 0 or more"),
     ],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:

@@ -164,7 +164,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _measure_interleaved(
+def measure_interleaved(
     llm: LLM,
     methods: Sequence[str],
     groups: Sequence[Sequence[Example]],
@@ -247,7 +247,7 @@ def bench_parallelbench(
         keys = chosen_methods or diffusion_methods()
         with progress("tasks", len(keys) * len(groups)) as bar:
             rows = [
-                *_measure_interleaved(
+                *measure_interleaved(
                     llm, keys, groups, skipped, bool(chosen_methods), bar.advance, **options
                 )
             ]

@@ -12,6 +12,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.diffusion.approximate_caches import RecentCachePolicy
 from anydecode.decoders.diffusion.blocks import SlidingWindow
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
@@ -82,22 +83,27 @@ class JointDenoiser(Denoiser):
         deviations=(
             "both samples use the request's temperature; in the released code only the first does",
             "with constraints and other stateful samplers, one token per pass is generated",
+            "without `recent`, the default, every pass computes the whole canvas",
         ),
-        missing=("the cache of tokens older than a window: every pass computes the whole canvas",),
-        remote={"weight": Range(0, 1), "window": Range(1, 4096)},
+        remote={"weight": Range(0, 1), "window": Range(1, 4096), "recent": Range(1, 4096)},
     )
 )
-def apd(weight: float = 0.7, window: int = 100, mask: int | None = None) -> Denoiser:
+def apd(
+    weight: float = 0.7, window: int = 100, recent: int | None = None, mask: int | None = None
+) -> Denoiser:
     """Denoises from the left, checked by an autoregressive draft model.
 
     Args:
         weight: The diffusion model's weight in the product, between 0 and 1; 1 accepts every token,
             0 only those that the autoregressive model would sample.
         window: How many masks a pass predicts.
+        recent: How many of the newest tokens a pass computes again (the paper: 16); older ones are
+            cached, and masks after the window are left out (default: no cache).
         mask: The mask token (default: the tokenizer's).
     """
     if not 0 <= weight <= 1:
         raise InvalidRequestError(f"weight must be between 0 and 1, not {weight}")
-    decoder = JointDenoiser(SlidingWindow(window), mask=mask)
+    cache = None if recent is None else RecentCachePolicy(recent)
+    decoder = JointDenoiser(SlidingWindow(window), cache=cache, mask=mask)
     decoder.weight = weight
     return decoder

@@ -111,11 +111,7 @@ class WindowCachePolicy(CachePolicy):
         self.cycle = cycle
 
     def block_size(self, spec: ModelSpec) -> int | None:
-        if spec.block_size is not None:
-            raise UnsupportedCombinationError(
-                "a cached window needs a diffusion model whose rows see the whole canvas; rows of"
-                f" this one see blocks of {spec.block_size}"
-            )
+        _refuse_blocks(spec)
         return None
 
     def is_stale(self, canvas: Canvas, region: tuple[int, int]) -> bool:
@@ -164,3 +160,47 @@ class WindowCachePolicy(CachePolicy):
         span = uncached_span(canvas, kv_cache, tokens, positions)
         span.visible = np.full(len(positions), refresh_end, np.int32)
         return span
+
+
+class RecentCachePolicy(CachePolicy):
+    """Keeps the rows of tokens that left a window (Israel et al., APD, arXiv:2506.00413).
+
+    A pass computes the masks to predict, the tokens unmasked since the last pass, and the
+    `recent` - 1 tokens before these. All other rows before them are those of the pass that computed
+    them last; masks after them are left out.
+
+    Args:
+        recent: The number of tokens.
+    """
+
+    needs_replay = True
+
+    def __init__(self, recent: int) -> None:
+        if recent < 1:
+            raise InvalidRequestError(f"recent must be at least 1, not {recent}")
+        self.recent = recent
+
+    def block_size(self, spec: ModelSpec) -> int | None:
+        _refuse_blocks(spec)
+        return None
+
+    def on_pass(self, canvas: Canvas, region: tuple[int, int]) -> None:
+        canvas.policy_state["recent"] = region[0]
+
+    def span(
+        self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]
+    ) -> Span:
+        last = canvas.policy_state.get("recent")
+        first = 0 if last is None else max(0, last - self.recent + 1)
+        kv_cache.truncate(min(first, kv_cache.length))
+        span = uncached_span(canvas, kv_cache, tokens, np.arange(first, region[1], dtype=np.int32))
+        span.visible, span.keep = np.full(len(span), region[1], np.int32), True
+        return span
+
+
+def _refuse_blocks(spec: ModelSpec) -> None:
+    if spec.block_size is not None:
+        raise UnsupportedCombinationError(
+            "a cached window needs a diffusion model whose rows see the whole canvas; rows of"
+            f" this one see blocks of {spec.block_size}"
+        )

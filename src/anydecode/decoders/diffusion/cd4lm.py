@@ -54,7 +54,10 @@ class DelayedEndOfText(Confidence):
             "if only ends of text are left to choose from, the leftmost is unmasked",
             "runs on any diffusion model; the paper's results need its distillation",
         ),
-        missing=("distillation (DSCD) of models that `anydecode train diffusion` did not train",),
+        missing=(
+            "distillation (DSCD) of models with blocks, shifted logits, or other layers than"
+            " LLaDA's",
+        ),
         remote={
             "threshold": Range(0, 1),
             "max_per_step": Range(1, 4096),

@@ -25,7 +25,9 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=("runs on any diffusion model; the paper's results need a distilled one",),
-        missing=("distillation of models that `anydecode train diffusion` did not train",),
+        missing=(
+            "distillation of models with blocks, shifted logits, or other layers than LLaDA's",
+        ),
         remote={
             "entropy": Range(0, 100),
             "block": Range(0, 4096),

@@ -4,12 +4,22 @@ every pass."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
-from anydecode.certification.denoising import PROMPT, Logits, dense, softmax, steady, steps
+from anydecode.certification.denoising import (
+    PROMPT,
+    DigestCache,
+    DigestModel,
+    Logits,
+    dense,
+    softmax,
+    steady,
+    steps,
+)
 from anydecode.certification.oracles.diffusion.task_losses import register_losses
 from anydecode.models.scripted import MASK, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
@@ -48,15 +58,57 @@ def apd() -> Iterator[Check]:
                 num_steps.append(len(counts))
             name = f"a smaller weight needs more passes, T={temperature}"
             yield Check(name, num_steps == sorted(num_steps) and num_steps[0] == 1, f"{num_steps}")
+    yield from cached_windows()
 
 
-def _oracle(weight: float, window: int, temperature: float) -> tuple[list[int], list[list[int]]]:
-    """The generated tokens, and the positions that each pass filled."""
+def cached_windows() -> Iterator[Check]:
+    """Rows of tokens that left the window are those of the pass that computed them last. The
+    model's rows depend on what they attended to, so that other rows are detected."""
+    target, draft = DigestModel(DIFFUSION), ScriptedModel(autoregressive)
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096) as llm:
+        for window, recent in ((100, 16), (6, 1), (6, 3), (9, 100)):
+            decoder = f"apd:weight=0.9,window={window},recent={recent}"
+            for temperature in (0.0, 0.8):
+                rows: list[int] = []
+                options: dict[str, Any] = {"temperature": temperature, "seed": 5}
+                actual = steps(llm, decoder, LENGTH, **options)
+                expected = _oracle(0.9, window, temperature, recent, rows)
+                name = f"{decoder}, T={temperature}: text and steps equal the oracle's"
+                yield Check(name, actual == expected, f"{len(actual[1])} passes")
+                answer = llm.generate(
+                    list(PROMPT), decoder=decoder, max_tokens=LENGTH, ignore_eos=True, trace=True,
+                    **options,
+                )  # fmt: skip
+                computed = (answer.trace or [])[-1]["meter"]["rows"]
+                name = f"{decoder}, T={temperature}: {sum(rows)} rows"
+                yield Check(name, computed == sum(rows), f"{computed}")
+
+
+def _oracle(
+    weight: float,
+    window: int,
+    temperature: float,
+    recent: int | None = None,
+    num_rows: list[int] | None = None,
+) -> tuple[list[int], list[list[int]]]:
+    """The generated tokens, and the positions that each pass filled. With `recent`, the model is a
+    `DigestModel` with a cache, and `num_rows` gets the number of rows of each pass."""
     canvas = [*PROMPT, *[MASK] * LENGTH]
     filled: list[list[int]] = []
+    cache, start = DigestCache(DIFFUSION), 0
     while MASK in canvas:
         masks = [i for i, token in enumerate(canvas) if token == MASK][:window]
-        rows = {i: np.log(softmax(DIFFUSION((*canvas, i))) + 1e-300) for i in masks}
+        if recent is None:
+            logits = {i: DIFFUSION((*canvas, i)) for i in masks}
+        else:
+            stop = masks[-1] + 1
+            cache.tokens = {i: t for i, t in cache.tokens.items() if i < start}
+            cache.digests = {i: d for i, d in cache.digests.items() if i < start}
+            logits = cache.forward(canvas, range(start, stop), keep=True)
+            assert num_rows is not None
+            num_rows.append(stop - start)
+            start = max(0, masks[0] - recent + 1)
+        rows = {i: np.log(softmax(logits[i]) + 1e-300) for i in masks}
         noise = {
             i: Noise(5).gumbel(range(len(rows[i])), i, len(filled)) * bool(temperature)
             for i in masks

@@ -17,6 +17,7 @@ from anydecode.certification.oracles.diffusion.revised_canvases import (
     equal_canvases,
     traced,
 )
+from anydecode.certification.oracles.diffusion.task_losses import register_wrong_answers
 from anydecode.certification.oracles.diffusion.token_editing import drifting
 from anydecode.sampling.noise import Noise
 
@@ -83,3 +84,6 @@ def diffusion_gemma_steps(samples: int) -> float:
     return float(
         np.mean([len(traced("diffusion-gemma", by_position, 12, seed=n)) for n in range(samples)])
     )
+
+
+register_wrong_answers("diffusion-gemma", 0.35)

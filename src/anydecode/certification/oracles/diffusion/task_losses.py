@@ -4,7 +4,12 @@ pass."""
 from __future__ import annotations
 
 from anydecode.certification.checks import measure
-from anydecode.certification.denoising import TASKS, accuracy_lost, passes_ratio
+from anydecode.certification.denoising import (
+    TASKS,
+    accuracy_lost,
+    benchmark_results,
+    passes_ratio,
+)
 
 #: Tasks with one right answer, for which unmasking several tokens at once does no harm.
 DETERMINED = ("copy", "reverse", "sort")
@@ -34,3 +39,15 @@ def register_losses(
     name = f"accuracy lost against one token per pass, {where}"
     measure(key, name, samples=samples, margin=accuracy)(lost)
     measure(key, "passes relative to one token per pass", samples=samples, margin=passes)(ratio)
+
+
+def register_wrong_answers(key: str, margin: float) -> None:
+    """Registers a measure of `key`: the share of wrong answers of the shipped model whose noise is
+    random tokens."""
+
+    def share(samples: int) -> float:
+        tasks = ("copy", "reverse", "shuffle")
+        return 1 - benchmark_results(key, samples, tasks, "tiny-uniform").accuracy
+
+    name = "wrong answers of a model trained with random tokens"
+    measure(key, name, samples=48, margin=margin)(share)

@@ -51,16 +51,19 @@ def edited(
     prompt: Seq[int] = PROMPT,
     temperature: float = 0.0,
     seed: int = 0,
+    revisit: int = 0,
 ) -> tuple[list[int], list[Change]]:
-    """A naive implementation: the tokens, and what each step changes."""
+    """A naive implementation: the tokens, and what each step changes. Rows see up to the end of
+    their own block; the `revisit` blocks before the open one are edited with it."""
     first, total = len(prompt), -(-(len(prompt) + length) // block) * block
     canvas = [*prompt, *[MASK] * (total - first)]
     changes: list[Change] = []
     for start in range(first // block * block, total, block):
-        cells = range(max(start, first), start + block)
+        cells = range(max(start - revisit * block, first), start + block)
         post_steps = 0
         while first + length > start:
-            rows = {i: script((*canvas[: start + block], i)).astype(np.float64) for i in cells}
+            seen = {i: tuple(canvas[: (i // block + 1) * block]) for i in cells}
+            rows = {i: script((*seen[i], i)).astype(np.float64) for i in cells}
             tokens, sure = {}, {}
             for i, row in rows.items():
                 row[MASK] = -np.inf
@@ -69,7 +72,7 @@ def edited(
                 if temperature:
                     noise = Noise(seed).gumbel(range(len(row)), i, len(changes))
                 tokens[i] = int((scaled + noise).argmax())
-                p = softmax(script((*canvas[: start + block], i)) / np.float32(temperature or 1.0))
+                p = softmax(script((*seen[i], i)) / np.float32(temperature or 1.0))
                 sure[i] = float(p[tokens[i]])
             masks = [i for i in cells if canvas[i] == MASK]
             filled = [i for i in masks if sure[i] > threshold]
@@ -124,6 +127,7 @@ def token_editing_test() -> Iterator[Check]:
     decoder = "token-editing:threshold=0.7,edit=0.5"
     actual = changes_of(decoder, script, 20, 6, temperature=0.8, seed=3)
     yield Check("sampled: tempered confidences of the sampled tokens", actual == expected)
+    yield from revisited_blocks()
     for default in (drifting(12.0), drifting(9.0)):
         expected = edited(default, 70, 32, 0.95, 0.9)
         actual = changes_of("token-editing", default, 70, 32)
@@ -140,6 +144,34 @@ def token_editing_test() -> Iterator[Check]:
     tokens, steps = changes_of("token-editing:threshold=0.6,edit=1", CONFIDENT, 18, 6)
     same = (tokens, [filled for filled, _ in steps]) == rule
     yield Check("without edits it is a threshold with at least one mask", same)
+
+
+def whole_text(spread: float) -> Logits:
+    """Logits that depend on every token that is seen: tokens of a finished block become others when
+    one of a block before them is edited."""
+    fixed, moving = dense(seed=2, spread=spread), dense(seed=4, spread=spread / 2)
+    return lambda path: fixed(path[-1:]) + moving((sum(path[:-1]) % 5, path[-1]))
+
+
+def revisited_blocks() -> Iterator[Check]:
+    """Multi-block editing: finished blocks are edited with the open one."""
+    num_late = 0
+    for name, script in (("drifting", drifting(6.0)), ("whole text", whole_text(6.0))):
+        for revisit, temperature in ((1, 0.0), (1, 0.8), (2, 0.0), (9, 0.8)):
+            decoder = f"token-editing:threshold=0.7,edit=0.5,revisit={revisit}"
+            options: dict[str, Any] = {"temperature": temperature, "seed": 3}
+            expected = edited(script, 23, 6, 0.7, 0.5, revisit=revisit, **options)
+            actual = changes_of(decoder, script, 23, 6, **options)
+            name_ = f"{decoder}, {name}, T={temperature}: equal to the oracle"
+            yield Check(name_, actual == expected)
+            filled = [min(positions, default=0) // 6 for positions, _ in expected[1]]
+            opened = np.maximum.accumulate(filled)
+            num_late += sum(
+                i // 6 < block
+                for block, (_, replaced) in zip(opened, expected[1], strict=True)
+                for i in replaced
+            )
+    yield Check("finished blocks are edited", num_late > 3, f"{num_late} edits")
 
 
 @measure(
