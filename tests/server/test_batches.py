@@ -221,6 +221,19 @@ def test_bad_lines_are_reported_and_the_others_run() -> None:
         ]
 
 
+@pytest.mark.parametrize("text", ["\\ud800", "\ud800"])
+def test_lone_surrogates_in_a_line_leave_the_batch_readable(text: str) -> None:
+    with scripted_llm() as llm, served(llm) as client:
+        batches = Batches(client)
+        request = json.dumps(line("a", COMPLETIONS, {}))[:-1]
+        lines = [f'{{"custom_id": "{text}"}}', f'{request}, "{text}": 1}}']
+        batch = batches.end(batches.start([*prompts(1), *lines]).id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
+        assert [error.code for error in batch.errors.data] == ["invalid_json_line"] * 2
+        assert len(batches.lines(batch.error_file_id)) == 2
+        assert [one.id for one in batches.openai.batches.list()] == [batch.id]
+
+
 def test_refused_requests_are_in_the_error_file() -> None:
     with scripted_llm() as llm, served(llm) as client:
         batches = Batches(client)
