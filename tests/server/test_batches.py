@@ -4,9 +4,11 @@ reported one by one, and what was not run is run after a restart."""
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from anydecode.certification.checks import scripted_llm  # noqa: E402
+from anydecode.errors import InvalidRequestError  # noqa: E402
+from anydecode.server.batches.store import BatchStore  # noqa: E402
+from anydecode.server.database import Database  # noqa: E402
 from server_client import CHAT, COMPLETIONS, RESPONSES, Client, body, served  # noqa: E402
 
 WAIT = 60
@@ -219,6 +224,19 @@ def test_bad_lines_are_reported_and_the_others_run() -> None:
         assert [one["custom_id"] for one in errors if one["custom_id"]] == [
             *("a1", "a2", "n0", "a3", "a4", "a6", "a7")
         ]
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "\ud800"])
+def test_lone_surrogates_in_a_line_leave_the_batch_readable(text: str) -> None:
+    with scripted_llm() as llm, served(llm) as client:
+        batches = Batches(client)
+        request = json.dumps(line("a", COMPLETIONS, {}))[:-1]
+        lines = [f'{{"custom_id": "{text}"}}', f'{request}, "{text}": 1}}']
+        batch = batches.end(batches.start([*prompts(1), *lines]).id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
+        assert [error.code for error in batch.errors.data] == ["invalid_json_line"] * 2
+        assert len(batches.lines(batch.error_file_id)) == 2
+        assert [one.id for one in batches.openai.batches.list()] == [batch.id]
 
 
 def test_refused_requests_are_in_the_error_file() -> None:
@@ -444,6 +462,20 @@ def test_a_restarted_server_goes_on_with_what_a_killed_one_was_running(tmp_path:
             assert list(batches.answers(batch)) == ["n0", "slow"]
             metric = f'anydecode_batch_requests_total{{endpoint="{COMPLETIONS}",status="200"}}'
             assert client.metrics()[metric] == 1
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", "{}"])
+def test_a_store_with_a_damaged_batch_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "store.db"
+    Database(str(path)).close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        values = ("b", "", 1, 1e300, 1, 5, text, "", "", "")
+        connection.execute(f"INSERT INTO batches VALUES ({', '.join('?' * 10)})", values)
+    database = Database(str(path))
+    with pytest.raises(InvalidRequestError, match="--store .*; give a file") as caught:
+        BatchStore(database, 1 << 20, 60)
+    assert "\n" not in str(caught.value)
+    database.close()
 
 
 def test_files_are_bounded() -> None:

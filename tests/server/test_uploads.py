@@ -61,6 +61,18 @@ def test_forms_of_other_clients_are_read() -> None:
     assert parse_form(TYPE, form(utf8)).filename == "\u00e4"
 
 
+def test_names_of_files_can_be_sent_again(client: Client) -> None:
+    for encoding in ("utf-8", "utf-7", "unicode_escape", "raw_unicode_escape", "undefined", "zlib"):
+        for text in ("%5Cud800", "+2AA-", "%ED%A0%80", "%FF", "%"):
+            name = FILE.replace('filename="f"', f"filename*={encoding}''{text}")
+            purpose = 'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch'
+            answer = client.http.post(
+                FILES, content=form(name, purpose), headers={"content-type": TYPE}
+            )
+            assert answer.is_success or "the encoding of filename is unknown" in answer.text
+    assert client.http.get(FILES).status_code == 200
+
+
 @pytest.mark.parametrize(
     "content_type, body, message",
     [

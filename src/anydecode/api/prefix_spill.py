@@ -27,7 +27,8 @@ def parse_bytes(text: str | int) -> int:
     """A number of bytes: 1000000, "512MiB", "4g". Raises `InvalidRequestError`."""
     if isinstance(text, int):
         return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*"
+    found = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
     if found is None:
         raise InvalidRequestError(f"{text!r} is not a number of bytes such as 4GiB")
     return int(float(found[1]) * _UNITS[found[2]])
@@ -69,7 +70,14 @@ def open_spill(
     size = parse_bytes(limit)
     if str(where) == "memory":
         return MemorySpill(size)
-    return DiskSpill(Path(where).expanduser(), size, _identity(model, cache))
+    try:
+        return DiskSpill(Path(where).expanduser(), size, _identity(model, cache))
+    except (TypeError, ValueError, RuntimeError) as error:  # no path; a user without a home folder
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(
+            f"prefix_spill={where!r} is no folder: {error}; give a folder or 'memory'"
+        ) from None
 
 
 def _identity(model: Any, cache: KeyValues | None) -> str:

@@ -223,6 +223,15 @@ def serve(
             "--files-limit", help="Maximum size of all files of batches, such as 512MiB or 4g."
         ),
     ] = "256MiB",
+    max_logprobs: Annotated[
+        int,
+        typer.Option(
+            "--max-logprobs",
+            min=1,
+            help="Maximum number of log-probabilities that the running requests of a model may"
+            " record: tokens of all samples, each with its alternatives.",
+        ),
+    ] = 1 << 21,
     max_batches: Annotated[
         int,
         typer.Option(
@@ -351,6 +360,7 @@ def serve(
         max_background=max_background,
         max_file=parse_bytes(max_file),
         file_bytes=parse_bytes(files_limit),
+        max_logprobs=max_logprobs,
         max_batches=max_batches,
         batch_lines=batch_lines,
         prepare_seconds=prepare_seconds,

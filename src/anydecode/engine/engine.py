@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from anydecode.engine.calls import RunningCalls
 from anydecode.engine.model_runner import ModelRunner, Plan
 from anydecode.engine.schedule import Schedule
-from anydecode.errors import AnydecodeError, OutOfMemoryError
+from anydecode.errors import AnydecodeError, InvalidRequestError, OutOfMemoryError
 from anydecode.kernels.interface import Output
 from anydecode.scoring.score import (
     Call,
@@ -121,9 +121,14 @@ class Engine:
             the target.
         clock: Virtual clock for tests, or None.
         now: Time of the virtual clock.
+
+    Raises:
+        InvalidRequestError: `max_running` is less than 1.
     """
 
     def __init__(self, runners: dict[str, ModelRunner], max_running: int = 256) -> None:
+        if type(max_running) is not int or max_running < 1:
+            raise InvalidRequestError(f"max_running is {max_running!r}; allowed is 1 or more")
         self.runners = runners
         self.max_running = max_running
         self.waiting: deque[Job] = deque()

@@ -58,16 +58,21 @@ class KVPool:
     `references` is int32 `[num_slots]`.
 
     Raises:
-        OutOfMemoryError: `num_slots` is less than 1.
+        OutOfMemoryError: `num_slots` is less than 1, or more than the memory has room for.
         UnsupportedCombinationError: The model's backend does not support the format.
     """
 
     def __init__(self, model: Model, num_slots: int, format: str | None = None) -> None:
-        if num_slots < 1:
-            raise OutOfMemoryError(f"a cache of {num_slots} positions cannot hold a sequence")
+        if type(num_slots) is not int or num_slots < 1:
+            raise OutOfMemoryError(f"a cache of {num_slots!r} positions cannot hold a sequence")
         self.model = model
         self.num_slots = num_slots
-        self.cache = new_cache(model, num_slots, format)
+        try:
+            self.cache = new_cache(model, num_slots, format)
+        except (OSError, OverflowError, MemoryError):
+            raise OutOfMemoryError(
+                f"a cache of {num_slots} positions does not fit into memory; lower cache_positions"
+            ) from None
         self.references = np.zeros(num_slots, np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
         self.reclaim: Callable[[int], None] | None = None

@@ -75,7 +75,7 @@ def choose_executor(
         raise InvalidRequestError(
             f"backend {requested!r} is unknown; choose from {', '.join(BACKENDS)}"
         )
-    device_type = (device or "cpu").partition(":")[0]
+    device_type = str(device or "cpu").partition(":")[0]
     if device_type not in ("cpu", "cuda"):
         raise InvalidRequestError(f"device {device!r} is unknown; choose cpu or cuda")
     is_cuda = device_type == "cuda"
@@ -309,9 +309,9 @@ def with_mask(tokenizer: Tokenizer, spec: ModelSpec, mask: int | None = None) ->
         InvalidRequestError: `mask` is no token of the model.
     """
     known, size = getattr(tokenizer, "mask_id", None), spec.vocab_size
-    if mask is not None and not 0 <= mask < size:
+    if mask is not None and (type(mask) is not int or not 0 <= mask < size):
         raise InvalidRequestError(
-            f"mask={mask} is no token of the model; allowed is a token from 0 to {size - 1}"
+            f"mask={mask!r} is no token of the model; allowed is a token from 0 to {size - 1}"
         )
     chosen = known if mask is None else mask
     if spec.mask_token is not None and (chosen is None or chosen >= size):
@@ -339,7 +339,7 @@ def as_family(checkpoint: Checkpoint, family: str | None, block: int | None) -> 
 
     config = dict(checkpoint.config)
     if family is not None:
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise InvalidRequestError(
                 f"family={family!r} is unknown; choose from {', '.join(sorted(FAMILIES))}"
             )
@@ -351,8 +351,8 @@ def as_family(checkpoint: Checkpoint, family: str | None, block: int | None) -> 
             raise InvalidRequestError(
                 f"block={block} has no meaning for {key}: its models have no blocks; leave it out"
             )
-        if block < 1:
-            raise InvalidRequestError(f"block={block} must be at least 1")
+        if type(block) is not int or block < 1:
+            raise InvalidRequestError(f"block={block!r} must be an integer of at least 1")
         config[denoising.block_size] = block
     return replace(checkpoint, config=config)
 

@@ -21,6 +21,7 @@ from anydecode.constraints.tools.stream import Steps, TextStream
 from anydecode.errors import InvalidRequestError
 from anydecode.server.decoder_cards import decoder_cards
 from anydecode.server.events import compact
+from anydecode.server.logprob_budget import LogprobBudget, max_logprobs
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
@@ -58,6 +59,7 @@ class Service:
         self.can_be_unloaded = can_be_unloaded
         self.metrics = metrics
         self.preparation = Preparation(llm, settings)
+        self.logprob_budget = LogprobBudget(settings.max_logprobs)
         self.created = int(time.time())
         #: Held while a request loads an adapter, so that none exceeds the limit.
         self.adapter_lock = asyncio.Lock()
@@ -102,7 +104,8 @@ class Service:
 
         Raises:
             InvalidRequestError: If there are too many choices, or several prompts to resume.
-            ApiError: If a prompt is longer than the server allows, or takes too long to tokenise.
+            ApiError: If a prompt is longer than the server allows, or takes too long to tokenise;
+                or if there are too many log-probabilities.
         """
         resumed = options.get("resume")
         samples = options.get("n", 1) if resumed is None else len(resumed["samples"])
@@ -140,6 +143,9 @@ class Service:
             requests = await asyncio.to_thread(make_requests)
         else:
             requests = make_requests()
+        count = max_logprobs(requests)
+        self.logprob_budget.check(count)
+        state.setdefault("release", []).append(self.logprob_budget.hold(count))
         return self.build_run(requests, state, bool(streamed))
 
     def build_run(

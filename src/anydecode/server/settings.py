@@ -26,6 +26,7 @@ class Settings:
         max_prompt: Longest prompt, in tokens; 0 for the context length.
         max_requests: Most requests that run at once.
         max_choices: Most choices of one request: prompts times samples.
+        max_logprobs: Most log-probabilities that the running requests of a model may record.
         max_texts: Most texts of one request for embeddings, or pairs of texts to compare.
         body_seconds: How long a client may take to send the headers, and then the body.
         stall_seconds: How long a client may leave a stream unread before it is cancelled.
@@ -64,6 +65,7 @@ class Settings:
     max_prompt: int = 0
     max_requests: int = 256
     max_choices: int = 64
+    max_logprobs: int = 1 << 21
     max_texts: int = 2048
     body_seconds: float = 30.0
     stall_seconds: float = 60.0

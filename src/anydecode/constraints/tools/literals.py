@@ -48,7 +48,11 @@ class PythonSyntax(ValueSyntax):
         if not is_complete:
             return None
         yield from stream.next_of(":")
-        return str(json.loads(text.strip()))
+        try:
+            name = json.loads(text, strict=False)
+        except (ValueError, RecursionError):  # it is no string
+            return None
+        return name if isinstance(name, str) else None
 
     def parse_string(self, stream: TextStream) -> Steps[bool | None]:
         if not (yield from stream.next_of('"', removes=False)):

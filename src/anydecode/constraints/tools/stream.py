@@ -19,10 +19,12 @@ _STRUCTURE = re.compile(r'["\\{}\[\]]')
 #: At the end of a text that was cut, so many characters of a tag or more are no text. Behind a call
 #: there is no text, so that one is enough, in any text.
 MIN_CUT_TAG = 2
-#: The start of a call as a JSON object, up to the end of its name, and up to its arguments.
+#: The start of a call as a JSON object, up to the end of its name, which is a valid string of JSON,
+#: and up to its arguments.
 _NAME = (
     r'\s*\{\s*(?:"tool_call_id"\s*:\s*"[^"\\]*"\s*,\s*)?'
-    r'"(?:name|tool_name)"\s*:\s*("(?:[^"\\]|\\.)*")'
+    r'"(?:name|tool_name)"\s*:\s*'
+    r'("[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*")'
 )
 _NAME_START = re.compile(_NAME)
 _CALL_START = re.compile(_NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])')
@@ -201,17 +203,21 @@ class TextStream:
         """Yields a call that is a JSON object with a name and arguments, without its end. Returns
         True if it is complete, None if the text ended within it, and False, with nothing removed,
         if the text is something else."""
+        scanner, num_scanned = JsonScanner(), 0
         while True:
             if match := _CALL_START.match(self.buffer):
-                name = str(json.loads(match[1]))
+                name = encodable(json.loads(match[1]))
                 self.take(match.end())
                 yield "call", name
                 if not (yield from self.json_value()):
                     return None
                 return True if (yield from self._end_of_object()) else None
             text = self.buffer.lstrip()
-            end = JsonScanner().end(text)
+            if text[:1] not in ("", "{"):
+                return False
+            end = scanner.end(text[num_scanned:])
             if end >= 0:
+                end += num_scanned
                 call = _read_call(text[:end])
                 if call is None:
                     return False
@@ -219,8 +225,7 @@ class TextStream:
                 yield "call", call[0]
                 yield "arguments", call[1]
                 return True
-            if text[:1] not in ("", "{"):
-                return False
+            num_scanned = len(text)
             if self.is_final:
                 return None
             yield None
@@ -230,7 +235,7 @@ class TextStream:
         name is complete, and removes the text."""
         match = _NAME_START.match(self.buffer)
         if match:
-            yield "call", str(json.loads(match[1]))
+            yield "call", encodable(json.loads(match[1]))
         self.take(len(self.buffer))
 
     def _end_of_object(self) -> Steps[bool]:
@@ -303,12 +308,23 @@ def _read_call(text: str) -> tuple[str, str] | None:
     """The name and the arguments of a call in an order of its own; None if it is not a call."""
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
     if not isinstance(name, str):
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return name, arguments
+        arguments = json_text(arguments)
+    return encodable(name), encodable(arguments)
+
+
+def encodable(text: str) -> str:
+    """`text` with a question mark for every lone surrogate: JSON can write it, UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON, with escapes only if it has lone surrogates."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if encodable(text) != text else text

@@ -16,11 +16,13 @@ from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.json.relaxing import is_pattern
 from anydecode.constraints.json.termination import resolve_reference
 from anydecode.constraints.tools.formats import JsonRule, literal, regex_literal
-from anydecode.constraints.tools.stream import Steps, TextStream
+from anydecode.constraints.tools.stream import Steps, TextStream, json_text
 from anydecode.errors import ConstraintError
 
 #: Maximum number of references followed in a row.
 _MAX_REFERENCES = 16
+#: Maximum number of lists and objects around a value.
+_MAX_DEPTH = 100
 #: Maximum number of items that a rule counts.
 _MAX_COUNT = 100
 _ANNOTATIONS = frozenset(
@@ -81,18 +83,20 @@ class ValueSyntax(ABC):
     @abstractmethod
     def parse_key(self, stream: TextStream) -> Steps[str | None]:
         """Returns a property's name, which is removed with the text behind it; None if the text
-        ended."""
+        ended or has no name."""
 
     @abstractmethod
     def parse_string(self, stream: TextStream) -> Steps[bool | None]:
         """Yields a string as JSON. Returns whether it is complete; None if there is no string."""
 
-    def parse(self, stream: TextStream) -> Steps[bool]:
-        """Yields a value as JSON, in events of kind "arguments". Returns whether it is
-        complete."""
+    def parse(self, stream: TextStream, depth: int = 0) -> Steps[bool]:
+        """Yields a value as JSON, in events of kind "arguments". Returns whether it is complete: a
+        value within more than `_MAX_DEPTH` others, `depth` counts them, is not."""
         is_string = yield from self.parse_string(stream)
         if is_string is not None:
             return is_string
+        if depth > _MAX_DEPTH:
+            return False
         bracket = yield from stream.next_of("[", "{")
         if not bracket:
             return (yield from self._parse_word(stream))
@@ -104,10 +108,10 @@ class ValueSyntax(ABC):
                 name = yield from self.parse_key(stream)
                 if name is None:
                     return False
-                key = json.dumps(name, ensure_ascii=False) + ": "
+                key = json_text(name) + ": "
             yield "arguments", start + key
             start = ", "
-            if not (yield from self.parse(stream)):
+            if not (yield from self.parse(stream, depth + 1)):
                 return False
             yield from stream.next_of(self.separator.strip())
         yield "arguments", closing

@@ -114,10 +114,10 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         CheckpointError: The path is a file of pickled weights.
     """
     text = os.fspath(name)
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):  # False, too, for what cannot be a path
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         return _model_path(path)
     folder = shipped(text)
     if folder is not None:

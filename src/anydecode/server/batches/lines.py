@@ -24,10 +24,16 @@ def request_of(text: bytes) -> dict[str, Any]:
     try:
         check_size(text)
         request = json.loads(text)
+        json.dumps(
+            request, ensure_ascii=False
+        ).encode()  # no lone surrogates: errors quote the line
     except json.JSONDecodeError as error:
         message = f"the line is not valid JSON: {error.msg} at column {error.colno}"
         raise ApiError(400, message, code="invalid_json_line") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8; nested too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # no UTF-8, also when written again; nested too deep
         message = f"the line is not valid JSON: {type(error).__name__}"
         raise ApiError(400, message, code="invalid_json_line") from None
     if not isinstance(request, dict):

@@ -83,6 +83,7 @@ class BatchStore:
                 TenantRows(database, "batches", _MAX_BATCH_BYTES, "NOT is_running"),
             )
         )
+        database.checked(self._unfinished)
 
     async def put_file(
         self, tenant: str | None, name: str, content: Iterable[bytes], max_seconds: float | None
@@ -218,17 +219,7 @@ class BatchStore:
     async def unfinished(self) -> list[StoredBatch]:
         """The batches that have not ended, in the order of their creation."""
 
-        def read() -> list[StoredBatch]:
-            rows = self._database.connection.execute(
-                "SELECT tenant, batch, input, output, errors, expires FROM batches"
-                " WHERE is_running ORDER BY rowid"
-            )
-            return [
-                StoredBatch(tenant or None, json.loads(batch), *others)
-                for tenant, batch, *others in rows.fetchall()
-            ]
-
-        return await self._database.run(read)
+        return await self._database.run(self._unfinished)
 
     async def start(self, stored: StoredBatch, failed: list[Line]) -> None:
         """Store a batch that has been validated, with the results of the lines that failed.
@@ -314,6 +305,19 @@ class BatchStore:
                 )
 
         await self._database.run(finish)
+
+    def _unfinished(self) -> list[StoredBatch]:
+        rows = self._database.connection.execute(
+            "SELECT tenant, batch, input, output, errors, expires FROM batches"
+            " WHERE is_running ORDER BY rowid"
+        )
+        found = [
+            StoredBatch(tenant or None, json.loads(batch), *others)
+            for tenant, batch, *others in rows.fetchall()
+        ]
+        if not all(isinstance(one.batch, dict) and "id" in one.batch for one in found):
+            raise ValueError("a batch in it cannot be read")
+        return found
 
     def _insert_file(self, tenant: str | None, identity: str, max_seconds: float | None) -> None:
         seconds = self._max_seconds if max_seconds is None else min(max_seconds, self._max_seconds)

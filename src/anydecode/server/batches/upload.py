@@ -96,7 +96,13 @@ def _parts(content_type: str, body: bytes) -> list[tuple[Message, bytes]]:
 def _parameter(headers: Message, name: str) -> str | None:
     """A parameter of the header Content-Disposition of a part."""
     value = headers.get_param(name, header="content-disposition")
-    return None if value is None else collapse_rfc2231_value(value)
+    if value is None:
+        return None
+    try:
+        text = collapse_rfc2231_value(value)
+    except ValueError:  # its encoding has no texts
+        raise _error(f"the encoding of {name} is unknown", name) from None
+    return text.encode(errors="replace").decode()  # no lone surrogates, which no answer can contain
 
 
 def _error(reason: str, param: str | None = None) -> ApiError:

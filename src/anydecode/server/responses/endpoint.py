@@ -14,6 +14,7 @@ from anydecode.server.chat_run import render_tokens, start_chat
 from anydecode.server.database import Database
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream
+from anydecode.server.logprob_budget import max_logprobs
 from anydecode.server.models import ServedModels
 from anydecode.server.protocol import ResponsesRequest
 from anydecode.server.responses.background import BackgroundRuns
@@ -230,8 +231,9 @@ class ResponsesApi:
     async def _run_in_background(self, run: ResponseRun, state: dict[str, Any]) -> Response:
         queued = run.snapshot("queued")
         one = self.background.start(run, state)
-        release = self.models.hold(run.service)
-        one.task.add_done_callback(lambda _: release())
+        count = max_logprobs(run.chat_run.run.requests)
+        held = self.models.hold(run.service), run.service.logprob_budget.hold(count)
+        one.task.add_done_callback(lambda _: [release() for release in held])
         # The store keeps the order: nothing of the run itself is stored before this.
         if not await run.storage.put(queued):
             await one.stop()
