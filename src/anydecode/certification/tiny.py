@@ -216,24 +216,25 @@ def drafter_config(target: Network) -> dict[str, Any]:
 
 
 def with_drafter(
-    drafter: Callable[[Network], Checkpoint],
-    *,
+    *drafters: Callable[[Network], Checkpoint],
     backend: str | None = None,
     layers: int = 4,
     residual: float = 0.15,
     **options: Any,
 ) -> LLM:
-    """An engine over a tiny model with a drafter that reads its states; `options` are those of
+    """An engine over a tiny model with drafters that read its states; `options` are those of
     `LLM`."""
     target = tiny_model(layers=layers, residual=residual, backend=backend)
     packer = getattr(target.executor, "packer", None)
-    checkpoint = drafter(target.network)
-    load = find_loader(checkpoint)
-    assert load is not None, "a drafter that reads states"
-    network = load(checkpoint, target.network, None)
-    executor = choose_executor(backend, 1, packer=packer)
-    draft = drafter_model(network, name=checkpoint.name, executor=executor)
-    return LLM(target, tokenizer=ByteTokenizer(), draft=draft, **options)
+    drafts = []
+    for drafter in drafters:
+        checkpoint = drafter(target.network)
+        load = find_loader(checkpoint)
+        assert load is not None, "a drafter that reads states"
+        network = load(checkpoint, target.network, None)
+        executor = choose_executor(backend, 1, packer=packer)
+        drafts.append(drafter_model(network, name=checkpoint.name, executor=executor))
+    return LLM(target, tokenizer=ByteTokenizer(), draft=drafts, **options)
 
 
 def tiny_llm(**options: Any) -> LLM:

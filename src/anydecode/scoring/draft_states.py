@@ -37,13 +37,11 @@ class DraftStates:
 
     Args:
         spec: What the drafter reads.
-        runner: The name of the drafter's model runner.
         drafter: The drafter.
         depth: The target's number of layers.
         normed: The target's final norm, of states float32 `[rows, target_size]`.
 
     Attributes:
-        runner: See above.
         layers: The target's hidden states that are read, by number of layers.
         reads_tokens: See `StateSpec`.
         has_own: Whether the drafter's own states stand in for those of the target.
@@ -55,12 +53,10 @@ class DraftStates:
     def __init__(
         self,
         spec: StateSpec,
-        runner: str,
         drafter: StateReader,
         depth: int,
         normed: Callable[[np.ndarray], np.ndarray],
     ) -> None:
-        self.runner = runner
         self._drafter, self._normed = drafter, None if spec.taps else normed
         self._width = spec.num_taps * spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens

@@ -87,15 +87,16 @@ class _WindowSession(TreeSession):
 
     def propose(self, size: int) -> Proposal:
         sequence, drafter = self.sequence, self.window_drafter
-        sequence.align(DRAFT)
-        while len(unscored := sequence.unscored(DRAFT)) > drafter.window:
-            yield sequence.score(unscored[: drafter.window], runner=DRAFT)
-            drafter.evict(sequence.kv_cache(DRAFT))
+        sequence.align(drafter.runner)
+        while len(unscored := sequence.unscored(drafter.runner)) > drafter.window:
+            yield sequence.score(unscored[: drafter.window], runner=drafter.runner)
+            drafter.evict(sequence.kv_cache(drafter.runner))
         return (yield from super().propose(size))
 
     def observe(self, round: SpeculationRound) -> None:
         super().observe(round)
-        self.window_drafter.evict(self.sequence.kv_cache(DRAFT))
+        drafter = self.window_drafter
+        drafter.evict(self.sequence.kv_cache(drafter.runner))
 
 
 @register(
