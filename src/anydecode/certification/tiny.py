@@ -169,6 +169,29 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     return Checkpoint("eagle3", Path("eagle3"), config, tensors)
 
 
+def early_exit_checkpoint(target: Network, *, seed: int = 0, after: int = 2) -> Checkpoint:
+    """A random layer and norm behind the first `after` layers of the target, with a head for four
+    of five tokens. What the layer adds is small, so that it often agrees with the target."""
+    hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
+    head = vocabulary[vocabulary % 5 > 0]
+    matrix = random_matrices(seed)
+    tensors = {
+        **layer_tensors("exit_layer", hidden, hidden, matrix),
+        "exit_layer.input_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "exit_norm.weight": 1 + 0.3 * matrix(1, hidden)[0],
+        "d2t": head - np.arange(len(head)),
+        "t2d": vocabulary % 5 > 0,
+    }
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"exit_layer.{name}.weight"] *= 0.3
+    config = {
+        **drafter_config(target),
+        "draft_vocab_size": len(head),
+        "exit_after": after,
+    }
+    return Checkpoint("early exit", Path("early-exit"), config, tensors)
+
+
 def random_matrices(seed: int) -> Callable[[int, int], np.ndarray]:
     """Makes matrices `[rows, columns]` of norms of about one."""
     random = np.random.default_rng(seed + 1000)

@@ -308,6 +308,8 @@ class Network:
         _check_per_layer(spec, weights.per_layer)
         _check_streams(spec, weights.streams)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+            if any(weight in self.packed for weight in layer.matrices):
+                continue  # of another network, which has checked it
             width = spec.hidden_size
             if index == 0 and spec.attends_to_states:
                 width *= 2
