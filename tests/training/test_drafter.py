@@ -83,7 +83,9 @@ def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts and states that all recipes can read."""
     folder = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Eagle3, "taps", staticmethod(lambda depth: (1, *spread_taps(depth), depth)))
+        patch.setattr(
+            Eagle3, "taps", staticmethod(lambda depth: (1, *spread_taps(depth), depth - 1, depth))
+        )
         DrafterRun(model, folder, replace(OPTIONS, steps=1), data=folder / "data").collect()
     return folder / "data"
 

@@ -192,6 +192,33 @@ def early_exit_checkpoint(target: Network, *, seed: int = 0, after: int = 2) -> 
     return Checkpoint("early exit", Path("early-exit"), config, tensors)
 
 
+def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:
+    """A random draft layer of LongSpec with a head for four of five tokens. What it adds to a
+    token's embedding is small, so that it often agrees with a target of small `residual`."""
+    hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
+    head = vocabulary[vocabulary % 5 > 0]
+    matrix = random_matrices(seed)
+    layer = layer_tensors("layer", hidden, hidden, matrix)
+    tensors = {name.removeprefix("layer."): tensor for name, tensor in layer.items()}
+    tensors |= {
+        "cross_attn.q_proj.weight": 3 * matrix(hidden, hidden),
+        "cross_attn.o_proj.weight": 0.4 * matrix(hidden, hidden),
+        "input_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "cross_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "norm.weight": 1 + 0.3 * matrix(1, hidden)[0],
+        "d2t": head - np.arange(len(head)),
+        "t2d": vocabulary % 5 > 0,
+    }
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        tensors[name] *= 0.3
+    config = {
+        **drafter_config(target),
+        "draft_vocab_size": len(head),
+        "sliding_window": window,
+    }
+    return Checkpoint("longspec", Path("longspec"), config, tensors)
+
+
 def random_matrices(seed: int) -> Callable[[int, int], np.ndarray]:
     """Makes matrices `[rows, columns]` of norms of about one."""
     random = np.random.default_rng(seed + 1000)

@@ -83,7 +83,8 @@ class Sequence(SequenceData):
         end_tokens = self.end_tokens
         if min_probability is not None:
             end_tokens = end_tokens or frozenset()
-        if extra_tokens < 1:
+        context = self._context(runner)
+        if extra_tokens < 1 or context is not None:
             end_tokens = None
         span = (
             ChainSpan(*shape, inputs=embeddings, states=states)
@@ -98,7 +99,7 @@ class Sequence(SequenceData):
                 copies=copies,
             )
         )
-        span.variant = parallel
+        span.variant, span.context = parallel, context
         return self._build(
             runner,
             span,
@@ -198,6 +199,7 @@ class Sequence(SequenceData):
         )
         if runner in self.draft_states:
             span.states = self.draft_states[runner].for_nodes(kv_cache, parents)
+            span.context = self._context(runner)
         self._tap(runner, span)
         positions = kv_cache.length - 1 + np.asarray(depths[first:], np.int64)
         row_parents = [parent - first if parent >= first else ROOT for parent in parents]
@@ -376,6 +378,11 @@ class Sequence(SequenceData):
         states.truncate(self.kv_cache().length)
         tokens = states.skip(kv_cache, tokens)
         return tokens, states.for_chain(kv_cache.length, len(tokens))
+
+    def _context(self, runner: str) -> int | None:
+        """See `DraftStates.context`."""
+        states = self.draft_states.get(runner)
+        return None if states is None else states.context
 
     def _tap(self, runner: str, span: Span) -> None:
         """Let a span of the target return the states that the drafters read."""
