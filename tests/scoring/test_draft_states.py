@@ -62,7 +62,7 @@ def _span(kind: type, **fields: Any) -> Any:
 
 
 def _states() -> DraftStates:
-    return DraftStates(StateSpec((1,), 1), "draft", _Drafter(), 2, lambda taps: taps)
+    return DraftStates(StateSpec((1,), 1), _Drafter(), 2, lambda taps: taps)
 
 
 def _rows(positions: range) -> list[np.ndarray]:

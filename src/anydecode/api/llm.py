@@ -102,7 +102,8 @@ class LLM:
             of a drafter that reads the states of `model` (EAGLE, DFlash, Medusa, Hydra, modules for
             further tokens), or a copy of `model`: "self:int4", "self:layers=10" or both
             ("self:int4,layers=10"). "none" also leaves out the modules in the folder of `model`
-            that a method may find there.
+            that a method may find there. A list opens several, which methods that route between
+            drafters use (`taps`); other methods use the first.
         cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
             None (the backend's default). Methods that are token-exact give equal texts within one
             format.
@@ -189,19 +190,22 @@ class LLM:
             runner.prefixes.spill = open_spill(
                 prefix_spill, spill_limit, self.model, runner.pool.cache
             )
-        self.finds_draft, self._draft_lock = draft != "none", threading.Lock()
+        drafts = list(draft) if isinstance(draft, list | tuple) else [draft]
+        self.finds_draft, self._draft_lock = "none" not in drafts, threading.Lock()
         self._own_draft = partial(
             open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
         )
-        draft_tokenizer: Tokenizer | None = None
-        if draft not in (None, "none"):
+        tokenizers = {TARGET: self.tokenizer, "draft": self.tokenizer}
+        for number, one in enumerate(one for one in drafts if one not in (None, "none")):
+            name = f"draft-{number + 1}" if number else "draft"
             draft_model, draft_tokenizer = open_draft(
-                draft, self.model, dtype=dtype, threads=threads, backend=backend
+                one, self.model, dtype=dtype, threads=threads, backend=backend
             )
-            self.add_runner("draft", draft_model)
+            self.add_runner(name, draft_model)
+            tokenizers[name] = draft_tokenizer or self.tokenizer
         self.resources = Resources(
             self.engine,
-            {TARGET: self.tokenizer, "draft": draft_tokenizer or self.tokenizer},
+            tokenizers,
             EngineCostModel(self.engine, self.model),
             prefix_cache,
         )

@@ -358,6 +358,7 @@ class Request:
             ),
             draft_states=resources.draft_states(decoder.requirements),
             optional_runners=resources.optional_runners(decoder.requirements),
+            draft_runners=resources.draft_runners(decoder.requirements),
         )
         if self.prompt_embeds is not None:
             sequence.state[PROMPT_EMBEDS] = self.prompt_embeds

@@ -27,7 +27,8 @@ class Resources:
 
     Args:
         engine: Runs the models; each of its runners has a model and the key-value cache of it.
-        tokenizers: Tokenizers by runner name: "target" and "draft".
+        tokenizers: Tokenizers by runner name: "target", "draft" and those of further draft models
+            that have their own.
         cost_model: Costs of passes and the load of the engine.
         prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
     """
@@ -56,17 +57,24 @@ class Resources:
         return min(self.model.spec.max_positions, self.engine.runners[TARGET].pool.num_slots)
 
     @cached_property
-    def shares_vocabulary(self) -> bool:
-        """Whether the token ids that target and draft model have in common stand for the same
-        bytes, checked on about 512 of them."""
-        target, draft = self.tokenizer, self.tokenizers["draft"]
-        if target is draft:
-            return True
-        count = min(target.vocab_size, draft.vocab_size)
-        return all(
-            target.token_bytes(token) == draft.token_bytes(token)
-            for token in range(0, count, max(1, count // 512))
+    def _other_vocabularies(self) -> frozenset[str]:
+        """The runners whose token ids stand for other bytes than the target's, as far as both have
+        them; about 512 are compared."""
+        target = self.tokenizer
+        return frozenset(
+            runner
+            for runner, draft in self.tokenizers.items()
+            if draft is not target
+            and any(
+                target.token_bytes(token) != draft.token_bytes(token)
+                for count in [min(target.vocab_size, draft.vocab_size)]
+                for token in range(0, count, max(1, count // 512))
+            )
         )
+
+    def shares_vocabulary(self, runner: str) -> bool:
+        """Whether the draft model of `runner` has the target's vocabulary."""
+        return runner not in self._other_vocabularies
 
     def check_generates(self) -> None:
         """Check that the target can generate text.
@@ -91,7 +99,8 @@ class Resources:
         if needs.causal is not None and needs.causal != self.model.spec.causal:
             kind = "causal" if needs.causal else "diffusion (bidirectional)"
             raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} model")
-        for runner in needs.runners:
+        runners = (*needs.runners, *self.draft_runners(needs))
+        for runner in runners:
             if runner not in self.engine.runners:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model: LLM(..., {runner}=...)"
@@ -116,13 +125,14 @@ class Resources:
                     " the target's states, as 'eagle' and other decoders that draft after each pass"
                     " support"
                 )
-        for runner in needs.attention_only:
+        further = self.draft_runners(needs) if "draft" in needs.attention_only else ()
+        for runner in {*needs.attention_only, *further} & self.engine.runners.keys():
             if self.engine.runners[runner].model.spec.recurrences:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} edits the {runner} model's key-value cache, which a model"
                     " with recurrent layers does not allow"
                 )
-        if needs.runners and not needs.can_translate_vocab and not self.shares_vocabulary:
+        if not needs.can_translate_vocab and not all(map(self.shares_vocabulary, runners)):
             raise UnsupportedCombinationError(
                 f"decoder {name!r} needs a draft model with the target's vocabulary;"
                 " 'omnidraft' translates between vocabularies"
@@ -152,19 +162,27 @@ class Resources:
             spec.causal == needs.draft_causal
             and (spec.states is None or needs.reads_states)
             and (spec.block is None or needs.drafts_blocks)
-            and (needs.can_translate_vocab or self.shares_vocabulary)
+            and (needs.can_translate_vocab or self.shares_vocabulary(runner))
         )
 
-    def draft_states(self, needs: Requirements) -> DraftStates | None:
-        """New states of one sequence for the draft model of a decoder, if that reads its target's
-        states."""
-        for runner in (*needs.runners, *self.optional_runners(needs)):
+    def draft_runners(self, needs: Requirements) -> tuple[str, ...]:
+        """The runners of all draft models, if a decoder uses every one; else none."""
+        if not needs.every_draft:
+            return ()
+        return tuple(runner for runner in self.engine.runners if runner != TARGET)
+
+    def draft_states(self, needs: Requirements) -> dict[str, DraftStates]:
+        """New states of one sequence for those draft models of a decoder, by runner, that read
+        their target's states."""
+        runners = (*needs.runners, *self.optional_runners(needs), *self.draft_runners(needs))
+        states = {}
+        for runner in runners:
             drafter: Any = self.engine.runners[runner].model
             if drafter.spec.states is not None:
                 target: Any = self.model
                 depth = target.spec.num_layers
-                return DraftStates(drafter.spec.states, runner, drafter, depth, target.normed)
-        return None
+                states[runner] = DraftStates(drafter.spec.states, drafter, depth, target.normed)
+        return states
 
     def open_kv_cache(
         self, runner_name: str, tokens: list[int], namespace: Hashable

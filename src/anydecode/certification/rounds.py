@@ -73,13 +73,13 @@ def blurred(logits: Logits, seed: int = 9, error: float = 1.5) -> Logits:
     return draft
 
 
-def scripted(logits: Logits, draft: Logits | None = None, **options: Any) -> LLM:
-    """An engine over these logits, with a draft model if `draft` is given."""
-    small = None if draft is None else ScriptedModel(draft, vocab_size=VOCABULARY)
+def scripted(logits: Logits, draft: Logits | Seq[Logits] = (), **options: Any) -> LLM:
+    """An engine over these logits, with draft models of the logits `draft`."""
+    drafts = [draft] if callable(draft) else draft
     return LLM(
         ScriptedModel(logits, vocab_size=VOCABULARY),
         tokenizer=ByteTokenizer(),
-        draft=small,
+        draft=[ScriptedModel(one, vocab_size=VOCABULARY) for one in drafts],
         cache_positions=4096,
         prefix_cache=False,
         **options,

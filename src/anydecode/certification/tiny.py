@@ -169,6 +169,56 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     return Checkpoint("eagle3", Path("eagle3"), config, tensors)
 
 
+def early_exit_checkpoint(target: Network, *, seed: int = 0, after: int = 2) -> Checkpoint:
+    """A random layer and norm behind the first `after` layers of the target, with a head for four
+    of five tokens. What the layer adds is small, so that it often agrees with the target."""
+    hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
+    head = vocabulary[vocabulary % 5 > 0]
+    matrix = random_matrices(seed)
+    tensors = {
+        **layer_tensors("exit_layer", hidden, hidden, matrix),
+        "exit_layer.input_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "exit_norm.weight": 1 + 0.3 * matrix(1, hidden)[0],
+        "d2t": head - np.arange(len(head)),
+        "t2d": vocabulary % 5 > 0,
+    }
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"exit_layer.{name}.weight"] *= 0.3
+    config = {
+        **drafter_config(target),
+        "draft_vocab_size": len(head),
+        "exit_after": after,
+    }
+    return Checkpoint("early exit", Path("early-exit"), config, tensors)
+
+
+def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:
+    """A random draft layer of LongSpec with a head for four of five tokens. What it adds to a
+    token's embedding is small, so that it often agrees with a target of small `residual`."""
+    hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
+    head = vocabulary[vocabulary % 5 > 0]
+    matrix = random_matrices(seed)
+    layer = layer_tensors("layer", hidden, hidden, matrix)
+    tensors = {name.removeprefix("layer."): tensor for name, tensor in layer.items()}
+    tensors |= {
+        "cross_attn.q_proj.weight": 3 * matrix(hidden, hidden),
+        "cross_attn.o_proj.weight": 0.4 * matrix(hidden, hidden),
+        "input_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "cross_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "norm.weight": 1 + 0.3 * matrix(1, hidden)[0],
+        "d2t": head - np.arange(len(head)),
+        "t2d": vocabulary % 5 > 0,
+    }
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        tensors[name] *= 0.3
+    config = {
+        **drafter_config(target),
+        "draft_vocab_size": len(head),
+        "sliding_window": window,
+    }
+    return Checkpoint("longspec", Path("longspec"), config, tensors)
+
+
 def random_matrices(seed: int) -> Callable[[int, int], np.ndarray]:
     """Makes matrices `[rows, columns]` of norms of about one."""
     random = np.random.default_rng(seed + 1000)
@@ -216,24 +266,25 @@ def drafter_config(target: Network) -> dict[str, Any]:
 
 
 def with_drafter(
-    drafter: Callable[[Network], Checkpoint],
-    *,
+    *drafters: Callable[[Network], Checkpoint],
     backend: str | None = None,
     layers: int = 4,
     residual: float = 0.15,
     **options: Any,
 ) -> LLM:
-    """An engine over a tiny model with a drafter that reads its states; `options` are those of
+    """An engine over a tiny model with drafters that read its states; `options` are those of
     `LLM`."""
     target = tiny_model(layers=layers, residual=residual, backend=backend)
     packer = getattr(target.executor, "packer", None)
-    checkpoint = drafter(target.network)
-    load = find_loader(checkpoint)
-    assert load is not None, "a drafter that reads states"
-    network = load(checkpoint, target.network, None)
-    executor = choose_executor(backend, 1, packer=packer)
-    draft = drafter_model(network, name=checkpoint.name, executor=executor)
-    return LLM(target, tokenizer=ByteTokenizer(), draft=draft, **options)
+    drafts = []
+    for drafter in drafters:
+        checkpoint = drafter(target.network)
+        load = find_loader(checkpoint)
+        assert load is not None, "a drafter that reads states"
+        network = load(checkpoint, target.network, None)
+        executor = choose_executor(backend, 1, packer=packer)
+        drafts.append(drafter_model(network, name=checkpoint.name, executor=executor))
+    return LLM(target, tokenizer=ByteTokenizer(), draft=drafts, **options)
 
 
 def tiny_llm(**options: Any) -> LLM:

@@ -55,7 +55,7 @@ def generate(
     family: options.Family = None,
     mask: options.Mask = None,
     block: options.Block = None,
-    draft: options.Draft = None,
+    draft: options.Drafts = None,
     schema: Annotated[
         Path | None,
         typer.Option("--schema", metavar="FILE", help="Constrain the answer to this JSON schema."),

@@ -130,6 +130,15 @@ Draft = Annotated[
         " Medusa, Hydra); self:int4 quantises the model itself.",
     ),
 ]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        help="Draft model for methods that need one, or the folder of a drafter (EAGLE, DFlash,"
+        " Medusa, Hydra); self:int4 quantises the model itself. May be repeated, for methods that"
+        " draft with several (taps).",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on one line.")]
 
 
@@ -143,7 +152,7 @@ def load(
     dtype: str | None = None,
     threads: int | None = None,
     backend: str | None = None,
-    draft: str | None = None,
+    draft: str | list[str] | None = None,
     cache: str | None = None,
     family: str | None = None,
     mask: int | None = None,

@@ -141,7 +141,8 @@ def serve(
         ),
     ] = None,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="Draft model. Default: none.")
+        list[str] | None,
+        typer.Option("--draft", help="Draft model; may be repeated. Default: none."),
     ] = None,
     adapter: Annotated[
         list[str] | None,

@@ -356,7 +356,7 @@ def train_drafter(
         typer.Option(
             "--recipe",
             help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, dflash, dspark,"
-            " p-eagle or parallelspec.",
+            " p-eagle, parallelspec, early-exit or longspec.",
         ),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),
@@ -409,7 +409,7 @@ def train_drafter(
     Writing the texts and collecting the model's states come before the training. A run with the
     same --out is resumed; with more minutes, it is continued. The drafter is in the folder
     "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
-    blockwise, clover, dflash or parallelspec).
+    blockwise, clover, dflash, parallelspec, longspec, or bandit for early-exit).
 
     Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
     """

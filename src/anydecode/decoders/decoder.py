@@ -19,6 +19,8 @@ class Requirements:
         runners: The model runners that the method scores with, besides "target".
         optional_runners: The model runners that the method scores with where there are some that
             fit (`Sequence.optional_runners`).
+        every_draft: Whether the method scores with every draft model that there is
+            (`Sequence.draft_runners`), any number of them, each of which must fit.
         causal: Whether the method needs a causal model (True), a bidirectional one (False), or any
             (None).
         draft_causal: Whether the draft model must be causal (True) or a diffusion model (False).
@@ -48,6 +50,7 @@ class Requirements:
 
     runners: tuple[str, ...] = ()
     optional_runners: tuple[str, ...] = ()
+    every_draft: bool = False
     causal: bool | None = True
     draft_causal: bool = True
     reads_states: bool = False

@@ -557,8 +557,7 @@ class Engine:
 def share_prefix(runner: ModelRunner, sequence: Sequence) -> None:
     """Add what a sequence has computed on `runner` to the prefix cache."""
     if runner.model.spec.causal and sequence.shares_prefix:
-        states, stop = sequence.draft_states, None
-        if states is not None and states.runner == runner.name:
-            stop = states.confirmed
+        states = sequence.draft_states.get(runner.name)
+        stop = None if states is None else states.confirmed
         for kv_cache in sequence.kv_caches(runner.name):
             runner.prefixes.insert(kv_cache, (sequence.adapter, sequence.namespace), stop)

@@ -285,20 +285,22 @@ class ModelRunner:
         return completed
 
     def _observe_states(self, plan: Plan, i: int, output: Output) -> None:
-        """Pass the captured states of a span's rows to the sequence's drafter, before the span is
+        """Pass the captured states of a span's rows to the sequence's drafters, before the span is
         completed."""
         request, span, _ = plan.scheduled[i]
-        states, rows = request.sequence.draft_states, plan.output_rows[i]
-        if states is None:
-            return
+        draft_states, rows = request.sequence.draft_states, plan.output_rows[i]
         if i in plan.states:
             first, slices = plan.states[i]
             taps = zip(span.state_layers, slices, strict=True)
-            parts = [to_host(output.hidden[layer][part]) for layer, part in taps]
-            states.observe_target(span, first, parts)
-        elif self.name == states.runner and states.has_own and rows:
+            parts = {layer: to_host(output.hidden[layer][part]) for layer, part in taps}
+            for states in draft_states.values():
+                if parts.keys() >= set(states.layers):
+                    states.observe_target(span, first, [parts[layer] for layer in states.layers])
+            return
+        own = draft_states.get(self.name)
+        if own is not None and own.has_own and rows:
             depth = self.model.spec.num_layers
-            states.observe_draft(span, rows, to_host(output.hidden[depth][plan.captured[depth][i]]))
+            own.observe_draft(span, rows, to_host(output.hidden[depth][plan.captured[depth][i]]))
 
     @staticmethod
     def _select_rows(rows: Array, span: Span, output_rows: list[int], layer: int) -> Array:

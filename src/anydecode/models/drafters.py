@@ -8,7 +8,9 @@ from anydecode.models.blockwise import is_blockwise, load_blockwise
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.clover import is_clover, load_clover
 from anydecode.models.draft_heads import is_draft_head, load_draft_head
+from anydecode.models.early_exit import is_early_exit, load_early_exit
 from anydecode.models.hydra import is_hydra, load_hydra
+from anydecode.models.longspec import is_longspec, load_longspec
 from anydecode.models.medusa import is_medusa, load_medusa
 from anydecode.models.mtp import is_mtp, load_mtp
 from anydecode.models.network import Network
@@ -20,6 +22,8 @@ Loader = Callable[..., Network]
 
 #: Tests of a checkpoint's files, and what loads those that pass.
 _KINDS: tuple[tuple[Callable[[Checkpoint], bool], Loader], ...] = (
+    (is_early_exit, load_early_exit),
+    (is_longspec, load_longspec),
     (is_medusa, load_medusa),
     (is_hydra, load_hydra),
     (is_blockwise, load_blockwise),

@@ -308,6 +308,8 @@ class Network:
         _check_per_layer(spec, weights.per_layer)
         _check_streams(spec, weights.streams)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+            if any(weight in self.packed for weight in layer.matrices):
+                continue  # of another network, which has checked it
             width = spec.hidden_size
             if index == 0 and spec.attends_to_states:
                 width *= 2
@@ -332,7 +334,9 @@ class Network:
     def carries_states(self) -> bool:
         """Whether a drafter's hidden state is the state of the next token as it is."""
         states, starts = self.spec.states, self.spec.starts_from_states
-        return starts and states is not None and not states.feeds_normed and not states.num_heads
+        if states is None or states.joins == "cross":
+            return False
+        return starts and not states.feeds_normed and not states.num_heads
 
     def matrices(self) -> Iterator[Weight]:
         """Yield the embedding and every matrix of a product; tied ones may be yielded twice."""
@@ -834,7 +838,7 @@ def _check_states(spec: ModelSpec, weights: StateWeights | None) -> None:
             _check_linear(f"the {name}", linear, shape)
     for name, norm, is_expected in (
         ("embedding", weights.embedding_norm, states.has_norms),
-        ("state", weights.state_norm, states.has_norms or states.joins == "context"),
+        ("state", weights.state_norm, states.has_norms or states.joins in ("context", "cross")),
     ):
         if (norm is not None) != is_expected:
             raise CheckpointError(f"only one of the spec and the weights has the {name}'s norm")

@@ -219,7 +219,9 @@ class StateSpec:
             multi-token prediction), or in the first layer's "attention" (EAGLE-3), whose matrices
             read both side by side while its output is added to the state. As a "context" (DFlash)
             the target's states, projected and normed, are what every layer makes keys and values
-            of, and the rows of tokens attend to these.
+            of, and the rows of tokens attend to these. "cross" (LongSpec): the last layer's keys
+            and values are those of the states at their own positions, and only of positions whose
+            states are known.
         has_norms: Whether embedding and state are normed where they meet.
         has_normed_residual: Whether the first layer's output is added to the normed state.
         feeds_normed: Whether the drafter's own states are those after its final norm.
@@ -251,7 +253,7 @@ class StateSpec:
     @property
     def lag(self) -> int:
         """How many positions before a row's the state is that it reads."""
-        return 0 if self.joins == "context" else 1
+        return 0 if self.joins in ("context", "cross") else 1
 
 
 @dataclass(frozen=True)
@@ -445,8 +447,9 @@ def _check_states(states: StateSpec, hidden_size: int) -> None:
     integer("target_size", states.target_size)
     for tap in states.taps:
         integer("a tapped layer", tap, 0, MAX_LAYERS)
-    if states.joins not in ("projection", "attention", "context"):
-        raise refusal("joins", states.joins, "one of ('projection', 'attention', 'context')")
+    kinds = ("projection", "attention", "context", "cross")
+    if states.joins not in kinds:
+        raise refusal("joins", states.joins, f"one of {kinds}")
     integer("the number of heads", states.num_heads, 0, MAX_STEPS)
     has_own_size = states.is_projected or states.num_heads > 0
     if not has_own_size and states.num_taps * states.target_size != hidden_size:

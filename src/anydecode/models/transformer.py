@@ -94,6 +94,7 @@ class Transformer:
         self.name = name
         self.network = network
         self.executor: Executor = executor(network)
+        self._make_executor = executor
         self._adapters_lock = threading.Lock()
         self._variants: dict[int, Callable[[Any, Any, int], Any] | None] = {0: None}
         self.path: Path | None = None  # of the checkpoint, if there is one
@@ -195,6 +196,13 @@ class Transformer:
         """Free the factors of the adapter `index`, which no row may use any more. Kernels with
         copies free them in the next pass with adapters."""
         self.network.adapters[index] = {}
+
+    def replace_weights(self, network: Network) -> None:
+        """Run with the weights of `network`, which has the same spec, from the next pass on. Passes
+        may run on another thread meanwhile. What is cached stays as the old weights have made
+        it."""
+        executor = self._make_executor(network)
+        self.network, self.executor, self._variants = network, executor, {0: None}
 
     def _run_variants(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run a pass of rows with several variants of the layers: one part per variant, in the

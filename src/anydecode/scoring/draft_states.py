@@ -3,7 +3,9 @@
 The row of EAGLE's drafter at position p reads the target's state at position p - 1 (`StateSpec.lag`
 is 1). Where the target has not computed it, because the token there is a draft, the drafter's own
 state of that row stands in; such rows are computed again once the target's states are known. The
-context of a block drafter (lag 0) has the target's state of each position, and no others. Positions
+context of a block drafter (lag 0) has the target's state of each position, and no others.
+LongSpec's drafter reads the state of a row's own position (lag 0); rows without one, of draft
+tokens and of the text's last token, have zeros, which no row attends to (`Span.context`). Positions
 without a state (the first one with lag 1, and those that the target took from its prefix cache) are
 left out of the drafter's cache.
 """
@@ -37,13 +39,11 @@ class DraftStates:
 
     Args:
         spec: What the drafter reads.
-        runner: The name of the drafter's model runner.
         drafter: The drafter.
         depth: The target's number of layers.
         normed: The target's final norm, of states float32 `[rows, target_size]`.
 
     Attributes:
-        runner: See above.
         layers: The target's hidden states that are read, by number of layers.
         reads_tokens: See `StateSpec`.
         has_own: Whether the drafter's own states stand in for those of the target.
@@ -55,16 +55,15 @@ class DraftStates:
     def __init__(
         self,
         spec: StateSpec,
-        runner: str,
         drafter: StateReader,
         depth: int,
         normed: Callable[[np.ndarray], np.ndarray],
     ) -> None:
-        self.runner = runner
         self._drafter, self._normed = drafter, None if spec.taps else normed
         self._width = spec.num_taps * spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
         self._lag, self.has_own = spec.lag, spec.lag > 0 and not spec.has_mask
+        self._is_cross = spec.joins == "cross"
         self.layers = spec.taps or (depth,)
         self.is_paused = False
         self.reset()
@@ -146,8 +145,16 @@ class DraftStates:
                 self.confirmed = kv_cache.length
         return tokens[count:]
 
+    @property
+    def context(self) -> int | None:
+        """The number of positions before which the target's states are known, if the drafter
+        attends to these alone; else None."""
+        return self._first + len(self._target) if self._is_cross else None
+
     def _has(self, position: int) -> bool:
         source = position - self._lag
+        if self._is_cross and position >= self._first + len(self._target) > self._first:
+            return True  # a row of a token alone
         if source >= 0 and (self.knows(source) or source in self._own):
             return True
         return not self.reads_tokens and position > self._first + len(self._target) > self._first
@@ -166,7 +173,9 @@ class DraftStates:
                 self.confirmed = first + num_known
                 self._target = self._target[start + num_known - 1 :]
                 self._first += start + num_known - 1
-        if num_known < count:
+        if num_known < count and self._is_cross:
+            parts.append(np.zeros((count - num_known, self._width), np.float32))
+        elif num_known < count:
             positions = range(first + num_known, first + count)
             if self.reads_tokens or not num_known:
                 parts.append(np.stack([self._own[position - lag] for position in positions]))
@@ -185,6 +194,8 @@ class DraftStates:
     def for_nodes(self, kv_cache: SequenceCache, parents: Seq[int]) -> np.ndarray:
         """The states of nodes of the drafter's tree, float32 `[nodes, hidden_size]`: its own states
         of their parents, which must have run."""
+        if self._is_cross:
+            return np.zeros((len(parents), self._width), np.float32)
         last = kv_cache.length - 1
         return np.stack(
             [self._own[last] if parent == ROOT else self._own_nodes[parent] for parent in parents]

@@ -71,8 +71,8 @@ class Sequence(SequenceData):
         if not len(tokens):
             raise InvalidRequestError("there is nothing to score: the prompt is empty")
         kv_cache, states = self.kv_cache(runner), None
-        if self._reads_states(runner):
-            tokens, states = self._with_states(kv_cache, tokens)
+        if runner in self.draft_states:
+            tokens, states = self._with_states(runner, tokens)
         first = kv_cache.length
         depth = kv_cache.pool.model.spec.num_layers
         start, stop = layers or (0, depth)
@@ -83,7 +83,8 @@ class Sequence(SequenceData):
         end_tokens = self.end_tokens
         if min_probability is not None:
             end_tokens = end_tokens or frozenset()
-        if extra_tokens < 1:
+        context = self._context(runner)
+        if extra_tokens < 1 or context is not None:
             end_tokens = None
         span = (
             ChainSpan(*shape, inputs=embeddings, states=states)
@@ -98,7 +99,7 @@ class Sequence(SequenceData):
                 copies=copies,
             )
         )
-        span.variant = parallel
+        span.variant, span.context = parallel, context
         return self._build(
             runner,
             span,
@@ -134,7 +135,7 @@ class Sequence(SequenceData):
         unscored = self.unscored(runner)
         if not len(tree):
             return self.score(unscored, runner=runner, hidden=hidden)
-        if self._reads_states(runner):
+        if runner in self.draft_states:
             raise UnsupportedCombinationError(
                 "a drafter that reads its target's states scores one level of a tree per pass"
             )
@@ -196,8 +197,9 @@ class Sequence(SequenceData):
         span = TreeSpan(
             kv_cache, tokens, 0, depth, rows, capture_layers, parents=list(parents), first=first
         )
-        if self.draft_states is not None and self._reads_states(runner):
-            span.states = self.draft_states.for_nodes(kv_cache, parents)
+        if runner in self.draft_states:
+            span.states = self.draft_states[runner].for_nodes(kv_cache, parents)
+            span.context = self._context(runner)
         self._tap(runner, span)
         positions = kv_cache.length - 1 + np.asarray(depths[first:], np.int64)
         row_parents = [parent - first if parent >= first else ROOT for parent in parents]
@@ -211,7 +213,7 @@ class Sequence(SequenceData):
         tokens: Seq[int] = self.all_tokens[kv_cache.length : -1]
         if not len(tokens):
             return []
-        tokens, states = self._with_states(kv_cache, tokens)
+        tokens, states = self._with_states(runner, tokens)
         depth = kv_cache.pool.model.spec.num_layers
         span = ChainSpan(kv_cache, tokens, 0, depth, logits=False, inputs=states)
         span.variant = STORE_ONLY
@@ -303,8 +305,9 @@ class Sequence(SequenceData):
         """
         kv_caches = self._open_kv_caches(runner)
         if kv_caches[0].pending is not None:
-            if self.draft_states is not None and runner == TARGET:
-                self.draft_states.accept(path, kv_caches[0].length)
+            if runner == TARGET:
+                for states in self.draft_states.values():
+                    states.accept(path, kv_caches[0].length)
             for kv_cache in kv_caches:
                 kv_cache.retain(path)
         elif kv_caches[0].length > self.length + len(path):  # a chain
@@ -335,8 +338,8 @@ class Sequence(SequenceData):
         self, hidden: tuple[int, ...], runner: str, stop: int | None = None
     ) -> tuple[int, ...]:
         """`hidden`, plus the layers that the sampler reads of rows that run through all layers."""
-        sampler, depth, states = self.sampler, self.num_layers, self.draft_states
-        if states is not None and states.runner == runner and states.has_own:
+        sampler, depth, states = self.sampler, self.num_layers, self.draft_states.get(runner)
+        if states is not None and states.has_own:
             return tuple(sorted({*hidden, self.kv_cache(runner).pool.model.spec.num_layers}))
         if runner != TARGET or (stop is not None and stop < depth):
             return hidden
@@ -369,26 +372,26 @@ class Sequence(SequenceData):
         parents = self._chain_parents(positions)
         return ScoreRequest(self, runner, groups, positions, parents, row_tokens)
 
-    def _reads_states(self, runner: str) -> bool:
-        """Whether the model of `runner` reads the target's states."""
-        return self.draft_states is not None and self.draft_states.runner == runner
+    def _with_states(self, runner: str, tokens: Seq[int]) -> tuple[Seq[int], np.ndarray]:
+        """The tokens that the drafter of `runner` scores, and the states it reads beside them."""
+        states, kv_cache = self.draft_states[runner], self.kv_cache(runner)
+        states.truncate(self.kv_cache().length)
+        tokens = states.skip(kv_cache, tokens)
+        return tokens, states.for_chain(kv_cache.length, len(tokens))
 
-    def _with_states(
-        self, kv_cache: SequenceCache, tokens: Seq[int]
-    ) -> tuple[Seq[int], np.ndarray]:
-        """The tokens that a drafter scores, and the states it reads beside them."""
-        assert self.draft_states is not None
-        self.draft_states.truncate(self.kv_cache().length)
-        tokens = self.draft_states.skip(kv_cache, tokens)
-        return tokens, self.draft_states.for_chain(kv_cache.length, len(tokens))
+    def _context(self, runner: str) -> int | None:
+        """See `DraftStates.context`."""
+        states = self.draft_states.get(runner)
+        return None if states is None else states.context
 
     def _tap(self, runner: str, span: Span) -> None:
-        """Let a span of the target return the states that the drafter reads."""
-        states = self.draft_states
-        if states is None or states.is_paused or runner != TARGET:
+        """Let a span of the target return the states that the drafters read."""
+        if runner != TARGET or span.start or span.is_partial:
             return
-        if not span.start and not span.is_partial:
-            span.state_layers, span.num_states = states.layers, MAX_STATES
+        reading = [states for states in self.draft_states.values() if not states.is_paused]
+        if reading:
+            layers = {layer for states in reading for layer in states.layers}
+            span.state_layers, span.num_states = tuple(sorted(layers)), MAX_STATES
 
     def _companion_spans(self, span: Span, chain_tokens: Seq[int]) -> list[Span]:
         if not isinstance(span, ChainSpan) or span.inputs is not None:

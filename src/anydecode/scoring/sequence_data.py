@@ -83,8 +83,9 @@ class SequenceData:
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.
         prediction: The caller's prediction of the answer, or None. Shared with branches.
-        draft_states: What a drafter reads of the target's states, or None.
+        draft_states: What drafters read of the target's states, by model runner.
         optional_runners: The model runners, besides those that the decoder needs, that it can use.
+        draft_runners: The model runners of all draft models, if the decoder uses every one.
         parent: The sequence that this is a branch of, or None.
         id: A number unique in the process.
     """
@@ -113,8 +114,9 @@ class SequenceData:
     tokenizers: dict[str, Any] = field(default_factory=dict)
     cost_model: CostModel = DEFAULT_COSTS
     prediction: Prediction | None = None
-    draft_states: DraftStates | None = None
+    draft_states: dict[str, DraftStates] = field(default_factory=dict)
     optional_runners: tuple[str, ...] = ()
+    draft_runners: tuple[str, ...] = ()
     parent: SequenceData | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
@@ -235,8 +237,9 @@ class SequenceData:
             tokenizers=self.tokenizers,
             cost_model=self.cost_model,
             prediction=self.prediction,
-            draft_states=None if self.draft_states is None else self.draft_states.fork(),
+            draft_states={name: one.fork() for name, one in self.draft_states.items()},
             optional_runners=self.optional_runners,
+            draft_runners=self.draft_runners,
             parent=self,
         )
         for runner, kv_caches in self._kv_caches.items():
@@ -267,8 +270,8 @@ class SequenceData:
             for kv_cache in kv_caches:
                 kv_cache.release()
         self._kv_caches.clear()
-        if self.draft_states is not None:
-            self.draft_states.reset()
+        for states in self.draft_states.values():
+            states.reset()
         if self.parent is not None and self in self.parent._children:
             self.parent._children.remove(self)
 
@@ -295,13 +298,12 @@ class SequenceData:
             kv_cache.truncate(num_common)
         if kv_cache.length >= len(tokens):
             kv_cache.truncate(len(tokens) - 1)
-        if self.draft_states is not None and self.draft_states.runner == runner:
-            self.draft_states.align(kv_cache)
+        if runner in self.draft_states:
+            self.draft_states[runner].align(kv_cache)
 
     def can_draft(self) -> bool:
-        """Whether the target's states are known that the drafter reads, if it reads some."""
-        states = self.draft_states
-        return states is None or states.knows(self.length - 2)
+        """Whether the target's states are known that the drafters read, if they read some."""
+        return all(states.knows(self.length - 2) for states in self.draft_states.values())
 
     def is_open(self, runner: str) -> bool:
         return runner in self._kv_caches

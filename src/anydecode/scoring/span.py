@@ -38,6 +38,8 @@ class Span(ABC):
         states: float32 `[rows, hidden_size]`, read beside `tokens` by a drafter, or None.
 
     Attributes:
+        context: In the last layer, rows from this position on attend to positions before it alone;
+            None for no such limit.
         state_layers: Layers whose hidden states of the last `num_states` rows are returned to
             `DraftStates`.
     """
@@ -51,6 +53,7 @@ class Span(ABC):
     logits: bool = True
     inputs: np.ndarray | None = None
     states: np.ndarray | None = None
+    context: int | None = field(default=None, init=False)
     state_layers: tuple[int, ...] = field(default=(), init=False)
     num_states: int = field(default=0, init=False)
     done: int = field(default=0, init=False)  # rows that have run
@@ -117,6 +120,24 @@ class Span(ABC):
             self.kv_cache.tokens += [-1] * num_kept
         return num_kept
 
+    def _limit_context(self, rows: Rows, at: int, count: int) -> None:
+        """Give each row from position `context` on a table of its own, without the positions that
+        the last layer does not see; tails become parts of them."""
+        if self.context is None:
+            return
+        depth = self.kv_cache.pool.model.spec.num_layers
+        for row in range(at, at + count):
+            if rows.positions[row] < self.context:
+                continue
+            prefix, start = int(rows.prefix[row]), int(rows.tail_start[row])
+            tail = rows.tails[start : start + int(rows.tail_length[row])]
+            slots = np.concatenate([rows.tables[rows.table[row]][:prefix], tail])
+            table = np.tile(slots.astype(np.int32), (depth, 1))
+            table[-1, self.context :] = -1
+            rows.table[row], rows.prefix[row] = len(rows.tables), len(slots)
+            rows.tail_start[row] = rows.tail_length[row] = 0
+            rows.tables.append(table)
+
     def _fill_table(self, rows: Rows, at: int, count: int) -> None:
         rows.table[at : at + count] = len(rows.tables)
         rows.tables.append(self.kv_cache.table)
@@ -154,6 +175,7 @@ class ChainSpan(Span):
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
         self._stop_early(rows, at, count)
+        self._limit_context(rows, at, count)
 
     def _stop_early(self, rows: Rows, at: int, count: int) -> None:
         """End rows whose outputs nobody reads after the last layer that stores something."""
@@ -263,6 +285,7 @@ class TreeSpan(Span):
             tails.append(path)
         rows.positions[at:stop] = base + depths[first:] - 1
         rows.tails = np.concatenate(tails)
+        self._limit_context(rows, at, count)
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         pending = self.kv_cache.pending

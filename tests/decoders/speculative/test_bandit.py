@@ -6,13 +6,20 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from anydecode import catalogue
+from anydecode.certification.rounds import scripted, wordy
+from anydecode.certification.tiny import early_exit_checkpoint
 from anydecode.decoders.framework.speculation import SpeculationRound
 from anydecode.decoders.speculative import bandit
-from anydecode.decoders.speculative.bandit import BanditBudget
+from anydecode.decoders.speculative.bandit import BanditBudget, ModelOrCopies, Posterior
+from anydecode.errors import AnydecodeError
+from anydecode.models import early_exit
+from anydecode.models.dense_layer import read_dense_layer
 from certificates import assert_certified, assert_rejected
+from drafted_texts import CONDITIONS, assert_text_of_plain_decoding
 
 
 def test_certificate() -> None:
@@ -30,9 +37,9 @@ def test_the_mean_of_the_posterior_is_rejected(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_rate_for_the_whole_draft_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def size(self: BanditBudget, sequence: Any) -> int:
-        rate = self._random.betavariate(self.accepted + 1, self.rejected + 1)
-        size = 1
-        while size < self.max_size and self._random.random() < rate:
+        posterior, size = self.posterior, 1
+        rate = posterior._random.betavariate(posterior.accepted + 1, posterior.rejected + 1)
+        while size < self.max_size and posterior._random.random() < rate:
             size += 1
         return size
 
@@ -43,12 +50,12 @@ def test_one_rate_for_the_whole_draft_is_rejected(monkeypatch: pytest.MonkeyPatc
 def test_counting_every_draft_after_the_first_rejection_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def observe(self: BanditBudget, round: SpeculationRound) -> None:
+    def observe(self: Posterior, round: SpeculationRound) -> None:
         if len(round.tree):
             self.accepted = self.memory * self.accepted + round.num_accepted
             self.rejected = self.memory * self.rejected + len(round.tree) - round.num_accepted
 
-    monkeypatch.setattr(BanditBudget, "observe", observe)
+    monkeypatch.setattr(Posterior, "observe", observe)
     assert_rejected("bandit")
 
 
@@ -58,6 +65,65 @@ def test_a_posterior_that_never_forgets_is_rejected(monkeypatch: pytest.MonkeyPa
         BanditBudget, "__init__", lambda self, *given: budget(self, *given[:-1], 1.0)
     )
     assert_rejected("bandit")
+
+
+def test_an_exit_after_another_layer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = early_exit.int_value
+
+    def later(config: Any, key: str, *rest: Any, **more: Any) -> int:
+        return read(config, key, *rest, **more) + (key == "exit_after")
+
+    monkeypatch.setattr(early_exit, "int_value", later)
+    assert_rejected("bandit")
+
+
+def test_an_exit_without_the_trained_layer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*given: Any) -> Any:
+        layer = read_dense_layer(*given)
+        for linear in (layer.output, layer.mlp.down):
+            linear.weight.data = np.zeros_like(linear.weight.data)
+        return layer
+
+    monkeypatch.setattr(early_exit, "read_dense_layer", without)
+    assert_rejected("bandit")
+
+
+def test_copies_in_place_of_the_draft_model_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelOrCopies, "open", lambda self, sequence: self.copies.open(sequence))
+    assert_rejected("bandit")
+
+
+@pytest.mark.parametrize("weight", [0.0, 4.0])
+def test_another_weight_of_the_confidence_is_rejected(
+    weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandit, "CONFIDENCE_WEIGHT", weight)
+    assert_rejected("bandit")
+
+
+@CONDITIONS
+@pytest.mark.parametrize("control", ["beta", "calibration"])
+def test_the_text_is_that_of_plain_decoding(
+    control: str, options: dict[str, Any], temperature: float
+) -> None:
+    decoder = f"bandit:control={control}"
+    drafted = assert_text_of_plain_decoding(
+        early_exit_checkpoint, (decoder, decoder), options, temperature=temperature
+    )
+    assert min(drafted) > 20
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ("bandit:control=calibration", "needs a draft model"),
+        ("bandit:control=calibration,drafter=prompt-lookup", "leave drafter out"),
+        ("bandit:control=gamma", "choose from beta"),
+    ],
+)
+def test_refusals(decoder: str, message: str) -> None:
+    with scripted(wordy()) as llm, pytest.raises(AnydecodeError, match=message):
+        llm.generate("abc", decoder=decoder)
 
 
 def fake_sequence() -> Any:
@@ -72,7 +138,7 @@ def fake_round(num_accepted: int, num_drafts: int) -> Any:
 @pytest.mark.parametrize(("accepted", "rejected", "size"), [(1e9, 0, 8), (0, 1e9, 1)])
 def test_sure_rates_draft_all_or_one(accepted: float, rejected: float, size: int) -> None:
     budget = catalogue.build("bandit").budget(fake_sequence())
-    budget.accepted, budget.rejected = accepted, rejected
+    budget.posterior.accepted, budget.posterior.rejected = accepted, rejected
     assert budget.size(fake_sequence()) == size
 
 
@@ -85,14 +151,15 @@ def test_lengths_have_the_mean_of_the_posterior() -> None:
 
 def test_counts_decay_and_a_round_has_one_rejection_at_most() -> None:
     budget = catalogue.build("bandit", memory=0.5).budget(fake_sequence())
+    posterior = budget.posterior
     budget.observe(fake_round(2, 5))
-    assert (budget.accepted, budget.rejected) == (2, 1)
+    assert (posterior.accepted, posterior.rejected) == (2, 1)
     budget.observe(fake_round(3, 3))
-    assert (budget.accepted, budget.rejected) == (0.5 * 2 + 3, 0.5)
+    assert (posterior.accepted, posterior.rejected) == (0.5 * 2 + 3, 0.5)
     budget.observe(fake_round(0, 0))  # no drafts, nothing learnt
-    assert (budget.accepted, budget.rejected) == (4, 0.5)
+    assert (posterior.accepted, posterior.rejected) == (4, 0.5)
     budget.observe(fake_round(0, 1))
-    assert (budget.accepted, budget.rejected) == (2, 1.25)
+    assert (posterior.accepted, posterior.rejected) == (2, 1.25)
 
 
 def test_rejections_shorten_the_drafts() -> None:

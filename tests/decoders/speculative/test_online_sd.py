@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 
+from anydecode.api.llm import LLM
+from anydecode.certification.oracles.speculative.reading_drafts import TARGET
+from anydecode.certification.rounds import scripted
+from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.speculative.draft_correction import Correction
-from anydecode.decoders.speculative.online_sd import OnlineDrafter, RejectedDraft, cross_entropy
+from anydecode.decoders.speculative.online_sd import OnlineDrafter
+from anydecode.decoders.speculative.rejected_drafts import (
+    RejectedDraft,
+    WeightUpdates,
+    cross_entropy,
+)
+from anydecode.errors import AnydecodeError
+from anydecode.kernels.formats import DTYPES
+from anydecode.kernels.gradients import Tape, Variable
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.weight_training import TrainedWeights
 from certificates import assert_certified, assert_rejected
 
 
@@ -19,7 +34,7 @@ def test_certificate() -> None:
 def test_certificate_rejects_a_drafter_that_is_never_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(OnlineDrafter, "train", lambda self: None)
+    monkeypatch.setattr(OnlineDrafter, "train", lambda self, model=None: None)
     assert_rejected("online-sd")
 
 
@@ -28,6 +43,92 @@ def test_certificate_rejects_a_correction_that_is_never_reset(
 ) -> None:
     monkeypatch.setattr(OnlineDrafter, "clear", lambda self: None)
     assert_rejected("online-sd")
+
+
+def test_certificate_rejects_weights_that_are_never_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainedWeights, "publish", lambda self: None)
+    assert_rejected("online-sd")
+
+
+def test_certificate_rejects_rows_of_the_next_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row at position p - 1 predicts the token at p."""
+    logits = TrainedWeights.logits
+
+    def shifted(self: TrainedWeights, tokens: np.ndarray, first: int) -> Any:
+        return logits(self, np.concatenate([tokens[1:], tokens[-1:]]), first)
+
+    monkeypatch.setattr(TrainedWeights, "logits", shifted)
+    assert_rejected("online-sd")
+
+
+def test_certificate_rejects_attention_without_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def detached(self: Tape, q: Variable, k: Variable, *rest: Any) -> Variable:
+        return attention(self, Variable(q.data), Variable(k.data), *rest)
+
+    attention = Tape.attention
+    monkeypatch.setattr(Tape, "attention", detached)
+    assert_rejected("online-sd")
+
+
+def test_certificate_rejects_weights_that_are_never_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightUpdates, "reset", lambda self: None)
+    assert_rejected("online-sd")
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_is_that_of_plain_decoding_while_weights_change(
+    backend: str, temperature: float
+) -> None:
+    if backend == "torch":
+        pytest.importorskip("torch")
+    target, draft = (tiny_model(layers=layers, seed=layers, backend=backend) for layers in (2, 1))
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+    prompts = ["the cat", "a quick zebra", "zq"]
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft) as llm:
+        plain = llm.generate(prompts, decoder="autoregressive", ignore_eos=True, **options)
+        network = draft.network
+        for _ in range(2):
+            drafted = llm.generate(prompts, decoder="online-sd", ignore_eos=True, **options)
+            assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+        assert draft.network is not network  # it has been trained
+
+
+def test_served_weights_have_the_format_of_the_draft_model() -> None:
+    draft = tiny_model(layers=1)
+    for weight in draft.network.matrices():
+        weight.format, weight.data = "BF16", weight.data.astype(DTYPES["BF16"])
+    trained = TrainedWeights(draft)
+    for array in trained.parameters.values():
+        array += 1e-4  # too little for bfloat16, which rounds it away or up
+    trained.publish()
+    assert {weight.format for weight in draft.network.matrices()} == {"BF16"}
+    assert all(array.dtype == np.float32 for array in trained.parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [("weights", "train=weights needs a draft model"), ("all", "choose from auto")],
+)
+def test_refusals(train: str, message: str) -> None:
+    with (
+        scripted(TARGET, TARGET) as llm,
+        pytest.raises(AnydecodeError, match=message),
+    ):
+        llm.generate("abc", decoder=f"online-sd:train={train}")
+
+
+def test_namespaces_do_not_share_what_is_learned() -> None:
+    """All namespaces have one draft model, so its weights stay as they are."""
+    draft = tiny_model(layers=1, seed=4)
+    network = draft.network
+    with LLM(tiny_model(layers=2), tokenizer=ByteTokenizer(), draft=draft) as llm:
+        for _ in range(3):
+            options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+            llm.generate("the cat", decoder="online-sd", namespace="tenant", **options)
+    assert draft.network is network
 
 
 def test_training_equals_adam_of_torch() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.prediction import CONTEXT
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import Sequence
@@ -135,6 +135,18 @@ class Drafter(ABC):
 
     def prepare(self, sequence: Sequence) -> None:
         """Raise `UnsupportedCombinationError` for a request that this drafter cannot serve."""
+
+    def on(self, runner: str) -> Drafter:
+        """This drafter with the draft model of `runner` in place of that of "draft".
+
+        Raises:
+            UnsupportedCombinationError: It drafts with one draft model only.
+        """
+        if runner in self.requirements.runners:
+            return self
+        raise UnsupportedCombinationError(
+            f"{type(self).__name__} drafts with one draft model only, and there are several"
+        )
 
     @abstractmethod
     def open(self, sequence: Sequence) -> DraftSession:

@@ -21,14 +21,17 @@ DRAFT = "draft"
 
 
 class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, rule: Acceptance | None) -> None:
+    def __init__(self, sequence: Sequence, rule: Acceptance | None, runner: str) -> None:
         self.sequence = sequence
         self.rule = rule
+        self.runner = runner
 
     def propose(self, size: int) -> Proposal:
-        self.sequence.align(DRAFT)
+        self.sequence.align(self.runner)
         distributions = distribution_list(self.rule)
-        drafts = yield from draft_chain(self.sequence, [], size, distributions=distributions)
+        drafts = yield from draft_chain(
+            self.sequence, [], size, self.runner, distributions=distributions
+        )
         return sampled_chain(drafts, distributions)
 
 
@@ -142,19 +145,24 @@ def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain with the runner "draft".
+    """Drafts a chain with a draft model.
 
     Args:
         rule: The acceptance rule that the drafts are for; None: `TokenExact`.
+        runner: The model runner of the draft model.
     """
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True)
 
-    def __init__(self, rule: Acceptance | None = None) -> None:
+    def __init__(self, rule: Acceptance | None = None, runner: str = DRAFT) -> None:
         self.rule = rule
+        self.runner = runner
+
+    def on(self, runner: str) -> Drafter:
+        return ModelDrafter(self.rule, runner)
 
     def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self.rule)
+        return _Session(sequence, self.rule, self.runner)
 
 
 def truncate_to_prefix(kv_cache: SequenceCache, text: list[int]) -> None:

@@ -208,8 +208,8 @@ class ModelSource:
 
     def pause(self, is_paused: bool) -> None:
         """Let the target's passes leave out the states that the draft model reads, or not."""
-        if self.sequence.draft_states is not None:
-            self.sequence.draft_states.is_paused = is_paused
+        if DRAFT in self.sequence.draft_states:
+            self.sequence.draft_states[DRAFT].is_paused = is_paused
 
     def expected(self, pass_seconds: float) -> DraftRecord:
         """What the next round is expected to bring; an optimistic guess before the first one.

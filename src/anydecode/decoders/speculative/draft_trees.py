@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -242,8 +243,8 @@ class TreeSession(DraftSession):
 
 
 class TreeDrafter(Drafter):
-    """Base class of drafters that grow a tree with the runner "draft". `kind` says how siblings are
-    chosen under a rejection rule, see `TokenTree`.
+    """Base class of drafters that grow a tree with the draft model of `runner`. `kind` says how
+    siblings are chosen under a rejection rule, see `TokenTree`.
 
     Args:
         rule: The acceptance rule that the trees are for; None: `TokenExact`.
@@ -253,13 +254,19 @@ class TreeDrafter(Drafter):
     kind = "point"
 
     def __init__(self, rule: Acceptance | None = None) -> None:
+        self.runner = DRAFT
         self.noise: TreeNoise = "target"
         if rule is not None and rule.reads_probabilities:
             self.noise = "none" if self.kind == "point" else "own"
 
     def new_tree(self, sequence: Sequence) -> GrowingTree:
         """An empty tree."""
-        return GrowingTree(sequence, noise=self.noise)
+        return GrowingTree(sequence, self.runner, self.noise)
+
+    def on(self, runner: str) -> Drafter:
+        drafter = copy(self)
+        drafter.runner = runner
+        return drafter
 
     @abstractmethod
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:

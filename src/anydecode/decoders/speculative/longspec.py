@@ -1,6 +1,11 @@
 """LongSpec: the draft model attends to a sliding window of constant size, and drafts a tree of
 beams (Yang et al., "LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting
-and Verification", arXiv:2502.17421)."""
+and Verification", arXiv:2502.17421).
+
+The draft model is the paper's draft layer, which also attends to the keys and values of the
+target's last layer (`models/longspec.py`; `anydecode train drafter --recipe longspec` trains it),
+or any other model, of whose cache the sinks and the window are kept.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ class WindowDrafter(TreeDrafter):
     each of `depth` levels, the tree has the `width` nodes with the largest weights: the products of
     the estimated acceptance probabilities along their paths."""
 
-    requirements = Requirements(runners=(DRAFT,), attention_only=(DRAFT,))
+    requirements = Requirements(runners=(DRAFT,), reads_states=True, attention_only=(DRAFT,))
 
     def __init__(
         self, window: int, sinks: int, width: int, depth: int, rule: Acceptance | None = None
@@ -50,7 +55,10 @@ class WindowDrafter(TreeDrafter):
         return _WindowSession(sequence, self)
 
     def evict(self, kv_cache: SequenceCache) -> None:
-        """Evict the positions that have left the window."""
+        """Evict the positions that have left the window. A draft model that reads states limits
+        what its rows attend to itself."""
+        if kv_cache.pool.model.spec.states is not None:
+            return
         slots = kv_cache.table[self.sinks : max(self.sinks, kv_cache.length - self.window)]
         evicted = [self.sinks + position for position, slot in enumerate(slots) if slot >= 0]
         if evicted:
@@ -87,15 +95,17 @@ class _WindowSession(TreeSession):
 
     def propose(self, size: int) -> Proposal:
         sequence, drafter = self.sequence, self.window_drafter
-        sequence.align(DRAFT)
-        while len(unscored := sequence.unscored(DRAFT)) > drafter.window:
-            yield sequence.score(unscored[: drafter.window], runner=DRAFT)
-            drafter.evict(sequence.kv_cache(DRAFT))
+        sequence.align(drafter.runner)
+        is_long = sequence.kv_cache(drafter.runner).pool.model.spec.states is None
+        while is_long and len(unscored := sequence.unscored(drafter.runner)) > drafter.window:
+            yield sequence.score(unscored[: drafter.window], runner=drafter.runner)
+            drafter.evict(sequence.kv_cache(drafter.runner))
         return (yield from super().propose(size))
 
     def observe(self, round: SpeculationRound) -> None:
         super().observe(round)
-        self.window_drafter.evict(self.sequence.kv_cache(DRAFT))
+        drafter = self.window_drafter
+        drafter.evict(self.sequence.kv_cache(drafter.runner))
 
 
 @register(
@@ -104,15 +114,18 @@ class _WindowSession(TreeSession):
         "speculative",
         paper="LongSpec (arXiv:2502.17421)",
         exactness="token-exact",
-        summary="The draft model's cache is a sliding window; beams are verified as one tree.",
+        summary="A draft layer attends to a window and to the target's last keys and values.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=(
-            "the paper's draft layer, which attends to the keys and values of the target's last"
-            " layer, and its training: anchor-offset positions and flash noisy training",
-        ),
         deviations=(
-            "positions are those of the text: evicted positions leave gaps",
+            "the draft layer computes the keys and values of the target's last layer again from the"
+            " states before it, and keeps a copy in a cache of its own; all its rows are kept too,"
+            " though they attend to the window only",
+            "with a draft model that is no such layer, positions outside the sinks and the window"
+            " are evicted, and leave gaps in the positions",
+            "in training the target's states are those of the texts' own positions, and only its"
+            " keys have the shifted ones; texts are the target's own, and the loss is that of the"
+            " other recipes of drafters",
             "4 levels of 2 beams by default, which pays on processors (the paper: 4 beams, then 4"
             " levels of 16)",
             "verified token-exactly, and above temperature 0 a beam's weight is its estimated"
@@ -121,7 +134,6 @@ class _WindowSession(TreeSession):
             " that for chosen tokens (the released code samples with another distribution)",
             "tree and text are one attention of the engine, summed in fixed blocks; the paper's"
             " hybrid attention joins two kernels",
-            "the first `sinks` positions stay in the cache besides the window",
         ),
         remote={
             "width": Range(1, 16),

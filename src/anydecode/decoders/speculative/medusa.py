@@ -31,8 +31,8 @@ class HeadsTree(GrowingTree):
     """A draft tree whose candidates depend on their level only: one pass runs the heads of `depth`
     levels."""
 
-    def __init__(self, sequence: Sequence, depth: int, noise: TreeNoise) -> None:
-        super().__init__(sequence, noise=noise)
+    def __init__(self, sequence: Sequence, runner: str, depth: int, noise: TreeNoise) -> None:
+        super().__init__(sequence, runner, noise)
         self._count = min(depth, self.num_heads or depth)
         self._rows: list[np.ndarray] = []
 
@@ -58,10 +58,10 @@ class MedusaDrafter(BestTreeDrafter):
     """The best tree of up to `depth` levels, from one pass if the draft model has Medusa heads."""
 
     def new_tree(self, sequence: Sequence) -> GrowingTree:
-        states = sequence.draft_states
+        states = sequence.draft_states.get(self.runner)
         if states is None or states.reads_tokens:
             return super().new_tree(sequence)
-        return HeadsTree(sequence, self.depth, self.noise)
+        return HeadsTree(sequence, self.runner, self.depth, self.noise)
 
 
 @register(

@@ -2,13 +2,13 @@
 Speculative Decoding", arXiv:2310.07177).
 
 The first rejected draft of each round is stored with the target's distribution. Between requests
-the draft model is trained on these examples to match the target.
+the draft model is trained on these examples to match the target: its own weights, if they are
+floating point numbers, or else a low-rank addition to its output layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,53 +23,42 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
-from anydecode.decoders.speculative.draft_correction import Correction, Loss
+from anydecode.decoders.speculative.draft_correction import Correction
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
     distribution_list,
     fit_vocab,
     sampled_chain,
 )
-from anydecode.errors import InvalidRequestError
+from anydecode.decoders.speculative.rejected_drafts import (
+    RejectedDraft,
+    WeightUpdates,
+    cross_entropy,
+)
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.arithmetic import softmax
 from anydecode.kernels.library import top_k
+from anydecode.models.transformer import Transformer
+from anydecode.models.weight_training import can_train, num_parameters
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
 #: Number of most probable tokens of the target's distribution that an example keeps.
 NUM_TARGET_TOKENS = 16
-
-
-@dataclass(eq=False)
-class RejectedDraft:
-    """A training example from a rejected draft: the draft model's last hidden state `[hidden_size]`
-    and logits `[vocab_size]`, and the target's most probable tokens with their probabilities."""
-
-    hidden: np.ndarray
-    logits: np.ndarray
-    tokens: np.ndarray
-    probabilities: np.ndarray
-
-
-def cross_entropy(examples: Seq[RejectedDraft]) -> Loss:
-    """The forward cross-entropy to the target's distributions of `examples`, in nats."""
-    targets = np.zeros((len(examples), len(examples[0].logits)), np.float32)
-    for row, example in zip(targets, examples, strict=True):
-        row[example.tokens] = example.probabilities
-
-    def loss(logits: np.ndarray) -> tuple[float, np.ndarray]:
-        shifted = logits - logits.max(-1, keepdims=True)
-        log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        mass = targets.sum(-1, keepdims=True)
-        value = float(-(targets * log_probabilities).sum(-1).mean())
-        return value, (mass * np.exp(log_probabilities) - targets) / len(examples)
-
-    return loss
+#: Maximum number of tokens that a training run reads before the last rejected draft of a text.
+MAX_CONTEXT = 512
+#: Draft models of up to so many weights train these by default: a run takes about a second, and 16
+#: bytes per weight.
+MAX_TRAINED = 20_000_000
+#: What is trained: the draft model's weights or the correction of its logits; "auto": the weights
+#: of a draft model that `can_train`, of up to `MAX_TRAINED` weights.
+CHOICES = ("auto", "weights", "correction")
 
 
 class OnlineDrafter(Drafter):
-    """Drafts chains with the draft model plus `Correction`. Training runs when a request has ended
-    and at least `batch` examples are stored; the last `memory` are kept."""
+    """Drafts chains with the draft model, whose weights are trained, or to whose logits a trained
+    `Correction` is added. Training runs when a request has ended and at least `batch` examples are
+    stored; the last `memory` are kept. `choice` is one of `CHOICES`."""
 
     requirements = Requirements(runners=(DRAFT,))
 
@@ -81,9 +70,13 @@ class OnlineDrafter(Drafter):
         steps: int,
         memory: int = 64,
         rule: Acceptance | None = None,
+        choice: str = "auto",
+        weight_rate: float = 0.001,
     ) -> None:
-        if min(rank, batch, steps) < 1 or rate <= 0:
-            raise InvalidRequestError("online-sd needs rank, batch, steps >= 1 and rate > 0")
+        if min(rank, batch, steps) < 1 or min(rate, weight_rate) <= 0:
+            raise InvalidRequestError("online-sd needs rank, batch, steps >= 1 and rates > 0")
+        if choice not in CHOICES:
+            raise InvalidRequestError(f"train is {choice!r}; choose from {', '.join(CHOICES)}")
         self.rank = rank
         self.rate = rate
         self.batch = batch
@@ -92,20 +85,55 @@ class OnlineDrafter(Drafter):
         self.rule = rule
         self.examples: list[RejectedDraft] = []
         self.correction: Correction | None = None
+        self.choice = choice
+        self.weight_rate = weight_rate
+        self._weights: WeightUpdates | None = None
+
+    def trains_weights(self, sequence: Sequence) -> bool:
+        """Whether the draft model's own weights are trained: not in the namespaces of a server,
+        since all share the draft model, and not if it is the target itself."""
+        model = sequence.kv_cache(DRAFT).pool.model
+        if self.choice == "correction" or model is sequence.kv_cache().pool.model:
+            return False
+        if sequence.namespace is not None or not can_train(model):
+            return False
+        assert isinstance(model, Transformer), "checked by `can_train`"
+        return self.choice == "weights" or num_parameters(model) <= MAX_TRAINED
+
+    def prepare(self, sequence: Sequence) -> None:
+        if self.choice == "weights" and not self.trains_weights(sequence):
+            raise UnsupportedCombinationError(
+                "train=weights needs a draft model of its own with attention, RMS norms and gated"
+                " MLPs in float32 or bfloat16, and no namespace; train=correction works with any"
+            )
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
-        self.examples, self.correction = [], None
+        if self._weights is not None:
+            self._weights.reset()
+        self.examples, self.correction, self._weights = [], None, None
+
+    @property
+    def num_bytes(self) -> int:
+        weights = 0 if self._weights is None else self._weights.num_bytes
+        return weights + sum(4 * len(one.logits) + 8 * len(one.text) for one in self.examples)
 
     def add_example(self, example: RejectedDraft) -> None:
         """Store an example."""
         self.examples = [*self.examples, example][-self.memory :]
 
-    def train(self) -> None:
-        """Train on the stored examples if there are at least `batch`."""
+    def train(self, model: Transformer | None = None) -> None:
+        """Train on the stored examples if there are at least `batch`: the weights of `model`, or
+        the correction without one."""
         if len(self.examples) < self.batch:
+            return
+        if model is not None:
+            if self._weights is None:
+                self._weights = WeightUpdates(model, self.weight_rate)
+            self._weights.train(self.examples, self.steps)
+            self.examples = []
             return
         if self.correction is None:
             first = self.examples[0]
@@ -121,6 +149,7 @@ class _Session(DraftSession):
     def __init__(self, sequence: Sequence, drafter: OnlineDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter
+        self._num_tokens = 0  # of the text when the last draft was made
         self.rows: list[tuple[np.ndarray, np.ndarray]] = []
         self._drafted: TokenTree | None = None
 
@@ -132,7 +161,7 @@ class _Session(DraftSession):
         sampler, tokens = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
         distributions = distribution_list(self.drafter.rule)
-        self.rows = []
+        self.rows, self._num_tokens = [], len(tokens)
         for _ in range(size):
             text = (tokens + drafts)[kv_cache.length :]
             scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
@@ -155,9 +184,16 @@ class _Session(DraftSession):
         if round.tree is self._drafted and position < len(round.tree):
             tokens, best = top_k(round.scores.logits[position : position + 1], NUM_TARGET_TOKENS)
             hidden, row = self.rows[position]
-            self.drafter.add_example(RejectedDraft(hidden, row, tokens[0], softmax(best[0])))
+            place, sequence = self._num_tokens + position, round.sequence
+            text = sequence.all_tokens[max(0, place - MAX_CONTEXT) : place]
+            probabilities = softmax(best[0])
+            self.drafter.add_example(
+                RejectedDraft(hidden, row, tokens[0], probabilities, sequence.id, text, place)
+            )
         if round.sequence.finished:
-            self.drafter.train()
+            trains_weights = self.drafter.trains_weights(round.sequence)
+            model: Any = round.sequence.kv_cache(DRAFT).pool.model
+            self.drafter.train(model if trains_weights else None)
 
 
 @register(
@@ -169,11 +205,13 @@ class _Session(DraftSession):
         summary="The draft model learns from its rejected drafts between requests.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=(
-            "updates of the draft model's own weights: only a low-rank addition to its output"
-            " layer is trained, since the weights may be quantised",
-        ),
         deviations=(
+            "the draft model's own weights are trained if they are floating point numbers of a"
+            " transformer with attention, RMS norms and gated MLPs, by default if there are at most"
+            " 20 million, and without a namespace; otherwise, a low-rank addition to its output"
+            " layer, since the weights of a quantised model cannot be changed in small steps",
+            "at most 512 tokens before the last rejected draft of a text are read in training, and"
+            " what the draft model's cache has of the old weights stays",
             "the target's distribution is reduced to its 16 most probable tokens",
             "training runs between requests once `batch` examples are stored, not every few"
             " requests; each example is used for one run of `steps` steps",
@@ -198,17 +236,24 @@ def online_sd(
     batch: int = 8,
     steps: int = 4,
     acceptance: str | Acceptance = "token-exact",
+    train: str = "auto",
+    weight_rate: float = 0.001,
 ) -> Speculative:
     """Online speculative decoding.
 
     Args:
         size: Number of drafts per round.
-        rank: Rank of the correction.
-        rate: Learning rate of Adam.
+        rank: Rank of the correction of the output layer.
+        rate: Learning rate of Adam for the correction.
         batch: Rejected drafts that start a training run.
         steps: Steps per training run.
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        train: "weights" for the draft model's own weights, "correction" for the output layer's, or
+            "auto".
+        weight_rate: Learning rate of Adam for the draft model's own weights.
     """
     rule = acceptance_rule(acceptance)
-    drafter = OnlineDrafter(rank, rate, batch, steps, rule=rule)
+    drafter = OnlineDrafter(
+        rank, rate, batch, steps, rule=rule, choice=train, weight_rate=weight_rate
+    )
     return Speculative(drafter, size, rule)

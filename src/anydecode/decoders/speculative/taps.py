@@ -2,7 +2,8 @@
 Speculative Sampling", arXiv:2603.27027).
 
 All drafters propose. Either the tree of the one that is most confident in this round is verified,
-or their trees are merged.
+or their trees are merged. A method that drafts with a model does so once with each draft model that
+there is, so that several drafters trained for different tasks compete (`LLM(draft=[a, b])`).
 """
 
 from __future__ import annotations
@@ -97,26 +98,45 @@ class _Session(DraftSession):
 
 
 class TapsDrafter(Drafter):
-    """Drafts with all of `drafters`, by name. With `route` only the tree with the largest
-    confidence is verified, else all are merged, in this order."""
+    """Drafts with all of `drafters`, by name, those with a model once per draft model. With `route`
+    only the tree with the largest confidence is verified, else all are merged, in this order."""
 
     def __init__(self, drafters: dict[str, Drafter], route: bool = False) -> None:
         self.drafters = drafters
         self.route = route
-        # `taps` allows one drafter with a model.
-        needs = [part.requirements for part in drafters.values() if part.requirements.runners]
+        needs = [part.requirements for part in drafters.values()]
+        # `taps` allows one method with a draft model, which uses every one.
+        own = next(
+            (replace(one, runners=(), every_draft=True) for one in needs if one.runners), None
+        )
         self.requirements = replace(
-            needs[0] if needs else Requirements(),
-            takes_prediction=any(part.requirements.takes_prediction for part in drafters.values()),
+            own or Requirements(), takes_prediction=any(one.takes_prediction for one in needs)
         )
 
     def prepare(self, sequence: Sequence) -> None:
-        for part in self.drafters.values():
+        members = self._members(sequence)
+        if len(members) < 2:
+            raise InvalidRequestError(
+                f"taps has {len(members)} drafter for this model; name two methods, such as"
+                " suffix+stand, or give several draft models"
+            )
+        for part in members.values():
             part.prepare(sequence)
 
     def open(self, sequence: Sequence) -> DraftSession:
-        members = [Member(name, part.open(sequence)) for name, part in self.drafters.items()]
-        return _Session(members, self.route)
+        members = self._members(sequence).items()
+        return _Session([Member(name, part.open(sequence)) for name, part in members], self.route)
+
+    def _members(self, sequence: Sequence) -> dict[str, Drafter]:
+        """The drafters of a sequence by name; that of a draft model is named after its runner
+        too."""
+        members = {}
+        for key, part in self.drafters.items():
+            if not part.requirements.runners:
+                members[key] = part
+            for runner in sequence.draft_runners if part.requirements.runners else ():
+                members[f"{key} on {runner}"] = part.on(runner)
+        return members
 
     def clear(self) -> None:
         for part in self.drafters.values():
@@ -131,13 +151,13 @@ class TapsDrafter(Drafter):
     Card(
         "taps",
         "speculative",
-        paper="TAPS (arXiv:2603.27027), its composition of drafters at inference",
+        paper="TAPS (arXiv:2603.27027)",
         exactness="token-exact",
         summary="Several drafters at once: routed by confidence, or merged into one tree.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
-        missing=("several trained drafters, one per task: at most one drafter has a model",),
         deviations=(
-            "any methods of this catalogue instead of EAGLE drafters",
+            "any methods of this catalogue beside EAGLE drafters, also without a draft model; by"
+            " default 'eagle' with each draft model, and two that copy",
             "the confidence of a drafter without probabilities (copies, ranks) is the recent"
             " acceptance rate of its first drafts, not the mean top probability of its tree",
             "trees are merged by default, the more confident first, which the paper found best;"
@@ -149,7 +169,7 @@ class TapsDrafter(Drafter):
     )
 )
 def taps(
-    drafters: str = "suffix+stand",
+    drafters: str = "eagle+suffix+stand",
     route: bool = False,
     size: int = 8,
     acceptance: str | Acceptance = "token-exact",
@@ -157,7 +177,8 @@ def taps(
     """TAPS: several drafters, routed or merged.
 
     Args:
-        drafters: Keys of speculative methods, joined with "+".
+        drafters: Keys of speculative methods, joined with "+". Those that need a draft model draft
+            with each one that there is.
         route: Verify only the tree of the most confident drafter.
         size: Maximum number of nodes of a draft tree.
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
@@ -171,8 +192,10 @@ def taps(
                 f"taps cannot merge {key!r}: it learns from a tree of its own"
             )
         by_key[key] = drafter
-    if len(by_key) < 2:
-        raise InvalidRequestError("taps needs at least two different drafters, such as a+b")
+    if not by_key:
+        raise InvalidRequestError("taps needs a drafter; name methods, such as eagle+suffix")
     if sum(bool(drafter.requirements.runners) for drafter in by_key.values()) > 1:
-        raise UnsupportedCombinationError("taps can merge one method with a draft model at most")
+        raise UnsupportedCombinationError(
+            "taps can merge one method with a draft model at most; it drafts with each draft model"
+        )
     return Speculative(TapsDrafter(by_key, route), size, rule)

@@ -9,8 +9,10 @@ from anydecode.training.drafters.dflash import DFlash
 from anydecode.training.drafters.dspark import DSpark
 from anydecode.training.drafters.eagle import Eagle
 from anydecode.training.drafters.eagle3 import Eagle3
+from anydecode.training.drafters.early_exit import EarlyExit
 from anydecode.training.drafters.hydra import Hydra, HydraPlus
 from anydecode.training.drafters.learner import Learner
+from anydecode.training.drafters.longspec import LongSpec
 from anydecode.training.drafters.medusa import Medusa
 from anydecode.training.drafters.parallelspec import ParallelSpec
 from anydecode.training.drafters.peagle import PEagle
@@ -19,7 +21,7 @@ RECIPES: dict[str, type[Learner]] = {
     learner.recipe: learner
     for learner in (
         *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover),
-        *(DFlash, DSpark, PEagle, ParallelSpec),
+        *(DFlash, DSpark, PEagle, ParallelSpec, EarlyExit, LongSpec),
     )
 }
 

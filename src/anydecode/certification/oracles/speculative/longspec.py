@@ -1,9 +1,11 @@
 """Oracle test of longspec (LongSpec, arXiv:2502.17421): beams of a model that attends to the sinks
-and the window only, and the size of its cache."""
+and the window only, and the size of its cache; beams of the paper's draft layer, from a forward
+pass of target and layer over the whole text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,17 @@ from anydecode.certification.oracles.speculative.reading_drafts import (
     context_logits,
 )
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
+from anydecode.certification.oracles.speculative.state_drafters import (
+    Path,
+    TargetStates,
+    compare_trees,
+    shares,
+)
+from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
 from anydecode.certification.rounds import accepted, rounds, scripted
+from anydecode.certification.tiny import longspec_checkpoint
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.network import Network
 from anydecode.sampling.noise import Noise
 
 
@@ -32,7 +44,98 @@ def longspec() -> Iterator[Check]:
         yield from _compare_drafts(key, prompts, beams, window, sinks)
     sizes = [_max_used(count) for count in (60, 120)]
     yield Check("the cache size is constant", sizes[0] == sizes[1] <= 2 + 2 * 6 + 9, f"{sizes}")
+    for window in (7, 64):
+        drafter = partial(longspec_checkpoint, window=window)
+        name = f"draft layer with a window of {window}"
+        yield from compare_trees(name, "longspec", drafter, _layer_beams)
     yield from rejection_checks("longspec")
+
+
+def _layer_beams(
+    checkpoint: Checkpoint, target: Network, text: list[int], temperature: float
+) -> list[Path]:
+    """The paths of 4 levels of 2 beams that the draft layer gives."""
+    layer = DraftLayer(checkpoint, target, text)
+    level: list[tuple[float, Path]] = [(1.0, ())]
+    tree: list[Path] = []
+    for _ in range(4):
+        options = [
+            (weight * share, (*path, token))
+            for weight, path in level
+            for token, share in shares(layer.logits(path), temperature, len(text) + len(path))
+        ]
+        level = sorted(options, key=lambda option: -option[0])[:2]
+        tree += [path for _, path in level]
+    return tree
+
+
+class DraftLayer:
+    """LongSpec's draft layer behind a text, in float64, from its tensors and its config. The target
+    has computed the states of all tokens of the text but the last."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Network, text: list[int]) -> None:
+        self.tensors: dict[str, Any] = {
+            name: np.asarray(tensor, np.float64) for name, tensor in checkpoint.tensors.items()
+        }
+        self.config, self.target, self.text = checkpoint.config, target, text
+        last = target.weights.layers[-1]
+        assert last.key is not None and last.value is not None
+        forward, depth = TargetStates(target), target.spec.num_layers
+        states = [forward.states(token)[depth - 1] for token in text[:-1]]
+        inputs = [rms_norm(state, last.attention_norm, target.spec.norm_eps) for state in states]
+        self.keys, self.values = self._keys_values(
+            inputs, last.key.weight.data, last.value.weight.data, 0
+        )
+
+    def logits(self, path: Path) -> np.ndarray:
+        """The logits of all tokens behind the text and a path; -inf for those left out."""
+        tokens = [*self.text, *path]
+        embedded = [self.target.weights.embedding.data[token] for token in tokens]
+        first = max(0, len(tokens) - self.config["sliding_window"])
+        inputs = [self._norm(one, "input_layernorm") for one in embedded[first:]]
+        k, v = (self.tensors[f"self_attn.{part}_proj.weight"] for part in ("k", "v"))
+        keys, values = self._keys_values(inputs, k, v, first)
+        x = embedded[-1].astype(np.float64)
+        place = len(tokens) - 1
+        x = x + self._attend("self_attn", inputs[-1], place, keys, values)
+        normed = self._norm(x, "cross_layernorm")
+        x = x + self._attend("cross_attn", normed, place, self.keys, self.values)
+        y = self._norm(x, "post_attention_layernorm")
+        gate = self.tensors["mlp.gate_proj.weight"] @ y
+        inner = gate / (1 + np.exp(-gate)) * (self.tensors["mlp.up_proj.weight"] @ y)
+        x = self._norm(x + self.tensors["mlp.down_proj.weight"] @ inner, "norm")
+        kept = self.tensors["d2t"].astype(int) + np.arange(len(self.tensors["d2t"]))
+        logits = np.full(self.config["vocab_size"], -np.inf)
+        logits[kept] = self.target.weights.head.data[kept].astype(np.float64) @ x
+        return logits
+
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return rms_norm(x, self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
+
+    def _rotated(self, rows: np.ndarray, heads: int, first: int) -> np.ndarray:
+        width = rows.shape[-1] // heads
+        frequencies = self.config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+        places = list(range(first, first + len(rows)))
+        return np.asarray(rotate(rows.reshape(len(rows), heads, width), places, frequencies))
+
+    def _keys_values(
+        self, inputs: list[np.ndarray], key: np.ndarray, value: np.ndarray, first: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values `[positions, heads, numbers]`, a copy for every query head."""
+        rows, heads = np.stack(inputs), self.config["num_key_value_heads"]
+        repeats = self.config["num_attention_heads"] // heads
+        keys = self._rotated(rows @ key.T, heads, first)
+        values = (rows @ value.T).reshape(len(rows), heads, -1)
+        return keys.repeat(repeats, 1), values.repeat(repeats, 1)
+
+    def _attend(
+        self, name: str, x: np.ndarray, place: int, keys: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
+        heads = self.config["num_attention_heads"]
+        q = self._rotated((self.tensors[f"{name}.q_proj.weight"] @ x)[None], heads, place)[0]
+        weights = softmax(np.einsum("hd,khd->hk", q, keys) / np.sqrt(q.shape[-1]))
+        mixed = np.einsum("hk,khd->hd", weights, values).reshape(-1)
+        return np.asarray(self.tensors[f"{name}.o_proj.weight"] @ mixed)
 
 
 def _compare_drafts(

@@ -4,22 +4,30 @@ their loss, and drafts that get better."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from anydecode import catalogue
+from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
+from anydecode.certification.oracles.transformer import softmax
 from anydecode.certification.rounds import accepted, rounds, scripted
+from anydecode.certification.tiny import readable_executor, tiny_model, tiny_network
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_correction import Correction
-from anydecode.decoders.speculative.online_sd import OnlineDrafter, RejectedDraft, cross_entropy
+from anydecode.decoders.speculative.online_sd import OnlineDrafter
+from anydecode.decoders.speculative.rejected_drafts import RejectedDraft, cross_entropy
+from anydecode.models.network import GatedMlp, Network
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.transformer import Transformer
 
 
 @oracle_test("online-sd")
 def online() -> Iterator[Check]:
     """Training examples are the first rejected drafts; the loss is forward cross-entropy; drafts
-    get better."""
+    get better: with a correction of the output layer, and with the draft model's own weights."""
     correction = Correction(2, 5, 2, 0.1)
     shares = np.array([0.75, 0.25])
     lesson = RejectedDraft(np.ones(2), np.zeros(5), np.array([1, 3]), shares)
@@ -69,4 +77,125 @@ def online() -> Iterator[Check]:
         decoder.drafter.clear()
         again = rounds(llm, decoder, "abcabcabd", 24)
         yield Check("`clear` resets the correction", accepted(again) == accepted(before))
-    yield Check("it is in the catalogue", "online-sd" in catalogue.entries())
+    yield from _weight_checks()
+    yield from _shift_checks()
+
+
+def _weight_checks() -> Iterator[Check]:
+    """The first step on a draft model's own weights follows the gradient of the examples' mean
+    cross-entropy, by finite differences of another forward pass."""
+    draft = tiny_model(layers=2, seed=7)
+    before = [array.copy() for array in _arrays(draft)]
+    with LLM(tiny_model(layers=2), tokenizer=ByteTokenizer(), draft=draft) as llm:
+        trace = rounds(llm, "online-sd:steps=1", "the cat sat", 24)
+        target: Network = llm.model.network  # type: ignore[attr-defined]
+    changes = [after - old for after, old in zip(_arrays(draft), before, strict=True)]
+    moved = np.concatenate([np.abs(change).ravel() for change in changes])
+    yield Check("weights move by the rate in the first step of Adam", 9e-4 < moved.max() < 1.1e-3)
+    for array, old in zip(_arrays(draft), before, strict=True):
+        array[...] = old
+    examples = [
+        ([*one.text, *(one.tokens[node] for node in one.accepted)], one)
+        for one in trace
+        if len(one.accepted) < len(one.tokens)
+    ]
+    texts = [text for text, _ in examples]
+    targets = [_top(_row(target, text)) for text in texts]
+
+    def loss() -> float:
+        rows = _rows(draft.network, texts)
+        pairs = zip(targets, rows, strict=True)
+        return -float(np.mean([(p * np.log(softmax(row)[t])).sum() for (t, p), row in pairs]))
+
+    random, num_wrong, num_compared = np.random.default_rng(0), 0, 0
+    for array, change in zip(_arrays(draft), changes, strict=True):
+        flat, moves = array.reshape(-1), change.reshape(-1)
+        moved_places = np.flatnonzero(moves)
+        num_wrong += not len(moved_places)  # every array has some that count
+        for place in random.permutation(moved_places)[:4]:
+            old, values = flat[place], []
+            for step in (1e-3, -1e-3):
+                flat[place] = old + step
+                values.append(loss())
+            flat[place] = old
+            slope = (values[0] - values[1]) / 2e-3
+            if abs(slope) > 1e-4:
+                num_compared += 1
+                num_wrong += np.sign(slope) == np.sign(moves[place])
+    yield Check(
+        "every weight moves against the gradient",
+        not num_wrong and num_compared > 40,
+        f"{num_wrong} of {num_compared} with it",
+    )
+
+
+def _shift_checks() -> Iterator[Check]:
+    """The draft model learns one half of the letters, then requests are of the other half."""
+    target, draft = _two_domains(), tiny_model(layers=1, seed=7)
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, prefix_cache=False) as llm:
+        decoder = llm.decoder("online-sd:weight_rate=0.003")
+        untrained = _acceptance(llm, decoder, range(97, 110), 6)
+        _acceptance(llm, decoder, range(97, 110), 40)
+        learned = _acceptance(llm, decoder, range(97, 110), 6)
+        shifted = _acceptance(llm, decoder, range(110, 123), 6)
+        _acceptance(llm, decoder, range(110, 123), 40)
+        adapted = _acceptance(llm, decoder, range(110, 123), 6)
+        assert isinstance(decoder, Speculative)
+        decoder.drafter.clear()
+        cleared = _acceptance(llm, decoder, range(97, 110), 6)
+    detail = f"{untrained:.2f}, then {learned:.2f}; shifted {shifted:.2f}, then {adapted:.2f}"
+    yield Check("weights learn", learned > untrained + 0.5, detail)
+    yield Check("acceptance falls with another domain", shifted < learned - 0.5, detail)
+    yield Check("weights adapt to the other domain", adapted > shifted + 0.5, detail)
+    yield Check("`clear` resets the weights", abs(cleared - untrained) < 0.3, f"{cleared:.2f}")
+
+
+def _two_domains() -> Transformer:
+    """A target whose text stays in that half of the letters in which it begins."""
+    network = tiny_network(layers=3, residual=0.15)
+    embedding, head = network.weights.embedding.data, network.weights.head.data
+    head[:, 0] = -1.0
+    for sign, letters in ((1.0, range(97, 110)), (-1.0, range(110, 123))):
+        embedding[letters, :2] = 3.0, 3.0 * sign
+        head[letters, :2] = 2.0, 3.0 * sign
+    return Transformer(network, name="two domains", executor=readable_executor())
+
+
+def _acceptance(llm: LLM, decoder: Any, letters: range, count: int) -> float:
+    """The mean number of accepted drafts per round."""
+    totals = []
+    for seed in range(count):
+        prompt = [int(one) for one in np.random.default_rng(seed).choice(letters, 6)]
+        trace = rounds(llm, decoder, prompt, 32, temperature=0.8, seed=seed)
+        totals.append(accepted(trace) / len(trace))
+    return float(np.mean(totals))
+
+
+def _arrays(model: Transformer) -> list[np.ndarray]:
+    """Some matrices and norms of every layer of a model."""
+    weights, found = model.network.weights, []
+    for layer in weights.layers:
+        linears = [layer.query, layer.key, layer.value, layer.output]
+        assert isinstance(layer.mlp, GatedMlp)
+        linears += [layer.mlp.gate, layer.mlp.up, layer.mlp.down]
+        found += [one.weight.data for one in linears if one is not None]
+        found += [one for one in (layer.attention_norm, layer.mlp_norm) if one is not None]
+    assert weights.final_norm is not None
+    return [*found, weights.final_norm, weights.head.data, weights.embedding.data]
+
+
+def _rows(network: Network, texts: list[list[int]]) -> list[np.ndarray]:
+    """The logits behind texts that are prefixes of the last."""
+    forward = Forward(network)
+    rows = [forward.step(token) for token in texts[-1]]
+    return [rows[len(text) - 1] for text in texts]
+
+
+def _row(network: Network, text: list[int]) -> np.ndarray:
+    return _rows(network, [text])[0]
+
+
+def _top(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 16 most probable tokens, and their shares of their sum."""
+    tokens = np.argsort(-row)[:16]
+    return tokens, softmax(row[tokens])
