@@ -209,9 +209,15 @@ def test_logits_equal_those_of_the_folder(case: str, tmp_path: Path) -> None:
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
 
 
-@pytest.mark.parametrize("case", ["v3", "v3 of old files"])
+#: Why llama.cpp opens a file not at all, or as another model.
+NOT_OF_LLAMA_CPP = {
+    "v2": "it reads no groups of experts",
+    "v2 lite": "it takes models of 26 and 27 layers for it",
+}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_OF_LLAMA_CPP])
 def test_logits_equal_those_of_llama_cpp(case: str, tmp_path: Path) -> None:
-    """It reads no groups of experts in V2, and takes models of 26 and 27 layers for V2-Lite."""
     path, _ = write(tmp_path, case)
     found = logits(built(load_checkpoint(path)), chain(TOKENS))
     assert np.abs(found - llama_cpp_logits(path, TOKENS)).max() < 1e-4
