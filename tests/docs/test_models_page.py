@@ -6,9 +6,12 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from anydecode.kernels.interface import FORMATS
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.loading.gguf_keys import ARCHITECTURES
+from parity_table import gguf_cases, references, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 
@@ -31,6 +34,22 @@ def test_every_family_is_listed_once() -> None:
 def test_the_table_of_diffusion_models_is_the_generated_one() -> None:
     source = PAGE.parents[1] / "_site" / "families.py"
     assert runpy.run_path(str(source))["table"]() in PAGE.read_text()
+
+
+def test_the_table_of_parity_is_the_generated_one() -> None:
+    pytest.importorskip("transformers")
+    assert table() in (PAGE.parents[1] / "reference" / "parity.md").read_text(), (
+        "run `PYTHONPATH=tests python tests/parity_table.py`"
+    )
+
+
+def test_every_family_and_architecture_has_parity_tests() -> None:
+    pytest.importorskip("transformers")
+    compared = {(kind, name) for kind, name, _ in gguf_cases()}
+    causal = {key for key, family in FAMILIES.items() if family.denoising is None}
+    assert causal - set(references()) == set()
+    files = {name for name, (kind, _) in ARCHITECTURES.items() if kind in causal}
+    assert files - {name for _, name in compared} == set()
 
 
 def test_every_gguf_architecture_is_listed_with_its_family() -> None:

@@ -17,6 +17,7 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile
 from gguf_models import finish, start_writer
+from llama_cpp_logits import llama_cpp_logits
 from tiny_models import LATENT_SIZES, built, chain, hf_logits, hf_model, logits, own_model
 
 TOKENS = [(7 * i + 3) % 131 for i in range(40)]
@@ -206,6 +207,20 @@ def test_logits_equal_those_of_the_folder(case: str, tmp_path: Path) -> None:
     found = logits(built(load_checkpoint(path)), chain(TOKENS))
     assert np.array_equal(found, logits(own_model(model), chain(TOKENS)))
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+#: Why llama.cpp opens a file not at all, or as another model.
+NOT_OF_LLAMA_CPP = {
+    "v2": "it reads no groups of experts",
+    "v2 lite": "it takes models of 26 and 27 layers for it",
+}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_OF_LLAMA_CPP])
+def test_logits_equal_those_of_llama_cpp(case: str, tmp_path: Path) -> None:
+    path, _ = write(tmp_path, case)
+    found = logits(built(load_checkpoint(path)), chain(TOKENS))
+    assert np.abs(found - llama_cpp_logits(path, TOKENS)).max() < 1e-4
 
 
 @pytest.mark.parametrize("case", ["v3", "v3 of old files"])

@@ -15,7 +15,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp, load_mtp
-from gguf_models import finish, start_writer
+from gguf_models import finish, interleave, start_writer
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
@@ -86,6 +86,28 @@ FAMILIES["ernie4_5-moe"] = (
         "post_attention_layernorm": "ffn_norm",
     },
 )
+NORMS = {
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+FAMILIES["qwen3moe"] = (
+    "Qwen3Moe",
+    {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+    },
+    NORMS,
+)
+FAMILIES["llama"] = (  # Mixtral
+    "Mixtral",
+    {"num_local_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    NORMS,
+)
 COMMON = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -107,11 +129,12 @@ def write(
     model: Any,
     dropped: str = "",
     nextn: Mapping[str, np.ndarray] = MappingProxyType({}),
+    has_further: bool = True,
 ) -> Path:
     """Write a model of `transformers`; without the tensor `dropped`, with the tensors `nextn` of a
-    layer that predicts further tokens."""
+    layer that predicts further tokens, which GLM has unless not `has_further`."""
     config, names = model.config, {**COMMON, **FAMILIES[architecture][2]}
-    num_extra = int(architecture == "glm4moe")
+    num_extra = int(architecture == "glm4moe" and has_further)
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -124,9 +147,10 @@ def write(
     }
     writer = start_writer(path / "tiny.gguf", architecture, sizes)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_expert_count(config.num_local_experts if num_extra else config.num_experts)
+    is_named_local = architecture in ("glm4moe", "llama")
+    writer.add_expert_count(config.num_local_experts if is_named_local else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if architecture != "olmoe":
+    if architecture not in ("olmoe", "llama"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -146,7 +170,7 @@ def write(
         last = config.num_hidden_layers
         rest = {"unknown.weight": np.zeros(3, np.float32)}
         incomplete = {"attn_norm.weight": np.zeros(48, np.float32), **rest}
-        for name, tensor in (nextn or incomplete).items():
+        for name, tensor in (nextn or incomplete).items() if num_extra else ():
             writer.add_tensor(f"blk.{last}.{name}", tensor)
 
     def add(name: str, tensor: np.ndarray) -> None:
@@ -169,6 +193,9 @@ def write(
             add(f"blk.{layer}.exp_probs_b.bias", tensor)
         else:
             module, leaf = rest.rsplit(".", 1)
+            if architecture == "llama" and module[-6:] in ("q_proj", "k_proj"):
+                kind = "attention" if module.endswith("q_proj") else "key_value"
+                tensor = interleave(tensor, sizes[f"num_{kind}_heads"])
             add(f"blk.{layer}.{names[module]}.{leaf}", tensor.squeeze())
     finish(writer)
     return path / "tiny.gguf"
@@ -183,9 +210,12 @@ def test_logits_match_transformers(architecture: str, tmp_path: Path) -> None:
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
 
 
-def test_ernie_equals_llama_cpp(tmp_path: Path) -> None:
-    family, settings, _ = FAMILIES["ernie4_5-moe"]
-    path = write(tmp_path, "ernie4_5-moe", hf_model(family, **settings))
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_logits_equal_those_of_llama_cpp(architecture: str, tmp_path: Path) -> None:
+    family, settings, _ = FAMILIES[architecture]
+    if architecture == "olmoe":  # it has as many heads of keys as of queries there
+        settings = {**settings, "num_key_value_heads": 4}
+    path = write(tmp_path, architecture, hf_model(family, **settings), has_further=False)
     expected = llama_cpp_logits(path, TOKENS)
     found = logits(built(load_checkpoint(path)), chain(TOKENS))
     assert np.abs(found - expected).max() < 1e-4

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Experts
 from anydecode.quantization.gguf import quantize_file
 from gguf_models import finish, interleave, tensor_names, usual_metadata, writer_with
+from llama_cpp_logits import GELU_MARGIN, llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 TOKENS = [(7 * i + 3) % 131 for i in range(24)]
@@ -273,6 +274,24 @@ CASES = {
             "attention.sliding_window_pattern": [True, False, True],
         },
     ),
+    "olmo3 of new files": Case(
+        "Olmo3",
+        "olmo2",
+        {
+            "layer_types": SLIDING,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+        {
+            **YARN_METADATA,
+            "rope.scaling.yarn_attn_factor": 1.2,
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, False, True],
+        },
+    ),
     "ministral3": Case(
         "Ministral3",
         "mistral3",
@@ -497,6 +516,54 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(converted(model, case, tmp_path / "tiny.gguf"))
     found = logits(built(checkpoint), chain(TOKENS))
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+#: Why llama.cpp v0.5.0 opens a file not at all, or as another model.
+NOT_OF_LLAMA_CPP = {
+    "granite without factors": "it requires the factors, which the converter always writes",
+    "minicpm longrope": "it has no attention factor for contexts longer than the original one",
+    "gemma3n": "it has the sizes of the published models",
+    "exaone4": "it has windows in models of 64 layers only",
+    "olmo3": "it multiplies the usual attention factor by the one of the file",
+    "starcoder2 no bias": "it requires biases",
+}
+MAMBA_IN_LLAMA_CPP = {"intermediate_size": 96}
+#: Settings and metadata with which llama.cpp opens a model.
+FOR_LLAMA_CPP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mamba": ({**MAMBA_IN_LLAMA_CPP, "use_conv_bias": True}, {"ssm.inner_size": 96}),
+    "falcon mamba": ({**MAMBA_IN_LLAMA_CPP, "use_bias": False}, {"ssm.inner_size": 96}),
+    "falcon new": ({"bias": False}, {}),
+    "olmo3 of new files": (  # every fourth layer has no window, and the attention factor is usual
+        {
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 0.1 * math.log(4.0) + 1.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+        {
+            "rope.scaling.yarn_attn_factor": 0.1 * math.log(4.0) + 1.0,
+            "attention.sliding_window_pattern": [True] * 3 + [False],
+        },
+    ),
+}
+GELU = ("Gemma4", "Starcoder2", "GPT2", "GPTNeoX", "Falcon", "Bloom", "Mpt")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_OF_LLAMA_CPP])
+def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    settings, metadata = FOR_LLAMA_CPP.get(name, ({}, {}))
+    case = CASES[name]
+    case = replace(
+        case,
+        settings={**case.settings, **settings},
+        metadata={**case.metadata, **metadata},
+    )
+    path = converted(original(case), case, tmp_path / "tiny.gguf")
+    found = logits(built(load_checkpoint(path)), chain(TOKENS))
+    margin = GELU_MARGIN if case.family in GELU else 1e-4
+    assert np.abs(found - llama_cpp_logits(path, TOKENS)).max() < margin
 
 
 def test_the_gates_of_mamba_are_not_quantised(tmp_path: Path) -> None:

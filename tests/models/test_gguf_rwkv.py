@@ -16,6 +16,7 @@ from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.time_mix import TimeMixWeights
 from anydecode.quantization.gguf import quantize_file
 from gguf_models import finish
+from llama_cpp_logits import llama_cpp_logits
 from rwkv_models import CONFIG, paper_logits, rwkv_tensors
 from tiny_models import built, chain, logits
 
@@ -126,6 +127,12 @@ def test_a_file_follows_the_papers_equations(format: str, tmp_path: Path) -> Non
         assert error.max() < 1e-4
     else:
         assert 0 < error.mean() < 0.2 * np.abs(expected).mean()
+
+
+def test_logits_equal_those_of_llama_cpp(tmp_path: Path) -> None:
+    path = write_rwkv(tmp_path / "tiny.gguf", rwkv_tensors(SIZES))
+    found = logits(built(load_checkpoint(path)), chain(TOKENS))
+    assert np.abs(found - llama_cpp_logits(path, TOKENS)).max() < 2e-4
 
 
 def test_a_file_generates_a_text(tmp_path: Path) -> None:

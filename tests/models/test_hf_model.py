@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,10 +24,12 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from anydecode.errors import UnsupportedCombinationError
+from anydecode.api.llm import LLM
+from anydecode.errors import AnydecodeError, CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.hf import HuggingFaceModel
-from tiny_models import hf_logits
+from model_files import tokenizer_json
+from tiny_models import hf_logits, hf_model
 
 
 def tiny(kind: str) -> torch.nn.Module:
@@ -136,6 +142,94 @@ def test_a_long_rewind_keeps_the_other_sequence() -> None:
     logits = forward_chain(model, cache, [5], [90], list(range(90)))
     expected = hf_logits(inner, [*long, 5])[-1]
     assert np.allclose(logits[0], expected, atol=1e-5)
+
+
+#: Architectures without an implementation of their own, with states that are no keys and values.
+RECURRENT = {
+    "Jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 3,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "Bamba": {
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 12,
+        "mamba_d_state": 16,
+    },
+    "MiniMax": {"num_local_experts": 3, "head_dim": 12},
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_several_tokens_after_recurrent_states(kind: str) -> None:
+    """Their passes of several tokens do not start from a state; and a rewind has none."""
+    inner = hf_model(kind, **RECURRENT[kind])
+    model = HuggingFaceModel(inner)
+    cache, tokens = model.new_cache(64), [(7 * i + 3) % 131 for i in range(20)]
+    expected, slots = hf_logits(inner, tokens), list(range(20))
+    for first, last in ((0, 9), (9, 10), (10, 14), (14, 15), (12, 16), (16, 20)):
+        found = forward_chain(model, cache, tokens[first:last], slots[first:last], slots[:first])
+        assert np.abs(found - expected[first:last]).max() < 1e-4
+
+
+def save(kind: str, folder: Path) -> Path:
+    """A folder with a model of `transformers` and a tokenizer."""
+    model = hf_model(kind, vocab_size=300, hidden_size=48)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_folder_of_another_architecture_opens_when_asked(tmp_path: Path) -> None:
+    folder = save("Persimmon", tmp_path / "tiny")
+    with pytest.raises(CheckpointError, match="model type 'persimmon'") as caught:
+        LLM(str(folder))
+    assert "--backend transformers" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.warns(UserWarning, match="^tiny runs through transformers: slower"):
+        llm = LLM(str(folder), backend="transformers")
+    with llm:
+        inner = llm.model.model
+        found = llm.generate([5, 9, 33], max_tokens=6, temperature=0.0, ignore_eos=True).tokens
+    tokens = [5, 9, 33]
+    for _ in range(6):
+        tokens.append(int(hf_logits(inner, tokens)[-1].argmax()))
+    assert found == tokens[3:]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"model_type": "unheard-of"}, {}, "transformers cannot open it"),
+        ({}, {"dtype": "int4"}, "dtype='int4' is not possible"),
+        ({"hidden_size": "x"}, {}, "transformers cannot open it"),
+    ],
+)
+def test_what_transformers_cannot_open(
+    change: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save("Persimmon", tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(AnydecodeError, match=message) as caught:
+        LLM(str(folder), backend="transformers", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_model_type_has_no_advice(tmp_path: Path) -> None:
+    folder = save("Persimmon", tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
+    with pytest.raises(CheckpointError, match="supported are llama, mistral"):
+        LLM(str(folder))
 
 
 def test_unsupported_rows_are_rejected() -> None:

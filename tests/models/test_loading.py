@@ -45,6 +45,7 @@ from gguf_models import (
     write_folder,
     write_gguf,
 )
+from llama_cpp_logits import GELU_MARGIN, llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 
@@ -74,8 +75,11 @@ def test_interleaved_rows_are_reordered(tmp_path: Path) -> None:
     assert not np.array_equal(found, wrong[name])
 
 
-@pytest.mark.parametrize("family", CLASSES)
-def test_gguf_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+TOKENS = [(7 * i + 3) % 131 for i in range(20)]
+
+
+def converted(family: str, path: Path) -> Any:
+    """Write the file of a family; returns the model of `transformers`."""
     prefix, settings = CLASSES[family]
     original = hf_model(prefix, **{"rope_parameters": ROPE, **settings})
     sizes = original.config.to_dict()
@@ -83,9 +87,24 @@ def test_gguf_logits_equal_those_of_transformers(family: str, tmp_path: Path) ->
     tensors = checkpoint_of(original).tensors
     if sizes["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
-    write_gguf(tmp_path / "tiny.gguf", family, tensors, sizes=sizes)
+    write_gguf(path, family, tensors, sizes=sizes)
+    return original
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_gguf_logits_equal_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    converted(family, path)
+    found = logits(built(load_checkpoint(path)), chain(TOKENS))
+    margin = GELU_MARGIN if family.startswith("gemma") else 1e-4
+    assert np.abs(found - llama_cpp_logits(path, TOKENS)).max() < margin
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_gguf_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    original = converted(family, tmp_path / "tiny.gguf")
     checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
-    tokens = [(7 * i + 3) % sizes["vocab_size"] for i in range(20)]
+    tokens = TOKENS
     expected = hf_logits(original, tokens)
     found = logits(built(checkpoint), chain(tokens))
     assert np.allclose(found, expected, atol=1e-4)

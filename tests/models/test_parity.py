@@ -890,6 +890,23 @@ def test_logits_and_greedy_tokens_match_transformers(case: str, backend: str) ->
     assert np.abs(whole - reference).max() < 1e-4
 
 
+#: Model types that `transformers` lacks: the case whose model they are, and the names of their
+#: classes.
+RENAMED = {
+    "mimo": ("qwen2", "MiMoForCausalLM"),
+    "kimi_k2": ("deepseek v3", "DeepseekV3ForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+def test_families_with_another_name(model_type: str) -> None:
+    case, architecture = RENAMED[model_type]
+    family, settings = CASES[case]
+    model = hf_model(family, **settings)
+    stored = checkpoint_of(model, model_type=model_type, architectures=[architecture])
+    assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
+
+
 @pytest.mark.parametrize("num_heads", [1, 4, 6, 12, 112])
 def test_slopes_of_linear_biases(num_heads: int) -> None:
     """The two functions of `transformers`; MPT's config has the largest bias, which `transformers`

@@ -89,7 +89,8 @@ class LLM:
         dtype: Format of the weights: "float32", "bfloat16", "int8", "int4" or None (as stored); for
             diffusion models also "dlm-ptq" with its parameters.
         threads: Number of CPU threads.
-        backend: Name of the kernel backend; by default the best one for the device.
+        backend: Name of the kernel backend; by default the best one for the device. "transformers"
+            opens a folder as a model of that package, with fewer guarantees.
         device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
             torch.
         family: The family of the model, for checkpoints whose config does not say it

@@ -104,7 +104,12 @@ Threads = Annotated[
     typer.Option("--threads", help="Number of CPU threads. Default: chosen for the machine."),
 ]
 Backend = Annotated[
-    str | None, typer.Option("--backend", help="Kernel backend. Default: the fastest available.")
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Kernel backend, or transformers for a model that only that package implements."
+        " Default: the fastest available.",
+    ),
 ]
 Family = Annotated[
     str | None,

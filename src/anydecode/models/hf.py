@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ MAX_CACHED = 32
 # A cached sequence is cropped in place by at most this many tokens. Beyond that it is copied first,
 # because another running request probably shares its prefix.
 _MAX_REWIND = 64
+#: Layers of caches to which any number of tokens can be added.
+_KEY_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 class HuggingFaceModel:
@@ -40,6 +43,9 @@ class HuggingFaceModel:
         self.model = model.eval()
         self.name: str = getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.spec = _spec(model)
+        # Hybrids that count positions by the cache of their first layer count wrongly if it is
+        # recurrent.
+        self._takes_positions = "position_ids" in signature(model.forward).parameters
         self._cached: list[tuple[np.ndarray, Any]] = []
 
     def new_cache(self, num_slots: int) -> KeyValues:
@@ -82,7 +88,11 @@ class HuggingFaceModel:
         """Logits float32 `[len(path) - start, vocab_size]` of the tokens `path[start:]`."""
         num_cached, past = self._take_cached(path, start)
         ids = torch.from_numpy(path[num_cached:].astype(np.int64)).to(self.model.device)
-        output = self.model(input_ids=ids[None], past_key_values=past, use_cache=True)
+        options = {}
+        if self._takes_positions:
+            positions = torch.arange(num_cached, len(path), device=ids.device)
+            options["position_ids"] = positions[None]
+        output = self.model(input_ids=ids[None], past_key_values=past, use_cache=True, **options)
         past = getattr(output, "past_key_values", None)
         if past is not None:
             self._cached.insert(0, (path.copy(), past))
@@ -102,10 +112,12 @@ class HuggingFaceModel:
         if best is None or num_cached == 0:
             return 0, None
         tokens, past = self._cached[best]
+        if len(path) - num_cached > 1 and not _stores_keys(past, *_KEY_LAYERS):
+            return 0, None
         if num_cached == len(tokens):
             del self._cached[best]
             return num_cached, past
-        if not _can_crop(past):
+        if not _stores_keys(past, "DynamicLayer"):
             return 0, None
         if len(tokens) - num_cached > _MAX_REWIND:
             past = copy.deepcopy(past)
@@ -152,11 +164,12 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _can_crop(past: Any) -> bool:
-    """Whether every layer stores all positions. Sliding windows and recurrent states cannot be
-    cropped."""
+def _stores_keys(past: Any, *kinds: str) -> bool:
+    """Whether the cache has layers of these kinds and nothing else. Sliding windows and recurrent
+    states cannot be cropped, and passes of several tokens start anew from most recurrent states."""
     layers: list[Any] = getattr(past, "layers", [])
-    return bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+    is_plain = type(past).__name__ == "DynamicCache" and bool(layers)
+    return is_plain and all(type(layer).__name__ in kinds for layer in layers)
 
 
 def _spec(model: Any) -> ModelSpec:

@@ -21,6 +21,7 @@ from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import OWN_FORMATS
 from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.kernels.packing import Packer
+from anydecode.models import through_transformers
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.classification import read_classifier
 from anydecode.models.interface import Model
@@ -73,7 +74,8 @@ def choose_executor(
     requested = backend or os.environ.get("ANYDECODE_BACKEND") or None
     if requested not in (None, *BACKENDS):
         raise InvalidRequestError(
-            f"backend {requested!r} is unknown; choose from {', '.join(BACKENDS)}"
+            f"backend {requested!r} is unknown; choose from {', '.join(BACKENDS)}, or transformers"
+            " for folders of models without an implementation here"
         )
     device_type = str(device or "cpu").partition(":")[0]
     if device_type not in ("cpu", "cuda"):
@@ -374,7 +376,8 @@ def open_model(
             `transformers` causal model.
         dtype: The weight format to convert to; None means as stored.
         threads: The number of threads of the native kernels.
-        backend: "native", "torch" or "triton", see `choose_executor`.
+        backend: "native", "torch" or "triton", see `choose_executor`; "transformers" opens a folder
+            as a model of `transformers`.
         device: "cpu" or "cuda"; None means "cpu".
         family, block: What a checkpoint's config does not say, see `as_family`.
 
@@ -393,6 +396,8 @@ def open_model(
         raise InvalidRequestError(
             "family= and block= are for models that are opened from files as they are stored"
         )
+    if backend == through_transformers.BACKEND and is_path:
+        return through_transformers.open_through_transformers(model, dtype, device)
     if isinstance(dtype, WeightFormat):
         return dtype.open(model, threads=threads, backend=backend, device=device)
     if isinstance(model, str | os.PathLike):

@@ -11,6 +11,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
+from anydecode.models.families.advice import advice
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.dispatch import class_names, find_family
 from anydecode.models.families.family import Denoising, Family, MixtureOfExperts, Scales
@@ -91,8 +92,10 @@ def text_config(config: Config) -> dict[str, Any]:
     model_type = find_family(text, "gemma3_text" if given == "gemma3" else given)
     if model_type is None:
         name = ", ".join(class_names(config)) or "no architecture"
+        hint = advice(given)
         raise CheckpointError(
-            f"model type {given!r} ({name}) is not supported; supported are {', '.join(FAMILIES)}"
+            f"model type {given!r} ({name}) is not supported; "
+            + (hint or f"supported are {', '.join(FAMILIES)}")
         )
     family = FAMILIES[model_type]
     _check_architecture(text, given, family.architectures)

@@ -33,7 +33,11 @@ def rope_scaling(keys: Keys) -> dict[str, Any] | None:
     if kind != "yarn":
         raise CheckpointError(f"{keys.file.path}: rope scaling {kind!r} is not supported")
     scaling["original_max_position_embeddings"] = keys.count("rope.scaling.original_context_length")
-    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+    for key, name in (
+        ("yarn_attn_factor", "attention_factor"),
+        ("yarn_beta_fast", "beta_fast"),
+        ("yarn_beta_slow", "beta_slow"),
+    ):
         if keys.get(f"rope.scaling.{key}", None) is not None:
             scaling[name] = keys.number(f"rope.scaling.{key}")
     return scaling

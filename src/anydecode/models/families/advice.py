@@ -1,0 +1,18 @@
+"""What errors advise for models without an implementation here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def advice(model_type: Any) -> str:
+    """What to do with a model type without an implementation of its own, for errors; empty if the
+    installed `transformers` has none either."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        return ""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return ""
+    name = "transformers"
+    return f"{name} has it, with fewer guarantees: backend={name!r} (--backend {name})"

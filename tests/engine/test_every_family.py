@@ -1,0 +1,95 @@
+"""The engine's promises for every causal family: the same tokens whatever the batch, the chunks,
+the cache, the drafter and the number of restarts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anydecode.api.llm import LLM
+from anydecode.certification.tiny_blockffn import blockffn_checkpoint
+from anydecode.certification.tiny_sambay import sambay_checkpoint
+from anydecode.kernels.library import load_library
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import build_model
+from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
+from parity_cases import first_cases
+from rwkv_models import rwkv_checkpoint
+from tiny_models import hf_model, own_model
+
+BACKEND = "torch" if load_library() is None else "native"
+CASES = first_cases()
+#: Families that `transformers` does not have.
+OTHERS: dict[str, Callable[[int], Checkpoint]] = {
+    "phi4flash": sambay_checkpoint,
+    "blockffn": blockffn_checkpoint,
+    "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
+}
+#: Repeated tokens, for drafts, and common beginnings, for caches.
+PROMPTS = [
+    [5, 17, 99, 3, 64, 11] * 4,
+    [5, 17, 99, 3, 64, 11] * 3 + [7, 8],
+    [42, 43] * 9,
+]
+OPTIONS: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True, "seed": 3, "temperature": 0.8}
+
+
+@functools.cache
+def model(family: str, seed: int = 0) -> Any:
+    size, executor = ByteTokenizer().vocab_size, choose_executor(BACKEND, threads=1)
+    if family in OTHERS:
+        return build_model(OTHERS[family](seed), executor=executor)
+    sizes = {"vocab_size": size}
+    settings = CASES[family][1]
+    if "vocab_size_per_layer_input" in settings:
+        sizes["vocab_size_per_layer_input"] = size
+    theirs = hf_model(family, seed, **{**settings, **sizes})
+    return own_model(theirs, executor=executor)
+
+
+def tokens(family: str, prompts: list[list[int]], engine: dict[str, Any], **options: Any) -> Any:
+    """The tokens after each prompt, generated together."""
+    with LLM(model(family), tokenizer=ByteTokenizer(), **engine) as llm:
+        found = [one.tokens for one in llm.generate(prompts, **{**OPTIONS, **options})]
+        llm.engine.check_integrity()
+        return found
+
+
+def check(family: str) -> None:
+    """Batches, chunks, preemption, cached prefixes, trees and beams."""
+    plain = {"prefix_cache": False, "cache_positions": 256}
+    alone = [tokens(family, [prompt], plain)[0] for prompt in PROMPTS]
+    assert tokens(family, PROMPTS, {"row_budget": 5, "cache_positions": 512}) == alone
+    with LLM(model(family), tokenizer=ByteTokenizer(), cache_positions=64) as llm:
+        found = [one.tokens for one in llm.generate(PROMPTS, **OPTIONS)]
+        assert found == alone and llm.engine.num_preemptions
+        again = [llm.generate(prompt, **OPTIONS).tokens for prompt in PROMPTS[:1] * 2]
+        assert again == alone[:1] * 2 and llm.engine.runners["target"].prefixes.num_hits
+        llm.engine.check_integrity()
+    trees = {"draft": model(family, 1), "cache_positions": 1024}
+    assert tokens(family, PROMPTS, trees, decoder="opt-tree") == alone
+    beam = {"decoder": "beam:width=3", "temperature": 0.0}
+    expected = [tokens(family, [prompt], plain, **beam)[0] for prompt in PROMPTS]
+    assert tokens(family, PROMPTS, {"cache_positions": 1024}, **beam) == expected
+
+
+@pytest.mark.parametrize("family", [*CASES, *OTHERS])
+def test_nothing_changes_the_tokens(family: str) -> None:
+    check(family)
+
+
+def test_rows_that_depend_on_the_pass_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = model("Llama")
+    run = own.run
+
+    def dependent(rows: Any, cache: Any, output_spec: Any) -> Any:
+        rows.positions[:] += len(rows) == 5
+        return run(rows, cache, output_spec)
+
+    monkeypatch.setattr(own, "run", dependent)
+    with pytest.raises(AssertionError):
+        check("Llama")

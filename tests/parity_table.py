@@ -1,0 +1,106 @@
+"""The table of docs/reference/parity.md, made from the parameters of the parity tests.
+
+`PYTHONPATH=tests python tests/parity_table.py` prints it; a test compares it with the page. It
+needs `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from gguf_models import CLASSES
+from parity_cases import first_cases, parity_module
+
+#: What `transformers` does not have: what the logits are compared with, by model type.
+OTHER_REFERENCES = {
+    "minicpm": "Granite of `transformers`",
+    "rwkv7": "the paper's equations",
+    "blockffn": "an implementation of the paper",
+    "phi4flash": "an implementation of the paper",
+    "nemotron_labs_diffusion_ar": "an implementation of its repository, tokens alone",
+    "mimo": "Qwen2 of `transformers`",
+    "kimi_k2": "DeepSeek-V3 of `transformers`",
+}
+#: Families that differ from another one in names alone.
+SAME_AS = {"minicpm": "granite", "mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+#: The diffusion models' tests have it.
+ELSEWHERE = {"nemotron_labs_diffusion_ar": "tokens of drafts"}
+
+
+def model_type(family: str) -> str:
+    """The model type of the classes of `transformers` that start with `family`."""
+    import transformers
+
+    config = getattr(transformers, f"{family}TextConfig", None)
+    found: str = (config or getattr(transformers, f"{family}Config")).model_type
+    return found
+
+
+def gguf_cases() -> Iterator[tuple[str, str, bool]]:
+    """The model type and the architecture of every GGUF file that is compared with the original
+    model, and whether it is compared with llama.cpp too."""
+    for architecture, (family, _) in CLASSES.items():
+        yield model_type(family), architecture, True
+    for name in ("test_gguf_families", "test_gguf_hybrids"):
+        module = parity_module(name)
+        for key, case in module.CASES.items():
+            is_other = case.architecture == "minicpm"
+            kind = "minicpm" if is_other else model_type(case.family)
+            yield kind, case.architecture, key not in module.NOT_OF_LLAMA_CPP
+    for architecture, (family, *_) in parity_module("test_gguf_experts").FAMILIES.items():
+        yield model_type(family), architecture, True
+    deepseek = parity_module("test_gguf_deepseek")
+    for key, (family, *_) in deepseek.CASES.items():
+        yield model_type(family), "deepseek2", key not in deepseek.NOT_OF_LLAMA_CPP
+    yield "rwkv7", "rwkv7", True
+    if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
+        yield "gpt_oss", "gpt-oss", False
+
+
+def references() -> dict[str, str]:
+    """What the logits or states of each model type are compared with."""
+    causal, encoders = (parity_module(name).CASES for name in ("test_parity", "test_encoders"))
+    cases = [*causal.values(), *encoders.values()]
+    counts = Counter(model_type(family) for family, _ in cases)
+    found = {kind: f"`transformers`, {_settings(count)}" for kind, count in counts.items()}
+    return {**found, **OTHER_REFERENCES}
+
+
+def _settings(count: int) -> str:
+    return "1 setting" if count == 1 else f"{count} settings"
+
+
+def table() -> str:
+    """The table as Markdown."""
+    from anydecode.models.families.table import FAMILIES
+
+    found = references()
+    tested = {model_type(family) for family in first_cases()}
+    tested |= set(parity_module("../engine/test_every_family").OTHERS)
+    files: dict[str, dict[str, list[bool]]] = {}
+    for kind, architecture, is_llama in gguf_cases():
+        files.setdefault(kind, {}).setdefault(architecture, []).append(is_llama)
+    lines = ["| model type | safetensors | GGUF | engine |", "|---|---|---|---|"]
+    for kind, family in FAMILIES.items():
+        if family.denoising is None:
+            cells = [f"`{kind}`", found[kind], _files(files.get(kind, {}))]
+            engine = "yes" if kind in tested else ELSEWHERE.get(kind, "")
+            if kind in SAME_AS:
+                engine = f"as `{SAME_AS[kind]}`"
+            cells.append("encoder" if family.is_encoder else engine)
+            lines.append("| " + " | ".join(cells).replace("|  |", "| |").rstrip() + " |")
+    return "\n".join(lines)
+
+
+def _files(files: dict[str, list[bool]]) -> str:
+    """The architectures of a model type, and what their logits are compared with."""
+    return "; ".join(
+        f"`{architecture}`: {_settings(len(compared))}"
+        + (f", {sum(compared)} with llama.cpp" if any(compared) else "")
+        for architecture, compared in files.items()
+    )
+
+
+if __name__ == "__main__":
+    print(table())
