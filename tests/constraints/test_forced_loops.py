@@ -13,6 +13,8 @@ TOKENIZER = ByteTokenizer()
 ENDLESS = {
     "start: A A\nA: /a+/": "a",
     "start: A~2..5\nA: /a/+": "a",
+    "start: A~2..5\nA: /a/{2,}": "a",
+    'start: A A\nA: B{ 2 , }\nB: "a"': "a",
     'start: X SP SP\nX: "x"\nSP: / +/': "x",
     'start: /(ab)+/ "a"': "a",
     'start: /[a]{2,}/ "a"': "a",
@@ -59,6 +61,7 @@ def test_doubtful_grammars_are_found(text: str) -> None:
     "text",
     [
         'start: "a"+ b*\nb: A~2..3\nA: "x"~5',
+        'start: "a"{2,} A A\nA: "x"{2,5}',
         r'start: /"(\\.|[^"\\])*"/ "a"',
         "start: WS B\nWS: /[ \\t\\n]+/\nB: /-?[0-9]+([.][0-9]+)?/",
         'start: "a+" // A: b+',

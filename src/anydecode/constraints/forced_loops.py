@@ -20,7 +20,7 @@ _MAX_CHARACTERS, _MAX_PARTS = 10_000, 20_000
 _PART = re.compile(
     r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.?)*)/?(?P<flags>[a-z]*)'
     r'|(?P<name>\b[A-Za-z_]\w*)(?:\[(?:"(?:[^"\\\n]|\\.)*"|[^\["\]\n])*\])?(?:\.-?\d+)?\s*:'
-    r"|(?P<operator>[*+&]|~(?!\s*\d))"
+    r"|(?P<operator>[*+&]|~(?!\s*\d)|\{\s*\d*\s*,\s*\})"
 )
 #: A character class within another one, which `read_regex` reads as a character.
 _INNER_CLASS = re.compile(r"\\.|(?P<found>\[\^?\]?(?:\\.|[^\]\\\[])*\[)")
