@@ -20,6 +20,7 @@ from anydecode.kernels.interface import KeyValues
 from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
 from anydecode.version import __version__
 
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -27,8 +28,7 @@ def parse_bytes(text: str | int) -> int:
     """A number of bytes: 1000000, "512MiB", "4g". Raises `InvalidRequestError`."""
     if isinstance(text, int):
         return text
-    pattern = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*"
-    found = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
+    found = _BYTES.fullmatch(text.lower()) if isinstance(text, str) else None
     if found is None:
         raise InvalidRequestError(f"{text!r} is not a number of bytes such as 4GiB")
     return int(float(found[1]) * _UNITS[found[2]])

@@ -174,7 +174,7 @@ def test_constraints_hold_and_the_text_is_exact(
     )
 
 
-@pytest.mark.parametrize("decoder", ["pearl", "saguaro", "longspec", "s2d"])
+@pytest.mark.parametrize("decoder", ["pearl", "saguaro", "s2d"])
 def test_methods_that_draft_without_the_targets_states_refuse(decoder: str) -> None:
     with (
         with_drafter(eagle_checkpoint, cache_positions=256) as llm,

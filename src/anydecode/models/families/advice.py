@@ -12,7 +12,7 @@ def advice(model_type: Any) -> str:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         return ""
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return ""
     name = "transformers"
     return f"{name} has it, with fewer guarantees: backend={name!r} (--backend {name})"
