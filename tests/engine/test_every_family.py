@@ -77,6 +77,7 @@ def check(family: str) -> None:
     assert tokens(family, PROMPTS, {"cache_positions": 1024}, **beam) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*CASES, *OTHERS])
 def test_nothing_changes_the_tokens(family: str) -> None:
     check(family)

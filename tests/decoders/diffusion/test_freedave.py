@@ -19,6 +19,7 @@ def test_certificate() -> None:
     assert_certified("freedave")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter", ["block", "ahead", "threshold"])
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from toy_models import letters_llm
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 10}
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("best-of-n")
 

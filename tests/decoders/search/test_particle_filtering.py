@@ -19,6 +19,7 @@ from toy_models import letters_llm
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("particle-filtering")
 

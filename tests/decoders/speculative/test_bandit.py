@@ -22,6 +22,7 @@ from certificates import assert_certified, assert_rejected
 from drafted_texts import CONDITIONS, assert_text_of_plain_decoding
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("bandit")
 

@@ -27,6 +27,7 @@ from anydecode.models.weight_training import TrainedWeights
 from certificates import assert_certified, assert_rejected
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("online-sd")
 

@@ -21,6 +21,7 @@ from drafted_texts import PROMPTS, generate, num_accepted
 merge_trees = taps.merge_trees
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("taps")
 
