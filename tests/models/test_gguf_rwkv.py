@@ -130,6 +130,7 @@ def test_a_file_follows_the_papers_equations(format: str, tmp_path: Path) -> Non
 
 
 def test_logits_equal_those_of_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     path = write_rwkv(tmp_path / "tiny.gguf", rwkv_tensors(SIZES))
     found = logits(built(load_checkpoint(path)), chain(TOKENS))
     assert np.abs(found - llama_cpp_logits(path, TOKENS)).max() < 2e-4
