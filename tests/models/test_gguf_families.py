@@ -51,6 +51,19 @@ YARN_METADATA: dict[str, Any] = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 16,
 }
+OLMO_3: dict[str, Any] = {
+    "layer_types": SLIDING,
+    "sliding_window": 6,
+    "rope_parameters": {
+        "full_attention": {**YARN, "attention_factor": 1.2},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    },
+}
+OLMO_3_METADATA: dict[str, Any] = {
+    **YARN_METADATA,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, False, True],
+}
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -259,38 +272,14 @@ CASES = {
     "olmo3": Case(
         "Olmo3",
         "olmo2",
-        {
-            "layer_types": SLIDING,
-            "sliding_window": 6,
-            "rope_parameters": {
-                "full_attention": {**YARN, "attention_factor": 1.2},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-            },
-        },
-        {
-            **YARN_METADATA,
-            "rope.scaling.attn_factor": 1.2,
-            "attention.sliding_window": 6,
-            "attention.sliding_window_pattern": [True, False, True],
-        },
+        OLMO_3,
+        {**OLMO_3_METADATA, "rope.scaling.attn_factor": 1.2},
     ),
     "olmo3 of new files": Case(
         "Olmo3",
         "olmo2",
-        {
-            "layer_types": SLIDING,
-            "sliding_window": 6,
-            "rope_parameters": {
-                "full_attention": {**YARN, "attention_factor": 1.2},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-            },
-        },
-        {
-            **YARN_METADATA,
-            "rope.scaling.yarn_attn_factor": 1.2,
-            "attention.sliding_window": 6,
-            "attention.sliding_window_pattern": [True, False, True],
-        },
+        OLMO_3,
+        {**OLMO_3_METADATA, "rope.scaling.yarn_attn_factor": 1.2},
     ),
     "ministral3": Case(
         "Ministral3",

@@ -99,7 +99,7 @@ class BudgetForcing(Decoder):
     Without extensions and within the limit the text is that of plain decoding.
 
     Args:
-        limit: The most tokens of reasoning.
+        limit: Maximum number of tokens of reasoning.
         extensions: How often reasoning that ends is continued.
         wait: The text with which it is continued.
         end: The text that ends the reasoning.

@@ -53,7 +53,7 @@ class Deal(Decoder):
 
     Args:
         k: How many tokens are continued.
-        length: The most tokens of a continuation.
+        length: Maximum number of tokens of a continuation.
         weight: The factor of the reward (the paper's lambda).
         reward: The name of a reward, a function `(prompt, texts) -> values`, or a `Reward`.
     """

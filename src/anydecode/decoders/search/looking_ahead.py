@@ -46,7 +46,7 @@ class Looking:
 
     Args:
         k: How many tokens are continued.
-        length: The most tokens of a continuation.
+        length: Maximum number of tokens of a continuation.
         temperature: The temperature of the continuations.
         runner: The model that continues.
         reads_logprobs: Whether a reward reads the texts' log-probabilities.

@@ -69,7 +69,7 @@ class TransferQ(Decoder):
 
     Args:
         k: How many tokens are continued.
-        length: The most tokens of a continuation.
+        length: Maximum number of tokens of a continuation.
         weight: The factor of the reward: the inverse of the paper's alpha.
         reward: The name of a reward, a function `(prompt, texts) -> values`, or a `Reward`.
         source: A second reward, for indirect transfer. Default: direct transfer.

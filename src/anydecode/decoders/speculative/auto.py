@@ -122,12 +122,11 @@ class _Session:
             and sequence.sampler.is_temperature_only
             and self.model is None
         )
-        self._costs = [0.0]
-        self._pass_seconds = 0.0  # seconds of a pass without a draft
+        self._passes = [0.0]  # seconds of passes with 0, 1, ... drafts
+        self._costs = self._passes  # the same, with what plain decoding and rounds take beside them
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
         self._min_useful_probability = 0.0  # of the most probable node of a draft
         self._costs_key = (-1, -1)
-        self._round_seconds = 0.0  # of those in `_costs`
         self._read(sequence.prompt, scored=False)
 
     def _catch_up(self) -> None:
@@ -200,14 +199,14 @@ class _Session:
             return False
         if model.num_undrafted >= MODEL_INTERVAL:
             return True
-        return model_rate(model.expected(self._pass_seconds), costs) > rate
+        return model_rate(model.expected(self._passes[0]), costs) > rate
 
     def _min_path_probability(self, costs: Seq[float]) -> float:
         """The probability of a path of the draft model from which one more draft does not pay."""
         assert self.model is not None
         count = min(4, len(costs) - 1)
         row = (costs[count] - costs[0]) / count
-        seconds = row + self.model.expected(self._pass_seconds).seconds_per_draft
+        seconds = row + self.model.expected(self._passes[0]).seconds_per_draft
         return min(0.9, seconds / (costs[0] * self.model.learned.mean_rate()))
 
     def multi_step_count(self, tree: TokenTree) -> int:
@@ -245,13 +244,12 @@ class _Session:
     def copy_in_burst(self) -> Decoding:
         """Generate tokens in a multi-step burst, with drafts that the backend copies."""
         sequence, decoder = self.sequence, self._decoder
-        costs = self._pass_costs(0)[: min(sequence.remaining, MAX_COPIED + 1)]
+        first = self._pass_costs(0)[0]
         self._catch_up()
         room = min(MAX_BURST_TOKENS, sequence.remaining)
         texts = [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
-        steps = [cost - self._round_seconds for cost in costs]  # a round is a step of the burst
-        steps[0] = costs[0]
-        steps[1:] = [step + costs[0] - self._pass_seconds for step in steps[1:]]
+        passes = self._passes[: min(sequence.remaining, MAX_COPIED + 1)]
+        steps = [first + seconds - passes[0] for seconds in passes]
         copies = CopiedDrafts(
             [text for text in texts if text.length], np.array(steps), MIN_GAIN, MIN_PROBABILITY
         )
@@ -261,7 +259,7 @@ class _Session:
         seconds = perf_counter() - start_time
         if copies.rows and not self.cost_model.num_others():
             extra = sum(steps[rows - 1] - steps[0] for rows in copies.rows)
-            decoder.record_step((seconds - extra) / len(copies.rows), self._pass_seconds)
+            decoder.record_step((seconds - extra) / len(copies.rows), passes[0])
         if sequence.trace is not None:
             self._trace_burst(tokens, copies)
         sequence.emit(tokens, request.sampler)
@@ -291,7 +289,7 @@ class _Session:
             tokens = yield request
             seconds_per_token = (perf_counter() - start_time) / len(tokens)
             if is_alone and len(tokens) > 1:
-                decoder.record_step(seconds_per_token, self._pass_seconds)
+                decoder.record_step(seconds_per_token, self._passes[0])
             if sequence.trace is not None:
                 for position, token in enumerate(tokens, sequence.length):
                     facts = {
@@ -358,13 +356,13 @@ class _Session:
         key = (num_others, self.sequence.length // COST_TOKENS)
         if key != self._costs_key:
             context = (self.sequence.length // COST_CONTEXT) * COST_CONTEXT + COST_CONTEXT // 2
-            self._costs = self._decoder.pass_costs(self.cost_model, num_others, self.width, context)
-            self._pass_seconds = self._costs[0]
-            self._seconds_per_sequence = self._pass_seconds / (num_others + 1)
+            decoder = self._decoder
+            passes = decoder.pass_costs(self.cost_model, num_others, self.width, context)
+            self._passes = self._costs = passes
+            self._seconds_per_sequence = passes[0] / (num_others + 1)
             if self._can_multi_step() and not num_others:  # plain decoding is multi-step then
-                self._costs[0] *= self._decoder.multi_step_cost
-                self._round_seconds = self._decoder.round_seconds
-                self._costs[1:] = [cost + self._round_seconds for cost in self._costs[1:]]
+                rounds = [seconds + decoder.round_seconds for seconds in passes[1:]]
+                self._costs = [passes[0] * decoder.multi_step_cost, *rounds]
             self._min_useful_probability = min_useful_probability(self._costs, num_others)
             self._costs_key = key
         return self._costs
@@ -381,10 +379,10 @@ class _Session:
         self.draft_seconds += 0.1 * (drafting - self.draft_seconds)
         if self._can_multi_step() and not self.cost_model.num_others():
             decoder = self._decoder
-            excess = verification - (self._costs[num_drafts] - self._round_seconds)
+            excess = verification - self._passes[num_drafts]
             decoder.num_rounds += 1
             rate = max(ROUND_RATE, 1 / decoder.num_rounds)
-            excess = min(max(excess, 0.0), self._pass_seconds)
+            excess = min(max(excess, 0.0), self._passes[0])
             decoder.round_seconds += rate * (excess - decoder.round_seconds)
 
 

@@ -46,19 +46,16 @@ SHARED_RATE, OWN_RATE = 0.01, 0.08
 NUM_STANDARD_ERRORS = 0.5
 
 
-_CLASS = [
+#: The class of each match length; longer matches have the last one.
+_CLASSES = [
     max(i for i, low in enumerate(MATCH_LENGTHS) if low <= max(n, 1))
-    for n in range(MATCH_LENGTHS[-1])
+    for n in range(MATCH_LENGTHS[-1] + 1)
 ]
-
-
-#: The classes of all match lengths that backends tell apart.
-_CLASSES = [*_CLASS, len(MATCH_LENGTHS) - 1]
 
 
 def class_of(length: int) -> int:
     """The index into `MATCH_LENGTHS` of a match length."""
-    return _CLASS[length] if length < MATCH_LENGTHS[-1] else len(MATCH_LENGTHS) - 1
+    return _CLASSES[min(length, MATCH_LENGTHS[-1])]
 
 
 class AcceptanceRates:
