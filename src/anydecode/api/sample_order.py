@@ -57,6 +57,8 @@ class SampleOrder(Enum):
             for other, text in zip(following, job.sequence.state[RANKED][1:], strict=False):
                 other.sequence.num_cached_tokens = job.sequence.num_cached_tokens
                 other.sequence.emit(text.tokens, logprobs=text.logprobs)
+                if other.sequence.finish_reason is None:  # as of a decoder that ends by itself
+                    other.sequence.finish_reason = "stop"
             for other in following:
                 engine.cancel(other)
 
