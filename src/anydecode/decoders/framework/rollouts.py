@@ -127,6 +127,39 @@ class Rollouts:
             for branch in branches:
                 branch.release()
 
+    def forked(
+        self, ancestors: Seq[int], noises: Seq[Noise], temperature: float | None = None
+    ) -> Rollouts:
+        """Another group, of a copy of each rollout `ancestors[i]` with the random numbers
+        `noises[i]`. Their caches are shared; both groups are released on their own.
+
+        Args:
+            ancestors: Numbers of rollouts of this group, which has been extended.
+            noises: One per ancestor.
+            temperature: The temperature of the copies; None for that of this group.
+        """
+        rollouts = [
+            self.rollouts[ancestor].copy(noise)
+            for ancestor, noise in zip(ancestors, noises, strict=True)
+        ]
+        group = Rollouts(
+            self.sequence,
+            rollouts,
+            sums_logprobs=self.sums_logprobs,
+            temperature=self.temperature if temperature is None else temperature,
+            runner=self.runner,
+        )
+        group._branches = [
+            group._branch(self._branches[ancestor], rollout)
+            for ancestor, rollout in zip(ancestors, rollouts, strict=True)
+        ]
+        return group
+
+    def begin_step(self, number: int) -> None:
+        """Let a step of rollout `number` begin at its end."""
+        rollout = self.rollouts[number]
+        rollout.start, rollout.start_text = len(rollout.tokens), len(self.text(number))
+
     def texts(self) -> list[SampledText]:
         """The texts so far, as rewards read them."""
         return [
@@ -196,6 +229,27 @@ class Rollouts:
         if branch.compute_logprobs is not None:
             rollout.logprobs.append(branch.logprobs[-1])
         rollout.finish_reason = branch.finish_reason
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Where a step of a rollout ends.
+
+    Args:
+        text: The text that ends a step.
+        max_tokens: Maximum number of tokens of a step.
+    """
+
+    text: str
+    max_tokens: int
+
+    def is_done(self, group: Rollouts, number: int) -> bool:
+        """Whether rollout `number` has reached the end of its step."""
+        rollout = group.rollouts[number]
+        if len(rollout.tokens) - rollout.start >= self.max_tokens:
+            return True
+        begin = max(0, rollout.start_text - len(self.text) + 1)  # it may begin before the step
+        return self.text in group.text(number)[begin:]
 
 
 def log_probability(row: np.ndarray, token: int) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Text, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.rollouts import Rollout, Rollouts, independent_rollouts
+from anydecode.decoders.framework.rollouts import Rollout, Rollouts, StepRule, independent_rollouts
 from anydecode.decoders.framework.valuing import Valuing
 from anydecode.decoders.search.beam import emit_ranked
 from anydecode.errors import InvalidRequestError
@@ -132,8 +132,7 @@ class ParticleFiltering(Decoder):
             )
         self.n = n
         self.valuing = Valuing(registry.build(reward), (0.0, 1.0))
-        self.step = step
-        self.step_tokens = step_tokens
+        self.step = StepRule(step, step_tokens)
         self.max_steps = max_steps
         self.temperature = temperature
         self.replaces = weights == "replace"
@@ -169,11 +168,7 @@ class ParticleFiltering(Decoder):
         """Whether particle `number` has reached the end of its step. The last step has no end."""
         if state.num_steps == self.max_steps - 1:
             return False
-        particle = group.rollouts[number]
-        if len(particle.tokens) - particle.start >= self.step_tokens:
-            return True
-        begin = max(0, particle.start_text - len(self.step) + 1)  # it may begin before the step
-        return self.step in group.text(number)[begin:]
+        return self.step.is_done(group, number)
 
     def _potential(self, value: float) -> float:
         """The logarithm of the potential of a text with this reward."""
@@ -200,9 +195,8 @@ class ParticleFiltering(Decoder):
             for number, ancestor in enumerate(ancestors)
         ]
         group.resample(ancestors, noises)
-        for number, particle in enumerate(group.rollouts):
-            particle.start = len(particle.tokens)
-            particle.start_text = len(group.text(number))
+        for number in range(count):
+            group.begin_step(number)
 
 
 def drawn(weights: np.ndarray, noise: Noise, step: int) -> list[int]:
