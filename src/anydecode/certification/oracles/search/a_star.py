@@ -62,7 +62,7 @@ def replay(
             return text
         if expansion == budget:
             break
-        children = {}
+        children: dict[Texts, int] = {}
         for i in range(k):
             order = 1 + expansion * k + i
             children.setdefault(tuple(grown(text, Noise(seed).forked(order))), order)
@@ -132,17 +132,15 @@ def a_star() -> Iterator[Check]:
         "a-star:k=3,expansions=2": {"k": 3, "budget": 2},
         "a-star:frontier=1": {"frontier": 1},
     }
-    for decoder, options in settings.items():
+    for key, budgets in settings.items():
         wrong = steps = 0
         with LLM(lines, tokenizer=PieceTokenizer(*PIECES), cache_positions=8192) as llm:
             for seed in range(12):
-                found = llm.generate(
-                    PROMPT, decoder=decoder, temperature=1.0, seed=seed, max_tokens=24
-                )
-                wrong += found.tokens != replay(lines, seed, 24, **options)
+                found = llm.generate(PROMPT, decoder=key, temperature=1.0, seed=seed, max_tokens=24)
+                wrong += found.tokens != replay(lines, seed, 24, **budgets)
                 steps += found.text.count("\n\n") > 0
         detail = f"{wrong} of 12 wrong, {steps} of several steps"
-        yield Check(f"{decoder} equals its replay", wrong == 0 < steps, detail)
+        yield Check(f"{key} equals its replay", wrong == 0 < steps, detail)
     expected = [["0", "1", "2"], ["00", "01", "02"], ["10", "11", "12"], ["12"]]
     order = tree_order()
     yield Check("the tree is searched in order", order == expected, str(order))
