@@ -11,7 +11,14 @@ from anydecode import LLM
 from anydecode.certification.oracles.transformer import rotate
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import DTYPES
-from anydecode.kernels.interface import STORE_ONLY, KeyValues, OutputSpec, Rows, Weight
+from anydecode.kernels.interface import (
+    STORE_ONLY,
+    KeyValues,
+    OutputSpec,
+    ParallelLayers,
+    Rows,
+    Weight,
+)
 from anydecode.kernels.library import load_library
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -300,10 +307,10 @@ def test_easyspec_layers_of_parallel_residuals() -> None:
     """In groups of one layer, layers in parallel are the layers in sequence."""
     model = tiny("cohere2")
     rows = chain(PROMPT)
-    rows.variant = np.ones(len(PROMPT), np.int32)
+    rows.variant, rows.variants = np.zeros(len(PROMPT), np.int32), [ParallelLayers(1)]
     expected = logits(model, chain(PROMPT))
     assert np.array_equal(logits(model, rows), expected)
-    rows.variant[:] = 2
+    rows.variants = [ParallelLayers(2)]
     assert not np.allclose(logits(model, rows), expected)
 
 
@@ -318,7 +325,7 @@ def test_rows_that_are_only_stored(backend: str) -> None:
     rows = chain([7] * 5 + [3, 9])
     rows.tokens[:5] = -1
     rows.inputs = np.concatenate([inputs, np.full((2, len(inputs[0])), np.nan, np.float32)])
-    rows.variant = np.array([STORE_ONLY] * 5 + [0, 0], np.int32)
+    rows.variant, rows.variants = np.array([0] * 5 + [-1, -1], np.int32), [STORE_ONLY]
     cache, depth = model.new_cache(16), model.spec.num_layers
     outputs = np.arange(5, 7, dtype=np.int32)
     together = model.run(

@@ -386,7 +386,7 @@ class _Builder:
         has_adapters = has_adapters and any(
             request.sequence.adapter >= 0 for request, _, _ in scheduled
         )
-        has_variants = any(span.variant for _, span, _ in scheduled)
+        has_variants = any(span.variant is not None for _, span, _ in scheduled)
         self._rows = Rows(
             tokens=fields[0],
             positions=fields[1],
@@ -401,7 +401,8 @@ class _Builder:
             stop=fields[8],
             inputs=np.empty((capacity, hidden_size), np.float32) if has_embeddings else None,
             adapters=np.full(capacity, -1, np.int32) if has_adapters else None,
-            variant=np.zeros(capacity, np.int32) if has_variants else None,
+            variant=np.full(capacity, -1, np.int32) if has_variants else None,
+            guides=[None] * capacity if has_variants else None,
         )
         self._num_rows = 0
         self._scheduled: list[ScheduledSpan] = []
@@ -434,7 +435,7 @@ class _Builder:
         if self._rows.adapters is not None:
             self._rows.adapters[offset : offset + count] = request.sequence.adapter
         if self._rows.variant is not None:
-            self._rows.variant[offset : offset + count] = span.variant
+            self._add_variant(span, offset, first, count)
         pass_rows = [offset + row - first for row in output_rows]
         self._first_output.append(len(self._logits_rows))
         if span.logits:
@@ -453,6 +454,18 @@ class _Builder:
         self._scheduled.append(item)
         self._output_rows.append(output_rows)
         self._num_rows += count
+
+    def _add_variant(self, span: Span, offset: int, first: int, count: int) -> None:
+        """Set the variant of a span's rows, and their guides if it is a route."""
+        if span.variant is None:
+            return
+        assert self._rows.variant is not None and self._rows.guides is not None
+        variants, chosen = self._rows.variants, span.variant
+        if chosen not in variants:
+            variants.append(chosen)
+        self._rows.variant[offset : offset + count] = variants.index(chosen)
+        if span.guides:
+            self._rows.guides[offset : offset + count] = span.guides[first : first + count]
 
     def finish(self) -> Plan | None:
         """The plan, or None if nothing was added."""
@@ -498,4 +511,5 @@ _ROW_FIELDS = (
     "inputs",
     "adapters",
     "variant",
+    "guides",
 )

@@ -193,7 +193,7 @@ class EagerExecutor(TorchExecutor):
         rows, cache = self._pass
         scan = None if self._states is None else self._states.scan(active)
         self._backend.bind(rows, active, cache, self._adapters, scan)
-        state: Any = x
+        state: Any = as_tensor(x, self.device)
         for index in range(first, last):
             state = self._layer(self._backend, state, index)
         result: torch.Tensor = state

@@ -28,11 +28,44 @@ FORMATS = (
 #: Weight formats that GGUF does not have.
 OWN_FORMATS = ("PTQ161",)
 
-#: `Rows.variant` of rows that only store keys and values, see `Network.storing_layer`.
-STORE_ONLY = -1
 
 #: Attention sums keys in blocks of this many consecutive positions, counted from position 0.
 KEY_BLOCK = 32
+
+
+class Variant:
+    """Another way in which rows run through the layers than the layers as they are."""
+
+
+@dataclass(frozen=True)
+class StoredInputs(Variant):
+    """Rows that only store the keys and values that each layer makes of their inputs themselves,
+    without its norm. They run before the other rows of a pass."""
+
+
+@dataclass(frozen=True)
+class PropagatedStates(Variant):
+    """Rows that only store what each layer would store of their hidden states: the keys and values,
+    or the inputs of the recurrence, that it makes of the states, its norm included."""
+
+
+@dataclass(frozen=True)
+class ParallelLayers(Variant):
+    """Layers run in parallel groups of this size, except the first and the last layer."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class SkippedParts(Variant):
+    """Some sublayers are left out: the first sublayers (attention or recurrence, which then store
+    nothing) of the layers `mixers`, and the MLPs of the layers `mlps`."""
+
+    mixers: frozenset[int] = frozenset()
+    mlps: frozenset[int] = frozenset()
+
+
+STORE_ONLY, PROPAGATE = StoredInputs(), PropagatedStates()
 
 
 @dataclass(eq=False)
@@ -367,7 +400,9 @@ class Rows:
     stop: np.ndarray  # int32, one past the last layer to run
     inputs: Array | None = None  # float32 [n, hidden_size], read where token is -1
     adapters: np.ndarray | None = None  # int32, index of the row's LoRA adapter; -1: none
-    variant: np.ndarray | None = None  # int32, see `Network.variant`; 0: the layers as they are
+    variant: np.ndarray | None = None  # int32, indices of `variants`; -1: the layers as they are
+    variants: list[Variant] = field(default_factory=list)
+    guides: list[Any] | None = None  # of rows whose variant is a `Route`: what it knows of each row
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -37,6 +37,7 @@ from anydecode.kernels.recurrent import PassStates, Scan, check_rows
 
 _CACHE_CODES = {name: FORMAT_CODES[format] for name, format in CACHE_FORMATS.items()}
 MAX_THREADS = 256  # of the pool in cpu/threads.c
+MAX_PROGRAMS = 128  # of replaced layers and heads that are kept
 _INT_FIELDS = ("tokens", "positions", "slots", "table", "prefix", "tail_start", "tail_length")
 _ERRORS = {
     1: "a token is outside the vocabulary, or a row without a token has no input",
@@ -597,6 +598,8 @@ class NativeExecutor:
         if layer is not None and key not in self._regrouped:
             embedding, scale, count, _, own_head, width = self._network
             functions = layer, head or own_head
+            while len(self._regrouped) >= MAX_PROGRAMS:
+                del self._regrouped[next(iter(self._regrouped))]
             self._regrouped[key] = record(
                 self.packer, embedding, scale, count, *functions, width, (), self._reads_states
             )

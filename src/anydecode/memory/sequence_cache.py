@@ -74,6 +74,26 @@ class SequenceCache:
         self._scratch: list[Slots] = []
         self.partials: list[EarlyExitRows] = []
         self.reusable = True
+        self._stored: np.ndarray | None = None  # layers that hold each position; None: all of them
+
+    @property
+    def layer_table(self) -> Slots:
+        """The slots that rows attend to: `table`, or int32 `[num_layers, length]` with -1 where a
+        position has nothing stored in a layer."""
+        if self._stored is None:
+            return self.table
+        layers = np.arange(self.pool.model.spec.num_layers)[:, None]
+        return np.where(layers < self._stored[: self.length], self.table, -1).astype(np.int32)
+
+    def limit_layers(self, start: int, counts: Seq[int]) -> None:
+        """Only the first `counts[i]` layers hold position `start + i`: others do not see it."""
+        depth = self.pool.model.spec.num_layers
+        if self._stored is None:
+            if all(count >= depth for count in counts):
+                return
+            self._stored = np.full(len(self._table), depth, np.int32)
+        stop = min(start + len(counts), self.length)
+        self._stored[start:stop] = counts[: stop - start]
 
     @property
     def table(self) -> Slots:
@@ -271,6 +291,8 @@ class SequenceCache:
         other.num_cached = self.num_cached
         other.partials = list(self.partials)
         other.reusable = self.reusable
+        if self._stored is not None:
+            other.limit_layers(0, self._stored[: self.length].tolist())
         return other
 
     def release(self) -> None:
@@ -299,3 +321,8 @@ class SequenceCache:
             table = np.full(max(length, 2 * len(self._table)), -1, np.int32)
             table[: self.length] = self._table[: self.length]
             self._table = table
+        if self._stored is not None:
+            depth = self.pool.model.spec.num_layers
+            stored = np.full(len(self._table), depth, np.int32)
+            stored[: self.length] = self._stored[: self.length]
+            self._stored = stored

@@ -16,14 +16,18 @@ import numpy as np
 from anydecode.errors import CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import (
-    STORE_ONLY,
     Adapter,
     Attention,
     Backend,
     ExpertWeights,
+    ParallelLayers,
+    PropagatedStates,
     Recurrence,
     RecurrenceWeights,
     Rope,
+    SkippedParts,
+    StoredInputs,
+    Variant,
     Weight,
 )
 from anydecode.models.differential import DifferentialWeights
@@ -458,9 +462,20 @@ class Network:
         compute = partial(weights.per_layer.inputs, backend, weights.embedding, spec)
         return backend.columns(backend.shared(weights.per_layer, compute), index * size, size)
 
-    def variant(self, number: int) -> Callable[[Backend, Any, int], Any]:
-        """A replacement for `layer`: `STORE_ONLY`, or the size of groups of parallel layers."""
-        return self.storing_layer if number == STORE_ONLY else self.parallel_layers(number)
+    def variant(self, variant: Variant) -> Callable[[Backend, Any, int], Any]:
+        """The replacement for `layer` that `variant` names.
+
+        Raises:
+            UnsupportedCombinationError: The layers have no such variant.
+        """
+        if isinstance(variant, StoredInputs):
+            return self.storing_layer
+        if isinstance(variant, PropagatedStates):
+            return self.propagating_layer
+        if isinstance(variant, ParallelLayers):
+            return self.parallel_layers(variant.size)
+        assert isinstance(variant, SkippedParts), "routes run ranges of layers"
+        return self.skipping_layers(variant)
 
     def storing_layer(self, backend: Backend, x: Any, index: int) -> Any:
         """Store the keys and values that layer `index` makes of x itself, without its norm, and
@@ -470,6 +485,59 @@ class Network:
         k, v = self._keys_values(backend, x, spec, weights, spec.attention)
         backend.store(k, v, index, spec.attention)
         return x
+
+    def propagating_layer(self, backend: Backend, x: Any, index: int) -> Any:
+        """Store what layer `index` makes of x, its norm included, and return x: rows that have left
+        the model at an earlier layer stay visible in the later ones."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        self._check_plain_layer(spec)
+        y = x
+        if spec.has_attention_norm and spec.norms in ("pre", "both"):
+            y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+        if spec.recurrence is not None:
+            assert isinstance(weights.recurrent, RecurrentWeights), "checked above"
+            self._ungated(backend, y, spec.recurrence, weights.recurrent, index)
+        if spec.attention is not None and spec.cache_layer is None:
+            k, v = self._keys_values(backend, y, spec, weights, spec.attention)
+            backend.store(k, v, index, spec.attention)
+        return x
+
+    def skipping_layers(self, skipped: SkippedParts) -> Callable[[Backend, Any, int], Any]:
+        """A replacement for `layer` without some of its sublayers."""
+
+        def layer(backend: Backend, x: Any, index: int) -> Any:
+            spec = self.spec.layers[index]
+            self._check_plain_layer(spec)
+            skips_mixer, skips_mlp = index in skipped.mixers, index in skipped.mlps
+            if (skips_mixer or skips_mlp) and (spec.norms == "sum" or spec.is_parallel):
+                raise UnsupportedCombinationError(
+                    "layers whose sublayers run side by side or norm their sums are not skipped in"
+                    " part"
+                )
+            x = self._inputs(backend, x, index)
+            if not skips_mixer:
+                mixed = self._mixer_block(backend, x, index)
+                x = x if mixed is None else backend.add(x, mixed)
+            if not skips_mlp and self.weights.layers[index].mlp is not None:
+                x = backend.add(x, self._mlp_block(backend, x, index))
+            return x
+
+        return layer
+
+    def _check_plain_layer(self, spec: LayerSpec) -> None:
+        """Raise UnsupportedCombinationError for layers whose parts cannot be left out."""
+        recurrence = spec.recurrence
+        is_plain = (
+            not self.has_wide_states
+            and spec.latent is None
+            and not self.spec.per_layer_size
+            and (recurrence is None or recurrence.shape.rule != "wkv")
+        )
+        if not is_plain:
+            raise UnsupportedCombinationError(
+                "layers of models with latent attention, several streams of hidden states,"
+                " embeddings per layer or token shifts are not left out in part"
+            )
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
         """A replacement for `layer` that runs layers in parallel groups of `size`, except the first

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from anydecode.kernels.host import to_host
-from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
+from anydecode.kernels.interface import (
+    PROPAGATE,
+    Attention,
+    KeyValues,
+    Output,
+    OutputSpec,
+    Rows,
+    SkippedParts,
+    Variant,
+)
+from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 #: The tokens a row attends to, by position, holes left out.
@@ -32,7 +42,8 @@ class ScriptedModel:
     through its slots, layer by layer, as a real model does; reading a slot in which nothing was
     stored raises RuntimeError.
 
-    Rows that stop early, or whose layers run in parallel, have additional noise. A causal row whose
+    Rows that stop early, or run another variant of the layers, have additional noise. Rows of a
+    route have that of the number of layers that they have run in full. A causal row whose
     position differs from the number of tokens before it has other logits. A hidden state identifies
     a path that this model has processed, so another model cannot use it.
 
@@ -109,11 +120,17 @@ class ScriptedModel:
         if rows.inputs is not None:
             is_embedding = tokens < 0
             tokens[is_embedding] = to_host(rows.inputs)[is_embedding, 0].astype(np.int32)
-        for row in np.flatnonzero(rows.slots >= 0):
+        is_routed = np.zeros(len(rows), bool)
+        if rows.variant is not None:
+            routes = {i for i, one in enumerate(rows.variants) if isinstance(one, Route)}
+            is_routed = np.isin(rows.variant, sorted(routes))
+        for row in np.flatnonzero((rows.slots >= 0) & ~is_routed):
             for layer in range(rows.start[row], rows.stop[row]):
                 stored[layer][rows.slots[row]] = tokens[row]
         state = self._states(rows, stored, tokens)
-        last = rows.stop if rows.variant is None else rows.stop - (rows.variant > 0)
+        last = rows.stop if rows.variant is None else rows.stop - (rows.variant >= 0)
+        if is_routed.any():
+            state = self._route(rows, cache, stored, tokens, state)
         final_states = np.array([state(int(row), int(last[row])) for row in output_spec.logits])
         logits = self.head(final_states.reshape(-1, _HIDDEN_SIZE))
         hidden = {
@@ -151,6 +168,60 @@ class ScriptedModel:
             return np.array([tokens[row], layer, number >> 24, number % (1 << 24)], np.float32)
 
         return state
+
+    def _route(
+        self,
+        rows: Rows,
+        cache: KeyValues,
+        stored: list[np.ndarray],
+        tokens: np.ndarray,
+        state: Callable[[int, int], np.ndarray],
+    ) -> Callable[[int, int], np.ndarray]:
+        """Run the rows of routes, one route after the other; returns a function as `_states`, which
+        knows the states that these rows end with."""
+        assert rows.variant is not None and rows.guides is not None
+        ends: dict[int, np.ndarray] = {}
+        for number in np.unique(rows.variant[rows.variant >= 0]).tolist():
+            route = rows.variants[number]
+            if not isinstance(route, Route):
+                continue
+            index = np.flatnonzero(rows.variant == number)
+
+            def run_layers(
+                x: np.ndarray,
+                active: np.ndarray,
+                first: int,
+                last: int,
+                variant: Variant | None,
+                index: np.ndarray = index,
+            ) -> np.ndarray:
+                skips = variant if isinstance(variant, SkippedParts) else SkippedParts()
+                mixers = [layer for layer in range(first, last) if layer not in skips.mixers]
+                for row in index[active].tolist():
+                    for layer in mixers if rows.slots[row] >= 0 else ():
+                        stored[layer][rows.slots[row]] = tokens[row]
+                if variant == PROPAGATE:
+                    return x
+                num_full = sum(layer not in skips.mlps for layer in mixers)
+                ran = x.copy()
+                for i, row in enumerate(index[active].tolist()):
+                    if mixers:
+                        ran[i] = state(row, mixers[-1] + 1)
+                    ran[i, 1] = x[i, 1] + num_full
+                return ran
+
+            inputs = np.zeros((len(index), _HIDDEN_SIZE), np.float32)
+            inputs[:, 0] = tokens[index]
+            guides = [rows.guides[row] for row in index]
+            depth = self.spec.num_layers
+            routed = RoutedPass(inputs, guides, depth, run_layers, self.head, rows, cache)
+            route.run(routed)
+            ends |= dict(zip(index.tolist(), routed.states, strict=True))
+
+        def end(row: int, layer: int) -> np.ndarray:
+            return ends[row] if row in ends else state(row, layer)
+
+        return end
 
     def _record_path(
         self, rows: Rows, row: int, layer: int, stored: list[np.ndarray], token: int

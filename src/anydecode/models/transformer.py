@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import gt
 from pathlib import Path
@@ -16,7 +17,6 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.arithmetic import RowArithmetic
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
-    STORE_ONLY,
     Array,
     Attention,
     KeyValues,
@@ -24,7 +24,10 @@ from anydecode.kernels.interface import (
     OutputSpec,
     Recurrence,
     Rows,
+    StoredInputs,
+    Variant,
 )
+from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.lora import load_adapter
@@ -33,6 +36,9 @@ from anydecode.models.per_layer import late_start_error
 from anydecode.models.pooling import Pooling
 from anydecode.models.spec import ModelSpec
 from anydecode.models.yes_no import YesNo
+
+#: Programs of variants that an executor keeps; the oldest is recorded again when it is needed.
+MAX_VARIANTS = 64
 
 
 class Executor(Protocol):
@@ -96,7 +102,7 @@ class Transformer:
         self.executor: Executor = executor(network)
         self._make_executor = executor
         self._adapters_lock = threading.Lock()
-        self._variants: dict[int, Callable[[Any, Any, int], Any] | None] = {0: None}
+        self._variants: dict[Variant, Callable[[Any, Any, int], Any]] = {}
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
@@ -202,36 +208,92 @@ class Transformer:
         may run on another thread meanwhile. What is cached stays as the old weights have made
         it."""
         executor = self._make_executor(network)
-        self.network, self.executor, self._variants = network, executor, {0: None}
+        self.network, self.executor, self._variants = network, executor, {}
 
     def _run_variants(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-        """Run a pass of rows with several variants of the layers: one part per variant, in the
-        order of their numbers, so that what rows only store is there for the others."""
-        regroup = getattr(self.executor, "regroup", None)
-        if regroup is None or rows.adapters is not None:
+        """Run a pass of rows with several variants of the layers: one part per variant, those that
+        are only stored first, so that they are there for the others, then the layers as they
+        are."""
+        if not hasattr(self.executor, "regroup") or rows.adapters is not None:
             raise UnsupportedCombinationError(
-                "layers in parallel (easyspec) and rows that are only stored (dflash) work on CPUs"
-                " and without adapters"
+                "layers in parallel (easyspec), layers that are skipped or left within a pass, and"
+                " rows that are only stored (dflash) work on CPUs and without adapters"
             )
         assert rows.variant is not None
+        variants: list[Variant | None] = [None, *rows.variants]
+        variants.sort(key=_place)
+        order = {id(variant): number for number, variant in enumerate(variants)}
+        by_index = [order[id(variant)] for variant in [*rows.variants, None]]  # -1 is the last one
 
         def run(number: int, part: Rows, part_spec: OutputSpec) -> Output:
-            variant = number + STORE_ONLY
-            if variant not in self._variants:
-                self._variants[variant] = self.network.variant(variant)
-            regroup(self._variants[variant])
-            try:
+            variant = variants[number]
+            if variant is None:
                 return self.run(part, cache, part_spec)
-            finally:
-                regroup(None)
+            if isinstance(variant, Route):
+                return self._run_route(variant, part, cache, part_spec)
+            with self._running(variant):
+                return self.run(part, cache, part_spec)
 
         logits = np.empty((len(output_spec.logits), self.spec.num_logits), np.float32)
         hidden = {
             depth: np.empty((len(index), self.spec.hidden_size), np.float32)
             for depth, index in output_spec.hidden.items()
         }
-        numbers = rows.variant - STORE_ONLY  # counted from 0
+        numbers = np.array(by_index)[rows.variant]
         run_parts(rows, numbers, output_spec, run, Output(logits, hidden))
+        return Output(logits, hidden)
+
+    @contextmanager
+    def _running(self, variant: Variant | None) -> Iterator[None]:
+        """Within it, the executor runs the layers of `variant`."""
+        if variant is None:
+            yield
+            return
+        if variant not in self._variants:
+            while len(self._variants) >= MAX_VARIANTS:
+                del self._variants[next(iter(self._variants))]
+            self._variants[variant] = self.network.variant(variant)
+        regroup = self.executor.regroup  # type: ignore[attr-defined]
+        regroup(self._variants[variant])
+        try:
+            yield
+        finally:
+            regroup(None)
+
+    def _run_route(
+        self, route: Route, rows: Rows, cache: KeyValues, output_spec: OutputSpec
+    ) -> Output:
+        """Run rows that follow `route`."""
+        executor: Any = self.executor
+        depth = self.spec.num_layers
+        if str(getattr(executor, "device", "cpu")) != "cpu":
+            raise UnsupportedCombinationError("layers are left within a pass on CPUs only")
+        if self.network.has_wide_states or output_spec.hidden.keys() - {depth}:
+            raise UnsupportedCombinationError(
+                f"{self.name} cannot leave or skip layers within a pass: its hidden states are"
+                " wider than its embeddings, or a sampler reads those of inner layers"
+            )
+        states = np.empty((len(rows), self.spec.hidden_size), np.float32)
+        has_token = rows.tokens >= 0
+        states[has_token] = to_host(executor.embed(rows.tokens[has_token]))
+        if not has_token.all():
+            assert rows.inputs is not None, "checked by `_check`"
+            states[~has_token] = rows.inputs[~has_token]
+        assert rows.guides is not None, "written by the span"
+
+        def run_layers(
+            x: np.ndarray, active: np.ndarray, first: int, last: int, variant: Variant | None
+        ) -> np.ndarray:
+            with self._running(variant):
+                return to_host(executor.layers(x, active, first, last))
+
+        executor.begin(rows, cache)
+        routed = RoutedPass(states, rows.guides, depth, run_layers, self.head, rows, cache)
+        route.run(routed)
+        hidden = {depth: routed.states[index] for depth, index in output_spec.hidden.items()}
+        logits = np.empty((0, self.spec.num_logits), np.float32)
+        if len(output_spec.logits):
+            logits = self.head(routed.states[output_spec.logits])
         return Output(logits, hidden)
 
     def _check(self, rows: Rows, output_spec: OutputSpec) -> None:
@@ -268,6 +330,11 @@ class Transformer:
             raise InvalidRequestError(f"there is no adapter {int(rows.adapters.max())}")
 
 
+def _place(variant: Variant | None) -> int:
+    """The order of the parts of a pass: what is only stored, the layers as they are, the others."""
+    return 0 if isinstance(variant, StoredInputs) else 1 if variant is None else 2
+
+
 def run_parts(
     rows: Rows,
     groups: np.ndarray,
@@ -302,7 +369,8 @@ def run_parts(
 
 def _part(rows: Rows, index: np.ndarray) -> Rows:
     """The rows of `index`, without variants."""
+    guides = None if rows.guides is None else [rows.guides[row] for row in index]
     names = "tokens positions slots table prefix tail_start tail_length start stop".split()
     fields = {name: getattr(rows, name)[index] for name in names}
     inputs = None if rows.inputs is None else to_host(rows.inputs)[index]
-    return replace(rows, **fields, inputs=inputs, variant=None)
+    return replace(rows, **fields, inputs=inputs, variant=None, variants=[], guides=guides)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts
+from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts, Variant
+from anydecode.kernels.routes import Guide
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.sequence_data import TARGET, SequenceData
@@ -38,11 +39,13 @@ class Sequence(SequenceData):
         layers: tuple[int, int] | None = None,
         hidden: tuple[int, ...] = (),
         embeddings: np.ndarray | None = None,
-        parallel: int = 0,
+        variant: Variant | None = None,
+        guides: Seq[Guide] = (),
         extra_tokens: int = 0,
         min_probability: float | None = None,
         copies: CopiedDrafts | None = None,
         companions: bool = True,
+        logits: bool = True,
     ) -> ScoreRequest:
         """Returns a request that appends `tokens` to the cache as a causal chain and scores them.
 
@@ -53,8 +56,9 @@ class Sequence(SequenceData):
             layers: The layer range `(0, k)` of an early exit; by default all layers.
             hidden: Layers whose hidden states to return for the same rows.
             embeddings: float32 `[rows, hidden_size]`, used in place of token embeddings.
-            parallel: If not 0, layers run in parallel groups of this size (`Network.variant`): an
-                approximation for drafting.
+            variant: Another way to run the layers, such as without some of them; None: the layers
+                as they are.
+            guides: One per token if the variant is a `Route`.
             extra_tokens: Up to this many further tokens may be sampled and scored by the backend
                 in the same pass (`ScoreRequest.multi_step_tokens`), if nothing but the sampled
                 tokens is needed of them.
@@ -62,6 +66,7 @@ class Sequence(SequenceData):
                 of the tokens that it has sampled is below this.
             copies: With `extra_tokens`: drafts that the backend may copy in its steps.
             companions: Whether to score the companion prompts too.
+            logits: Whether to return logits, besides the hidden states.
 
         Raises:
             InvalidRequestError: If there is no token to score.
@@ -99,7 +104,8 @@ class Sequence(SequenceData):
                 copies=copies,
             )
         )
-        span.variant, span.context = parallel, context
+        span.variant, span.guides, span.context = variant, list(guides), context
+        span.logits = logits
         return self._build(
             runner,
             span,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts, Rows
+from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts, Rows, Variant
+from anydecode.kernels.routes import Guide, Route
 from anydecode.memory.pool import PoolFull
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 
@@ -57,7 +58,8 @@ class Span(ABC):
     state_layers: tuple[int, ...] = field(default=(), init=False)
     num_states: int = field(default=0, init=False)
     done: int = field(default=0, init=False)  # rows that have run
-    variant: int = field(default=0, init=False)  # see `Rows.variant`
+    variant: Variant | None = field(default=None, init=False)  # None: the layers as they are
+    guides: list[Guide] = field(default_factory=list, init=False)  # one per row of a route
     _append_start: int = field(default=0, init=False)  # first position appended in this pass
 
     #: Whether the rows may be divided among several passes.
@@ -114,7 +116,7 @@ class Span(ABC):
         """Store the tokens of the `count` appended rows that have run in the cache. Returns how
         many of these rows the cache still has: it may have been truncated during the pass."""
         num_kept = max(0, min(count, self.kv_cache.length - self._append_start))
-        if self.inputs is None or self.variant == STORE_ONLY:
+        if self.inputs is None or self.variant is STORE_ONLY:
             self.kv_cache.tokens += self.tokens[self.done : self.done + num_kept]
         else:
             self.kv_cache.tokens += [-1] * num_kept
@@ -140,7 +142,7 @@ class Span(ABC):
 
     def _fill_table(self, rows: Rows, at: int, count: int) -> None:
         rows.table[at : at + count] = len(rows.tables)
-        rows.tables.append(self.kv_cache.table)
+        rows.tables.append(self.kv_cache.layer_table)
 
 
 @dataclass(eq=False)
@@ -181,7 +183,7 @@ class ChainSpan(Span):
         """End rows whose outputs nobody reads after the last layer that stores something."""
         spec = self.kv_cache.pool.model.spec
         stop, first = spec.num_storing_layers, self.done
-        if stop == spec.num_layers or self.is_partial or self.start or self.variant:
+        if stop == spec.num_layers or self.is_partial or self.start or self.variant is not None:
             return
         unread = np.ones(count, bool)
         unread[[row - first for row in self.output_rows if first <= row < first + count]] = False
@@ -195,6 +197,12 @@ class ChainSpan(Span):
             self.kv_cache.partials.append(
                 EarlyExitRows(self._append_start, self.stop, hidden[:num_kept].copy())
             )
+        if isinstance(self.variant, Route):
+            self.kv_cache.reusable = False
+            if self.variant.leaves_holes:
+                guides = self.guides[self.done : self.done + num_kept]
+                counts = [guide.num_layers for guide in guides]
+                self.kv_cache.limit_layers(self._append_start, counts)
         self.done += count
 
 

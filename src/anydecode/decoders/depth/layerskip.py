@@ -7,13 +7,31 @@ continue from the hidden states that the draft computed, so no layer runs twice 
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.acceptance import TokenExact
-from anydecode.decoders.framework.speculation import verify_tree
+from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
+
+
+class _Session(DepthSession):
+    def __init__(self, sequence: Sequence, exit_layer: int, max_drafts: int) -> None:
+        super().__init__(sequence)
+        self.exit_layer, self.max_drafts = exit_layer, max_drafts
+
+    def size(self) -> int:
+        return self.max_drafts
+
+    def draft(self, token: int, size: int) -> Drafting:
+        sequence = self.sequence
+        sampler, position = sequence.sampler.fork(), sequence.length
+        drafts: list[int] = []
+        while len(drafts) < size:
+            scores = yield sequence.score([token], layers=(0, self.exit_layer))
+            token = sequence.sample(sampler, scores.row(0), position + len(drafts))
+            sampler.advance(token)
+            drafts.append(token)
+            if sequence.stops_at(token):
+                break
+        return drafts
 
 
 @register(
@@ -32,10 +50,8 @@ from anydecode.scoring.tree import TokenTree
         remote={"layers": Range(1, 1024), "size": Range(1, 64)},
     )
 )
-class LayerSkip(Decoder):
+class LayerSkip(SelfSpeculative):
     """Drafts `size` tokens with the first layers, then runs the remaining layers.
-
-    A draft ends at a token that would end the text, and does not exceed the limit of tokens.
 
     Args:
         layers: How many layers the draft runs (default: a third of the model's).
@@ -43,52 +59,19 @@ class LayerSkip(Decoder):
     """
 
     def __init__(self, layers: int | None = None, size: int = 4) -> None:
+        super().__init__()
         if size < 1 or (layers is not None and layers < 1):
             raise InvalidRequestError(
                 f"layerskip needs layers >= 1 and size >= 1, not layers={layers}, size={size}"
             )
         self.layers = layers
         self.size = size
-        self.acceptance = TokenExact()
 
     def prepare(self, sequence: Sequence) -> None:
-        if sequence.companion_prompts:
-            raise InvalidRequestError(
-                "layerskip does not work with guidance, which needs a second prompt"
-            )
-        num_layers = sequence.num_layers
-        if self.layers is not None and self.layers >= num_layers:
-            raise InvalidRequestError(
-                f"layers={self.layers} leaves none to verify with: the model has {num_layers}, so"
-                f" layers must be at most {num_layers - 1}"
-            )
+        super().prepare(sequence)
+        if self.layers is not None:
+            self.check_exit(sequence, self.layers)
 
-    def decode(self, sequence: Sequence) -> Decoding:
+    def open(self, sequence: Sequence) -> DepthSession:
         exit_layer = self.layers or max(1, sequence.num_layers // 3)
-        while not sequence.finished:
-            size = min(self.size, sequence.remaining - 1)  # a round yields one token more
-            if size < 1:
-                yield from verify_tree(sequence, TokenTree(), self.acceptance)
-                continue
-            unscored = sequence.unscored()
-            if len(unscored) > 1:
-                yield sequence.score(unscored[:-1])
-            sampler, position = sequence.sampler.fork(), sequence.length
-            draft_tokens: list[int] = []
-            token = unscored[-1]
-            while len(draft_tokens) < size:
-                scores = yield sequence.score([token], layers=(0, exit_layer))
-                token = sequence.sample(sampler, scores.row(0), position + len(draft_tokens))
-                sampler.advance(token)
-                draft_tokens.append(token)
-                if sequence.stops_at(token):
-                    break
-            tree = TokenTree.chain(draft_tokens)
-            scores = yield sequence.complete(draft_tokens[-1:])
-            result = self.acceptance.walk(tree, scores)
-            sequence.truncate(position + len(result.path))
-            sequence.record(tree, result.path, result.tokens)
-            row = len(result.path)
-            sequence.emit(
-                result.tokens, scores.sampler_after(row) if sequence.sampler.is_stateful else None
-            )
+        return _Session(sequence, exit_layer, self.size)

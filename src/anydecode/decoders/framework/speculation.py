@@ -50,11 +50,13 @@ def verify_tree(
     acceptance: Acceptance,
     draft_seconds: float = 0.0,
     optional: Seq[float] = (),
+    hidden: tuple[int, ...] = (),
 ) -> Generator[DecoderAction, Any, SpeculationRound]:
     """Verify `tree` in one pass, emit the accepted tokens and record the round in the trace. Nodes
-    may be left out if they are `optional` (see `Sequence.verify`)."""
+    may be left out if they are `optional` (see `Sequence.verify`). `hidden` are layers whose hidden
+    states the scores have."""
     start = perf_counter()
-    scores = yield sequence.verify(tree, optional=optional)
+    scores = yield sequence.verify(tree, optional=optional, hidden=hidden)
     if len(scores) <= len(tree):
         tree = tree.first(len(scores) - 1)
     seconds = perf_counter() - start

@@ -20,6 +20,7 @@ from anydecode.decoders.speculative.draft_model import (
     sampled_chain,
 )
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.interface import ParallelLayers
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -55,7 +56,7 @@ class _Session(DraftSession):
         if size < 1:
             return TokenTree()
         sequence.align(DRAFT)
-        sampler = sequence.sampler.fork()
+        sampler, variant = sequence.sampler.fork(), ParallelLayers(self.drafter.group)
         scores = yield sequence.score(runner=DRAFT)
         self.exact = kv_cache.length
         drafts: list[int] = []
@@ -70,7 +71,7 @@ class _Session(DraftSession):
                 return sampled_chain(drafts, distributions)
             sampler.advance(token)
             kv_cache.reusable = False  # approximate entries must not be shared as a prefix
-            scores = yield sequence.score([token], runner=DRAFT, parallel=self.drafter.group)
+            scores = yield sequence.score([token], runner=DRAFT, variant=variant)
 
 
 @register(

@@ -137,6 +137,7 @@ def _divisible(span: Span) -> bool:
         isinstance(span, ChainSpan)
         and (span.start, span.stop, span.done) == (0, depth, 0)
         and not span.capture_layers
+        and span.variant is None
         and not span.kv_cache.partials
         and list(span.output_rows) in ([], [len(span) - 1])
     )

@@ -51,7 +51,7 @@ def layerskip() -> Iterator[Check]:
             num_accepted += sum(len(one.accepted) for one in trace)
             num_rejected += sum(len(one.accepted) < len(one.tokens) for one in trace)
             num_short += sum(len(one.tokens) < SIZE for one in trace)
-            repeated += _repeats(ran, trace)
+            repeated += repeats(ran, trace, [EXIT] * len(trace))
         detail = f"{num_short} shortened by the limit of tokens"
         yield Check(f"drafts at T={temperature} equal the oracle", wrong == 0 < num_short, detail)
         detail = f"{num_accepted} accepted, {num_rejected} rounds with a rejection"
@@ -75,10 +75,16 @@ def _ends() -> Iterator[Check]:
 def _run(
     prompt: str, temperature: float, **options: Any
 ) -> tuple[list[TracedRound], list[tuple[int, int, int]]]:
+    return traced("layerskip", prompt, temperature, LENGTH, **options)
+
+
+def traced(
+    decoder: str, prompt: str, temperature: float, length: int, **options: Any
+) -> tuple[list[TracedRound], list[tuple[int, int, int]]]:
     """The rounds of a generation, and the rows that it computed."""
     model = _RecordingModel()
     with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as llm:
-        trace = rounds(llm, "layerskip", prompt, LENGTH, temperature=temperature, **options)
+        trace = rounds(llm, decoder, prompt, length, temperature=temperature, **options)
         return trace, model.ran
 
 
@@ -101,13 +107,14 @@ def _drafts(
     return all_drafts
 
 
-def _repeats(ran: list[tuple[int, int, int]], trace: list[TracedRound]) -> bool:
-    """Whether the rows differ from the method's: per round, a row per draft through the first
-    layers, the same rows through the others, and one row, that of the last draft, through all."""
+def repeats(ran: list[tuple[int, int, int]], trace: list[TracedRound], exits: list[int]) -> bool:
+    """Whether the rows differ from the method's: per round, a row per draft through the layers
+    before its exit, the same rows through the others, and one row, that of the last draft, through
+    all."""
     expected = [(position, 0, LAYERS) for position in range(len(trace[0].text) - 1)]
-    for one in trace:
+    for one, layers in zip(trace, exits, strict=True):
         start, size = len(one.text) - 1, len(one.tokens)
-        expected += [(position, 0, EXIT) for position in range(start, start + size)]
-        expected += [(position, EXIT, LAYERS) for position in range(start, start + size)]
+        expected += [(position, 0, layers) for position in range(start, start + size)]
+        expected += [(position, layers, LAYERS) for position in range(start, start + size)]
         expected.append((start + size, 0, LAYERS))
     return sorted(expected) != sorted(ran)

@@ -1,0 +1,116 @@
+"""The loop of methods that draft with the first layers of the model and verify with the others.
+
+Drafted positions keep the states behind their last layer, and the keys and values of the layers
+they have run. Verification runs the remaining layers over them, so no layer runs twice for a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any
+
+from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.speculation import verify_tree
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.score import DecoderAction, Decoding, ScoreRequest, Scores
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+#: A generator that may yield score requests and returns the drafted tokens.
+Drafting = Generator[DecoderAction, Any, list[int]]
+
+
+class DepthSession(ABC):
+    """How one sequence is drafted for."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+
+    def size(self) -> int:
+        """Maximum number of drafts in the next round; 0 means plain decoding."""
+        raise NotImplementedError
+
+    def prefill(self, tokens: list[int]) -> Generator[DecoderAction, Any, None]:
+        """Score tokens before the last one of the text through all layers."""
+        yield self.sequence.score(tokens)
+
+    @abstractmethod
+    def draft(self, token: int, size: int) -> Drafting:
+        """Draft up to `size` tokens, at least one, behind `token`, the last one of the text. All of
+        the drafts but the last run through some of the first layers."""
+
+    def verification(self, draft: int) -> ScoreRequest:
+        """The request that completes the drafts; `draft` is the last one."""
+        return self.sequence.complete([draft])
+
+    def observe(self, drafts: list[int], num_accepted: int, scores: Scores) -> None:
+        """Called after each round that has drafted, before its tokens are emitted."""
+
+    #: Layers whose states `observe_plain` reads.
+    plain_layers: tuple[int, ...] = ()
+
+    def observe_plain(self, scores: Scores) -> None:
+        """Called after a round without drafts, if there are `plain_layers`."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the trace records of the round."""
+        return {}
+
+
+class SelfSpeculative(Decoder):
+    """A speculative decoder whose drafts come from the target's first layers. A draft ends at a
+    token that would end the text, and does not exceed the limit of tokens."""
+
+    def __init__(self) -> None:
+        self.acceptance = TokenExact()
+
+    @abstractmethod
+    def open(self, sequence: Sequence) -> DepthSession:
+        """Start drafting for `sequence`."""
+
+    def prepare(self, sequence: Sequence) -> None:
+        if sequence.num_layers < 2:
+            raise InvalidRequestError(f"{self.card.key} needs a model of at least two layers")
+        if sequence.companion_prompts:
+            raise InvalidRequestError(
+                f"{self.card.key} does not work with guidance, which needs a second prompt"
+            )
+
+    def check_exit(self, sequence: Sequence, layers: int) -> None:
+        """Raise InvalidRequestError if no layer is left behind the first `layers` ones."""
+        num_layers = sequence.num_layers
+        if not 1 <= layers < num_layers:
+            raise InvalidRequestError(
+                f"layers={layers} leaves none to verify with: the model has {num_layers}, so"
+                f" layers must be from 1 to {num_layers - 1}"
+            )
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        session = self.open(sequence)
+        while not sequence.finished:
+            unscored = sequence.unscored()
+            if len(unscored) > 1:
+                yield from session.prefill(unscored[:-1])
+            size = min(session.size(), sequence.remaining - 1)  # a round yields one token more
+            if size < 1:
+                layers = session.plain_layers
+                plain = yield from verify_tree(
+                    sequence, TokenTree(), self.acceptance, hidden=layers
+                )
+                if layers:
+                    session.observe_plain(plain.scores)
+                continue
+            position = sequence.length
+            drafts = yield from session.draft(unscored[-1], size)
+            tree = TokenTree.chain(drafts)
+            scores = yield session.verification(drafts[-1])
+            result = self.acceptance.walk(tree, scores)
+            row = len(result.path)
+            sequence.truncate(position + row)
+            sequence.record(tree, result.path, result.tokens, **session.facts())
+            session.observe(drafts, row, scores)
+            sequence.emit(
+                result.tokens, scores.sampler_after(row) if sequence.sampler.is_stateful else None
+            )
