@@ -39,7 +39,7 @@ Split = Callable[[Any, np.ndarray, int], list[Any]]
         exactness="lossy",
         summary="Predicts a number digit by digit, and answers with the mean, the mode or quantiles"
         " of the distribution of all numbers.",
-        works_with=("constraints", "penalties", "guidance", "batches", "adapters"),
+        works_with=("penalties", "guidance", "batches", "adapters"),
         deviations=(
             "the digits are tokens of the model's own vocabulary; the paper's have tokens of their"
             " own",
@@ -54,8 +54,8 @@ Split = Callable[[Any, np.ndarray, int], list[Any]]
             "digits": Range(1, 12),
             "exponent": Range(1, 3),
             "repeat": Range(1, 3),
-            "low": Range(-1e9, 1e9),
-            "high": Range(-1e9, 1e9),
+            "low": Range(-1e6, 1e6),
+            "high": Range(-1e6, 1e6),
             "samples": Range(0, 64),
         },
     )
