@@ -28,7 +28,6 @@ FORMATS = (
 #: Weight formats that GGUF does not have.
 OWN_FORMATS = ("PTQ161",)
 
-
 #: Attention sums keys in blocks of this many consecutive positions, counted from position 0.
 KEY_BLOCK = 32
 
@@ -65,7 +64,12 @@ class SkippedParts(Variant):
     mlps: frozenset[int] = frozenset()
 
 
-STORE_ONLY, PROPAGATE = StoredInputs(), PropagatedStates()
+@dataclass(frozen=True)
+class CanvasLayers(Variant):
+    """Rows of a block that is being denoised, see `Network.canvas_layers`."""
+
+
+STORE_ONLY, PROPAGATE, CANVAS = StoredInputs(), PropagatedStates(), CanvasLayers()
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ layers and runs them in one call later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from anydecode.kernels.interface import (
     Adapter,
     Attention,
     Backend,
+    CanvasLayers,
     ExpertWeights,
     ParallelLayers,
     PropagatedStates,
@@ -35,6 +36,7 @@ from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
+from anydecode.models.self_conditioning import SelfConditioning
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
@@ -219,6 +221,7 @@ class LayerWeights:
     latent: LatentWeights | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
+    canvas_scale: float | None = None  # the same for rows of a canvas (`ModelSpec.has_canvas`)
     streams: StreamBlock | None = None
     differential: DifferentialWeights | None = None
     memory_unit: MemoryUnit | None = None
@@ -257,6 +260,7 @@ class ModelWeights:
     per_layer: PerLayerEmbeddings | None = None
     streams: StreamProjections | None = None
     states: StateWeights | None = None  # of a drafter that reads its target's states
+    self_conditioning: SelfConditioning | None = None
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
     block_heads: BlockHeads | None = None  # of a drafter that predicts blocks
 
@@ -474,8 +478,25 @@ class Network:
             return self.propagating_layer
         if isinstance(variant, ParallelLayers):
             return self.parallel_layers(variant.size)
+        if isinstance(variant, CanvasLayers):
+            return self.canvas_layers().layer
         assert isinstance(variant, SkippedParts), "routes run ranges of layers"
         return self.skipping_layers(variant)
+
+    def canvas_layers(self) -> Network:
+        """The network of rows of a block that is being denoised (DiffusionGemma), over the same
+        matrices and cache: the scales of its layers are those of the canvas, and there are no
+        windows, since their spans list what these rows see (`CanvasSpan.windowed_from`)."""
+        shapes = [
+            layer
+            if layer.attention is None
+            else replace(layer, attention=replace(layer.attention, window=None))
+            for layer in self.spec.layers
+        ]
+        layers = [replace(layer, scale=layer.canvas_scale) for layer in self.weights.layers]
+        weights = replace(self.weights, layers=layers)
+        packed = tuple(self.matrices())  # they have been checked
+        return Network(replace(self.spec, layers=tuple(shapes)), weights, self.adapters, packed)
 
     def storing_layer(self, backend: Backend, x: Any, index: int) -> Any:
         """Store the keys and values that layer `index` makes of x itself, without its norm, and
@@ -963,8 +984,9 @@ def _check_layer(
         _check_mlp(prefix, spec, layer.mlp, hidden)
     if (layer.scale is not None) != spec.has_scale:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a scale")
-    if layer.scale is not None:
-        number(f"{prefix}scale", layer.scale, -MAX_FACTOR)
+    for scale in (layer.scale, layer.canvas_scale):
+        if scale is not None:
+            number(f"{prefix}scale", scale, -MAX_FACTOR)
 
 
 def _check_per_layer(spec: ModelSpec, weights: PerLayerEmbeddings | None) -> None:

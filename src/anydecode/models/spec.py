@@ -300,6 +300,10 @@ class ModelSpec:
     # Of a model with blocks: rows of the prompt and of finished blocks attend to what is before
     # them only, and blocks start at the end of the prompt.
     has_causal_context: bool = False
+    # Whether rows of the block that is being denoised run as the variant `CANVAS`: with scales of
+    # their own, windows that end where the block starts, and what the last pass has predicted as
+    # an input (DiffusionGemma).
+    has_canvas: bool = False
     mask_token: int | None = None  # of a diffusion model, if its config or its family says
     decoder: str | None = None  # the one that a diffusion model was published with
     residual_scale: float = 1.0  # factor of each sublayer's output

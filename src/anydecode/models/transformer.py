@@ -34,6 +34,7 @@ from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
 from anydecode.models.per_layer import late_start_error
 from anydecode.models.pooling import Pooling
+from anydecode.models.self_conditioning import expected_embeddings
 from anydecode.models.spec import ModelSpec
 from anydecode.models.yes_no import YesNo
 
@@ -183,6 +184,19 @@ class Transformer:
         """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
         applied."""
         return to_host(self.executor.embed(tokens))
+
+    def expected_embeddings(self, probabilities: np.ndarray) -> np.ndarray:
+        """The mean embedding under each distribution, float32 `[n, hidden_size]`, from
+        probabilities `[n, vocab_size]`."""
+        return expected_embeddings(probabilities, self.embed)
+
+    def canvas_inputs(self, tokens: np.ndarray, expected: np.ndarray | None) -> np.ndarray:
+        """What rows of a canvas with `tokens` read, float32 `[n, hidden_size]`; `expected` are the
+        `expected_embeddings` of the last pass, None in the first one."""
+        weights, embedded = self.network.weights.self_conditioning, self.embed(tokens)
+        assert weights is not None, "a model with a canvas"
+        expected = np.zeros_like(embedded) if expected is None else expected
+        return weights.inputs(embedded, expected, self.spec)
 
     def add_adapter(self, path: str | Path) -> int:
         """Load a PEFT LoRA adapter from a folder. Passes may run on another thread meanwhile.

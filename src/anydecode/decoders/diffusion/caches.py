@@ -13,6 +13,7 @@ import numpy as np
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, causal_span
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.interface import CANVAS
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
 from anydecode.scoring.span import ChainSpan, Span
@@ -32,6 +33,8 @@ class CachePolicy(ABC):
     causal: bool | None = False
     #: Whether cached rows depend on earlier states of the canvas.
     needs_replay = False
+    #: Whether the cache holds the finished blocks, exactly, and passes compute the open one only.
+    is_exact_blocks = False
 
     def block_size(self, spec: ModelSpec) -> int | None:
         """The size of the blocks in which rows see each other; by default the model's own."""
@@ -133,6 +136,8 @@ class BlockCausalCache(CachePolicy):
         block_size: The block size for a model whose files name none.
     """
 
+    is_exact_blocks = True
+
     def __init__(self, block_size: int | None = None) -> None:
         if block_size is not None and block_size < 1:
             raise InvalidRequestError(
@@ -172,7 +177,10 @@ class BlockCausalCache(CachePolicy):
     ) -> Span:
         first = max(0, canvas.block_start(region[0]))
         stop = int(canvas.visible(np.array([region[1] - 1]))[0])
-        return uncached_span(canvas, kv_cache, tokens, canvas.input_positions(first, stop))
+        span = uncached_span(canvas, kv_cache, tokens, canvas.input_positions(first, stop))
+        if kv_cache.pool.model.spec.has_canvas:
+            span.variant, span.windowed_from = CANVAS, first
+        return span
 
 
 class CausalCache(CachePolicy):

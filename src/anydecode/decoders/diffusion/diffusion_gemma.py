@@ -50,6 +50,8 @@ class EntropyBoundedRenoising(UniformDenoiser):
         statistics = [RowStatistics(row.scores, row.tokens) for row in rows]
         entropies = np.array([row.entropy for row in statistics])
         best = np.array([row.best for row in statistics])
+        size = len(predictions.logits(positions[0]))
+        self.predicted(sequence, canvas, positions, (row.dense(size) for row in rows))
         history: list[list[int]] = canvas.policy_state[_HISTORY]
         is_stable = len(history) >= self.stable and all(
             past == best.tolist() for past in history[len(history) - self.stable :]
@@ -86,9 +88,11 @@ class EntropyBoundedRenoising(UniformDenoiser):
         deviations=(
             "the temperature of the request has no effect: the method has its own schedule",
             "noise is any token but the mask token",
+            "the input of the model's last distribution (self-conditioning) is computed where the"
+            " model has the weights for it; it is left out with constraints and other stateful"
+            " samplers",
             STATEFUL,
         ),
-        missing=("self-conditioning: the model's last distribution as an input of the next pass",),
         remote={
             "steps": Range(1, 4096),
             "bound": Range(0, 1000),

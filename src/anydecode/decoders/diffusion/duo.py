@@ -45,20 +45,16 @@ class Duo(UniformDenoiser):
             NoiseLevel(share, 0.0, (1 - share) / num_tokens)
             for share in (canvas.block_step / steps, (canvas.block_step + 1) / steps)
         )
+        clean = [clean_distribution(predictions, position) for position in positions]
+        self.predicted(sequence, canvas, positions, clean)
         tokens = [
             draw(
                 sequence,
-                self._distribution(
-                    int(canvas.tokens[position]),
-                    clean_distribution(predictions, position),
-                    now,
-                    later,
-                    canvas.mask,
-                ),
+                self._distribution(int(canvas.tokens[position]), row, now, later, canvas.mask),
                 int(position),
                 predictions.step,
             )
-            for position in positions
+            for position, row in zip(positions, clean, strict=True)
         ]
         return np.array(tokens), is_last
 

@@ -7,6 +7,8 @@ block is finished. Positions that are not final are those that other decoders ca
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from anydecode.scoring.sequence import Sequence
 
 #: Numbers of the coins of a position, of those with the purpose "unmask".
 _FIRST_COIN, _LATER_COIN = 3, 4
+#: In `Canvas.policy_state`: the expected embeddings of the last pass over the block.
+_EXPECTED = "expected embeddings"
 #: A deviation of these methods.
 STATEFUL = (
     "with constraints and other stateful samplers, positions become final one after the other, from"
@@ -65,6 +69,31 @@ class UniformDenoiser(Denoiser):
 
     def on_opened(self, canvas: Canvas) -> None:
         """Called when a block has been opened."""
+
+    def embeddings(
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
+    ) -> np.ndarray | None:
+        model: Any = sequence.kv_cache().pool.model
+        if not model.spec.has_canvas:
+            return None
+        expected = canvas.policy_state.get(_EXPECTED) if canvas.block is not None else None
+        return np.asarray(model.canvas_inputs(canvas.tokens[positions], expected))
+
+    def predicted(
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray, rows: Iterable[np.ndarray]
+    ) -> None:
+        """Remember, for the next pass over the block, the distributions that were predicted for
+        `positions`, float `[vocab_size]` each. Other positions are known with certainty."""
+        model: Any = sequence.kv_cache().pool.model
+        if not model.spec.has_canvas:
+            return
+        assert canvas.block is not None
+        first, stop = canvas.block
+        probabilities = np.zeros((stop - first, model.spec.vocab_size), np.float32)
+        probabilities[np.arange(stop - first), canvas.tokens[first:stop]] = 1.0
+        for position, row in zip(positions, rows, strict=True):
+            probabilities[position - first] = row
+        canvas.policy_state[_EXPECTED] = model.expected_embeddings(probabilities)
 
     @abstractmethod
     def denoise(

@@ -32,11 +32,14 @@ class CanvasSpan(Span):
         positions: The positions of the rows, int32 `[rows]`, ascending.
         visible: How many positions each row sees, int32 `[rows]`.
         keep: Whether the keys and values are written to the cache.
+        windowed_from: In layers with a window, all rows see the same of what is before this
+            position: what a row at this position would see. None: each row has its own window.
     """
 
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     visible: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     keep: bool = False
+    windowed_from: int | None = None
     _slots: np.ndarray | None = field(default=None, init=False)
 
     def reserve(self, count: int) -> None:
@@ -69,12 +72,23 @@ class CanvasSpan(Span):
             table = np.full(length, -1, np.int32)
             table[: self.kv_cache.length] = self.kv_cache.table
             table[self.positions] = self._slots
-        rows.tables.append(table)
+        rows.tables.append(table if self.windowed_from is None else self._windowed(table))
         rows.slots[at:stop] = table[self.positions]
         rows.positions[at:stop] = self.positions
         rows.prefix[at:stop] = np.minimum(self.visible, len(table))
         rows.tail_start[at:stop] = 0
         rows.tail_length[at:stop] = 0
+
+    def _windowed(self, table: np.ndarray) -> np.ndarray:
+        """The table of each layer, without what its window leaves out: int32
+        `[num_layers, positions]`."""
+        assert self.windowed_from is not None
+        layers = self.kv_cache.pool.model.spec.layers
+        tables = np.repeat(table[None], len(layers), 0)
+        for layer, layer_table in zip(layers, tables, strict=True):
+            if layer.attention is not None and layer.attention.window is not None:
+                layer_table[: max(0, self.windowed_from + 1 - layer.attention.window)] = -1
+        return tables
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         if self._slots is not None:

@@ -30,6 +30,7 @@ from anydecode.models.network import (
     PlainMlp,
 )
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
+from anydecode.models.self_conditioning import SelfConditioning
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.streams import StreamBlock, StreamProjections
 from anydecode.models.time_mix import TimeMixWeights
@@ -117,7 +118,25 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         weights.per_layer = _read_per_layer(reader, spec, config)
     if spec.num_streams > 1:
         weights.streams = _read_streams(reader, spec)
+    if spec.has_canvas:
+        weights.self_conditioning = _read_self_conditioning(reader, spec, config)
     return weights
+
+
+def _read_self_conditioning(
+    reader: TensorReader, spec: ModelSpec, config: Config
+) -> SelfConditioning:
+    hidden, inner = spec.hidden_size, int_value(config, "intermediate_size")
+    gate, up, down = (
+        reader.linear(f"self_conditioning.{name}_proj", shape, False)
+        for name, shape in (
+            ("gate", (inner, hidden)),
+            ("up", (inner, hidden)),
+            ("down", (hidden, inner)),
+        )
+    )
+    norm = reader.vector("self_conditioning.pre_norm.weight", hidden)
+    return SelfConditioning(norm, gate, up, down)
 
 
 def _read_streams(reader: TensorReader, spec: ModelSpec) -> StreamProjections:
@@ -155,6 +174,7 @@ class _LayerReader:
         self._spec: LayerSpec = spec.layers[index]
         self._hidden, self._per_layer_size = spec.hidden_size, spec.per_layer_size
         self._num_streams, self._memory_size = spec.num_streams, spec.memory_size
+        self._has_canvas = spec.has_canvas
         self._index = index
         self._name = f"layers.{index}"
 
@@ -182,6 +202,9 @@ class _LayerReader:
         if self._spec.has_scale:
             name = f"{self._name}.layer_scalar"  # GGUF files may lack it
             layer.scale = float(self._reader.vector(name, 1)[0]) if self._reader.has(name) else 1.0
+        if self._has_canvas:  # the scales of the layers' two roles
+            layer.canvas_scale, name = layer.scale, f"context.{self._name}.layer_scalar"
+            layer.scale = float(self._reader.vector(name, 1)[0])
         if self._family.multipliers:
             self._multiply(layer)
         post, both = self._spec.norms in ("post", "sum"), self._spec.norms == "both"

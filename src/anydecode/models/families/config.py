@@ -65,6 +65,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
+    "DiffusionGemmaForBlockDiffusion",
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -183,6 +184,7 @@ def spec_from_config(
         block_size=_block_size(config, denoising),
         mask_token=_mask_token(config, denoising),
         decoder=None if denoising is None else denoising.decoder,
+        has_canvas=denoising is not None and denoising.has_canvas,
         has_causal_context=denoising is not None and denoising.context == "causal",
         residual_scale=scales.residual,
         norm=family.norm,

@@ -79,6 +79,7 @@ class Denoising:
         default_block_size: The block size of the published models, if their configs lack the key.
         needs_block_size: Whether a model without a block size cannot be opened. Otherwise its rows
             see the whole canvas.
+        has_canvas: See `ModelSpec.has_canvas`.
         mask_token: The mask token of the published models, if neither their tokenizers nor their
             configs name it.
         decoder: The decoder with the parameters that the models were published with; None: the one
@@ -91,6 +92,7 @@ class Denoising:
     block_size: str | None = None
     default_block_size: int | None = None
     needs_block_size: bool = False
+    has_canvas: bool = False
     mask_token: int | None = None
     decoder: str | None = None
 
