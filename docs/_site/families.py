@@ -38,7 +38,7 @@ def table() -> str:
             _CONTEXTS[how.context],
             "the next position" if how.shift else "its position",
             _block(how),
-            "as named" if how.mask_token is None else f"as named, or {how.mask_token}",
+            _noise(how),
         ]
         lines.append("| " + " | ".join(cells).replace("|  |", "| |") + " |")
     return "\n".join(lines)
@@ -50,6 +50,12 @@ def _block(how: Denoising) -> str:
     if how.default_block_size is not None:
         return f"{how.block_size}, or {how.default_block_size}"
     return f"{how.block_size}, or `block=`" if how.needs_block_size else how.block_size
+
+
+def _noise(how: Denoising) -> str:
+    if how.has_canvas:
+        return "none: random tokens"
+    return "as named" if how.mask_token is None else f"as named, or {how.mask_token}"
 
 
 if __name__ == "__main__":

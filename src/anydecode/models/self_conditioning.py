@@ -20,8 +20,8 @@ _CHUNK = 4096
 
 @dataclass(eq=False)
 class SelfConditioning:
-    """A gated MLP (GELU) of the expected embeddings of the last pass, which is added to the embeddings of
-    the canvas.
+    """A gated MLP (GELU) of the expected embeddings of the last pass, which is added to the
+    embeddings of the canvas.
 
     Attributes:
         norm: Of the expected embeddings, float32 `[hidden_size]`.

@@ -126,7 +126,9 @@ def largest_difference(model: Any, record: Recorded, *, conditioned: bool = True
             given = last if conditioned and first == last_first else None
             expected = model(
                 input_ids=torch.tensor(canvas[None, :first], dtype=torch.long),
-                decoder_input_ids=torch.tensor(canvas[None, first : first + BLOCK], dtype=torch.long),
+                decoder_input_ids=torch.tensor(
+                    canvas[None, first : first + BLOCK], dtype=torch.long
+                ),
                 self_conditioning_logits=given,
             ).logits
             found = torch.from_numpy(logits).float()
@@ -175,6 +177,23 @@ def test_answers_are_equal_alone_batched_and_with_the_published_decoder(tmp_path
         assert [one.tokens for one in batch] == alone
         with pytest.raises(AnydecodeError, match="cache=block"):
             llm.generate([PROMPT], decoder="diffusion-gemma", max_tokens=8)
+
+
+def test_a_block_that_begins_with_fixed_tokens_is_filled(tmp_path: Path) -> None:
+    reference(tmp_path)
+    hole = 5
+    template = [hole] * BLOCK + [7, 9] + [hole] * 4 + [11]
+    options: dict[str, Any] = {"max_tokens": len(template), "ignore_eos": True}
+    decoder = f"diffusion-gemma:cache=block,steps=3,mask={hole}"
+    with LLM(tmp_path, threads=1) as llm:
+        [answer] = llm.generate([[*PROMPT[:6], *template]], decoder=decoder, **options)
+    assert len(answer.tokens) == len(template)
+    kept = [
+        (found, given)
+        for found, given in zip(answer.tokens, template, strict=True)
+        if given != hole
+    ]
+    assert kept == [(7, 7), (9, 9), (11, 11)]
 
 
 def test_a_missing_canvas_length_is_that_of_the_published_models(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ class Denoiser(Decoder):
                 has_causal_context=spec.has_causal_context,
                 max_length=min(pool.num_slots, spec.max_positions),
             )
-            if spec.has_canvas and not (self.needs_mask is False and self.cache.is_exact_blocks):
+            if spec.has_canvas and (self.needs_mask or not self.cache.is_exact_blocks):
                 raise UnsupportedCombinationError(
                     "this model denoises random tokens behind finished blocks: use"
                     " decoder=diffusion-gemma:cache=block or duo:cache=block"

@@ -20,7 +20,8 @@ from anydecode.scoring.sequence import Sequence
 
 #: Numbers of the coins of a position, of those with the purpose "unmask".
 _FIRST_COIN, _LATER_COIN = 3, 4
-#: In `Canvas.policy_state`: the expected embeddings of the last pass over the block.
+#: In `Canvas.policy_state`: the first position of the block's rows, and the expected embeddings of
+#: the last pass over them.
 _EXPECTED = "expected embeddings"
 #: A deviation of these methods.
 STATEFUL = (
@@ -76,7 +77,10 @@ class UniformDenoiser(Denoiser):
         model: Any = sequence.kv_cache().pool.model
         if not model.spec.has_canvas:
             return None
-        expected = canvas.policy_state.get(_EXPECTED) if canvas.block is not None else None
+        expected = None
+        if canvas.block is not None and _EXPECTED in canvas.policy_state:
+            first, rows = canvas.policy_state[_EXPECTED]
+            expected = rows[positions - first]
         return np.asarray(model.canvas_inputs(canvas.tokens[positions], expected))
 
     def predicted(
@@ -88,12 +92,12 @@ class UniformDenoiser(Denoiser):
         if not model.spec.has_canvas:
             return
         assert canvas.block is not None
-        first, stop = canvas.block
+        first, stop = canvas.block_start(canvas.block[0]), canvas.block[1]
         probabilities = np.zeros((stop - first, model.spec.vocab_size), np.float32)
         probabilities[np.arange(stop - first), canvas.tokens[first:stop]] = 1.0
         for position, row in zip(positions, rows, strict=True):
             probabilities[position - first] = row
-        canvas.policy_state[_EXPECTED] = model.expected_embeddings(probabilities)
+        canvas.policy_state[_EXPECTED] = first, model.expected_embeddings(probabilities)
 
     @abstractmethod
     def denoise(

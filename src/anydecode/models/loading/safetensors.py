@@ -178,7 +178,13 @@ def _language_model(
 ) -> tuple[dict[str, Any], dict[str, Reader]]:
     """Config and tensors of the language model of a multimodal checkpoint."""
     text = {**config["text_config"]}
-    for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "canvas_length"):
+    for key in (
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "canvas_length",
+    ):
         if key in config:
             text.setdefault(key, config[key])
     result: dict[str, Reader] = {}
