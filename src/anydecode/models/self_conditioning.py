@@ -77,7 +77,7 @@ def expected_embeddings(
         @ embed(np.arange(first, min(first + _CHUNK, weights.shape[1]), dtype=np.int32))
         for first in range(0, weights.shape[1], _CHUNK)
     )
-    result: np.ndarray = sum(parts)  # type: ignore[assignment]
+    result: np.ndarray = sum(parts)
     return result
 
 
