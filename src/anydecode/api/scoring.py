@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +12,8 @@ from anydecode.sampling.logprobs import TokenLogprobs, token_logprobs
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
+from anydecode.scoring.teacher_forcing import score_tokens
 
-#: Rows per request, which bounds the memory for the logits of a long text.
-CHUNK = 64
 #: The log-probabilities of the prompt's tokens (without the first).
 PROMPT_KEY: StateKey[list[TokenLogprobs]] = StateKey("request", "prompt_logprobs")
 
@@ -96,32 +94,3 @@ class EmptyDecoder(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         sequence.finish_reason = "length"
         yield from ()
-
-
-def score_tokens(
-    sequence: Sequence,
-    tokens: list[int],
-    first: int,
-    on_row: Callable[[np.ndarray, int], None],
-) -> Decoding:
-    """Teacher forcing: run `tokens` and report the logits of each of `tokens[first:]`.
-
-    These rows are computed even if the prefix cache has them; only positions before `first - 1` may
-    come from it. Afterwards the sequence cache contains all of `tokens` but the last.
-
-    Args:
-        sequence: The sequence whose cache is used.
-        tokens: Token ids of the whole text.
-        first: Index of the first token to report, 1 or more.
-        on_row: Called as `on_row(logits, token)` with float32 `[vocab_size]` logits of the position
-            before the token.
-    """
-    kv_cache = sequence.kv_cache()
-    kv_cache.truncate(min(kv_cache.length, first - 1))
-    if kv_cache.length < first - 1:
-        yield sequence.score(tokens[kv_cache.length : first - 1], companions=False)
-    for start in range(first - 1, len(tokens) - 1, CHUNK):
-        stop = min(start + CHUNK, len(tokens) - 1)
-        scores = yield sequence.score(tokens[start:stop], rows="all", companions=False)
-        for row, token in zip(scores.logits, tokens[start + 1 : stop + 1], strict=True):
-            on_row(row, token)
