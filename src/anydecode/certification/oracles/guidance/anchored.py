@@ -87,7 +87,8 @@ def texts_law(budget: float, temperature: float) -> tuple[dict[Text, float], flo
             )
             s = np.exp(log_softmax(np.asarray(DRAFT_SCRIPT(seen), np.float64) / temperature))
             for token in range(VOCABULARY):
-                longer[(*text, token)] = (p * q[token], reference * s[token], spent + used)
+                grown = (*text, token)
+                longer[grown] = (p * float(q[token]), reference * float(s[token]), spent + used)
         law = longer
     divergence = sum(p * np.log(p / s) for p, s, _ in law.values() if p > 0)
     return {text: p for text, (p, _, _) in law.items()}, float(divergence)
