@@ -265,18 +265,6 @@ def test_what_is_not_to_be_stored_is_not() -> None:
             assert client.last(RESPONSES, True)["store"] is False
 
 
-def test_a_store_that_fails_does_not_fail_the_answer(monkeypatch: Any) -> None:
-    async def put(*_: Any) -> bool:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(ResponseStore, "put", put)
-    with scripted_llm() as llm, served(llm) as client:
-        for stream in (False, True):
-            response = client.last(RESPONSES, stream)
-            assert (response["status"], response["store"]) == ("incomplete", False)
-        assert "cannot be stored" in client.refused(RESPONSES, background=True)["message"]
-
-
 def test_results_of_functions_are_added_to_a_stored_response() -> None:
     text = '<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>'
     tools = [{"type": "function", "name": "go", "parameters": {"type": "object"}}]

@@ -8,10 +8,12 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from anydecode.errors import InvalidRequestError
+from anydecode.server.errors import ApiError
+from anydecode.server.logs import log
 
 #: Marks a file as such a database (`PRAGMA application_id`), and the version of its tables.
 _APPLICATION_ID, _VERSION = 0x616E7944, 2
@@ -46,6 +48,15 @@ CREATE INDEX batches_by_input ON batches (is_running, input);
 _Result = TypeVar("_Result")
 
 
+class StoreError(ApiError):
+    """The database cannot be read or written now, as when its disk is full. Nothing of the request
+    is stored."""
+
+    def __init__(self, error: sqlite3.OperationalError) -> None:
+        message = f"the server's store failed: {error}; nothing of this request is stored"
+        super().__init__(507, message, code="storage_failed")
+
+
 class Database:
     """An open database, which other processes cannot open at the same time.
 
@@ -74,8 +85,16 @@ class Database:
             ) from None
 
     async def run(self, function: Callable[[], _Result]) -> _Result:
-        """Call `function` on the database's thread, after those that were given before."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        """Call `function` on the database's thread, after those that were given before.
+
+        Raises:
+            StoreError: The database cannot be read or written.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        except sqlite3.OperationalError as error:
+            log.exception("the store failed: %s", error)
+            raise StoreError(error) from None
 
     def add_table(self, table: TenantRows) -> None:
         """Let `table` read its sizes again after a transaction that failed."""
@@ -87,10 +106,17 @@ class Database:
         try:
             with self.connection:
                 yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, sqlite3.OperationalError):
+                self._truncate_journal()
             for table in self._tables:
                 table.read_sizes()
             raise
+
+    def _truncate_journal(self) -> None:
+        """Give the room of what could not be written back to the disk."""
+        with suppress(sqlite3.OperationalError):  # no room for what was committed before, either
+            self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Finish the pending writes and close the database."""

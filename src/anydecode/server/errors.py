@@ -25,6 +25,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+    507: "server_error",
 }
 _ANTHROPIC_TYPES = {
     401: "authentication_error",

@@ -16,7 +16,12 @@ from starlette.responses import JSONResponse, Response
 from anydecode.server.batches.lines import MAX_LINES
 from anydecode.server.batches.protocol import BatchRequest
 from anydecode.server.batches.runner import BatchRunner
-from anydecode.server.batches.store import BatchStore, Object, StorageFullError
+from anydecode.server.batches.store import (
+    BatchStore,
+    Object,
+    StorageFullError,
+    TooManyBatchesError,
+)
 from anydecode.server.batches.upload import check_origin, parse_form
 from anydecode.server.database import Database
 from anydecode.server.errors import ApiError
@@ -184,9 +189,6 @@ class BatchesApi:
         if file["purpose"] != "batch":
             message = f"the file is a {file['purpose']}; upload one with the purpose batch"
             raise ApiError(400, message, param="input_file_id")
-        if (num_batches := runner.num_batches(tenant)) >= self._settings.max_batches:
-            message = f"{num_batches} batches have not ended; try again when one has"
-            raise ApiError(429, message, code="too_many_requests", headers={"retry-after": "60"})
         number, unit = int(body.completion_window[:-1]), body.completion_window[-1]
         now = time.time()
         expires = now + number * _UNITS[unit]
@@ -207,13 +209,19 @@ class BatchesApi:
             "metadata": body.metadata,
         }
         age = body.output_expires_after
+        max_seconds, max_batches = None if age is None else age.seconds, self._settings.max_batches
         try:
-            stored = await store.put_batch(
-                tenant, batch, expires, None if age is None else age.seconds
-            )
+            stored = await store.put_batch(tenant, batch, expires, max_seconds, max_batches)
+        except TooManyBatchesError:
+            message = f"{max_batches} batches have not ended; try again when one has"
+            raise ApiError(
+                429, message, code="too_many_requests", headers={"retry-after": "60"}
+            ) from None
         except StorageFullError:
             message = f"files may have {self._settings.file_bytes} bytes together; delete some"
             raise ApiError(413, message, code="storage_limit") from None
+        if stored is None:  # removed since it was looked up
+            raise _not_found("file", body.input_file_id, "input_file_id")
         answer = JSONResponse(batch)
         runner.start(stored)
         return answer

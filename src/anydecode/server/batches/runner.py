@@ -7,16 +7,18 @@ import json
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 from anydecode.engine.driver import INTERRUPTS
 from anydecode.server import logs
 from anydecode.server.batches.lines import LineCheck, failed_lines, request_of, result
-from anydecode.server.batches.store import BatchStore, StorageFullError, StoredBatch
+from anydecode.server.batches.store import RUNNING, BatchStore, StorageFullError, StoredBatch
+from anydecode.server.database import StoreError
 from anydecode.server.errors import ApiError, api_error
 from anydecode.server.metrics import Metrics
 
@@ -24,6 +26,8 @@ from anydecode.server.metrics import Metrics
 MAX_ERRORS = 100
 #: Seconds after which a line is tried again if the server has no room for it.
 _RETRY_SECONDS = 0.1
+#: Seconds after which a store that failed is used again.
+STORE_SECONDS = 5.0
 #: A line that the server refuses because it is busy is run so many times.
 _MAX_TRIES = 4
 #: The `priority` of lines that set none: offline work.
@@ -46,9 +50,10 @@ _EMPTY = {"code": "empty_file", "line": None, "message": "the file has no reques
 _INTERNAL = {
     "code": "server_error",
     "line": None,
-    "message": "the batch could not be stored; see the server's log for details",
+    "message": "a request of the batch failed; see the server's log for details",
     "param": None,
 }
+_Result = TypeVar("_Result")
 
 
 class RunningBatch:
@@ -150,13 +155,15 @@ class BatchRunner:
     async def cancel(self, tenant: str | None, identity: str) -> dict[str, Any] | None:
         """Start to cancel a batch. Returns its object; None if this tenant has none of this id that
         has not ended."""
-        if self.get(tenant, identity) is None:
+        batch = self.get(tenant, identity)
+        if batch is None or batch["status"] not in RUNNING:
             return None
         one = self._batches[identity]
         if one.batch["status"] in ("validating", "in_progress"):
             one.batch.update(status="cancelling", cancelling_at=int(time.time()))
             one.ended.set()
-            await self._store.update(one.stored)
+            with suppress(StoreError):  # its end is stored as soon as the store can be written
+                await self._store.update(one.stored)
         return one.batch
 
     async def drain(self, seconds: float) -> None:
@@ -180,8 +187,8 @@ class BatchRunner:
                 await self._validate(one)
             await self._continue(one)
             await self._finish(one, await self._end(one))
-        except (sqlite3.Error, OSError):
-            logs.log.exception("a batch could not be stored; it goes on after a restart")
+        except sqlite3.Error:
+            logs.log.exception("the store is damaged: a batch stops until a restart")
         finally:
             self._batches.pop(one.batch["id"], None)
             if not self.num_batches(one.stored.tenant):
@@ -211,7 +218,7 @@ class BatchRunner:
         check = LineCheck(one.batch["endpoint"], self._max_body, self._check_model)
         errors, failed = [], []
         total = after = 0
-        while lines := await self._store.lines(one.stored.input, after):
+        while lines := await _stored(partial(self._store.lines, one.stored.input, after)):
             after = lines[-1][0]
             total += sum(bool(text.strip()) for _, text in lines)
             for entry, line in await asyncio.to_thread(failed_lines, check, lines):
@@ -224,7 +231,7 @@ class BatchRunner:
         if errors or not total:
             one.batch["errors"] = {"object": "list", "data": errors[:MAX_ERRORS] or [_EMPTY]}
         try:
-            await self._store.start(one.stored, failed)
+            await _stored(partial(self._store.start, one.stored, failed))
         except StorageFullError:
             one.fail(_STORAGE_FULL)
         else:
@@ -233,7 +240,7 @@ class BatchRunner:
 
     async def _continue(self, one: RunningBatch) -> None:
         """Let the lines without a result run."""
-        missing, num_answers, num_errors = await self._store.progress(one.stored)
+        missing, num_answers, num_errors = await _stored(partial(self._store.progress, one.stored))
         counts = {"completed": num_answers, "failed": num_errors}
         one.batch["request_counts"] = {**one.batch["request_counts"], **counts}
         if one.batch["status"] == "cancelling":
@@ -250,10 +257,10 @@ class BatchRunner:
         unrun = None if status not in _UNRUN else partial(_unrun, status)
         fields = {"status": status, f"{status}_at": int(time.time())}
         try:
-            await self._store.finish(one.stored, unrun, fields)
+            await _stored(partial(self._store.finish, one.stored, unrun, fields))
         except StorageFullError:
             one.add_error(_STORAGE_FULL)
-            await self._store.finish(one.stored, None, fields)
+            await _stored(partial(self._store.finish, one.stored, None, fields))
         logs.event("batch", id=one.batch["id"], status=status, **one.batch["request_counts"])
 
     def _advance(self) -> None:
@@ -294,7 +301,7 @@ class BatchRunner:
         task.add_done_callback(end)
 
     async def _run_line(self, one: RunningBatch, number: int) -> None:
-        [(_, text)] = await self._store.lines(one.stored.input, number - 1, 1)
+        [(_, text)] = await _stored(partial(self._store.lines, one.stored.input, number - 1, 1))
         request = request_of(text)
         body = request["body"]
         if one.batch["endpoint"] != "/v1/embeddings" and body.get("priority") is None:
@@ -313,7 +320,7 @@ class BatchRunner:
         response = {"status_code": status, "request_id": identity, "body": json.loads(answer)}
         line = result(request["custom_id"], response=response)
         try:
-            await self._store.add(one.stored, number, line, is_error)
+            await _stored(partial(self._store.add, one.stored, number, line, is_error))
         except StorageFullError:
             one.fail(_STORAGE_FULL)
             return
@@ -349,6 +356,16 @@ class BatchRunner:
         facts = state.get("facts", {})
         logs.event("line", id=identity, batch=one.batch["id"], status=status, **facts)
         return status, answer
+
+
+async def _stored(use: Callable[[], Awaitable[_Result]]) -> _Result:
+    """The result of using the store. While the store fails, as when its disk is full, it is tried
+    again: batches wait, and lose nothing."""
+    while True:
+        try:
+            return await use()
+        except StoreError:
+            await asyncio.sleep(STORE_SECONDS)
 
 
 def _unrun(status: str, text: bytes) -> bytes:

@@ -32,6 +32,10 @@ class StorageFullError(Exception):
     """There is no room for a file, or for the result of a line."""
 
 
+class TooManyBatchesError(Exception):
+    """A tenant has as many batches that have not ended as it may have."""
+
+
 @dataclass
 class StoredBatch:
     """A batch that has not ended.
@@ -163,17 +167,25 @@ class BatchStore:
         return await self._database.run(read)
 
     async def put_batch(
-        self, tenant: str | None, batch: Object, expires: float, max_seconds: float | None
-    ) -> StoredBatch:
-        """Store a new batch, which uses the file `batch["input_file_id"]`.
+        self,
+        tenant: str | None,
+        batch: Object,
+        expires: float,
+        max_seconds: float | None,
+        max_batches: int,
+    ) -> StoredBatch | None:
+        """Store a new batch, which uses the file `batch["input_file_id"]`; None if this tenant has
+        no such file.
 
         Args:
             tenant: The namespace of the API key; None without keys.
             batch: The batch object.
             expires: The time at which the batch expires.
             max_seconds: The maximum age of its output files, if it is less than that of all files.
+            max_batches: Maximum number of batches of the tenant that have not ended.
 
         Raises:
+            TooManyBatchesError: It has `max_batches` already.
             StorageFullError: All room is taken by files in use.
         """
         stored = StoredBatch(
@@ -185,9 +197,16 @@ class BatchStore:
             expires,
         )
 
-        def put() -> StoredBatch:
+        def put() -> StoredBatch | None:
             text = json.dumps(batch)
             size = _OVERHEAD + len(text)
+            if self._object("file", tenant, stored.input) is None:
+                return None
+            [num_running] = self._database.connection.execute(
+                "SELECT COUNT(*) FROM batches WHERE tenant = ? AND is_running", (tenant or "",)
+            ).fetchone()
+            if num_running >= max_batches:
+                raise TooManyBatchesError
             with self._database.transaction():
                 self._remove_expired()
                 self._database.connection.execute(
@@ -232,7 +251,7 @@ class BatchStore:
             with self._database.transaction():
                 self._insert_lines(stored.tenant, stored.errors, failed)
                 self._check_room(stored.errors)
-                self._update(stored)
+                self._update(stored.tenant, stored.batch)
 
         await self._database.run(start)
 
@@ -241,7 +260,7 @@ class BatchStore:
 
         def update() -> None:
             with self._database.transaction():
-                self._update(stored)
+                self._update(stored.tenant, stored.batch)
 
         await self._database.run(update)
 
@@ -297,12 +316,12 @@ class BatchStore:
                 total = max(batch["request_counts"]["total"], num_answers + num_errors)
                 counts = {"total": total, "completed": num_answers, "failed": num_errors}
                 batch["request_counts"] = counts
-                stored.batch = batch
-                self._update(stored)
+                self._update(stored.tenant, batch)
                 self._database.connection.execute(
                     "UPDATE batches SET is_running = 0, expires = ? WHERE id = ?",
                     (time.time() + self._max_seconds, batch["id"]),
                 )
+            stored.batch = batch
 
         await self._database.run(finish)
 
@@ -392,8 +411,8 @@ class BatchStore:
         self._files.remove_aged("expires < ?", time.time())
         self._batches.remove_aged("expires < ?", time.time())
 
-    def _update(self, stored: StoredBatch) -> None:
-        identity, text = stored.batch["id"], json.dumps(stored.batch)
+    def _update(self, tenant: str | None, batch: Object) -> None:
+        identity, text = batch["id"], json.dumps(batch)
         size = _OVERHEAD + len(text)
         [before] = self._database.connection.execute(
             "SELECT size FROM batches WHERE id = ?", (identity,)
@@ -401,7 +420,7 @@ class BatchStore:
         self._database.connection.execute(
             "UPDATE batches SET batch = ?, size = ? WHERE id = ?", (text, size, identity)
         )
-        self._batches.sizes[stored.tenant or ""] += size - before
+        self._batches.sizes[tenant or ""] += size - before
         self._batches.make_room(identity)
 
     def _object(self, kind: str, tenant: str | None, identity: str) -> Object | None:

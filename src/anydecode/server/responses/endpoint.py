@@ -235,14 +235,14 @@ class ResponsesApi:
         held = self.models.hold(run.service), run.service.logprob_budget.hold(count)
         one.task.add_done_callback(lambda _: [release() for release in held])
         # The store keeps the order: nothing of the run itself is stored before this.
-        if not await run.storage.put(queued):
+        try:
+            if not await run.storage.put(queued):
+                message = "the request cannot be stored: it is larger than the store"
+                raise ApiError(400, f"{message}; send it with background: false", param="background")
+        except ApiError:
+            run.storage.store = None  # nothing of it is to be stored later
             await one.stop()
-            raise ApiError(
-                400,
-                "the request cannot be stored: it is larger than the store, or the store failed;"
-                " send it with background: false",
-                param="background",
-            )
+            raise
         if run.body.stream:
             stall_seconds = self.settings.stall_seconds
             return EventStream(nullcontext(), one.follow(0), stall_seconds)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from anydecode.api.generation import Generation
 from anydecode.server.chat_run import ChatRun
+from anydecode.server.database import StoreError
 from anydecode.server.errors import api_error
 from anydecode.server.events import compact
 from anydecode.server.logprobs import chat_entries
@@ -43,20 +44,19 @@ class Storage:
     events: list[bytes] = field(default_factory=list)
 
     async def put(self, response: dict[str, Any], last_event: bytes = b"") -> bool:
-        """Store `response`. Returns whether it is stored; failures are logged.
+        """Store `response`. Returns whether there is room for it.
 
         Args:
             response: The response object.
             last_event: The last event of its stream, which is stored with `events`.
+
+        Raises:
+            StoreError: The store cannot be written.
         """
         if self.store is None:
             return False
         events = [*self.events, last_event] if self.events else []
-        try:
-            return await self.store.put(self.tenant, response, self.items, events)
-        except sqlite3.Error:
-            log.exception("a response could not be stored")
-            return False
+        return await self.store.put(self.tenant, response, self.items, events)
 
     async def put_failure(self, response: dict[str, Any]) -> None:
         """Replace what is stored of a response that cannot be stored."""
@@ -209,10 +209,14 @@ class ResponseRun:
     async def _end(self, response: dict[str, Any]) -> bytes:
         """Store a response that has ended. Returns the last event of its stream."""
         number, kept = self._num_events, _without_trace(response)
-        if not await self.storage.put(kept, last_event(kept, number)) and response["store"]:
+        is_stored = False
+        with suppress(StoreError):
+            is_stored = await self.storage.put(kept, last_event(kept, number))
+        if not is_stored and response["store"]:
             response["store"] = False
             if self.body.background:
-                await self.storage.put_failure(response)
+                with suppress(StoreError):
+                    await self.storage.put_failure(response)
         return last_event(response, number)
 
     def _encode(self, event: StreamEvent) -> bytes:
