@@ -25,7 +25,6 @@ from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.server.batches import runner  # noqa: E402
 from anydecode.server.batches.store import BatchStore  # noqa: E402
 from anydecode.server.database import Database, StoreError  # noqa: E402
-from anydecode.server.database import Database  # noqa: E402
 from server_client import COMPLETIONS, RESPONSES, Client, body, served  # noqa: E402
 
 WAIT = 60

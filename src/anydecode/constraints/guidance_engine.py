@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from anydecode.constraints.background import BackgroundTask, BackgroundThread
 from anydecode.constraints.byte_cache import GrowingByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.compile_errors import compile_error
 from anydecode.constraints.constraint import ConstraintState
+from anydecode.constraints.optional_parts import check_grammar, check_pattern
+from anydecode.constraints.patterns import patterns
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
@@ -98,31 +100,47 @@ def _parts(grammar: str) -> list[dict[str, Any]]:
     return [{"lark_grammar": grammar}]
 
 
+def _schemas(grammar: str) -> Iterator[Any]:
+    """The JSON schemas in a grammar (in llguidance's serialised form)."""
+    for part in _parts(grammar):
+        yield part.get("json_schema")
+        lark = part.get("lark_grammar") or ""
+        for found in _EMBEDDED_JSON.finditer(lark):
+            try:
+                yield _DECODER.raw_decode(lark, found.end())[0]
+            except (ValueError, RecursionError):  # llguidance reports it
+                continue
+
+
 def check_numbers(grammar: str) -> None:
     """Raises `ConstraintError` if a schema in a grammar (in llguidance's serialised form) allows
     only integers near or below the smallest of 64 bits, which llguidance cannot express: it would
     overflow the stack."""
+    # With the keyword that allows the numbers in a node.
+    stack = [(schema, "") for schema in _schemas(grammar)]
+    while stack:
+        node, keyword = stack.pop()
+        if isinstance(node, list):
+            stack += ((one, keyword) for one in node)
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                is_bound = key in ("maximum", "exclusiveMaximum")
+                is_bound = is_bound and not isinstance(value, list | dict)
+                stack.append((value, key if is_bound or key in ("const", "enum") else keyword))
+        elif keyword and isinstance(node, int | float) and node <= _SMALLEST_INTEGER:
+            raise ConstraintError(
+                f"{keyword} {node}: integers must be above {_SMALLEST_INTEGER} to be enforced"
+            )
+
+
+def check_optional_parts(grammar: str) -> None:
+    """Raises `ConstraintError` if too many parts of a pattern or terminal in a grammar (in
+    llguidance's serialised form) may be left out: see `constraints.optional_parts`."""
+    for schema in _schemas(grammar):
+        for pattern in patterns(schema):
+            check_pattern(pattern)
     for part in _parts(grammar):
-        stack = [(part.get("json_schema"), "")]  # with the keyword that allows the numbers in it
-        lark = part.get("lark_grammar") or ""
-        for found in _EMBEDDED_JSON.finditer(lark):
-            try:
-                stack.append((_DECODER.raw_decode(lark, found.end())[0], ""))
-            except (ValueError, RecursionError):  # llguidance reports it
-                continue
-        while stack:
-            node, keyword = stack.pop()
-            if isinstance(node, list):
-                stack += ((one, keyword) for one in node)
-            elif isinstance(node, dict):
-                for key, value in node.items():
-                    is_bound = key in ("maximum", "exclusiveMaximum")
-                    is_bound = is_bound and not isinstance(value, list | dict)
-                    stack.append((value, key if is_bound or key in ("const", "enum") else keyword))
-            elif keyword and isinstance(node, int | float) and node <= _SMALLEST_INTEGER:
-                raise ConstraintError(
-                    f"{keyword} {node}: integers must be above {_SMALLEST_INTEGER} to be enforced"
-                )
+        check_grammar(part.get("lark_grammar") or "")
 
 
 class _Template:
@@ -174,6 +192,7 @@ class TokenizerBinding:
             return template
         check_references(grammar)
         check_numbers(grammar)
+        check_optional_parts(grammar)
         allocated = allocated_bytes()
         matcher = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if matcher.is_error():

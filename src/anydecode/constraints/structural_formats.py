@@ -71,7 +71,7 @@ class FormatGrammar:
     def _free_text(self, excluded: Sequence[str], max_chars: int | None = None) -> str:
         """The terminal of text that is not empty and contains none of `excluded`."""
         length = "+" if max_chars is None else f"{{1,{max_chars}}}"
-        others = "".join(f" & ~/(?s:.*){regex_literal(text)}(?s:.*)/" for text in excluded)
+        others = "".join(f" & ~/(?s:.*{regex_literal(text)}.*)/" for text in excluded)
         return self._rule("TEXT", f"/(?s:.{length})/{others}")
 
     def _const(self, node: Mapping[str, Any], path: str, ends: tuple[str, ...]) -> str:

@@ -1,0 +1,82 @@
+"""A bound on the parts of one lexeme that may be left out.
+
+The mask engine follows a text by derivatives of its lexemes. In `a?b?c?...`, every part may come
+next: the derivative lists, for each part, all that may follow it. Its size is the square of the
+number of such parts, and it is computed in one step, before the engine looks at the limits on its
+work. A part that may be left out is a group, or has an operator that repeats it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
+
+from anydecode.errors import ConstraintError
+
+#: Maximum number of groups and repetitions in one lexeme. At this number a step takes up to a
+#: quarter of a second and 64 MiB.
+MAX_PARTS = 1000
+#: A group or repetition of a regular expression, outside of character classes.
+_IN_REGEX = re.compile(r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*\]|(?P<found>\(\??|[*?{])")
+#: In Lark's notation: a string or comment, a regular expression, the name of a definition with its
+#: attributes, a reference to a terminal, a group or repetition.
+_IN_GRAMMAR = re.compile(
+    r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.?)*)/?'
+    r'|(?P<name>\b[A-Za-z_]\w*)(?:\[(?:"(?:[^"\\\n]|\\.)*"|[^\["\]\n])*\])?(?:\.-?\d+)?\s*:'
+    r"|\b(?P<terminal>_*[A-Z]\w*)|(?P<operator>[*+?~({\[])"
+)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises `ConstraintError` if too many parts of a regular expression may be left out."""
+    _check("a pattern", _num_in_regex(pattern))
+
+
+def check_grammar(grammar: str) -> None:
+    """Raises `ConstraintError` if too many parts of a regular expression or a terminal, with those
+    of the terminals in it, may be left out.
+
+    Args:
+        grammar: A grammar in the notation of Lark.
+    """
+    counts: Counter[str] = Counter()
+    inner: defaultdict[str, list[str]] = defaultdict(list)
+    terminal = ""  # whose definition is read; empty in a rule
+    for part in _IN_GRAMMAR.finditer(grammar):
+        if part["name"] is not None:
+            terminal = "" if part["name"].islower() else part["name"]
+        elif part["regex"] is not None:
+            check_pattern(part["regex"])
+            counts[terminal] += _num_in_regex(part["regex"])
+        elif part["operator"] is not None:
+            counts[terminal] += 1
+        elif part["terminal"] is not None:
+            inner[terminal].append(part["terminal"])
+    for rule in (counts, inner):
+        rule.pop("", None)
+    try:
+        order = list(TopologicalSorter(inner).static_order())
+    except CycleError:  # which the mask engine reports
+        return
+    for name in order:
+        counts[name] += sum(counts[one] for one in inner[name])
+    for name, count in counts.items():
+        _check(f"the terminal {name[:60]}", count)
+
+
+def _num_in_regex(pattern: str) -> int:
+    return sum(part["found"] is not None for part in _IN_REGEX.finditer(pattern))
+
+
+def _check(what: str, count: int) -> None:
+    if count > MAX_PARTS:
+        raise ConstraintError(
+            f"{what} has {_number(count)} groups and repetitions; at most {MAX_PARTS} are allowed:"
+            " merge some of them"
+        )
+
+
+def _number(count: int) -> str:
+    """`count` in few characters: terminals that double each other have any number of parts."""
+    return str(count) if count < 1_000_000 else "more than a million"
