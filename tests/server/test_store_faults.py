@@ -1,5 +1,5 @@
-"""A store whose disk is full, and batches that are cancelled, deleted or left in the middle: nothing
-is lost, half written or left behind."""
+"""A store whose disk is full, and batches that are cancelled, deleted or left in the middle:
+nothing is lost, half written or left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.server.batches import runner  # noqa: E402
 from anydecode.server.batches.store import BatchStore  # noqa: E402
 from anydecode.server.database import Database, StoreError  # noqa: E402
-from server_client import COMPLETIONS, RESPONSES, Client, body, served  # noqa: E402
+from server_client import COMPLETIONS, RESPONSES, body, served  # noqa: E402
 
 WAIT = 60
 #: Fields of a response that needs pages of its own in the database.

@@ -237,8 +237,12 @@ class ResponsesApi:
         # The store keeps the order: nothing of the run itself is stored before this.
         try:
             if not await run.storage.put(queued):
-                message = "the request cannot be stored: it is larger than the store"
-                raise ApiError(400, f"{message}; send it with background: false", param="background")
+                raise ApiError(
+                    400,
+                    "the request cannot be stored: it is larger than the store; send it with"
+                    " background: false",
+                    param="background",
+                )
         except ApiError:
             run.storage.store = None  # nothing of it is to be stored later
             await one.stop()
