@@ -182,6 +182,7 @@ class Resources:
                 target: Any = self.model
                 depth = target.spec.num_layers
                 states[runner] = DraftStates(drafter.spec.states, drafter, depth, target.normed)
+                states[runner].chains = drafter.chains(target)
         return states
 
     def open_kv_cache(

@@ -106,10 +106,10 @@ class EngineCostModel:
     def on_pass(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step. Prompts (few logits for many rows) and multi-step passes
         without drafts are skipped, since the table does not describe them."""
-        rows, copies = len(plan.rows), plan.output_spec.copies
-        if copies is not None and copies.rows:
+        rows, drafts = len(plan.rows), plan.output_spec.drafts
+        if drafts is not None and drafts.rows:
             context = int(plan.rows.prefix.mean())
-            for count, taken in zip(copies.rows, copies.seconds, strict=True):
+            for count, taken in zip(drafts.rows, drafts.seconds, strict=True):
                 self.record(count, context, taken)
             return
         if plan.num_passes == 1 and len(plan.output_spec.logits) == rows:

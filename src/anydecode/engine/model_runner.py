@@ -114,7 +114,9 @@ class ModelRunner:
         self.num_rows = 0
         self.seconds = 0.0
         self.pass_cost: PassCost | None = None
-        self._seconds_per_row = inf  # duration of the last pass over a single row
+        self._seconds_per_step = (
+            inf  # duration of the last pass over a single row, or step of a burst
+        )
         self._partial_outputs: dict[Span, PartialOutput] = {}
 
     def add(self, request: ScoreRequest) -> None:
@@ -205,16 +207,19 @@ class ModelRunner:
             return
         is_draft, num_steps = span.min_probability is not None, 1 + span.reserved
         if not is_draft:
-            max_passes = max(1, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_row))
-            if span.copies is None:
+            max_passes = max(1, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_step))
+            if span.drafts is None:
                 num_steps = min(num_steps, max_passes)
             else:
-                span.copies.max_passes = min(max_passes, num_steps)
+                span.drafts.max_passes = min(max_passes, num_steps)
         if num_steps > 1 and (is_draft or len(plan.rows) == 1):
             plan.multi_step = span
             spec.num_steps, spec.end_tokens = num_steps, span.end_tokens
             spec.probabilities, spec.min_probability = is_draft, span.min_probability or 0.0
-            spec.copies = span.copies
+            spec.drafts = span.drafts
+            if spec.drafts is not None:  # its passes return the states that a drafter reads
+                plan.states.clear()
+                spec.hidden.clear()
 
     def run(self, plan: Plan) -> Output:
         """Run the pass. May be called on another thread."""
@@ -232,12 +237,12 @@ class ModelRunner:
         if plan.multi_step is not None:
             plan.multi_step.multi_step_tokens = output.sampled
             plan.multi_step.probabilities = output.probabilities
-            copies = plan.output_spec.copies
-            rows = copies.rows if copies is not None else []
+            drafts = plan.output_spec.drafts
+            rows = drafts.rows if drafts is not None else []
             plan.num_passes = len(rows) or max(1, len(output.sampled))
             plan.num_further_rows = sum(rows) - 1 if rows else plan.num_passes - 1
-        if plan.num_rows == plan.num_passes:
-            self._seconds_per_row = plan.seconds / plan.num_passes
+        if plan.num_rows == plan.num_passes or plan.multi_step is not None:
+            self._seconds_per_step = plan.seconds / plan.num_passes
         self.num_passes += plan.num_passes
         self.num_rows += plan.num_rows
         self.seconds += plan.seconds
@@ -289,6 +294,13 @@ class ModelRunner:
         completed."""
         request, span, _ = plan.scheduled[i]
         draft_states, rows = request.sequence.draft_states, plan.output_rows[i]
+        drafts = plan.output_spec.drafts
+        drafter = None if drafts is None else drafts.drafter
+        if drafter is not None and drafter.known_states is not None and request in self.waiting:
+            for states in draft_states.values():
+                if states.chains is drafter.chains:
+                    states.keep(drafter.first, drafter.num_read, drafter.known_states)
+            return
         if i in plan.states:
             first, slices = plan.states[i]
             taps = zip(span.state_layers, slices, strict=True)

@@ -446,37 +446,99 @@ class CopyText(NamedTuple):
     chances: np.ndarray
 
 
-#: Limits of copied drafts: tokens per pass, and the longest match with a probability of its own.
-MAX_COPIED, MAX_MATCH = 32, 64
+#: Limits of drafts in bursts: tokens per pass, the longest match with a probability of its own, and
+#: classes of the probabilities that a drafter gives its tokens, of equal width.
+MAX_BURST_DRAFTS, MAX_MATCH, NUM_BINS = 32, 64, 10
 
 
 @dataclass(eq=False)
-class CopiedDrafts:
-    """Drafts that a backend may copy from texts in the steps of a multi-step pass.
+class BurstDrafter:
+    """A drafter that reads states of the target, and drafts in the steps of a multi-step pass.
 
-    Each step scores the last token and the draft that gives the most expected tokens per second,
-    and keeps the draft's tokens that equal the samples. So the tokens are those without drafts.
+    Its row at a position reads the token there and the target's states at the position before. In
+    each step it may read the tokens that were accepted since, and then draft a chain: its state of
+    one token is its input beside the next. A drafted token is the sample of its logits with the
+    noise that the target has for the position.
+
+    Attributes:
+        chains: What the drafter's backend runs (`NativeExecutor.chains`).
+        layers: The target's hidden states that it reads, by number of layers.
+        cache: Its keys and values.
+        table: Its slots by position, int32: of the positions that it has read, and of as many as
+            `tokens` and the tokens of the pass.
+        first: The first position that it has not read.
+        tokens: The text from there on. The pass continues the text.
+        states: The target's states before each of these, side by side, float32 `[tokens, layers *
+            hidden_size]`.
+        chances: The share of right tokens, if those before them are, by depth and by the
+            probability that the drafter gives them, float64 `[depths, NUM_BINS]`; greater depths
+            have the last ones.
+        mean_chances: The means of these over the tokens drafted so far, float64 `[depths]`.
+        rate: Expected tokens per second of a step with its draft.
+        seconds: Expected duration of drafting one token.
+        max_drafts: Maximum number of tokens of a chain.
+        is_due: Whether it is to draft once, whatever `rate` is.
+        num_read: Result: how many tokens, of the text and of the pass, it has read.
+        known_states: Result: `states`, and those before the tokens of the pass.
+        num_drafted: Result: the tokens that it has drafted in each pass; those that are verified
+            are in `BurstDrafts`.
+        draft_seconds: Result: the duration of drafting in each pass.
+    """
+
+    chains: Any
+    layers: tuple[int, ...]
+    cache: KeyValues
+    table: np.ndarray
+    first: int
+    tokens: Sequence[int]
+    states: np.ndarray
+    chances: np.ndarray
+    mean_chances: np.ndarray
+    rate: float
+    seconds: float
+    max_drafts: int
+    is_due: bool = False
+    num_read: int = 0
+    known_states: np.ndarray | None = None
+    num_drafted: list[int] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class BurstDrafts:
+    """Drafts that a backend may find and verify in the steps of a multi-step pass.
+
+    Each step scores the last token and the draft that gives the most expected tokens per second: a
+    copy from a text, or the chain of a drafter. It keeps the draft's tokens that equal the samples.
+    So the tokens are those without drafts.
 
     Attributes:
         texts: The texts; the first is the one that generation continues, whose array has room for
             the sampled tokens.
-        costs: Seconds of a pass with 0, 1, ... drafts, float64 `[1 to MAX_COPIED + 1]`.
+        costs: Seconds of a pass with 0, 1, ... drafts, float64 `[1 to MAX_BURST_DRAFTS + 1]`.
         min_gain: The least gain of a draft over a pass without one, as a factor.
         min_probability: The least probability with which all tokens of a draft are right.
+        drafter: A drafter, or None.
         max_passes: Maximum number of passes.
-        rows: Result: the rows of each pass; empty where the backend copies no drafts.
+        rows: Result: the rows of each pass; empty where the backend has not drafted.
         seconds: Result: the duration of each pass.
         drafts: Result: the draft of each pass.
+        sources: Result: the index of the text that it was copied from, or the number of texts if it
+            is the drafter's.
+        probabilities: Result: those that the drafter gives the tokens of its drafts.
     """
 
     texts: list[CopyText]
     costs: np.ndarray
     min_gain: float
     min_probability: float
+    drafter: BurstDrafter | None = None
     max_passes: int = 1
     rows: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    probabilities: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -492,7 +554,7 @@ class OutputSpec:
     pass over the sampled token at the next position, whose slot is in the table, sample again, and
     so on, until it has sampled `num_steps` tokens or one of `end_tokens`, or until the product of
     the tokens' probabilities is below `min_probability`. With `probabilities`, these (at
-    temperature 1) are returned. With `copies`, a pass over a single row may have drafts in each
+    temperature 1) are returned. With `drafts`, a pass over a single row may have drafts in each
     step.
     """
 
@@ -503,7 +565,7 @@ class OutputSpec:
     end_tokens: frozenset[int] = frozenset()
     probabilities: bool = False
     min_probability: float = 0.0
-    copies: CopiedDrafts | None = None
+    drafts: BurstDrafts | None = None
 
 
 @dataclass(eq=False)

@@ -97,7 +97,13 @@ class Op(ctypes.Structure):
 class Capture(ctypes.Structure):
     """Rows whose hidden states after `layer` layers are copied to `out`."""
 
-    _fields_ = [("layer", c_int32), ("count", c_int32), ("rows", pointer), ("out", pointer)]
+    _fields_ = [
+        ("layer", c_int32),
+        ("count", c_int32),
+        ("rows", pointer),
+        ("out", pointer),
+        ("stride", c_int64),
+    ]
 
 
 class SampleSpec(ctypes.Structure):
@@ -122,14 +128,27 @@ class CopyText(ctypes.Structure):
     ]
 
 
-class Copying(ctypes.Structure):
-    """Copied drafts of a multi-step pass, and the passes that it has run."""
+class Drafter(ctypes.Structure):
+    """A drafter that reads the target's states, in a multi-step pass."""
 
     _fields_ = [
-        *((name, pointer) for name in ("texts", "costs")),
+        *((name, pointer) for name in ("pass_", "projection", "captures", "tokens", "states")),
+        *((name, pointer) for name in ("chances", "mean_chances")),
+        *((name, c_double) for name in ("rate", "seconds")),
+        *((name, c_int32) for name in ("num_captures", "num_depths", "max_drafts", "is_due")),
+        *((name, c_int32) for name in ("num_known", "num_read")),
+        *((name, pointer) for name in ("num_drafted", "draft_seconds")),
+    ]
+
+
+class Drafting(ctypes.Structure):
+    """Drafts of a multi-step pass, and the passes that it has run."""
+
+    _fields_ = [
+        *((name, pointer) for name in ("texts", "costs", "drafter")),
         *((name, c_double) for name in ("min_gain", "min_probability")),
         *((name, c_int32) for name in ("num_texts", "max_drafts", "max_passes", "num_passes")),
-        *((name, pointer) for name in ("rows", "seconds", "drafts")),
+        *((name, pointer) for name in ("rows", "sources", "seconds", "drafts", "probabilities")),
     ]
 
 
@@ -165,7 +184,7 @@ class Pass(ctypes.Structure):
         *((name, pointer) for name in ("recurrent_inputs", "states", "scan_start", "scan_first")),
         *((name, pointer) for name in ("scan_slots", "scan_rows", "scan_saves")),
         *((name, c_int32) for name in ("num_runs", "scan_lead", "vocab_size", "carries_states")),
-        ("copying", pointer),
+        ("drafting", pointer),
     ]
 
 

@@ -14,11 +14,12 @@ import numpy as np
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import CACHE_FORMATS, new_cache
-from anydecode.kernels.copying import BoundCopies
+from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import (
     Adapter,
     Attention,
     Backend,
+    BurstDrafter,
     KeyValues,
     LowRank,
     Output,
@@ -179,6 +180,7 @@ class NativeExecutor:
         )
         self._pass_address = ctypes.addressof(self._pass)
         self._pass.carries_states = carries_states
+        self.head_tokens = head_tokens
         self._can_sample = head_tokens is None or bool((np.diff(head_tokens) > 0).all())
         self._can_continue = self._can_sample and carries_states >= reads_states
         if head_tokens is not None and self._can_sample:
@@ -234,9 +236,9 @@ class NativeExecutor:
             return self._run_parts(rows, cache, output_spec)
         if cache.inputs:
             self._begin_states(rows, cache)
-        if output_spec.copies is not None:
+        if output_spec.drafts is not None:
             self._select_program(rows)
-            self._reserve(len(output_spec.copies.costs), len(output_spec.copies.costs))
+            self._reserve(len(output_spec.drafts.costs), len(output_spec.drafts.costs))
         self._bind(rows, cache, None)
         self._pass.embed = 1
         self._set_inputs(rows.inputs, count)
@@ -251,9 +253,9 @@ class NativeExecutor:
         probabilities: list[float] = []
         if num_steps > 1:
             self._bind_multi_step(num_steps, output_spec)
-        copies = output_spec.copies if num_steps > 1 and self.copies_drafts else None
-        bound = None if copies is None else BoundCopies(copies, num_steps)
-        self._pass.copying = None if bound is None else bound.address
+        drafts = output_spec.drafts if num_steps > 1 and self.drafts_in_bursts else None
+        bound = None if drafts is None else BoundDrafts(drafts, num_steps)
+        self._pass.drafting = None if bound is None else bound.address
         self._call(start, stop, output_spec.logits, captures, len(samples), num_steps)
         sampled = [specs[i].token for i in range(len(samples))]
         if num_steps > 1:
@@ -269,8 +271,8 @@ class NativeExecutor:
         return Output(self._logits(len(output_spec.logits)), hidden, sampled, probabilities)
 
     @property
-    def copies_drafts(self) -> bool:
-        """Whether the steps of a multi-step pass may have copied drafts (`OutputSpec.copies`)."""
+    def drafts_in_bursts(self) -> bool:
+        """Whether the steps of a multi-step pass may have drafts (`OutputSpec.drafts`)."""
         has_states = bool(self.program.recurrences) or self._reads_states
         return self._can_continue and not has_states and not self._pass.head_tokens
 
@@ -534,6 +536,7 @@ class NativeExecutor:
         for capture, (layer, out), index in zip(captures, hidden.items(), indices, strict=True):
             capture.layer, capture.count = layer, len(index)
             capture.rows, capture.out = address_of(index), address_of(out)
+            capture.stride = self._hidden_size
         self._pass.captures = ctypes.addressof(captures)
         return (captures, indices), hidden
 
@@ -605,6 +608,60 @@ class NativeExecutor:
             )
         self._plain = self.program if layer is None else self._regrouped[key]
 
+    # --- drafts of another network
+
+    def chains(self, project: Callable[[Backend, Any], Any], width: int) -> Chains | None:
+        """This drafter's part of its target's multi-step passes (`BurstDrafter.chains`); None where
+        its states do not go from step to step as they are.
+
+        Args:
+            project: `project(backend, x)`: from the target's states, side by side, to the inputs of
+                this network.
+            width: Numbers of the target's states.
+        """
+        if not (self._can_continue and self._reads_states):
+            return None
+        embedding, scale, num_layers, layer, head, hidden_size = self._network
+        options: dict[str, Any] = {
+            "reads_states": True,
+            "packer": self.packer,
+            "threads": self.threads,
+            "library": self._library,
+        }
+        chain = NativeExecutor(
+            embedding,
+            self._num_logits,
+            num_layers,
+            layer,
+            head,
+            embedding_scale=scale,
+            carries_states=True,
+            head_tokens=self.head_tokens,
+            width=hidden_size,
+            **options,
+        )
+        projection = NativeExecutor(
+            embedding, hidden_size, 0, layer, project, width=width, **options
+        )
+        return Chains(chain, projection)
+
+    def bind_steps(self, rows: Rows, cache: KeyValues) -> tuple[int, int]:
+        """The addresses of a pass over all layers, of which C code runs some of `rows` at a time,
+        and the head for one of them, and of the rows' tokens."""
+        self._bind(rows, cache, None)
+        self._reserve(len(rows), 1)
+        p, starts = self._pass, self._current.starts
+        p.embed, p.first, p.last = 1, starts[0], starts[-1] + 1
+        return self._pass_address, address_of(self._buffers.ints[0])
+
+    def bind_head(self, count: int) -> int:
+        """The address of a pass of the head alone, of which C code runs up to `count` rows."""
+        self._reserve(count, count)
+        self._buffers.ints[len(_INT_FIELDS) + 1, :count] = np.arange(count)
+        p, start = self._pass, self._current.starts[0]
+        p.embed, p.first, p.last = 1, start, start
+        return self._pass_address
+
     # --- adapters
 
     def _select_program(self, rows: Rows) -> None:
@@ -637,6 +694,38 @@ class NativeExecutor:
         up = np.ascontiguousarray((update.up.data * np.float32(update.scale)).T, np.float32)
         self._lora_data += [down, up]
         lora.down, lora.up, lora.rank = address_of(down), address_of(up), len(down)
+
+
+class Chains:
+    """A drafter's part of its target's multi-step passes, on buffers of its own: `chain` runs the
+    drafter, and the head of `projection`, which has no layers, makes its inputs of the target's
+    states."""
+
+    def __init__(self, chain: NativeExecutor, projection: NativeExecutor) -> None:
+        self._chain, self._projection = chain, projection
+
+    def bind(self, drafter: BurstDrafter, capacity: int, slots: np.ndarray) -> tuple[int, int, int]:
+        """The addresses of the passes of drafter and projection, and of the tokens of their rows,
+        of which there are `capacity`, with these slots."""
+        zeros = np.zeros(capacity, np.int32)
+        tokens, positions = zeros.copy(), np.arange(capacity, dtype=np.int32) + drafter.first
+        tokens[: len(drafter.tokens)] = drafter.tokens
+        table = np.ascontiguousarray(drafter.table[: drafter.first + capacity])
+        rows = Rows(
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            tables=[table],
+            table=zeros,
+            prefix=positions + 1,
+            tails=zeros[:0],
+            tail_start=zeros,
+            tail_length=zeros,
+            start=zeros,
+            stop=zeros,
+        )
+        chain, row_tokens = self._chain.bind_steps(rows, drafter.cache)
+        return chain, self._projection.bind_head(capacity), row_tokens
 
 
 def _are_same(some: Sequence[Adapter], others: Sequence[Adapter]) -> bool:

@@ -111,6 +111,18 @@ class StateWeights:
             return states
         return rows.rms_norm(states, self.state_norm, spec.norm_eps)
 
+    def projected(self, backend: Backend, x: Any, spec: ModelSpec) -> Any:
+        """`project` as operations of a backend. x has the taps side by side."""
+        if self.target_norms:
+            norms = np.concatenate(self.target_norms)
+            x = backend.rms_norm(x, norms, spec.norm_eps, len(self.target_norms))
+        if self.target is None:
+            return x
+        x = self.target.apply(backend, x)
+        if spec.starts_from_states:
+            return x
+        return backend.rms_norm(x, self.state_norm, spec.norm_eps)
+
     def _product(self, states: np.ndarray, target: Linear) -> np.ndarray:
         if self._target_matrix is None:  # no kernel reads it, so that it is not packed
             self._target_matrix = dequantize(target.weight).T.copy()

@@ -104,6 +104,7 @@ class Transformer:
         self._make_executor = executor
         self._adapters_lock = threading.Lock()
         self._variants: dict[Variant, Callable[[Any, Any, int], Any]] = {}
+        self._chains: tuple[Transformer | None, Any] = (None, None)  # of the last target
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
@@ -180,6 +181,28 @@ class Transformer:
         assert states is not None, "a drafter that reads states"
         return self.normed(hidden) if states.feeds_normed else hidden.copy()
 
+    def chains(self, target: Transformer) -> Any:
+        """This drafter's part of the multi-step passes of `target` (`BurstDrafter.chains`); None
+        where it cannot draft in them."""
+        if self._chains[0] is not target:
+            self._chains = target, self._make_chains(target)
+        return self._chains[1]
+
+    def _make_chains(self, target: Transformer) -> Any:
+        spec, weights = self.spec, self.network.weights.states
+        make, states = getattr(self.executor, "chains", None), spec.states
+        if make is None or states is None or weights is None or not self.network.carries_states:
+            return None
+        if states.has_mask or not getattr(target.executor, "drafts_in_bursts", False):
+            return None
+
+        def project(backend: Any, x: Any) -> Any:
+            if not states.taps:
+                x = target.network.final_norm(backend, x)
+            return weights.projected(backend, x, spec)
+
+        return make(project, states.num_taps * states.target_size)
+
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
         applied."""
@@ -223,6 +246,7 @@ class Transformer:
         it."""
         executor = self._make_executor(network)
         self.network, self.executor, self._variants = network, executor, {}
+        self._chains = None, None
 
     def _run_variants(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run a pass of rows with several variants of the layers: one part per variant, those that

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class DraftStates:
         confirmed: Leading positions of the drafter's cache that were computed from the target's
             states; None while it has no cache.
         is_paused: Whether the target's passes leave their states out, since no drafts are wanted.
+        chains: See `BurstDrafter`; None if the drafter does not draft in multi-step passes.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class DraftStates:
         self._is_cross = spec.joins == "cross"
         self.layers = spec.taps or (depth,)
         self.is_paused = False
+        self.chains: Any = None
         self.reset()
 
     def reset(self) -> None:
@@ -144,6 +146,27 @@ class DraftStates:
             if self.confirmed == first:
                 self.confirmed = kv_cache.length
         return tokens[count:]
+
+    def unread(self, kv_cache: SequenceCache, tokens: Seq[int]) -> tuple[Seq[int], np.ndarray]:
+        """What the drafter has not read, for `BurstDrafter`: those of `tokens`, which follow in its
+        cache, before which the target's states are known, and these states, float32 `[tokens, taps
+        * target_size]`. Earlier tokens are left out of its cache. `align` comes before."""
+        first, count = kv_cache.length, len(tokens)
+        while count > 0 and self.knows(first + count - 1 - self._lag):
+            count -= 1
+        if count:
+            kv_cache.skip(tokens[:count])
+            self.confirmed = kv_cache.length
+        tokens, start = tokens[count:], kv_cache.length - self._lag - self._first
+        return tokens, self._target[max(0, start) :][: len(tokens)]
+
+    def keep(self, first: int, num_read: int, states: np.ndarray) -> None:
+        """Take what a multi-step pass has computed: the drafter has read `num_read` positions from
+        `first` on, before which and before those that follow the target's states were `states`,
+        float32 `[positions, taps * target_size]`."""
+        self.confirmed = first + num_read
+        self._first = self.confirmed - self._lag
+        self._target = states[num_read:].copy()
 
     @property
     def context(self) -> int | None:

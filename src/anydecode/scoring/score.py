@@ -189,7 +189,7 @@ class MultiStep:
         count: Maximum number of tokens.
         score: Returns the request that scores (tokens, number of extra tokens); see
             `Sequence.score`.
-        has_copies: Whether that request has drafts to copy, for itself only: it is the only one.
+        has_drafts: Whether that request has drafts, for itself only: it is the only one.
         sampler: Set on return: the sampler advanced by all sampled tokens but the last, as
             `Sequence.emit` takes it.
     """
@@ -197,7 +197,7 @@ class MultiStep:
     sequence: SequenceData
     count: int
     score: Callable[[list[int], int], ScoreRequest]
-    has_copies: bool = False
+    has_drafts: bool = False
     sampler: Sampler | None = None
 
     def steps(self) -> Generator[ScoreRequest, Scores, list[int]]:
@@ -219,7 +219,7 @@ class MultiStep:
                 sampler.advance(token)
             tokens += step_tokens
             inputs = step_tokens[-1:]
-            is_full = len(step_tokens) >= remaining or self.has_copies
+            is_full = len(step_tokens) >= remaining or self.has_drafts
             if is_full or sequence.stops_at(step_tokens[-1]):
                 self.sampler = sampler
                 return tokens

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts, Variant
+from anydecode.kernels.interface import STORE_ONLY, BurstDrafter, BurstDrafts, Variant
 from anydecode.kernels.routes import Guide
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
@@ -43,7 +43,7 @@ class Sequence(SequenceData):
         guides: Seq[Guide] = (),
         extra_tokens: int = 0,
         min_probability: float | None = None,
-        copies: CopiedDrafts | None = None,
+        drafts: BurstDrafts | None = None,
         companions: bool = True,
         logits: bool = True,
     ) -> ScoreRequest:
@@ -64,7 +64,7 @@ class Sequence(SequenceData):
                 tokens is needed of them.
             min_probability: For a draft: the backend stops when the product of the probabilities
                 of the tokens that it has sampled is below this.
-            copies: With `extra_tokens`: drafts that the backend may copy in its steps.
+            drafts: With `extra_tokens`: drafts that the backend may find in its steps.
             companions: Whether to score the companion prompts too.
             logits: Whether to return logits, besides the hidden states.
 
@@ -101,11 +101,13 @@ class Sequence(SequenceData):
                 extra_tokens=extra_tokens,
                 end_tokens=end_tokens,
                 min_probability=min_probability,
-                copies=copies,
+                drafts=drafts,
             )
         )
         span.variant, span.guides, span.context = variant, list(guides), context
         span.logits = logits
+        if isinstance(span, MultiStepSpan) and drafts is not None and drafts.drafter is not None:
+            span.draft_cache = self._cache_of(drafts.drafter)
         return self._build(
             runner,
             span,
@@ -277,25 +279,25 @@ class Sequence(SequenceData):
             self, runner, [spans], row_positions, self._chain_parents(row_positions), row_tokens
         )
 
-    def multi_step(self, count: int, copies: CopiedDrafts | None = None) -> MultiStep:
+    def multi_step(self, count: int, drafts: BurstDrafts | None = None) -> MultiStep:
         """Returns an action that samples and scores up to `count` tokens in one go.
 
         Args:
             count: Maximum number of tokens.
-            copies: Drafts that the backend may copy meanwhile, in a single request.
+            drafts: Drafts that the backend may find meanwhile, in a single request.
         """
         return MultiStep(
             self,
             count,
-            lambda tokens, extra: self.score(tokens, extra_tokens=extra, copies=copies),
-            has_copies=copies is not None,
+            lambda tokens, extra: self.score(tokens, extra_tokens=extra, drafts=drafts),
+            has_drafts=drafts is not None,
         )
 
     @property
-    def copies_drafts(self) -> bool:
-        """Whether the target's backend copies drafts in multi-step passes (see `multi_step`)."""
+    def drafts_in_bursts(self) -> bool:
+        """Whether the target's backend drafts in multi-step passes (see `multi_step`)."""
         executor = getattr(self.kv_cache().pool.model, "executor", None)
-        return getattr(executor, "copies_drafts", False)
+        return getattr(executor, "drafts_in_bursts", False)
 
     def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, runner: str = TARGET) -> int:
         """Keep the nodes of `path` of a verified tree, drop the others, and emit `tokens`.
@@ -384,6 +386,10 @@ class Sequence(SequenceData):
         states.truncate(self.kv_cache().length)
         tokens = states.skip(kv_cache, tokens)
         return tokens, states.for_chain(kv_cache.length, len(tokens))
+
+    def _cache_of(self, drafter: BurstDrafter) -> SequenceCache:
+        states = self.draft_states.items()
+        return self.kv_cache(next(name for name, one in states if one.chains is drafter.chains))
 
     def _context(self, runner: str) -> int | None:
         """See `DraftStates.context`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anydecode.kernels.interface import STORE_ONLY, CopiedDrafts, Rows, Variant
+from anydecode.kernels.interface import STORE_ONLY, BurstDrafter, BurstDrafts, Rows, Variant
 from anydecode.kernels.routes import Guide, Route
 from anydecode.memory.pool import PoolFull
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
@@ -215,7 +215,8 @@ class MultiStepSpan(ChainSpan):
         end_tokens: Tokens after which the backend stops.
         min_probability: Of a draft, None of others: the backend also stops when the product of the
             tokens' probabilities is below it, and continues after any number of rows.
-        copies: Drafts that the backend may copy in its steps.
+        drafts: Drafts that the backend may find in its steps.
+        draft_cache: The cache of `drafts.drafter`, with the positions before its `first`.
 
     Attributes:
         multi_step_tokens: Set after the pass: all sampled tokens. The last one is not scored.
@@ -225,7 +226,8 @@ class MultiStepSpan(ChainSpan):
     extra_tokens: int = 0
     end_tokens: frozenset[int] = frozenset()
     min_probability: float | None = None
-    copies: CopiedDrafts | None = None
+    drafts: BurstDrafts | None = None
+    draft_cache: SequenceCache | None = None
     multi_step_tokens: list[int] = field(default_factory=list, init=False)
     probabilities: list[float] = field(default_factory=list, init=False)
 
@@ -236,6 +238,27 @@ class MultiStepSpan(ChainSpan):
         except PoolFull:
             self.kv_cache.append(count)
             self.reserved = 0
+        if self.drafts is not None and self.drafts.drafter is not None:
+            self._reserve_drafter(self.drafts, self.drafts.drafter)
+
+    def _reserve_drafter(self, drafts: BurstDrafts, drafter: BurstDrafter) -> None:
+        """Reserve slots for what the drafter reads, or leave it out."""
+        assert self.draft_cache is not None
+        try:
+            if not self.reserved:
+                raise PoolFull
+            self.draft_cache.append(len(drafter.tokens) + 1 + self.reserved)
+            drafter.table = self.draft_cache.table
+        except PoolFull:
+            drafts.drafter = None
+
+    def _keep_read(self, drafter: BurstDrafter) -> None:
+        """Keep the positions that the drafter has read."""
+        kv_cache, first = self.draft_cache, drafter.first
+        assert kv_cache is not None
+        if kv_cache.length == first + len(drafter.tokens) + 1 + self.reserved:  # else truncated
+            kv_cache.truncate(first + drafter.num_read)
+            kv_cache.tokens += [*drafter.tokens, *self.multi_step_tokens][: drafter.num_read]
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         kv_cache, end = self.kv_cache, self._append_start + count
@@ -243,6 +266,8 @@ class MultiStepSpan(ChainSpan):
         if kv_cache.length == end + self.reserved:  # else it was truncated during the pass
             kv_cache.tokens += self.multi_step_tokens[:-1]
             kv_cache.truncate(end + max(0, len(self.multi_step_tokens) - 1))
+        if self.drafts is not None and self.drafts.drafter is not None:
+            self._keep_read(self.drafts.drafter)
         self.reserved = 0
 
 

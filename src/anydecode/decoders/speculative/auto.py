@@ -13,14 +13,17 @@ second than the others are expected to.
 
 The cost includes the rows of every running sequence, so drafts must pay for slowing the others
 down. Where the backend can, a sequence that runs alone has its copies drafted and verified within
-multi-step bursts (`kernels/interface.py: CopiedDrafts`), which cost nothing but their rows. Else
-drafts alternate with bursts as of the method `multi-step`. Where no draft can pay, none is searched
+multi-step bursts (`kernels/interface.py: BurstDrafts`), which cost nothing but their rows; so do
+those of a drafter that reads the target's states, which cost its passes besides. Else drafts
+alternate with bursts as of the method `multi-step`. Where no draft can pay, none is searched
 for. Tokens forced by a constraint are drafted first, since they are always accepted."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +57,7 @@ from anydecode.decoders.speculative.draft_sources import (
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.interface import MAX_COPIED, CopiedDrafts
+from anydecode.kernels.interface import MAX_BURST_DRAFTS, BurstDrafter, BurstDrafts
 from anydecode.scoring.cost import CostModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -75,10 +78,8 @@ MAX_MULTI_STEP = {True: 4, False: 8}
 COST_TOKENS, COST_CONTEXT = 16, 64
 #: Weight of a round in the average of what rounds take beside their passes.
 ROUND_RATE = 0.05
-#: Maximum number of tokens that a draft model drafts in a round, and the number of tokens after
-#: which it drafts again where it has not paid.
+#: Maximum number of tokens that a draft model drafts in a round.
 MAX_MODEL_DRAFTS = 8
-MODEL_INTERVAL = 64
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
 #: Maximum number of tokens of a burst in which the backend drafts.
@@ -116,11 +117,11 @@ class _Session:
         self.optional: list[float] = []  # the probabilities of the last draft's nodes
         self._awaits_states = False  # the next pass computes the states that the draft model reads
         self._allows_multi_step = sequence.end_tokens is not None
-        self._copies_drafts = (
-            sequence.copies_drafts
+        self._drafts_in_bursts = (
+            sequence.drafts_in_bursts
             and self.width == 1
             and sequence.sampler.is_temperature_only
-            and self.model is None
+            and (self.model is None or self.model.drafts_in_bursts)
         )
         self._passes = [0.0]  # seconds of passes with 0, 1, ... drafts
         self._costs = self._passes  # the same, with what plain decoding and rounds take beside them
@@ -197,7 +198,7 @@ class _Session:
         model = self.model
         if model is None:
             return False
-        if model.num_undrafted >= MODEL_INTERVAL:
+        if model.is_due:
             return True
         return model_rate(model.expected(self._passes[0]), costs) > rate
 
@@ -229,54 +230,98 @@ class _Session:
         one, and passes are too short to learn from their logits."""
         return self._allows_multi_step and self._seconds_per_sequence < MIN_PASS_SECONDS
 
-    def can_copy(self) -> bool:
+    def can_draft_in_bursts(self) -> bool:
         """Whether the backend can draft by itself in multi-step bursts: the sequence runs alone,
-        and nothing but copies is drafted."""
+        and nothing is drafted but copies and chains of a drafter that can run in them."""
         sequence = self.sequence
         return (
-            self._copies_drafts
+            self._drafts_in_bursts
             and bool(sequence.tokens)
             and not self.cost_model.num_others()
             and sequence.length - sequence.kv_cache().length == 1
             and self._can_multi_step()
         )
 
-    def copy_in_burst(self) -> Decoding:
-        """Generate tokens in a multi-step burst, with drafts that the backend copies."""
+    def burst(self) -> Decoding:
+        """Generate tokens in a multi-step burst, with drafts that the backend finds."""
         sequence, decoder = self.sequence, self._decoder
         first = self._pass_costs(0)[0]
         self._catch_up()
         room = min(MAX_BURST_TOKENS, sequence.remaining)
         texts = [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
-        passes = self._passes[: min(sequence.remaining, MAX_COPIED + 1)]
+        passes = self._passes[: min(sequence.remaining, MAX_BURST_DRAFTS + 1)]
         steps = [first + seconds - passes[0] for seconds in passes]
-        copies = CopiedDrafts(
-            [text for text in texts if text.length], np.array(steps), MIN_GAIN, MIN_PROBABILITY
+        drafter = yield from self._burst_drafter(steps)
+        drafts = BurstDrafts(
+            [text for text in texts if text.length],
+            np.array(steps),
+            MIN_GAIN,
+            MIN_PROBABILITY,
+            drafter,
         )
         start_time = perf_counter()
-        request = sequence.multi_step(room, copies)
+        request = sequence.multi_step(room, drafts)
         tokens = yield request
         seconds = perf_counter() - start_time
-        if copies.rows and not self.cost_model.num_others():
-            extra = sum(steps[rows - 1] - steps[0] for rows in copies.rows)
-            decoder.record_step((seconds - extra) / len(copies.rows), passes[0])
+        accepted = _accepted(drafts.drafts, tokens)
+        drafter = drafts.drafter
+        if drafter is not None:
+            seconds -= sum(drafter.draft_seconds)
+        if drafts.rows and not self.cost_model.num_others():
+            extra = sum(steps[rows - 1] - steps[0] for rows in drafts.rows)
+            decoder.record_step((seconds - extra) / len(drafts.rows), passes[0])
+        if self.model is not None and drafter is not None:
+            self.model.observe_burst(drafter, drafts, accepted)
+        elif self.model is not None:
+            self.model.num_undrafted += len(tokens)
         if sequence.trace is not None:
-            self._trace_burst(tokens, copies)
+            self._trace_burst(tokens, drafts, accepted)
+            if not drafts.rows:  # the backend has not drafted
+                self._trace_undrafted(tokens, seconds)
         sequence.emit(tokens, request.sampler)
 
-    def _trace_burst(self, tokens: Seq[int], copies: CopiedDrafts) -> None:
+    def _burst_drafter(self, costs: Seq[float]) -> Generator[Any, Any, BurstDrafter | None]:
+        """The drafter of the next burst, if its drafts may pay. It has read the text but for its
+        last part."""
+        model, sequence = self.model, self.sequence
+        if model is None:
+            return None
+        rate = model_rate(model.expected(self._passes[0]), costs)
+        pays = len(costs) > 1 and (model.is_due or rate > MIN_GAIN / costs[0])
+        model.pause(not pays)
+        if not pays:
+            return None
+        drafter = model.in_burst(rate, self._passes[0], MAX_MODEL_DRAFTS)
+        if len(drafter.tokens) > MAX_BURST_TOKENS:
+            yield sequence.score(drafter.tokens[:-1], runner=DRAFT)
+            drafter = model.in_burst(rate, self._passes[0], MAX_MODEL_DRAFTS)
+        return drafter
+
+    def _trace_burst(self, tokens: Seq[int], drafts: BurstDrafts, accepted: Seq[int]) -> None:
         """Record each step of a burst."""
-        tokens, position = list(tokens), self.sequence.length
-        for draft, seconds in zip(copies.drafts, copies.seconds, strict=True):
-            count = 0
-            while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
-                count += 1
-            tree = TokenTree(
-                draft, list(range(-1, len(draft) - 1)), sources=["copy"] * len(draft) or None
-            )
-            facts = {"position": position, "draft_seconds": 0.0, "verify_seconds": seconds}
+        position = self.sequence.length
+        for index, (draft, count) in enumerate(zip(drafts.drafts, accepted, strict=True)):
+            is_copy = drafts.sources[index] < len(drafts.texts)
+            parents, name = list(range(-1, len(draft) - 1)), "copy" if is_copy else "model"
+            tree = TokenTree(draft, parents, sources=[name] * len(draft) or None)
+            drafting = 0.0 if drafts.drafter is None else drafts.drafter.draft_seconds[index]
+            facts = {
+                "position": position,
+                "draft_seconds": drafting,
+                "verify_seconds": drafts.seconds[index],
+            }
             self.sequence.record(tree, list(range(count)), tokens[: count + 1], **facts)
             position, tokens = position + count + 1, tokens[count + 1 :]
+
+    def _trace_undrafted(self, tokens: Seq[int], seconds_per_token: float) -> None:
+        """Record steps without drafts."""
+        for position, token in enumerate(tokens, self.sequence.length):
+            facts = {
+                "position": position,
+                "draft_seconds": 0.0,
+                "verify_seconds": seconds_per_token,
+            }
+            self.sequence.record(_EMPTY_TREE, [], [token], **facts)
 
     def multi_step(self, count: int) -> Decoding:
         """Generate `count` tokens without drafts: in one burst if the sequence runs alone and the
@@ -291,13 +336,7 @@ class _Session:
             if is_alone and len(tokens) > 1:
                 decoder.record_step(seconds_per_token, self._passes[0])
             if sequence.trace is not None:
-                for position, token in enumerate(tokens, sequence.length):
-                    facts = {
-                        "position": position,
-                        "draft_seconds": 0.0,
-                        "verify_seconds": seconds_per_token,
-                    }
-                    sequence.record(_EMPTY_TREE, [], [token], **facts)
+                self._trace_undrafted(tokens, seconds_per_token)
             sequence.emit(tokens, request.sampler)
         self._num_undrafted = len(sequence.tokens) - start
         if self.model is not None:
@@ -386,6 +425,19 @@ class _Session:
             decoder.round_seconds += rate * (excess - decoder.round_seconds)
 
 
+def _accepted(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[int]:
+    """How many tokens of the draft of each pass are among `tokens`: those of all passes, with one
+    more token each."""
+    counts: list[int] = []
+    for draft in drafts:
+        count = 0
+        while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
+            count += 1
+        counts.append(count)
+        tokens = tokens[count + 1 :]
+    return counts
+
+
 @register(
     Card(
         "auto",
@@ -405,8 +457,8 @@ class _Session:
             "a draft must gain 2 %; costs are measured while the engine runs, not profiled"
             " beforehand",
             "the kernels choose the drafts of a sequence that runs alone within multi-step bursts,"
-            " if they are copies and the sampler has no more than a temperature: chains of the most"
-            " probable source",
+            " if they are copies or those of a drafter that reads the target's states, and the"
+            " sampler has no more than a temperature: chains of the most probable source",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted whenever drafts can pay",
@@ -483,8 +535,8 @@ class Auto(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         session = _Session(sequence, self)
         while not sequence.finished:
-            if session.can_copy():
-                yield from session.copy_in_burst()
+            if session.can_draft_in_bursts():
+                yield from session.burst()
                 continue
             start, root = perf_counter(), sequence.length - 1
             tree = yield from session.draft()

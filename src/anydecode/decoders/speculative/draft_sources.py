@@ -4,6 +4,7 @@ probable tokens of earlier passes, and a draft model."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from math import sqrt
 from time import perf_counter
@@ -16,7 +17,7 @@ from anydecode.decoders.framework.speculation import SpeculationRound
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.match_cursor import MatchCursor
 from anydecode.decoders.speculative.successors import Successors
-from anydecode.kernels.interface import CopyText
+from anydecode.kernels.interface import NUM_BINS, BurstDrafter, BurstDrafts, CopyText
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
@@ -38,8 +39,11 @@ SUCCESSOR_PRIORS = {
 PRIOR_WEIGHT = 8.0
 #: Number of recent observations that a rate is averaged over.
 RATE_MEMORY = 60.0
-#: Classes of a draft model's probabilities, of equal width.
-NUM_BINS = 10
+#: Depths of a draft model's chain whose tokens have acceptance rates of their own; greater ones
+#: have those of the last one.
+NUM_DEPTHS = 4
+#: Number of tokens after which a draft model drafts again where it has not paid.
+MODEL_INTERVAL = 64
 #: Weight of a round in the averages over all sequences, and over those of one sequence.
 SHARED_RATE, OWN_RATE = 0.01, 0.08
 #: Number of standard errors subtracted from a rate to get its lower bound.
@@ -171,12 +175,31 @@ class DraftRecord:
 
 class LearnedDrafts:
     """What `auto` knows of a draft model, for all sequences: how often its drafts are accepted, by
-    the probability that it gives them, and what they bring."""
+    depth and by the probability that it gives them, and what they bring."""
 
     def __init__(self) -> None:
         middles = [(kind + 0.5) / NUM_BINS for kind in range(NUM_BINS)]
-        self.rates = AcceptanceRates(middles)
+        self.rates = AcceptanceRates(NUM_DEPTHS * middles)
         self.record: DraftRecord | None = None  # None before the first round
+
+    @staticmethod
+    def kind(depth: int, probability: float) -> int:
+        """The class, in `rates`, of a token at `depth` with this probability."""
+        bin = min(int(probability * NUM_BINS), NUM_BINS - 1)
+        return min(depth, NUM_DEPTHS - 1) * NUM_BINS + bin
+
+    def chances(self) -> np.ndarray:
+        """The acceptance rates, float64 `[NUM_DEPTHS, NUM_BINS]`."""
+        return np.array([self.rates[kind] for kind in range(NUM_DEPTHS * NUM_BINS)]).reshape(
+            NUM_DEPTHS, NUM_BINS
+        )
+
+    def mean_chances(self) -> np.ndarray:
+        """The fractions of the drafts at each depth that are accepted, of those whose predecessors
+        were, float64 `[NUM_DEPTHS]`."""
+        counts = np.array([self.rates.hits, self.rates.tries]).reshape(2, NUM_DEPTHS, NUM_BINS)
+        hits, tries = counts.sum(-1)
+        return hits / tries
 
     def mean_rate(self) -> float:
         """The fraction of the drafts that is accepted, of those whose predecessors were."""
@@ -202,6 +225,11 @@ class ModelSource:
         self._drafted: list[int] = []
         self._kinds: list[int] = []
         self._seconds = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has not drafted for so long that it is to try again."""
+        return self.num_undrafted >= MODEL_INTERVAL
 
     def pause(self, is_paused: bool) -> None:
         """Let the target's passes leave out the states that the draft model reads, or not."""
@@ -234,9 +262,56 @@ class ModelSource:
             self.sequence, [], size, probabilities=probabilities, min_probability=min_probability
         )
         self._seconds = perf_counter() - start
-        self._kinds = [min(int(value * NUM_BINS), NUM_BINS - 1) for value in probabilities]
+        self._kinds = [self.learned.kind(*given) for given in enumerate(probabilities)]
         rates = [self.learned.rates[kind] for kind in self._kinds]
         return list(zip(self._drafted, rates, strict=True))
+
+    @property
+    def drafts_in_bursts(self) -> bool:
+        """Whether the draft model drafts within multi-step bursts."""
+        states = self.sequence.draft_states.get(DRAFT)
+        return states is not None and states.chains is not None
+
+    def in_burst(self, rate: float, pass_seconds: float, size: int) -> BurstDrafter:
+        """The draft model as it drafts in the next burst.
+
+        Args:
+            rate: The expected tokens per second of a step with its draft.
+            pass_seconds: As for `expected`.
+            size: Maximum number of tokens of a draft.
+        """
+        sequence = self.sequence
+        sequence.align(DRAFT)
+        kv_cache, states = sequence.kv_cache(DRAFT), sequence.draft_states[DRAFT]
+        tokens, known = states.unread(kv_cache, sequence.unscored(DRAFT))
+        return BurstDrafter(
+            states.chains,
+            states.layers,
+            kv_cache.pool.cache,
+            kv_cache.table,
+            kv_cache.length,
+            tokens,
+            known,
+            self.learned.chances(),
+            self.learned.mean_chances(),
+            rate,
+            self.expected(pass_seconds).seconds_per_draft,
+            size,
+            self.is_due,
+        )
+
+    def observe_burst(self, drafter: BurstDrafter, drafts: BurstDrafts, accepted: Seq[int]) -> None:
+        """Record the passes of a burst, of which each has accepted so many drafts."""
+        for index, (draft, count) in enumerate(zip(drafts.drafts, accepted, strict=True)):
+            is_own = drafts.sources[index] == len(drafts.texts)
+            if not is_own:
+                self.num_undrafted += count + 1
+                continue
+            self.num_undrafted = 0
+            for depth, probability in enumerate(drafts.probabilities[index][: count + 1]):
+                self.learned.rates.record(self.learned.kind(depth, probability), depth < count)
+            seconds, num_drafted = drafter.draft_seconds[index], drafter.num_drafted[index]
+            self._record((len(draft), count, seconds, num_drafted), drafts.costs[0])
 
     def observe(self, round: SpeculationRound) -> None:
         """Record the verification of the last draft, if there was one since the last call."""
@@ -254,8 +329,12 @@ class ModelSource:
                 break
             node = child
         values = (len(tree), round.num_accepted, self._seconds, len(self._drafted))
-        if self.learned.record is None:
-            self.learned.record = replace(self.expected(round.verify_seconds))
-        self.learned.record.record(SHARED_RATE, *values)
-        self.expected(round.verify_seconds).record(OWN_RATE, *values)
+        self._record(values, round.verify_seconds)
         self._drafted, self.num_undrafted = [], 0
+
+    def _record(self, values: tuple[int, int, float, int], pass_seconds: float) -> None:
+        """Record what a draft has brought, as `DraftRecord.record` takes it."""
+        if self.learned.record is None:
+            self.learned.record = replace(self.expected(pass_seconds))
+        self.learned.record.record(SHARED_RATE, *values)
+        self.expected(pass_seconds).record(OWN_RATE, *values)

@@ -1,12 +1,9 @@
 /* The exported functions: selection of a variant, and passes, products and sampling with it. */
 #include "check.h"
-#include "copying.h"
-#include "plan.h"
-#include "threads.h"
+#include "drafting.h"
+#include "passes.h"
 
-#include <math.h>
 #include <string.h>
-#include <time.h>
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -21,7 +18,6 @@ typedef struct {
   int (*is_supported)(void);
 } Candidate;
 
-extern const Kernels kernels_scalar;
 static int always(void) { return 1; }
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -96,8 +92,6 @@ static const Candidate candidates[] = {
     {&kernels_scalar, always},
 };
 
-static const Kernels *chosen = &kernels_scalar;
-
 /* Select the variant `name`, or the fastest one that this machine supports where it is NULL.
  * Returns the variant's name, or NULL where there is no such variant. `failed` receives the name of
  * a variant whose results differ from plain C's, or NULL. */
@@ -166,92 +160,6 @@ EXPORT void anydecode_unpack_row(const Matrix *w, int row, float *out) {
   chosen->unpack_row(w, row, out);
 }
 
-static int check_table(const Pass *pass, int r) {
-  int32_t table = pass->table[r], prefix = pass->prefix[r];
-  if (table < 0 || table >= pass->num_tables || prefix < 0) return ERROR_TABLE;
-  if (prefix > pass->table_length[table]) return ERROR_TABLE;
-  int64_t start = pass->tail_start[r], end = start + pass->tail_length[r];
-  if (pass->tail_length[r] < 0 || start < 0 || end > pass->num_tails) return ERROR_TABLE;
-  for (int64_t i = start; i < end; i++)
-    if (pass->tails[i] >= pass->num_slots) return ERROR_SLOT;
-  return OK;
-}
-
-/* Check each table once per layer, up to the longest prefix that any row reads of it. */
-static int check_tables(const Pass *pass) {
-  for (int t = 0; t < pass->num_tables; t++) {
-    int32_t longest = 0;
-    for (int r = 0; r < pass->num_rows; r++)
-      if (pass->table[r] == t && pass->prefix[r] > longest) longest = pass->prefix[r];
-    int layers = pass->table_stride[t] ? pass->num_layers : 1;
-    for (int l = 0; l < layers; l++) {
-      const int32_t *slots = pass->tables[t] + l * pass->table_stride[t];
-      int32_t max_slot = -1;
-      for (int32_t i = 0; i < longest; i++) max_slot = slots[i] > max_slot ? slots[i] : max_slot;
-      if (max_slot >= pass->num_slots) return ERROR_SLOT;
-    }
-  }
-  return OK;
-}
-
-static int check_pass(const Pass *pass) {
-  int layers = pass->first < pass->last;
-  for (int r = 0; r < pass->num_rows; r++) {
-    int problem = layers ? check_table(pass, r) : OK;
-    if (problem) return problem;
-    if (layers && pass->slots[r] >= pass->num_slots) return ERROR_SLOT;
-    if (pass->embed && pass->tokens[r] >= pass->ops->matrix->out_features) return ERROR_TOKEN;
-    if (pass->embed && pass->tokens[r] < 0 && !pass->inputs) return ERROR_TOKEN;
-    if (pass->adapters && pass->adapters[r] >= pass->num_adapters) return ERROR_ADAPTER;
-  }
-  return layers ? check_tables(pass) : OK;
-}
-
-static void run_part(void *argument, int stage, int part, int thread) {
-  chosen->run(argument, stage, part, thread);
-}
-
-static void prefetch_part(void *argument, int stage, int thread) {
-  chosen->prefetch(argument, stage, thread);
-}
-
-/* Reduce the best tokens of the last stage's parts to one token per sample. Parts are in the order
- * of token ids, so the lowest id wins a tie. NaN loses to everything. */
-static void reduce_samples(const Plan *plan) {
-  const Pass *pass = plan->pass;
-  int parts = plan->parts[plan->num_stages - 1];
-  for (int i = 0; i < pass->num_samples; i++) {
-    const BestToken *candidates = plan->best_tokens + i * parts, *best = candidates;
-    for (int j = 1; j < parts; j++)
-      if (candidates[j].score > best->score || best->score != best->score) best = candidates + j;
-    pass->samples[i].token = (int32_t)best->token;
-  }
-}
-
-static int run_once(const Pass *pass, int threads) {
-  int problem = check_pass(pass);
-  Plan plan;
-  if (problem) return problem;
-  if (!make_plan(pass, threads, &plan)) return ERROR_MEMORY;
-  Job job = {run_part, prefetch_part, &plan, plan.parts, plan.num_stages};
-  pool_run(&job, threads);
-  if (plan.best_tokens) reduce_samples(&plan);
-  return OK;
-}
-
-static int is_end_token(const Pass *pass, int32_t token) {
-  for (int i = 0; i < pass->num_end_tokens; i++)
-    if (pass->end_tokens[i] == token) return 1;
-  return 0;
-}
-
-/* The probability of the token that was sampled from the logits of `row`. */
-static double probability_of(const Pass *pass, int32_t row, int32_t token) {
-  const float *logits = pass->logits + (int64_t)row * pass->head_size;
-  float logit = pass->head_tokens ? pass->spread[token] : logits[token];
-  return exp((double)logit - chosen->logsumexp(logits, pass->head_size));
-}
-
 /* Go on after `pass`: run a pass over the sampled token at the next position, sample again, and so
  * on, up to num_steps tokens. */
 static int multi_step(const Pass *pass, int threads) {
@@ -311,83 +219,10 @@ static int multi_step(const Pass *pass, int threads) {
   }
 }
 
-static double now(void) {
-  struct timespec time;
-  timespec_get(&time, TIME_UTC);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
-/* Run passes over the last token and copied drafts, and keep the drafts that equal the samples, up
- * to num_steps tokens or max_passes passes. The logits of the last token kept are the first row. */
-static int copying_steps(const Pass *pass, int threads) {
-  enum { ROWS = MAX_COPIED + 1 };
-  static const int32_t zeros[ROWS];
-  Copying *copying = pass->copying;
-  int32_t tokens[ROWS], positions[ROWS], slots[ROWS], tables[ROWS], prefixes[ROWS];
-  int32_t adapters[ROWS], logit_rows[ROWS], table = *pass->table, base = *pass->positions;
-  int32_t *drafts = copying->drafts;
-  SampleSpec specs[ROWS];
-  Pass next = *pass;
-  next.num_captures = 0;
-  next.tokens = tokens;
-  next.positions = positions;
-  next.slots = slots;
-  next.table = tables;
-  next.prefix = prefixes;
-  next.tail_start = next.tail_length = zeros;
-  next.logit_rows = logit_rows;
-  next.samples = specs;
-  if (pass->adapters) next.adapters = adapters;
-  tokens[0] = *pass->tokens;
-  for (int step = 0;;) {
-    int64_t room = pass->table_length[table] - base - 1;
-    int max = pass->num_steps - step - 1;
-    if (max > copying->max_drafts) max = copying->max_drafts;
-    if (room < 0) return ERROR_TABLE;
-    if (max > room) max = (int)room;
-    int count = choose_draft(copying, max, tokens + 1), rows = count + 1, kept = 0;
-    for (int i = 0; i < rows; i++) {
-      positions[i] = base + i;
-      prefixes[i] = base + i + 1;
-      slots[i] = pass->tables[table][base + i];
-      tables[i] = table;
-      adapters[i] = pass->adapters ? *pass->adapters : -1;
-      logit_rows[i] = i;
-      specs[i] = *pass->samples;
-      specs[i].counter[0] += (uint32_t)(step + i);
-      specs[i].row = i;
-    }
-    next.num_rows = next.num_logits = next.num_samples = rows;
-    double start = now();
-    int problem = run_once(&next, threads);
-    if (problem) return problem;
-    for (int i = 0; i < count; i++) *drafts++ = tokens[1 + i];
-    copying->rows[copying->num_passes] = rows;
-    copying->seconds[copying->num_passes++] = now() - start;
-    for (;; kept++) {
-      int32_t token = specs[kept].token;
-      pass->multi_step_tokens[step++] = token;
-      read_token(copying, token);
-      int ends = is_end_token(pass, token) || step == pass->num_steps;
-      int is_last = kept == count || token != tokens[kept + 1];
-      if (ends || (is_last && copying->num_passes == copying->max_passes)) {
-        if (step < pass->num_steps) pass->multi_step_tokens[step] = -1;
-        if (kept)
-          memcpy(pass->logits, pass->logits + (int64_t)kept * pass->head_size,
-                 sizeof(float) * pass->head_size);
-        return OK;
-      }
-      if (is_last) break;
-    }
-    base += kept + 1;
-    tokens[0] = specs[kept].token;
-  }
-}
-
 /* Run one pass over a slice of a program, or num_steps passes in sequence (see
  * Pass.multi_step_tokens). Returns OK, or the first problem (enum Error). */
 EXPORT int anydecode_run(const Pass *pass, int threads) {
-  if (pass->num_steps > 1 && pass->copying) return copying_steps(pass, threads);
+  if (pass->num_steps > 1 && pass->drafting) return drafting_steps(pass, threads);
   int problem = run_once(pass, threads);
   return problem || pass->num_steps < 2 ? problem : multi_step(pass, threads);
 }

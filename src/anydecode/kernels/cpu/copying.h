@@ -1,6 +1,6 @@
-/* Drafts that are copied from texts, between the steps of a multi-step pass. They follow the rule of
- * decoders/speculative/match_cursor.py: a match is followed as long as it is right; else the last
- * occurrence of the longest of the last 4, 2 or 1 tokens is taken. */
+/* Drafts that are copied from texts. They follow the rule of decoders/speculative/match_cursor.py: a
+ * match is followed as long as it is right; else the last occurrence of the longest of the last 4, 2
+ * or 1 tokens is taken. */
 #ifndef ANYDECODE_COPYING_H
 #define ANYDECODE_COPYING_H
 
@@ -9,6 +9,14 @@
 enum { LONG_MATCH = 4, MAX_EXTENDED = 20, SEARCH_BLOCK = 64 };
 /* A search reads so many of the last tokens of a text, which takes some 10 microseconds. */
 enum { MAX_SEARCHED = 1 << 15 };
+
+/* A draft of one step, and the probability of each token to be right if those before it are. */
+typedef struct {
+  int32_t tokens[MAX_DRAFTS];
+  float probabilities[MAX_DRAFTS]; /* as a drafter gives them */
+  double chances[MAX_DRAFTS];
+  int count, source;
+} Draft;
 
 static int has_token(const int32_t *tokens, int count, int32_t token) {
   int found = 0;
@@ -51,10 +59,10 @@ static void find_match(CopyText *text, const CopyText *of) {
 }
 
 /* Append a generated token to the first text, and move the matches of all texts on. */
-static void read_token(Copying *copying, int32_t token) {
-  CopyText *own = copying->texts;
-  for (int i = 0; i < copying->num_texts; i++) {
-    CopyText *text = copying->texts + i;
+static void read_token(Drafting *drafting, int32_t token) {
+  CopyText *own = drafting->texts;
+  for (int i = 0; i < drafting->num_texts; i++) {
+    CopyText *text = drafting->texts + i;
     if (text->match && text->position < text->length && text->tokens[text->position] == token) {
       text->position++;
       text->match++;
@@ -63,8 +71,8 @@ static void read_token(Copying *copying, int32_t token) {
     }
   }
   own->tokens[own->length++] = token;
-  for (int i = 0; i < copying->num_texts; i++)
-    if (copying->texts[i].match < LONG_MATCH) find_match(copying->texts + i, own);
+  for (int i = 0; i < drafting->num_texts; i++)
+    if (drafting->texts[i].match < LONG_MATCH) find_match(drafting->texts + i, own);
 }
 
 INLINE double chance_of(const CopyText *text, int depth) {
@@ -72,28 +80,23 @@ INLINE double chance_of(const CopyText *text, int depth) {
   return text->match ? text->chances[length < MAX_MATCH ? length : MAX_MATCH] : 0.0;
 }
 
-/* Copy the draft, of up to `max` tokens, that gives the most tokens per second. Returns its
- * length. */
-static int choose_draft(const Copying *copying, int max, int32_t *draft) {
-  const CopyText *text = copying->texts;
-  for (int i = 1; i < copying->num_texts; i++)
-    if (chance_of(copying->texts + i, 0) > chance_of(text, 0)) text = copying->texts + i;
+/* Copy a draft of up to `max` tokens, from the text with the most probable next token. */
+static void copy_draft(const Drafting *drafting, int max, Draft *draft) {
+  const CopyText *text = drafting->texts;
+  for (int i = 1; i < drafting->num_texts; i++)
+    if (chance_of(drafting->texts + i, 0) > chance_of(text, 0)) text = drafting->texts + i;
   int64_t period = text->length - text->position;
-  double expected = 1.0, probability = 1.0, best = copying->min_gain / copying->costs[0];
-  int count = 0;
-  if (!text->match || period < 1) return 0;
+  draft->source = (int)(text - drafting->texts);
+  draft->count = 0;
+  if (!text->match || period < 1) return;
   for (int n = 0; n < max; n++) {
     int32_t token = text->tokens[text->position + n % period];
-    probability *= chance_of(text, n);
-    if (token < 0 || probability < copying->min_probability) break;
-    draft[n] = token;
-    expected += probability;
-    if (expected > best * copying->costs[n + 1]) {
-      best = expected / copying->costs[n + 1];
-      count = n + 1;
-    }
+    if (token < 0) return;
+    draft->tokens[n] = token;
+    draft->probabilities[n] = 0.0f;
+    draft->chances[n] = chance_of(text, n);
+    draft->count = n + 1;
   }
-  return count;
 }
 
 #endif

@@ -67,7 +67,7 @@ static void run_capture(const Step *s) {
     if (capture->layer != s->op->layer) continue;
     for (int i = 0; i < capture->count; i++)
       if (capture->rows[i] >= s->first && capture->rows[i] < s->last)
-        memcpy(capture->out + (int64_t)i * width,
+        memcpy(capture->out + i * capture->stride,
                s->pass->stream + (int64_t)capture->rows[i] * width, (size_t)width * 4);
   }
 }

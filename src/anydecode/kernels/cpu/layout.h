@@ -100,11 +100,12 @@ typedef struct {
   const float *slopes; /* of linear biases: [heads]; NULL: none */
 } Op;
 
-/* Rows whose hidden states after `layer` layers are copied to `out` [count, hidden_size]. */
+/* Rows whose hidden states after `layer` layers are copied to `out`, `stride` floats apart. */
 typedef struct {
   int32_t layer, count;
   const int32_t *rows;
   float *out;
+  int64_t stride;
 } Capture;
 
 /* A token to sample from row `row` of the logits: the argmax of logit * inverse_temperature + the
@@ -122,7 +123,7 @@ typedef struct {
   int64_t token;
 } BestToken;
 
-enum { MAX_COPIED = 32, MAX_MATCH = 64 };
+enum { MAX_DRAFTS = 32, MAX_MATCH = 64, NUM_BINS = 10 };
 
 /* A text that drafts are copied from. What generation continues has just matched the `match` tokens
  * before `position` (0: none). */
@@ -134,19 +135,45 @@ typedef struct {
   const double *chances;
 } CopyText;
 
-/* Copied drafts of a multi-step pass; see copying.h. */
+typedef struct Pass Pass;
+
+/* A drafter that reads the target's states, in a multi-step pass; see drafting.h. Row i of its
+ * arrays is position first + i of the text, where `first` is the first one that it has not read. */
+typedef struct {
+  const Pass *pass; /* its program, and rows whose positions, slots and prefixes are set */
+  const Pass *projection; /* a head without layers: from the target's states to its inputs */
+  Capture *captures; /* of the target, side by side in a row of `states` */
+  int32_t *tokens;   /* of the rows */
+  float *states;     /* of the target at the positions before, [rows, projection's hidden_size] */
+  /* The probability that its token is right if those before it are, by depth and by the probability
+   * that it gives the token, [num_depths, NUM_BINS], and the means by depth. */
+  const double *chances, *mean_chances;
+  double rate;    /* tokens per second of a step with its draft */
+  double seconds; /* for one token */
+  int32_t num_captures, num_depths, max_drafts;
+  int32_t is_due;    /* whether it drafts once whatever its rate is */
+  int32_t num_known; /* rows with tokens and states; counts on, as does the following */
+  int32_t num_read;  /* rows that are in its cache */
+  int32_t *num_drafted;  /* result: of each pass */
+  double *draft_seconds; /* result: of each pass */
+} Drafter;
+
+/* Drafts of a multi-step pass; see drafting.h. */
 typedef struct {
   CopyText *texts; /* the first is the one that generation continues; it grows */
   const double *costs; /* seconds of a pass with 0 to max_drafts drafts */
+  Drafter *drafter;    /* NULL: none */
   double min_gain, min_probability;
   int32_t num_texts, max_drafts, max_passes;
   int32_t num_passes; /* result, as are the following */
   int32_t *rows;      /* of each pass */
+  int32_t *sources;   /* of each pass's draft: a text, or num_texts for the drafter */
   double *seconds;    /* of each pass */
   int32_t *drafts;    /* of all passes in order, [max_passes * max_drafts] */
-} Copying;
+  float *probabilities; /* of the same, as the drafter gives them */
+} Drafting;
 
-typedef struct {
+struct Pass {
   const Op *ops;
   int32_t num_prologue, first, last, head, num_ops; /* ops: prologue, layers, head */
   int32_t num_rows, num_logits, num_captures, num_layers, head_size, hidden_size;
@@ -188,8 +215,8 @@ typedef struct {
   int32_t num_runs, scan_lead;
   int32_t vocab_size;
   int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
-  Copying *copying; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
-} Pass;
+  Drafting *drafting; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
+};
 
 /* A block of 32 quantised activations: x = scale * q, scaled_sum = scale * (low + high). */
 typedef struct {

@@ -163,7 +163,7 @@ def _company(temperature: float) -> Iterator[Check]:
 
             def on_pass(plan: Plan, seconds: float) -> None:
                 bursts.append(plan.num_passes)  # noqa: B023
-                copies = plan.output_spec.copies
+                copies = plan.output_spec.drafts
                 copied.extend(copies.rows if copies is not None else ())  # noqa: B023
                 widths.append(len(llm.engine.running))  # noqa: B023
 

@@ -3,8 +3,6 @@ those of the rule that `auto` follows outside bursts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,90 +12,24 @@ import pytest
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm
-from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
-from anydecode.decoders.speculative.draft_choice import best_count
-from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
+from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.engine import costs
 from anydecode.engine.model_runner import Plan
-from anydecode.kernels.copying import BoundCopies
-from anydecode.kernels.interface import MAX_COPIED, MAX_MATCH, CopiedDrafts, CopyText
+from anydecode.kernels.drafting import BoundDrafts
+from anydecode.kernels.interface import MAX_BURST_DRAFTS, MAX_MATCH, BurstDrafts, CopyText
 from anydecode.kernels.library import load_library
 from anydecode.scoring.cost import CostTable
+from bursts import drafts_by_rule, recorded
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="needs the native kernels")
 
 PROMPTS = ["one two three one two three one", "a lazy dog and a lazy", "zqzqzqzq"]
 
 
-class Burst:
-    """A burst's drafts and tokens, and the texts as they were before it."""
-
-    def __init__(self, copies: CopiedDrafts, num_steps: int) -> None:
-        self.copies, self.num_steps = copies, num_steps
-        self.texts = [
-            text._replace(tokens=text.tokens[: text.length].copy()) for text in copies.texts
-        ]
-        self.tokens: list[int] = []
-
-
-@contextmanager
-def recorded(llm: LLM) -> Iterator[list[Burst]]:
-    """The bursts with drafts, in order."""
-    bursts: list[Burst] = []
-    run = llm.model.run
-
-    def running(rows: Any, cache: Any, spec: Any) -> Any:
-        if spec.copies is not None:
-            bursts.append(Burst(spec.copies, spec.num_steps))
-        output = run(rows, cache, spec)
-        if spec.copies is not None:
-            bursts[-1].tokens = list(output.sampled)
-        return output
-
-    llm.model.run = running  # type: ignore[method-assign]
-    yield bursts
-
-
 def native_llm(row_cost: float = 0.01) -> LLM:
     llm = tiny_llm()
     llm.cost_model = FixedCosts(lambda rows, _: 1e-6 * (1 + row_cost * rows))
     return llm
-
-
-def drafts_by_rule(burst: Burst, sizes: tuple[int, ...] = NGRAM_SIZES) -> list[list[int]]:
-    """The drafts of a burst by `MatchCursor` and `best_count`."""
-    copies, cursors = burst.copies, []
-    for text in burst.texts:
-        history = NgramIndex(sizes)
-        history.extend(text.tokens.tolist())
-        cursors.append(MatchCursor(history))
-        cursors[-1].position, cursors[-1].length = text.position, text.match
-    own = cursors[0].history
-    tokens, found = list(burst.tokens), []
-    for rows in copies.rows:
-        num_read = len(burst.tokens) - len(tokens)
-        room = min(len(copies.costs) - 1, burst.num_steps - num_read - 1)
-
-        def chance(index: int, depth: int = 0) -> float:
-            length = cursors[index].length
-            return burst.texts[index].chances[min(length + depth, MAX_MATCH)] if length else 0.0
-
-        best = max(range(len(cursors)), key=chance)
-        chain = cursors[best].chain(room)
-        paths = np.cumprod([chance(best, depth) for depth in range(len(chain))]).tolist()
-        paths = [path for path in paths if path >= copies.min_probability]
-        count = best_count(paths, copies.costs.tolist(), 0, 0.0)
-        found.append(chain[:count])
-        assert rows == 1 + len(found[-1]) or sizes != NGRAM_SIZES
-        kept = 0
-        while kept < min(count, len(tokens) - 1) and tokens[kept] == chain[kept]:
-            kept += 1
-        for token in tokens[: kept + 1]:
-            own.append(token)
-            for cursor in cursors:
-                cursor.step(own.tokens)
-        tokens = tokens[kept + 1 :]
-    return found
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -113,11 +45,11 @@ def test_the_text_is_that_without_drafts_and_the_drafts_follow_the_rule(
         again = llm.generate(PROMPTS[0], decoder="auto", prediction="one two", **options)
         llm.engine.check_integrity()
     assert [answer.tokens for answer in answers] == expected and again.tokens == expected[0]
-    drafts = [draft for burst in bursts for draft in burst.copies.drafts]
+    drafts = [draft for burst in bursts for draft in burst.drafts.drafts]
     assert sum(map(len, drafts)) > 100 and max(map(len, drafts)) > 3
     assert max(len(burst.texts) for burst in bursts) == 3
     assert drafts == [draft for burst in bursts for draft in drafts_by_rule(burst)]
-    wrong = [draft for burst in bursts for draft in drafts_by_rule(burst, (3, 1))]
+    wrong = [draft for burst in bursts for draft in drafts_by_rule(burst, sizes=(3, 1))]
     assert drafts != wrong
     assert sum(answer.stats.passes for answer in answers) < 0.95 * sum(map(len, expected))
     for answer in answers:
@@ -145,7 +77,7 @@ def test_rows_that_cost_more_than_they_bring_are_not_drafted() -> None:
     options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 100}
     with native_llm(row_cost=1000.0) as llm, recorded(llm) as bursts:
         llm.generate(PROMPTS[0], decoder="auto", **options)
-    assert len(bursts) > 1 and not any(any(burst.copies.drafts) for burst in bursts)
+    assert len(bursts) > 1 and not any(any(burst.drafts.drafts) for burst in bursts)
 
 
 def test_the_passes_of_a_burst_correct_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,16 +91,16 @@ def test_the_passes_of_a_burst_correct_the_costs(monkeypatch: pytest.MonkeyPatch
         on_pass = llm.engine.on_pass
         llm.engine.on_pass = lambda plan, seconds: (plans.append(plan), on_pass(plan, seconds))
         llm.generate(PROMPTS[0], decoder="auto", ignore_eos=True, max_tokens=100)
-    copied = [plan.output_spec.copies for plan in plans if plan.output_spec.copies is not None]
+    copied = [plan.output_spec.drafts for plan in plans if plan.output_spec.drafts is not None]
     assert copied and all(len(one.rows) == len(one.seconds) > 0 for one in copied)
     rows = [count for one in copied for count in one.rows]
     assert rows == seen[-len(rows) :]
 
 
-def copies(**changes: Any) -> CopiedDrafts:
+def copies(**changes: Any) -> BurstDrafts:
     tokens = np.array([1, 2, 1, SEPARATOR, 0, 0, 0, 0], np.int32)
     text = CopyText(tokens, 4, 1, 1, np.full(MAX_MATCH + 1, 0.5))
-    given = CopiedDrafts([text._replace(**changes.pop("text", {}))], np.ones(3), 1.0, 0.02)
+    given = BurstDrafts([text._replace(**changes.pop("text", {}))], np.ones(3), 1.0, 0.02)
     return replace(given, **changes)
 
 
@@ -177,7 +109,7 @@ def copies(**changes: Any) -> CopiedDrafts:
     [
         ({"texts": []}, "need a text"),
         ({"max_passes": 0}, "need a text"),
-        ({"costs": np.ones(MAX_COPIED + 2)}, "need a text"),
+        ({"costs": np.ones(MAX_BURST_DRAFTS + 2)}, "need a text"),
         ({"text": {"tokens": np.zeros(8, np.int64)}}, "int32"),
         ({"text": {"chances": np.zeros(3)}}, "every match length"),
         ({"text": {"tokens": np.zeros(16, np.int32)[::2]}}, "contiguous"),
@@ -190,6 +122,6 @@ def copies(**changes: Any) -> CopiedDrafts:
 def test_arrays_that_the_kernels_would_read_outside_are_refused(
     changes: dict[str, Any], message: str
 ) -> None:
-    BoundCopies(copies(), 4)
+    BoundDrafts(copies(), 4)
     with pytest.raises(ValueError, match=message):
-        BoundCopies(copies(**changes), 4)
+        BoundDrafts(copies(**changes), 4)

@@ -1,0 +1,99 @@
+/* One pass with the chosen variant of the kernels: its checks, its plan and its samples. */
+#ifndef ANYDECODE_PASSES_H
+#define ANYDECODE_PASSES_H
+
+#include "plan.h"
+#include "threads.h"
+
+#include <math.h>
+
+extern const Kernels kernels_scalar;
+static const Kernels *chosen = &kernels_scalar;
+
+static int check_table(const Pass *pass, int r) {
+  int32_t table = pass->table[r], prefix = pass->prefix[r];
+  if (table < 0 || table >= pass->num_tables || prefix < 0) return ERROR_TABLE;
+  if (prefix > pass->table_length[table]) return ERROR_TABLE;
+  int64_t start = pass->tail_start[r], end = start + pass->tail_length[r];
+  if (pass->tail_length[r] < 0 || start < 0 || end > pass->num_tails) return ERROR_TABLE;
+  for (int64_t i = start; i < end; i++)
+    if (pass->tails[i] >= pass->num_slots) return ERROR_SLOT;
+  return OK;
+}
+
+/* Check each table once per layer, up to the longest prefix that any row reads of it. */
+static int check_tables(const Pass *pass) {
+  for (int t = 0; t < pass->num_tables; t++) {
+    int32_t longest = 0;
+    for (int r = 0; r < pass->num_rows; r++)
+      if (pass->table[r] == t && pass->prefix[r] > longest) longest = pass->prefix[r];
+    int layers = pass->table_stride[t] ? pass->num_layers : 1;
+    for (int l = 0; l < layers; l++) {
+      const int32_t *slots = pass->tables[t] + l * pass->table_stride[t];
+      int32_t max_slot = -1;
+      for (int32_t i = 0; i < longest; i++) max_slot = slots[i] > max_slot ? slots[i] : max_slot;
+      if (max_slot >= pass->num_slots) return ERROR_SLOT;
+    }
+  }
+  return OK;
+}
+
+static int check_pass(const Pass *pass) {
+  int layers = pass->first < pass->last;
+  for (int r = 0; r < pass->num_rows; r++) {
+    int problem = layers ? check_table(pass, r) : OK;
+    if (problem) return problem;
+    if (layers && pass->slots[r] >= pass->num_slots) return ERROR_SLOT;
+    if (pass->embed && pass->tokens[r] >= pass->ops->matrix->out_features) return ERROR_TOKEN;
+    if (pass->embed && pass->tokens[r] < 0 && !pass->inputs) return ERROR_TOKEN;
+    if (pass->adapters && pass->adapters[r] >= pass->num_adapters) return ERROR_ADAPTER;
+  }
+  return layers ? check_tables(pass) : OK;
+}
+
+static void run_part(void *argument, int stage, int part, int thread) {
+  chosen->run(argument, stage, part, thread);
+}
+
+static void prefetch_part(void *argument, int stage, int thread) {
+  chosen->prefetch(argument, stage, thread);
+}
+
+/* Reduce the best tokens of the last stage's parts to one token per sample. Parts are in the order
+ * of token ids, so the lowest id wins a tie. NaN loses to everything. */
+static void reduce_samples(const Plan *plan) {
+  const Pass *pass = plan->pass;
+  int parts = plan->parts[plan->num_stages - 1];
+  for (int i = 0; i < pass->num_samples; i++) {
+    const BestToken *candidates = plan->best_tokens + i * parts, *best = candidates;
+    for (int j = 1; j < parts; j++)
+      if (candidates[j].score > best->score || best->score != best->score) best = candidates + j;
+    pass->samples[i].token = (int32_t)best->token;
+  }
+}
+
+static int run_once(const Pass *pass, int threads) {
+  int problem = check_pass(pass);
+  Plan plan;
+  if (problem) return problem;
+  if (!make_plan(pass, threads, &plan)) return ERROR_MEMORY;
+  Job job = {run_part, prefetch_part, &plan, plan.parts, plan.num_stages};
+  pool_run(&job, threads);
+  if (plan.best_tokens) reduce_samples(&plan);
+  return OK;
+}
+
+static int is_end_token(const Pass *pass, int32_t token) {
+  for (int i = 0; i < pass->num_end_tokens; i++)
+    if (pass->end_tokens[i] == token) return 1;
+  return 0;
+}
+
+/* The probability of the token that was sampled from the logits of `row`. */
+static double probability_of(const Pass *pass, int32_t row, int32_t token) {
+  const float *logits = pass->logits + (int64_t)row * pass->head_size;
+  float logit = pass->head_tokens ? pass->spread[token] : logits[token];
+  return exp((double)logit - chosen->logsumexp(logits, pass->head_size));
+}
+
+#endif

@@ -1,0 +1,218 @@
+"""Drafters that read the target's states, in multi-step bursts: the text is that without drafts,
+and the drafts are those of the drafter outside bursts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import LLM
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, with_drafter
+from anydecode.decoders.decoder import Decoder, Requirements
+from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.speculation import verify_tree
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.kernels.drafting import BoundDrafts
+from anydecode.kernels.interface import MAX_MATCH, NUM_BINS, BurstDrafter, BurstDrafts, CopyText
+from anydecode.kernels.library import load_library
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import load_network
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+from bursts import Burst, Chain, drafts_by_rule, recorded
+from draft_folders import drafter_folder, target_folder
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="needs the native kernels")
+
+PROMPTS = ["a lazy dog runs", "one two three", "zq"]
+OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 100, "ignore_eos": True}
+DRAFTERS = pytest.mark.parametrize("drafter", [eagle3_checkpoint, eagle_checkpoint])
+TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.7])
+#: Seconds of a pass, much longer than one of the tiny drafter.
+PASS_SECONDS = 4e-3
+
+
+def llm_with(drafter: Any, row_cost: float = 0.01, **options: Any) -> LLM:
+    llm = with_drafter(drafter, **options)
+    llm.cost_model = FixedCosts(lambda rows, _: PASS_SECONDS * (1 + row_cost * rows))
+    return llm
+
+
+class Chains(Decoder):
+    """Decodes token by token, and drafts a chain before each of them."""
+
+    requirements = Requirements(runners=(DRAFT,), reads_states=True)
+
+    def __init__(self) -> None:
+        self.chains: dict[int, Chain] = {}
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        while not sequence.finished:
+            if sequence.can_draft():
+                sequence.align(DRAFT)
+                probabilities: list[float] = []
+                tokens = yield from draft_chain(sequence, [], 8, probabilities=probabilities)
+                self.chains[sequence.length] = tokens, probabilities
+            yield from verify_tree(sequence, TokenTree(), TokenExact())
+
+
+def drafted(bursts: list[Burst]) -> list[list[int]]:
+    """The drafts of the drafter."""
+    return [
+        draft
+        for burst in bursts
+        for draft, source in zip(burst.drafts.drafts, burst.drafts.sources, strict=True)
+        if source == len(burst.texts) and draft
+    ]
+
+
+def with_rule(bursts: list[Burst], chains: dict[int, Chain]) -> list[list[int]]:
+    """The drafts of bursts by their rule."""
+    return [draft for burst in bursts for draft in drafts_by_rule(burst, chains)]
+
+
+@TEMPERATURES
+@DRAFTERS
+def test_the_text_is_that_without_drafts_and_the_drafts_those_outside_bursts(
+    drafter: Callable[..., Any], temperature: float
+) -> None:
+    options = {**OPTIONS, "temperature": temperature}
+    every: list[Burst] = []
+    with llm_with(drafter) as llm, recorded(llm) as bursts:
+        for prompt in PROMPTS:
+            outside = Chains()
+            plain = llm.generate(prompt, decoder=outside, **options)
+            assert not bursts
+            answer = llm.generate(prompt, decoder="auto", trace=True, **options)
+            assert answer.tokens == plain.tokens
+            drafts = [draft for burst in bursts for draft in burst.drafts.drafts]
+            assert drafts == with_rule(bursts, outside.chains)
+            late = {length: outside.chains.get(length + 1, ([], [])) for length in outside.chains}
+            assert drafts != with_rule(bursts, late)
+            assert_counts(answer)
+            every += bursts
+            bursts.clear()
+        llm.engine.check_integrity()
+    assert len(drafted(every)) > 40 and max(map(len, drafted(every))) > 2
+
+
+def assert_counts(answer: Any) -> None:
+    """Asserts that passes and rows are those of the steps in a trace."""
+    steps, stats = answer.trace, answer.stats
+    assert stats.num_tokens == len(steps) + sum(len(step["accepted"]) for step in steps)
+    num_scored = stats.num_prompt_tokens - stats.num_cached_tokens + len(steps) - 1
+    assert stats.rows == num_scored + sum(len(step["drafted"]) for step in steps)
+    assert stats.passes == len(steps)
+    sources = [source for step in steps for source in step["sources"] or ()]
+    assert sources.count("model") > 5
+
+
+@TEMPERATURES
+@pytest.mark.parametrize("dtype", ["int4", "int8", "bfloat16"])
+def test_packed_weights_keep_the_text(tmp_path: Path, dtype: str, temperature: float) -> None:
+    model = target_folder(tmp_path / "model")
+    checkpoint = eagle3_checkpoint(load_network(load_checkpoint(model)))
+    folder = drafter_folder(tmp_path / "drafter", checkpoint, "model.safetensors")
+    options = {**OPTIONS, "temperature": temperature}
+    with LLM(model, draft=folder, dtype=dtype) as llm, recorded(llm) as bursts:
+        llm.cost_model = FixedCosts(lambda rows, _: PASS_SECONDS * (1 + 0.01 * rows))
+        outside = Chains()
+        plain = llm.generate([5, 6, 7], decoder=outside, **options)
+        assert llm.generate([5, 6, 7], decoder="auto", **options).tokens == plain.tokens
+        drafts = [draft for burst in bursts for draft in burst.drafts.drafts]
+        assert drafts == with_rule(bursts, outside.chains) and drafted(bursts)
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_positions": 150}, {"row_budget": 5}, {"prefix_cache": False}],
+    ids=["full", "chunked", "uncached"],
+)
+@TEMPERATURES
+def test_text_alone_again_and_in_company(options: dict[str, Any], temperature: float) -> None:
+    request = {**OPTIONS, "max_tokens": 40, "temperature": temperature}
+    with llm_with(eagle3_checkpoint, **options) as llm, recorded(llm) as bursts:
+        expected = [llm.generate(p, decoder="autoregressive", **request).tokens for p in PROMPTS]
+        for _ in range(2):
+            for prompt, tokens in zip(PROMPTS, expected, strict=True):
+                assert llm.generate(prompt, decoder="auto", **request).tokens == tokens
+        together = llm.generate(PROMPTS, decoder="auto", **request)
+        llm.engine.check_integrity()
+    assert [one.tokens for one in together] == expected
+    assert drafted(bursts)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 9, 64, 65, 66])
+def test_the_text_ends_where_it_should(max_tokens: int) -> None:
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": max_tokens}
+    with llm_with(eagle3_checkpoint) as llm:
+        for _ in range(2):
+            plain = llm.generate(PROMPTS[0], decoder="autoregressive", **options)
+            found = llm.generate(PROMPTS[0], decoder="auto", **options)
+            assert found.tokens == plain.tokens and found.finish_reason == plain.finish_reason
+            options["stop_tokens"] = [plain.tokens[len(plain.tokens) // 2]]
+        llm.engine.check_integrity()
+
+
+def test_a_drafter_whose_drafts_are_wrong_is_left_out() -> None:
+    def wrong(target: Network) -> Checkpoint:
+        checkpoint = eagle3_checkpoint(target)
+        checkpoint.tensors["lm_head.weight"] = checkpoint.tensors["lm_head.weight"][::-1].copy()
+        return checkpoint
+
+    with llm_with(wrong) as llm, recorded(llm) as bursts:
+        options = {**OPTIONS, "max_tokens": 200}
+        llm.generate(PROMPTS[0], decoder="auto", **options)
+        bursts.clear()
+        llm.generate(PROMPTS[1], decoder="auto", **options)
+    drafters = [burst.drafts.drafter for burst in bursts if burst.drafts.drafter is not None]
+    num_drafted = sum(sum(drafter.num_drafted) for drafter in drafters)
+    assert num_drafted < 20
+
+
+def bound(**changes: Any) -> BoundDrafts:
+    text = CopyText(np.zeros(12, np.int32), 4, 0, 0, np.zeros(MAX_MATCH + 1))
+    drafter: Any = BurstDrafter(
+        chains=None,
+        layers=(1,),
+        cache=None,  # type: ignore[arg-type]
+        table=np.arange(8, dtype=np.int32),
+        first=1,
+        tokens=[1, 2, 3],
+        states=np.zeros((3, 4), np.float32),
+        chances=np.zeros((2, NUM_BINS)),
+        mean_chances=np.zeros(2),
+        rate=0.0,
+        seconds=0.0,
+        max_drafts=4,
+    )
+    return BoundDrafts(BurstDrafts([text], np.ones(3), 1.0, 0.02, replace(drafter, **changes)), 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"states": np.zeros((3, 4))}, "float32 states"),
+        ({"states": np.zeros((2, 4), np.float32)}, "float32 states"),
+        ({"table": np.arange(7, dtype=np.int32)}, "no room"),
+        ({"chances": np.zeros((2, 3))}, "every depth and probability"),
+        ({"chances": np.zeros((2, NUM_BINS), np.float32)}, "every depth and probability"),
+        ({"mean_chances": np.zeros(3)}, "every depth and probability"),
+        ({"mean_chances": np.zeros(2, np.float32)}, "mean chances"),
+    ],
+)
+def test_arrays_that_the_kernels_would_read_outside_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        bound(**changes)
