@@ -69,6 +69,12 @@ def test_many_parts_of_which_few_may_be_left_out_are_not(constraint: Constraint)
     start(constraint)
 
 
+def test_classes_without_an_end_are_read_once() -> None:
+    """In quadratic time this would take hours."""
+    with pytest.raises(ConstraintError, match="not valid"):
+        start(Regex("a[^b" * 100_000))
+
+
 def test_terminals_in_a_circle_are_an_error_of_the_grammar() -> None:
     with pytest.raises(ConstraintError, match="circular"):
         start(Grammar("start: A\nA: B\nB: A"))

@@ -17,8 +17,9 @@ from anydecode.errors import ConstraintError
 #: Maximum number of groups and repetitions in one lexeme. At this number a step takes up to a
 #: quarter of a second and 64 MiB.
 MAX_PARTS = 1000
-#: A group or repetition of a regular expression, outside of character classes.
-_IN_REGEX = re.compile(r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*\]|(?P<found>\(\??|[*?{])")
+#: A group or repetition of a regular expression, outside of character classes. A class without an
+#: end, which is an error of the expression, lasts to its end: no text is read twice.
+_IN_REGEX = re.compile(r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*\]?|(?P<found>\(\??|[*?{])")
 #: In Lark's notation: a string or comment, a regular expression, the name of a definition with its
 #: attributes, a reference to a terminal, a group or repetition.
 _IN_GRAMMAR = re.compile(
