@@ -1,4 +1,4 @@
-# make demo | test | test-clients | test-full | test-core | test-wheel | sanitize | fuzz | lint | lock | docs | bench-compare REF=<commit>. PYTHON names the
+# make demo | cluster-demo | test | test-clients | test-full | test-core | test-wheel | sanitize | fuzz | lint | lock | docs | bench-compare REF=<commit>. PYTHON names the
 # interpreter (3.10 or newer), VENV the environment's folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,11 +17,16 @@ LOCK := build/lock/bin/uv pip compile --no-config --quiet --upgrade --universal 
 NPM := npm ci --ignore-scripts --no-audit --no-fund --silent
 SOURCES := $(shell find src -name '*.py' -o -name '*.c' -o -name '*.h')
 
-.PHONY: demo test test-clients test-full test-core test-wheel sanitize fuzz lint lock docs bench-compare clean
+.PHONY: demo cluster-demo test test-clients test-full test-core test-wheel sanitize fuzz lint lock docs bench-compare clean
 
 demo: $(VENV)/.demo
 	$(BIN)/anydecode pull smollm2-135m-instruct
 	$(BIN)/anydecode chat --prompt "$(PROMPT)" --max-tokens 128
+
+# A fleet of two workers, one of which is killed while it answers.
+cluster-demo: $(VENV)/.demo
+	$(BIN)/anydecode pull smollm2-135m-instruct
+	$(BIN)/python examples/kill_a_worker.py
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not slow and not clients" $(PYTEST_ARGS)

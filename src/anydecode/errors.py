@@ -62,6 +62,11 @@ class EngineStoppedError(AnydecodeError):
     """The engine stopped after an internal error. Create a new `LLM`, or restart the server."""
 
 
+class FleetError(AnydecodeError):
+    """A process of a fleet of workers cannot be reached, or the workers could not give an answer.
+    The request may succeed later."""
+
+
 class ConstraintError(AnydecodeError, ValueError):
     """A constraint is invalid, unsupported, unsatisfiable, or could not be met."""
 

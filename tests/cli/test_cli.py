@@ -74,7 +74,7 @@ def modules_imported(code: str) -> set[str]:
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["bench"], ["certify"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["bench"], ["certify"], ["cluster", "up"]])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     arguments = [*command, "--help"]
     loaded = modules_imported(f"from anydecode.cli.main import run; run({arguments!r})")

@@ -7,7 +7,7 @@ import pytest
 
 from anydecode.kernels.interface import KeyValues
 from anydecode.memory.pool import KVPool
-from anydecode.memory.prefix import BLOCK, PrefixCache
+from anydecode.memory.prefix import BLOCK, PrefixCache, block_digests, read_blocks, read_slots
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.memory.spill import MemorySpill
 
@@ -110,3 +110,26 @@ def test_branches_of_overwritten_sequences_are_not_shared(prefixes: PrefixCache)
     kv_cache.release()
     branch.release()
     assert prefixes.pool.num_free == 8 * BLOCK
+
+
+def test_the_keys_of_blocks_are_those_of_the_spill(prefixes: PrefixCache) -> None:
+    prefixes.spill = MemorySpill(1 << 20)
+    prefixes.namespace_id = str
+    kv_cache = SequenceCache(prefixes.pool)
+    kv_cache.append(2 * BLOCK)
+    kv_cache.tokens = ONE + TWO
+    prefixes.insert(kv_cache, "tenant")
+    kv_cache.release()
+    prefixes.flush()
+    digests = block_digests("tenant", [*ONE, *TWO, 1])
+    assert len(digests) == 2 and all(digest in prefixes.spill for digest in digests)
+    others = block_digests("other", ONE + TWO) + block_digests("tenant", TWO + ONE)
+    assert not any(digest in prefixes.spill for digest in others)
+
+
+def test_blocks_are_read_as_their_slots_are(prefixes: PrefixCache) -> None:
+    insert(prefixes, ONE + TWO, first=5.0)
+    slots = prefixes.match(ONE + TWO)
+    cache = prefixes.pool.cache
+    parts = [slots[:BLOCK], slots[BLOCK:]]
+    assert read_blocks(cache, slots) == [read_slots(cache, part) for part in parts]

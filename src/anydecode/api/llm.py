@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 
@@ -132,6 +132,9 @@ class LLM:
         CheckpointError: If the model's files cannot be used.
         InvalidRequestError: If a parameter is invalid.
     """
+
+    #: What `request` returns.
+    request_type: ClassVar[type[Request]] = Request
 
     def __init__(
         self,
@@ -690,7 +693,7 @@ class LLM:
             if not isinstance(words, Seq) or isinstance(words, str):
                 raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
             given["banned_words"] = self.word_tokens(words)
-        return Request(
+        return self.request_type(
             self.resources,
             self.encode(prompt),
             method,

@@ -15,6 +15,7 @@ from anydecode.cli import (
     bench,
     certify,
     chat,
+    cluster,
     doctor,
     generate,
     methods,
@@ -50,6 +51,7 @@ for name, function in (
     app.command(name)(function)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
+app.add_typer(cluster.app, name="cluster")
 
 #: The exceptions that typer raises for wrong usage; their base class is not public.
 _USAGE_ERRORS: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

@@ -63,12 +63,12 @@ class Driver:
             raise EngineStoppedError("the engine is closed: open another LLM")
         if os.getpid() != self._process:
             raise EngineStoppedError("the engine is another process's: open an LLM after the fork")
-        self._post(lambda: self._start(job))
+        self.post(lambda: self._start(job))
 
     def cancel(self, job: Job) -> None:
         """End a job and free its memory; with a background thread, after the running pass."""
         if not job.done:
-            self._post(lambda: self.engine.cancel(job))
+            self.post(lambda: self.engine.cancel(job))
 
     def advance(self, until: Callable[[], bool]) -> None:
         """Step the engine until `until()` is true. Raises `error` if the engine stops before."""
@@ -101,7 +101,9 @@ class Driver:
         if self._thread is not None:
             self._thread.join()
 
-    def _post(self, action: Callable[[], object]) -> None:
+    def post(self, action: Callable[[], object]) -> None:
+        """Run `action` between two passes, on the thread that steps the engine. An exception of it
+        is a fault that stops the engine."""
         self._inbox.append(action)
         if self._thread is None or self._closed or self._fault is not None:
             with self._lock:

@@ -217,6 +217,29 @@ class PrefixCache:
         return [node for node in self._nodes() if not node.children]
 
 
+def block_digests(name: str, tokens: Seq[int]) -> list[bytes]:
+    """The keys under which the complete blocks of a text are stored in a spill, in order.
+
+    Args:
+        name: The `PrefixCache.namespace_id` of the namespace.
+        tokens: The tokens of the text.
+    """
+    digests, digest = [], hashlib.sha256(name.encode()).digest()
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        digest = _digest(digest, tuple(tokens[start : start + BLOCK]))
+        digests.append(digest)
+    return digests
+
+
+def read_blocks(cache: KeyValues, slots: Slots) -> list[bytes]:
+    """The bytes of each block of `slots`, as `read_slots` gives them. Each array is read once."""
+    num_blocks = len(slots) // BLOCK
+    arrays = [
+        select(array, slots).reshape(num_blocks, BLOCK, *array.shape[1:]) for array in cache.arrays
+    ]
+    return [b"".join(one[number].tobytes() for one in arrays) for number in range(num_blocks)]
+
+
 def read_slots(cache: KeyValues, slots: Slots) -> bytes:
     """The bytes of `slots` in every array of the cache."""
     return b"".join(select(array, slots).tobytes() for array in cache.arrays)

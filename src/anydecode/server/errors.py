@@ -11,6 +11,7 @@ from anydecode.errors import (
     ConstraintError,
     ContextLengthError,
     EngineStoppedError,
+    FleetError,
     InvalidRequestError,
     OutOfMemoryError,
     RewardError,
@@ -148,6 +149,9 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, EngineStoppedError):
         return ApiError(503, stopped_message(error), code="engine_stopped")
+    if isinstance(error, FleetError):
+        headers = {"retry-after": "5"}
+        return ApiError(503, str(error), code="fleet_unavailable", headers=headers)
     if isinstance(error, UnicodeEncodeError):
         return ApiError(400, "the text contains a lone surrogate, which is not a valid character")
     if isinstance(error, AnydecodeError):

@@ -1,0 +1,376 @@
+"""`anydecode cluster`: a fleet of workers behind one server."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anydecode.cli import options
+from anydecode.cli.serve import served_name
+from anydecode.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from anydecode.cluster.ledger import Frame
+
+app = typer.Typer(help="Several worker processes behind one server.", no_args_is_help=True)
+
+#: The port that workers connect to.
+FLEET_PORT = 8001
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        envvar="ANYDECODE_MODEL", help="Model name, Hugging Face repo id, folder or .gguf file."
+    ),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        help="File with the secret of the fleet, which all its processes need. Default: that of"
+        " ANYDECODE_CLUSTER_SECRET, or cluster/secret in the cache folder.",
+    ),
+]
+Address = Annotated[
+    str,
+    typer.Option("--address", metavar="HOST:PORT", help="Where the proxy listens for workers."),
+]
+CachePositions = Annotated[
+    int | None,
+    typer.Option(
+        "--cache-positions",
+        min=1,
+        help="Size of each worker's key-value cache in positions. Default: chosen for the model.",
+    ),
+]
+CacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-memory",
+        metavar="SIZE",
+        help="Maximum size of each worker's key-value cache, such as 2GiB. Default: for `up`, a"
+        " quarter of the machine's memory divided by the number of workers.",
+    ),
+]
+RowBudget = Annotated[
+    int, typer.Option("--row-budget", min=1, help="Maximum number of rows per pass.")
+]
+HandoverMemory = Annotated[
+    str,
+    typer.Option(
+        "--handover-memory",
+        metavar="SIZE",
+        help="Memory of a worker for blocks that it gets from others, such as 512MiB.",
+    ),
+]
+MaxRunning = Annotated[
+    int, typer.Option("--max-running", min=1, help="Maximum number of answers of one worker.")
+]
+
+
+@app.command()
+def up(
+    model: Model = options.DEFAULT_MODEL,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            "-w",
+            min=1,
+            help="Number of worker processes. Default: those with a role, or 2.",
+        ),
+    ] = None,
+    prefill: Annotated[
+        int,
+        typer.Option("--prefill", min=0, help="Number of workers that compute long prompts only."),
+    ] = 0,
+    decode: Annotated[
+        int,
+        typer.Option("--decode", min=0, help="Number of workers that get the prompts of those."),
+    ] = 0,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 accepts other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0: a free one."),
+    ] = 8000,
+    fleet_host: Annotated[
+        str,
+        typer.Option("--fleet-host", help="Address to listen on for workers of other machines."),
+    ] = "127.0.0.1",
+    fleet_port: Annotated[
+        int,
+        typer.Option(
+            "--fleet-port", min=0, max=65535, help="Port to listen on for workers; 0: a free one."
+        ),
+    ] = FLEET_PORT,
+    secret_file: SecretFile = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Name of the model for clients. Default: MODEL, no folder."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            help="Require this API key; repeatable, or separated by commas. Default: those of"
+            " ANYDECODE_API_KEYS, or no key.",
+        ),
+    ] = None,
+    no_auth: Annotated[
+        bool,
+        typer.Option("--no-auth", help="Require no key, although other machines can connect."),
+    ] = False,
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            "--max-requests", min=1, help="Maximum number of requests that run or wait at once."
+        ),
+    ] = 256,
+    decoder: options.Decoder = None,
+    draft: options.Drafts = None,
+    max_running: MaxRunning = 64,
+    handover_memory: HandoverMemory = "1GiB",
+    row_budget: RowBudget = 512,
+    cache_positions: CachePositions = None,
+    cache_memory: CacheMemory = None,
+    dtype: options.Dtype = None,
+    cache: options.Cache = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            min=1,
+            help="CPU threads of each worker. Default: those of the machine divided by the number"
+            " of workers.",
+        ),
+    ] = None,
+    backend: options.Backend = None,
+) -> None:
+    """Start a fleet on this machine: a server, and workers that compute its answers.
+
+    Workers of other machines join with `anydecode cluster worker`.
+
+    Example: anydecode cluster up smollm2-135m-instruct --workers 2
+    """
+    from anydecode.cluster.launcher import Launcher, places
+    from anydecode.cluster.proxy import FleetLLM
+    from anydecode.cluster.secret import read_secret
+    from anydecode.kernels.pages import memory_bytes
+    from anydecode.progress import status as status_line
+    from anydecode.server import logs
+    from anydecode.server.models import as_served
+    from anydecode.server.running import serve
+    from anydecode.server.settings import Settings, api_keys
+
+    wanted = places(workers, prefill, decode)
+    keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
+    settings = Settings(
+        name=name or served_name(model),
+        host=host,
+        port=port,
+        api_keys=keys,
+        max_requests=max_requests,
+        decoder=decoder,
+    )
+    secret = read_secret(secret_file, can_create=True)
+    if cache_positions is None and cache_memory is None:
+        cache_memory = str((memory_bytes() or 4 << 30) // 4 // len(wanted))
+    threads = threads or max(1, (os.cpu_count() or 1) // len(wanted))
+    engine = {
+        "draft": draft,
+        "row-budget": row_budget,
+        "cache-positions": cache_positions,
+        "cache-memory": cache_memory,
+        "dtype": dtype,
+        "cache": cache,
+        "threads": threads,
+        "backend": backend,
+    }
+    with status_line(f"loading {model}"):
+        llm = FleetLLM(
+            model,
+            secret,
+            fleet_host=fleet_host,
+            fleet_port=fleet_port,
+            **options.without_none(**{key.replace("-", "_"): one for key, one in engine.items()}),
+        )
+    at = f"{'127.0.0.1' if fleet_host == '0.0.0.0' else fleet_host}:{llm.fleet_port}"
+    arguments = [model, "--address", at, "--patience", "5"]
+    arguments += ["--max-running", str(max_running), "--handover-memory", handover_memory]
+    for option, value in engine.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None:
+                arguments += [f"--{option}", str(one)]
+    launcher = Launcher(arguments, secret)
+    logs.write_json_lines()
+    logs.event("fleet", address=at, workers=[place.name for place in wanted])
+    launcher.start(wanted)
+    try:
+        serve(as_served(llm, settings))
+    finally:
+        launcher.close()
+
+
+@app.command()
+def worker(
+    model: Model = options.DEFAULT_MODEL,
+    address: Address = f"127.0.0.1:{FLEET_PORT}",
+    role: Annotated[
+        str,
+        typer.Option(
+            "--role",
+            help="mixed, prefill (computes long prompts for others) or decode (gets them).",
+        ),
+    ] = "mixed",
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Name of this worker. Default: worker- and the process id."),
+    ] = None,
+    secret_file: SecretFile = None,
+    patience: Annotated[
+        float,
+        typer.Option(
+            "--patience", min=0, help="Seconds for which the worker tries to reach its proxy."
+        ),
+    ] = 60.0,
+    max_running: MaxRunning = 64,
+    handover_memory: HandoverMemory = "1GiB",
+    draft: options.Drafts = None,
+    row_budget: RowBudget = 512,
+    cache_positions: CachePositions = None,
+    cache_memory: CacheMemory = None,
+    dtype: options.Dtype = None,
+    cache: options.Cache = None,
+    threads: options.Threads = None,
+    backend: options.Backend = None,
+) -> None:
+    """Compute answers for the fleet at ADDRESS until it drains this worker.
+
+    Example: anydecode cluster worker smollm2-135m-instruct --address 10.0.0.1:8001
+    """
+    import asyncio
+
+    from anydecode.api.llm import LLM
+    from anydecode.cluster.fleet import ROLES
+    from anydecode.cluster.secret import read_secret
+    from anydecode.cluster.worker import Worker
+    from anydecode.server.logs import write_json_lines
+
+    host, port = split_address(address)
+    if role not in ROLES:
+        raise InvalidRequestError(f"--role is {role!r}; allowed are {', '.join(ROLES)}")
+    secret = read_secret(secret_file)
+    engine = options.without_none(
+        draft=draft,
+        row_budget=row_budget,
+        cache_positions=cache_positions,
+        cache_memory=cache_memory,
+        dtype=dtype,
+        cache=cache,
+        threads=threads,
+        backend=backend,
+    )
+    write_json_lines()
+    with LLM(model, **engine) as llm:
+        one = Worker(
+            llm,
+            secret,
+            name=name or "",
+            role=role,
+            max_running=max_running,
+            handover_memory=handover_memory,
+            patience=patience,
+        )
+        asyncio.run(one.run(host, port))
+
+
+@app.command()
+def status(
+    address: Address = f"127.0.0.1:{FLEET_PORT}",
+    secret_file: SecretFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the workers of a fleet, their tasks, and what waits.
+
+    Example: anydecode cluster status
+    """
+    found = _ask(address, secret_file, {"type": "status"})
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    names = ("name", "role", "state", "tasks", "leases", "used", "positions", "pid", "group")
+    rows = [names, *([str(one[name]) for name in names] for one in found["workers"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+    counts = ", ".join(f"{name.replace('_', ' ')} {one}" for name, one in found["counts"].items())
+    typer.echo(f"running {found['running']}, waiting {found['waiting']}; so far: {counts}")
+
+
+@app.command()
+def drain(
+    worker_name: Annotated[
+        str, typer.Argument(metavar="WORKER", help="Name of the worker, as `status` shows it.")
+    ],
+    address: Address = f"127.0.0.1:{FLEET_PORT}",
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--seconds", min=0, help="Seconds after which its answers go on at other workers."
+        ),
+    ] = 60.0,
+    secret_file: SecretFile = None,
+) -> None:
+    """Give a worker no new work, and end it when it has none.
+
+    Example: anydecode cluster drain mixed-1
+    """
+    frame = {"type": "drain", "name": worker_name, "seconds": seconds}
+    reason = _ask(address, secret_file, frame)["reason"]
+    if reason is not None:
+        raise InvalidRequestError(reason)
+    typer.echo(f"{worker_name} gets no new work, and ends within {seconds:g} s")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`.
+
+    Raises:
+        InvalidRequestError: It has another form.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise InvalidRequestError(
+            f"--address is {address!r}; it must have the form HOST:PORT, such as"
+            f" 127.0.0.1:{FLEET_PORT}"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _ask(address: str, secret_file: Path | None, frame: Frame) -> Any:
+    """The answer of the fleet at an address to a command."""
+    import asyncio
+
+    from anydecode.cluster.connection import Connection
+    from anydecode.cluster.secret import read_secret
+
+    host, port = split_address(address)
+    secret = read_secret(secret_file)
+
+    async def exchange() -> Frame:
+        connection = await Connection.open(host, port, secret)
+        try:
+            connection.send(frame)
+            answer, _ = await connection.receive()
+            return answer
+        finally:
+            connection.close()
+
+    return asyncio.run(exchange())

@@ -1,0 +1,1 @@
+"""Several worker processes, on one machine or many, behind one server."""

@@ -1,0 +1,623 @@
+"""All tasks and workers, as the proxy sees them: a state machine without input or output.
+
+Events go in (a task, a worker that joins or is lost, a frame, the time); frames for workers and
+results of tasks come out, as `actions`. What a worker says about a task counts only if it names the
+task's present attempt, and tokens only in order: so every task ends once, with every token once,
+whatever is lost, doubled, late or out of order. A worker's beat lists what is really there; a task
+that a beat does not list was lost and runs again, from the tokens that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from anydecode.cluster.ledger import Frame
+from anydecode.cluster.routing import CachedBlocks, rows_before
+from anydecode.memory.prefix import BLOCK
+
+ROLES = ("mixed", "prefill", "decode")
+
+#: A worker is sent a frame at least once in so many seconds, and sends a beat as often.
+BEAT_SECONDS = 0.5
+#: A worker that was silent for so long gets no new work.
+SUSPECT_SECONDS = 3.0
+#: A worker that was silent for so long is given up.
+DEAD_SECONDS = 15.0
+#: A worker with tasks whose engine has made no pass for so long is given up.
+HANG_SECONDS = 120.0
+#: How long a task waits for a worker that could run it, if there is none.
+PATIENCE_SECONDS = 60.0
+#: A task that was on so many workers when they were lost is not tried again: it may be the cause.
+MAX_DEATHS = 3
+#: How often a task is started again because a frame was lost.
+MAX_LOSSES = 16
+#: Shorter prompts, in blocks that the decoding worker would have to compute, are not handed over.
+MIN_BLOCKS = 4
+#: Prompts that a prefill worker computes or has waiting, so that it never waits for the proxy.
+MAX_PREFILLS = 2
+#: Positions for new tokens that a worker must have free to get a task. It finds more by preemption.
+EXPECTED_TOKENS = 256
+#: A worker that has refused a task gets no other for so long, in seconds.
+REFUSED_SECONDS = 0.2
+
+
+#: The numbers of a worker's beats that `Fleet.status` reports.
+LOADS = ("pid", "used", "passes", "rows", "hits", "restored")
+
+
+class TaskState(Enum):
+    """The states of a task; the last three are its ends."""
+
+    QUEUED = auto()
+    PREFILLING = auto()
+    OFFERED = auto()
+    DECODING = auto()
+    DONE = auto()
+    FAILED = auto()
+    CANCELLED = auto()
+
+
+@dataclass(eq=False)
+class Task:
+    """One sample of a request.
+
+    Args:
+        number: A number unique in the fleet.
+        prompt: Token ids.
+        max_tokens: Maximum number of tokens of the answer.
+        message: The options, for the worker.
+        digests: The digests of the prompt's complete blocks; empty if they cannot be shared.
+        is_resumable: Whether the answer can go on from its tokens; if not, it starts again, and
+            its tokens are compared.
+        said: The tokens so far.
+
+    Attributes:
+        state: Where it stands.
+        attempt: Number of the present attempt.
+        worker: The incarnation of the worker that it is on.
+        lease: The prefill worker that keeps its blocks, and the attempt under which it does.
+        group: The group of the workers that have generated its tokens.
+        number_sent: The number of the frame that started it on its worker.
+        rows: Rows of the prompt that its worker has to compute, until its first token.
+    """
+
+    number: int
+    prompt: list[int]
+    max_tokens: int
+    message: dict[str, Any]
+    digests: list[bytes] = field(default_factory=list)
+    is_resumable: bool = True
+    priority: int = 0
+    said: list[int] = field(default_factory=list)
+    state: TaskState = TaskState.QUEUED
+    attempt: int = 0
+    worker: str | None = None
+    lease: tuple[str, int] | None = None
+    group: str | None = None
+    number_sent: int = 0
+    rows: int = 0
+    num_received: int = 0
+    num_deaths: int = 0
+    num_losses: int = 0
+    stranded_since: float | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a worker must have free to start it."""
+        return len(self.prompt) + min(self.max_tokens, EXPECTED_TOKENS)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that it may need at most."""
+        return len(self.prompt) + self.max_tokens
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What a worker says about itself when it joins.
+
+    Attributes:
+        name: The name for people.
+        incarnation: The name of this process, which no other has.
+        role: One of `ROLES`.
+        group: Workers of one group give the same bits.
+        address: Where other workers pull blocks: host and port.
+        max_running: Maximum number of its tasks.
+        positions: Size of its cache.
+    """
+
+    name: str
+    incarnation: str
+    role: str
+    group: str
+    address: tuple[str, int]
+    max_running: int
+    positions: int
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker of the fleet."""
+
+    facts: WorkerFacts
+    blocks: CachedBlocks
+    last_beat: float
+    number: int = 0  # of the last frame sent
+    last_sent: float = 0.0
+    tasks: dict[int, Task] = field(default_factory=dict)
+    refused_until: float = 0.0
+    drain_deadline: float | None = None
+    is_stopped: bool = False
+    num_passes: int = -1
+    passed_at: float = 0.0
+    last_facts: Frame = field(default_factory=dict)
+
+    @property
+    def pending_rows(self) -> int:
+        return sum(task.rows for task in self.tasks.values())
+
+    @property
+    def num_positions(self) -> int:
+        return sum(task.num_positions for task in self.tasks.values())
+
+
+@dataclass(frozen=True)
+class SendTo:
+    """Send a frame to a worker."""
+
+    incarnation: str
+    frame: Frame
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """The next tokens of a task."""
+
+    task: int
+    tokens: list[int]
+    logprobs: list[Any] | None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of a task that is done. `result`: what the worker says about it."""
+
+    task: int
+    result: Frame
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The end of a task that has failed. `kind`: the class of the worker's error, if it is final;
+    else "fleet"."""
+
+    task: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Expel:
+    """Close the connection to a worker that was given up."""
+
+    incarnation: str
+    reason: str
+
+
+FleetAction = SendTo | Deliver | Finish | Fail | Expel
+
+
+class Fleet:
+    """The tasks and workers of one proxy.
+
+    Attributes:
+        tasks: The tasks that have not ended, by number.
+        members: The workers, by incarnation.
+        actions: What the proxy has to do, in order; the caller empties the list.
+        counts: Numbers of events so far, for metrics.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: dict[int, Task] = {}
+        self.members: dict[str, Member] = {}
+        self.actions: list[FleetAction] = []
+        self.counts = dict.fromkeys(
+            ("tasks", "handovers", "restarts", "lost_workers", "refusals"), 0
+        )
+        self._handlers: dict[str, Callable[[Member, Task, Frame, float], None]] = {
+            "refused": self._on_refused,
+            "offered": self._on_offered,
+            "tokens": self._on_tokens,
+            "ended": self._on_ended,
+            "failed": self._on_failed,
+        }
+
+    def submit(self, task: Task, now: float) -> None:
+        """Queue a task."""
+        self.counts["tasks"] += 1
+        self.tasks[task.number] = task
+        self._dispatch(now)
+
+    def cancel(self, number: int, now: float) -> None:
+        """End a task, if it has not ended."""
+        task = self.tasks.get(number)
+        if task is not None:
+            self._end(task, TaskState.CANCELLED, now)
+            self._dispatch(now)
+
+    def join(self, facts: WorkerFacts, now: float) -> str | None:
+        """Add a worker. Returns why it is refused, or None."""
+        for member in self.members.values():
+            if member.facts.name == facts.name:
+                return f"there is a worker called {facts.name!r} already; choose another --name"
+        self.members[facts.incarnation] = Member(
+            facts, CachedBlocks(facts.positions), now, passed_at=now
+        )
+        self._dispatch(now)
+        return None
+
+    def leave(self, incarnation: str, now: float) -> None:
+        """A worker is lost: its tasks run again elsewhere."""
+        member = self.members.pop(incarnation, None)
+        if member is None:
+            return
+        self.counts["lost_workers"] += not member.is_stopped
+        for task in list(member.tasks.values()):
+            task.num_deaths += 1
+            self._restart(task, now, f"the worker {member.facts.name} was lost")
+        for task in self.tasks.values():
+            if task.lease is not None and task.lease[0] == incarnation:
+                task.lease = None
+                if task.state is TaskState.OFFERED:
+                    task.state = TaskState.QUEUED
+        self._dispatch(now)
+
+    def drain(self, name: str, seconds: float, now: float) -> str | None:
+        """Give a worker no new task, and stop it when it has none, or after `seconds`: its tasks
+        then go on elsewhere. Returns why that cannot be done, or None."""
+        for member in self.members.values():
+            if member.facts.name == name:
+                member.drain_deadline = now + seconds
+                self._stop_drained(now)
+                return None
+        known = ", ".join(sorted(one.facts.name for one in self.members.values())) or "none"
+        return f"there is no worker called {name!r}; there are: {known}"
+
+    def receive(self, incarnation: str, frame: Frame, now: float) -> None:
+        """A frame of a worker."""
+        member = self.members.get(incarnation)
+        if member is None:
+            return
+        if frame["type"] == "beat":
+            self._on_beat(member, frame, now)
+        else:
+            task = member.tasks.get(frame["task"])
+            if task is not None and task.attempt == frame["attempt"]:
+                self._handlers[frame["type"]](member, task, frame, now)
+        if frame["type"] != "tokens":  # which make room for no task
+            self._dispatch(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed; called at least every `BEAT_SECONDS`."""
+        for member in list(self.members.values()):
+            name, silence = member.facts.name, now - member.last_beat
+            if silence >= DEAD_SECONDS:
+                self._expel(member, f"the worker {name} is silent for {silence:.0f} s", now)
+            elif member.tasks and now - member.passed_at >= HANG_SECONDS:
+                self._expel(member, f"the worker {name} makes no progress", now)
+            elif now - member.last_sent >= BEAT_SECONDS:
+                self._send(member, {"type": "ping"}, now)
+        self._stop_drained(now)
+        self._fail_stranded(now)
+        self._dispatch(now)
+
+    def status(self, now: float) -> Frame:
+        """The workers, tasks and counters, as JSON."""
+        waiting = sum(task.worker is None for task in self.tasks.values())
+        return {
+            "workers": [
+                {
+                    "name": member.facts.name,
+                    "role": member.facts.role,
+                    "group": member.facts.group,
+                    "state": self._state(member, now),
+                    "tasks": len(member.tasks),
+                    "waiting_rows": member.pending_rows,
+                    "positions": member.facts.positions,
+                    "leases": len(member.last_facts.get("leases", ())),
+                    **{name: member.last_facts.get(name, 0) for name in LOADS},
+                }
+                for member in self.members.values()
+            ],
+            "waiting": waiting,
+            "running": len(self.tasks) - waiting,
+            "counts": dict(self.counts),
+        }
+
+    @staticmethod
+    def _state(member: Member, now: float) -> str:
+        if now - member.last_beat >= SUSPECT_SECONDS:
+            return "silent"
+        return "ready" if member.drain_deadline is None else "draining"
+
+    # Frames of workers.
+
+    def _on_beat(self, member: Member, frame: Frame, now: float) -> None:
+        member.last_beat, member.last_facts = now, frame
+        if frame["passes"] != member.num_passes or not member.tasks:
+            member.num_passes, member.passed_at = frame["passes"], now
+        listed = {tuple(key) for key in frame["tasks"]}
+        leased = {tuple(key) for key in frame["leases"]}
+        for task in list(member.tasks.values()):
+            key = (task.number, task.attempt)
+            if task.number_sent > frame["seen"] or key in listed:
+                continue
+            if task.state is TaskState.PREFILLING and key in leased:
+                self._on_offered(member, task, {"is_kept": True}, now)
+            else:
+                self._lose(task, now)
+        for number, attempt in sorted(listed | leased):
+            owner = self.tasks.get(number)
+            is_running = (
+                owner is not None
+                and owner.attempt == attempt
+                and owner.worker == member.facts.incarnation
+            )
+            is_leased = owner is not None and owner.lease == (member.facts.incarnation, attempt)
+            if not (is_running or is_leased):
+                self._send_cancel(member, number, attempt, now)
+
+    def _on_refused(self, member: Member, task: Task, frame: Frame, now: float) -> None:
+        self.counts["refusals"] += 1
+        member.refused_until = now + REFUSED_SECONDS
+        self._requeue(task)
+
+    def _on_offered(self, member: Member, task: Task, frame: Frame, now: float) -> None:
+        if task.state is not TaskState.PREFILLING:
+            return
+        lease = (member.facts.incarnation, task.attempt)
+        self._requeue(task)
+        task.state = TaskState.OFFERED
+        task.lease = lease if frame["is_kept"] else None
+
+    def _on_tokens(self, member: Member, task: Task, frame: Frame, now: float) -> None:
+        start, tokens, logprobs = frame["start"], frame["tokens"], frame["logprobs"]
+        if start != task.num_received:
+            if start > task.num_received:
+                self._lose(task, now)
+            return
+        num_known = max(0, min(len(task.said) - start, len(tokens)))
+        if task.said[start : start + num_known] != tokens[:num_known]:
+            self._fail(task, "fleet", "the answer could not be continued with the same text", now)
+            return
+        task.num_received += len(tokens)
+        task.rows = 0
+        self._end_lease(task, now)
+        if task.group is None:
+            task.group = member.facts.group
+        new = tokens[num_known:]
+        if new:
+            task.said += new
+            kept = None if logprobs is None else logprobs[num_known:]
+            self.actions.append(Deliver(task.number, new, kept))
+
+    def _on_ended(self, member: Member, task: Task, frame: Frame, now: float) -> None:
+        if frame["count"] != task.num_received or task.num_received < len(task.said):
+            self._lose(task, now)
+            return
+        self.actions.append(Finish(task.number, frame))
+        self._end(task, TaskState.DONE, now)
+
+    def _on_failed(self, member: Member, task: Task, frame: Frame, now: float) -> None:
+        if frame["is_final"]:
+            self._fail(task, frame["kind"], frame["message"], now)
+        else:
+            task.num_deaths += 1
+            self._restart(task, now, frame["message"])
+
+    # Transitions of tasks.
+
+    def _requeue(self, task: Task) -> None:
+        """Take a task from its worker, which has it no more."""
+        if task.worker is not None and (member := self.members.get(task.worker)) is not None:
+            member.tasks.pop(task.number, None)
+        task.worker, task.rows = None, 0
+        task.state = TaskState.QUEUED if task.lease is None else TaskState.OFFERED
+        task.attempt += 1
+
+    def _lose(self, task: Task, now: float) -> None:
+        """A frame of a task, or the task on its worker, was lost."""
+        task.num_losses += 1
+        self._restart(task, now, "its frames were lost")
+
+    def _restart(self, task: Task, now: float, reason: str) -> None:
+        """Start a task again, with the tokens that it has."""
+        self.counts["restarts"] += 1
+        self._release(task, now)
+        self._requeue(task)
+        if task.num_deaths >= MAX_DEATHS or task.num_losses > MAX_LOSSES:
+            message = f"the answer was started {task.attempt + 1} times; at last {reason}"
+            self._fail(task, "fleet", message, now)
+
+    def _release(self, task: Task, now: float) -> None:
+        """Cancel a task on its worker, and its lease."""
+        if task.worker is not None and (member := self.members.get(task.worker)) is not None:
+            self._send_cancel(member, task.number, task.attempt, now)
+        self._end_lease(task, now)
+
+    def _end_lease(self, task: Task, now: float) -> None:
+        """Let the prefill worker of a task free its blocks."""
+        if task.lease is not None:
+            incarnation, attempt = task.lease
+            task.lease = None
+            if (member := self.members.get(incarnation)) is not None:
+                self._send_cancel(member, task.number, attempt, now)
+
+    def _fail(self, task: Task, kind: str, message: str, now: float) -> None:
+        self.actions.append(Fail(task.number, kind, message))
+        self._end(task, TaskState.FAILED, now)
+
+    def _end(self, task: Task, state: TaskState, now: float) -> None:
+        if state is TaskState.DONE and task.worker in self.members:
+            self.members[task.worker].tasks.pop(task.number, None)
+            task.worker = None
+        self._release(task, now)
+        self._requeue(task)
+        task.state = state
+        del self.tasks[task.number]
+
+    # Workers.
+
+    def _expel(self, member: Member, reason: str, now: float) -> None:
+        self.actions.append(Expel(member.facts.incarnation, reason))
+        self.leave(member.facts.incarnation, now)
+
+    def _stop_drained(self, now: float) -> None:
+        for member in list(self.members.values()):
+            deadline = member.drain_deadline
+            if deadline is None or member.is_stopped:
+                continue
+            if now >= deadline:
+                for task in list(member.tasks.values()):
+                    self._restart(task, now, f"the worker {member.facts.name} was drained")
+            is_leased = any(
+                task.lease is not None and task.lease[0] == member.facts.incarnation
+                for task in self.tasks.values()
+            )
+            if not member.tasks and not is_leased:
+                member.is_stopped = True
+                self._send(member, {"type": "stop"}, now)
+
+    def _fail_stranded(self, now: float) -> None:
+        """Fail the tasks that have waited too long for a worker that could run them."""
+        for task in list(self.tasks.values()):
+            if task.worker is not None or self._able(task):
+                task.stranded_since = None
+            elif task.stranded_since is None:
+                task.stranded_since = now
+            elif now - task.stranded_since >= PATIENCE_SECONDS:
+                what = f"{task.max_positions} positions"
+                group = "" if task.group is None else " of the group that has begun the answer"
+                message = f"there is no worker{group} that has a cache of {what}"
+                self._fail(task, "fleet", message, now)
+
+    def _able(self, task: Task) -> list[Member]:
+        """The workers that could run a task if they were free."""
+        return [
+            member
+            for member in self.members.values()
+            if member.drain_deadline is None
+            and task.group in (None, member.facts.group)
+            and task.max_positions <= member.facts.positions
+        ]
+
+    # Placement.
+
+    def _dispatch(self, now: float) -> None:
+        """Give tasks to workers, in order, until one has to wait for a free worker."""
+        for task in self._waiting():
+            able = [one for one in self._able(task) if now - one.last_beat < SUSPECT_SECONDS]
+            if able and not self._place(task, able, now):
+                return
+
+    def _waiting(self) -> Iterator[Task]:
+        waiting = [task for task in self.tasks.values() if task.worker is None]
+        return iter(sorted(waiting, key=lambda task: (task.priority, task.number)))
+
+    def _place(self, task: Task, able: list[Member], now: float) -> bool:
+        """Start a task on the best of the workers. Returns whether one was free."""
+        decoding = [one for one in able if one.facts.role != "prefill"] or able
+        free = [
+            one
+            for one in decoding
+            if one.refused_until <= now
+            and len(one.tasks) < one.facts.max_running
+            and (not one.tasks or one.num_positions + task.num_positions <= one.facts.positions)
+        ]
+        if not free:
+            return False
+        best = min(free, key=lambda one: self._cost(task, one))
+        uncached = len(task.digests) - best.blocks.num_matched(task.digests)
+        if task.state is TaskState.QUEUED and uncached >= MIN_BLOCKS and not task.said:
+            prefilling = [
+                one
+                for one in able
+                if one.facts.role == "prefill"
+                and one.facts.group == best.facts.group
+                and one is not best
+            ]
+            if prefilling:
+                ready = [
+                    one
+                    for one in prefilling
+                    if len(one.tasks) < MAX_PREFILLS and one.refused_until <= now
+                ]
+                if not ready:
+                    return False
+                self._prefill(task, min(ready, key=lambda one: self._cost(task, one)), now)
+                return True
+        self._run(task, best, now)
+        return True
+
+    def _cost(self, task: Task, member: Member) -> tuple[int, str]:
+        rows = rows_before(self._num_uncached(task, member), member.pending_rows, len(member.tasks))
+        return rows, member.facts.name
+
+    @staticmethod
+    def _num_uncached(task: Task, member: Member) -> int:
+        cached = BLOCK * member.blocks.num_matched(task.digests)
+        return len(task.prompt) + len(task.said) - cached
+
+    def _prefill(self, task: Task, member: Member, now: float) -> None:
+        task.state = TaskState.PREFILLING
+        frame = {
+            "type": "prefill",
+            "tokens": task.prompt[: BLOCK * len(task.digests)],
+            "namespace": task.message.get("namespace"),
+            "positions": BLOCK * len(task.digests) + 1,
+        }
+        self._start(task, member, frame, now)
+
+    def _run(self, task: Task, member: Member, now: float) -> None:
+        task.state, source = TaskState.DECODING, None
+        lease = task.lease
+        if lease is not None and lease[0] in self.members:
+            giver = self.members[lease[0]]
+            if giver is not member and giver.facts.group == member.facts.group:
+                self.counts["handovers"] += 1
+                source = {"address": list(giver.facts.address), "attempt": lease[1]}
+        said = task.said if task.is_resumable else []
+        task.num_received = len(said)
+        frame = {
+            "type": "run",
+            "prompt": task.prompt,
+            "said": list(said),
+            "message": task.message,
+            "max_tokens": task.max_tokens,
+            "positions": task.num_positions,
+            "source": source,
+        }
+        self._start(task, member, frame, now)
+
+    def _start(self, task: Task, member: Member, frame: Frame, now: float) -> None:
+        task.worker = member.facts.incarnation
+        task.rows = max(0, self._num_uncached(task, member))
+        member.blocks.add(task.digests)
+        member.tasks[task.number] = task
+        if len(member.tasks) == 1:
+            member.passed_at = now
+        frame = {**frame, "task": task.number, "attempt": task.attempt}
+        task.number_sent = self._send(member, frame, now)
+
+    def _send_cancel(self, member: Member, number: int, attempt: int, now: float) -> None:
+        self._send(member, {"type": "cancel", "task": number, "attempt": attempt}, now)
+
+    def _send(self, member: Member, frame: Frame, now: float) -> int:
+        member.number += 1
+        member.last_sent = now
+        numbered = {**frame, "number": member.number}
+        self.actions.append(SendTo(member.facts.incarnation, numbered))
+        return member.number

@@ -1,0 +1,138 @@
+"""Starts the workers of a fleet as processes of this machine, and again when they end unasked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from anydecode.cluster.secret import VARIABLE
+from anydecode.errors import InvalidRequestError
+from anydecode.server import logs
+
+#: A worker that ended unasked so many times within `RESTART_SECONDS` is not started again.
+MAX_RESTARTS = 5
+RESTART_SECONDS = 300.0
+#: How long a worker may take to end when it is asked to, in seconds.
+STOP_SECONDS = 10.0
+#: Exit code of a command line that the operator has to change.
+_USAGE_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker to start: its name and its role."""
+
+    name: str
+    role: str
+
+
+def places(workers: int | None, prefill: int, decode: int) -> list[Place]:
+    """The workers of a fleet: those with a role, and mixed ones up to the number of `workers`.
+
+    Args:
+        workers: The number of all workers; None: those with a role, or two without any.
+        prefill: The number of workers that compute prompts.
+        decode: The number of workers that generate.
+
+    Raises:
+        InvalidRequestError: There are more roles than workers, or prompts would be computed that
+            nobody continues.
+    """
+    if workers is None:
+        workers = prefill + decode or 2
+    if prefill + decode > workers:
+        raise InvalidRequestError(
+            f"--prefill {prefill} and --decode {decode} are more roles than --workers {workers}:"
+            " raise --workers, or leave it out"
+        )
+    if prefill == workers:
+        raise InvalidRequestError(
+            f"all {workers} workers compute prompts, and none generates: give --decode 1 or more"
+        )
+    roles = {"prefill": prefill, "decode": decode, "mixed": workers - prefill - decode}
+    return [
+        Place(f"{role}-{number + 1}", role)
+        for role, number_of in roles.items()
+        for number in range(number_of)
+    ]
+
+
+@dataclass(eq=False)
+class _Child:
+    place: Place
+    process: subprocess.Popen[bytes]
+    starts: list[float] = field(default_factory=list)
+
+
+class Launcher:
+    """Worker processes on this machine.
+
+    Args:
+        arguments: The arguments of `anydecode cluster worker` that all workers have.
+        secret: The secret of the fleet.
+    """
+
+    def __init__(self, arguments: Sequence[str], secret: bytes) -> None:
+        self._arguments = list(arguments)
+        self._environment = {**os.environ, VARIABLE: secret.decode()}
+        self._children: list[_Child] = []
+        self._is_closed = threading.Event()
+        self._watch = threading.Thread(
+            target=self._watch_all, name="anydecode-workers", daemon=True
+        )
+
+    def start(self, wanted: Sequence[Place]) -> None:
+        """Start workers."""
+        self._children = [_Child(one, self._started(one), [time.monotonic()]) for one in wanted]
+        self._watch.start()
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """The process of each worker, by name."""
+        return {one.place.name: one.process.pid for one in self._children}
+
+    def close(self) -> None:
+        """End all workers."""
+        self._is_closed.set()
+        if self._watch.is_alive():
+            self._watch.join()
+        for child in self._children:
+            child.process.terminate()
+        for child in self._children:
+            try:
+                child.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+    def _started(self, place: Place) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "anydecode", "cluster", "worker", *self._arguments]
+        return subprocess.Popen(
+            [*command, "--name", place.name, "--role", place.role],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C ends the proxy, which ends its workers
+        )
+
+    def _watch_all(self) -> None:
+        while not self._is_closed.wait(0.5):
+            for child in list(self._children):
+                code = child.process.poll()
+                if code is not None:
+                    self._on_end(child, code)
+
+    def _on_end(self, child: _Child, code: int) -> None:
+        now = time.monotonic()
+        child.starts = [start for start in child.starts if now - start < RESTART_SECONDS]
+        is_over = code in (0, _USAGE_ERROR) or len(child.starts) > MAX_RESTARTS
+        logs.event("worker_ended", worker=child.place.name, code=code, is_restarted=not is_over)
+        if is_over:
+            self._children.remove(child)
+        else:
+            child.process = self._started(child.place)
+            child.starts.append(now)

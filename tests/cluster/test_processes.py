@@ -1,0 +1,196 @@
+"""A fleet of real processes: a worker that dies in the middle of an answer changes no word."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from anydecode import LLM
+from anydecode.cluster.launcher import Launcher, Place
+from anydecode.cluster.proxy import FleetLLM
+
+SECRET = b"a secret of the tests"
+MODEL, OPTIONS = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
+ARGUMENTS = ("--threads", "1", "--cache-positions", "4096", "--patience", "1")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix"),
+]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    stop = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < stop, "the condition did not become true"
+        time.sleep(0.02)
+    return found
+
+
+@contextmanager
+def running_fleet(*roles: str) -> Iterator[tuple[FleetLLM, Launcher]]:
+    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
+        address = ["--address", f"127.0.0.1:{fleet.fleet_port}"]
+        launcher = Launcher([MODEL, *address, *ARGUMENTS], SECRET)
+        launcher.start([Place(f"{role}-{n}", role) for n, role in enumerate(roles)])
+        try:
+            wait_for(lambda: len(fleet.status()["workers"]) == len(roles))
+            yield fleet, launcher
+        finally:
+            launcher.close()
+
+
+def worker_with_tasks(fleet: FleetLLM) -> dict[str, Any] | None:
+    workers: list[dict[str, Any]] = fleet.status()["workers"]
+    return next((one for one in workers if one["tasks"]), None)
+
+
+def has_lost(fleet: FleetLLM, count: int) -> bool:
+    return bool(fleet.status()["counts"]["lost_workers"] == count)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 3},
+        {"seed": 4, "logprobs": 2, "repetition_penalty": 1.2},
+        {"seed": 5, "banned_strings": ["q"]},
+    ],
+    ids=["continued", "log-probabilities", "started again"],
+)
+def test_a_killed_worker_changes_no_word(options: dict[str, Any]) -> None:
+    # Slow enough to be hit in the middle.
+    slow = {"temperature": 1.0, "top_p": 0.99, "logprobs": 5, "ignore_eos": True}
+    options = {"max_tokens": 1500, **slow, **options}
+    with LLM(MODEL, **OPTIONS) as llm:
+        expected = llm.generate("a", **options)
+    with running_fleet("mixed", "mixed") as (fleet, _):
+        chunks, num_killed = [], 0
+        for chunk in fleet.stream("a", **options):
+            chunks.append(chunk)
+            if num_killed < 2 and len("".join(map(str, chunks))) > 20 * (num_killed + 1):
+                victim = worker_with_tasks(fleet)
+                if victim is not None:
+                    os.kill(victim["pid"], signal.SIGKILL)
+                    num_killed += 1
+                    wait_for(partial(has_lost, fleet, num_killed))
+        answer = chunks[-1].generation
+        assert answer is not None and num_killed == 2
+        assert fleet.status()["counts"]["restarts"] >= 1
+    assert "".join(map(str, chunks)) == expected.text
+    assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
+
+
+def test_kills_at_random_times_lose_and_change_nothing() -> None:
+    """Prefill and decode workers die while 24 requests run."""
+    prompts = [[65 + (3 * n + i) % 26 for i in range(40 + 9 * n)] for n in range(24)]
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "ignore_eos": True}
+    with LLM(MODEL, **OPTIONS) as llm:
+        expected = [llm.generate(one, seed=n, **options).tokens for n, one in enumerate(prompts)]
+    with running_fleet("prefill", "decode", "decode") as (fleet, launcher):
+        with ThreadPoolExecutor(6) as threads:
+            answers = [
+                threads.submit(fleet.generate, one, seed=n, **options)
+                for n, one in enumerate(prompts)
+            ]
+            for name in ("decode-1", "prefill-0", "decode-2", "decode-1"):
+                wait_for(lambda: worker_with_tasks(fleet) or all(one.done() for one in answers))
+                os.kill(launcher.process_ids[name], signal.SIGKILL)
+                time.sleep(0.3)
+            found = [answer.result(120).tokens for answer in answers]
+        status = fleet.status()
+    assert found == expected
+    assert status["running"] == status["waiting"] == 0
+
+
+def test_a_stopped_process_is_given_up_and_joins_again() -> None:
+    options: dict[str, Any] = {
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": 1,
+    }
+    with LLM(MODEL, **OPTIONS) as llm:
+        expected = llm.generate("a", **options).text
+    with running_fleet("mixed", "mixed") as (fleet, _), ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(fleet.generate, "a", **options)
+        victim = wait_for(lambda: worker_with_tasks(fleet))
+        os.kill(victim["pid"], signal.SIGSTOP)
+        try:
+            assert answer.result(60).text == expected
+            assert fleet.status()["counts"]["lost_workers"] == 1
+        finally:
+            os.kill(victim["pid"], signal.SIGCONT)
+        wait_for(lambda: len(fleet.status()["workers"]) == 2)
+
+
+def test_the_command_serves_shows_and_drains(tmp_path: Path) -> None:
+    environment = {**os.environ, "ANYDECODE_CLUSTER_SECRET": SECRET.decode()}
+    anydecode = [sys.executable, "-m", "anydecode", "cluster"]
+    up = subprocess.Popen(
+        [*anydecode, "up", MODEL, "--workers", "2", "--port", "0", "--fleet-port", "0"]
+        + ["--threads", "1", "--cache-positions", "4096"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert up.stderr is not None
+    try:
+        lines, urls, fleets = [], [], []
+        while len(lines) < 200 and not (
+            urls and fleets and sum("joined" in one for one in lines) == 2
+        ):
+            lines.append(up.stderr.readline())
+            assert lines[-1], "".join(lines)
+            if not lines[-1].startswith("{"):
+                continue
+            event = json.loads(lines[-1])
+            if "running on" in event["event"]:
+                urls.append(event["event"].partition("http://")[2].partition(" ")[0])
+            if event["event"] == "fleet":
+                fleets.append(event["address"])
+        answer = httpx.post(
+            f"http://{urls[0]}/v1/completions", json={"prompt": "abc", "max_tokens": 4}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+
+        def command(*arguments: str) -> str:
+            return subprocess.run(
+                [*anydecode, *arguments, "--address", fleets[0]],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+
+        shown = command("status")
+        assert "mixed-1" in shown and "mixed-2" in shown and "tasks 1" in shown
+        assert "gets no new work" in command("drain", "mixed-1")
+        wait_for(lambda: "mixed-1" not in command("status"))
+        assert [one["name"] for one in json.loads(command("status", "--json"))["workers"]] == [
+            "mixed-2"
+        ]
+    finally:
+        up.send_signal(signal.SIGINT)
+        up.wait(30)
+        up.stderr.close()
+
+
+def test_the_demo_gives_the_text_of_one_engine(default_model_path: Path, repository: Path) -> None:
+    demo = [sys.executable, str(repository / "examples" / "kill_a_worker.py")]
+    done = subprocess.run([*demo, str(default_model_path)], capture_output=True, text=True)
+    assert "was killed after" in done.stdout, done.stderr
+    assert "started again 1 times\nthe text of one engine: True" in done.stdout
