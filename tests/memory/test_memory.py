@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -179,6 +181,20 @@ def test_failed_allocation_changes_nothing() -> None:
 def test_a_pool_without_slots_is_rejected() -> None:
     with pytest.raises(OutOfMemoryError):
         KVPool(Storage(), 0)
+
+
+def test_a_pool_takes_memory_for_the_slots_that_are_used() -> None:
+    tracemalloc.start()
+    try:
+        pool = KVPool(Storage(), 10_000_000)
+        kv_cache = SequenceCache(pool)
+        slots = kv_cache.append(3).tolist()
+        pool.free(kv_cache.append(2).copy())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (slots, pool.num_used, pool.num_free) == ([0, 1, 2], 3, 9_999_997)
+    assert peak < 121_000_000  # of arrays, which the system gives when they are used
 
 
 def test_truncation_cuts_early_exit_rows() -> None:

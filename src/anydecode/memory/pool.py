@@ -68,13 +68,15 @@ class KVPool:
         self.model = model
         self.num_slots = num_slots
         try:
+            self.references = np.zeros(num_slots, np.int32)
             self.cache = new_cache(model, num_slots, format)
         except (OSError, OverflowError, MemoryError):
             raise OutOfMemoryError(
                 f"a cache of {num_slots} positions does not fit into memory; lower cache_positions"
             ) from None
-        self.references = np.zeros(num_slots, np.int32)
-        self._free = list(range(num_slots - 1, -1, -1))
+        # Slots are used in their order, so that a large pool costs nothing until it is used.
+        self._num_touched = 0
+        self._freed: list[int] = []
         self.reclaim: Callable[[int], None] | None = None
 
     @property
@@ -84,11 +86,11 @@ class KVPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_slots - self.num_used
 
     @property
     def num_used(self) -> int:
-        return self.num_slots - len(self._free)
+        return self._num_touched - len(self._freed)
 
     def allocate(self, count: int) -> Slots:
         """Allocate `count` slots, int32 `[count]`, each with one reference.
@@ -96,14 +98,15 @@ class KVPool:
         Raises:
             PoolFull: Fewer than `count` slots are free; none is allocated.
         """
-        if count > len(self._free) and self.reclaim is not None:
-            self.reclaim(count - len(self._free))
-        if count > len(self._free):
-            raise PoolFull(f"{count} slots requested, {len(self._free)} free")
-        if count == 0:
-            return np.empty(0, np.int32)
-        allocated = np.array(self._free[: -count - 1 : -1], np.int32)
-        del self._free[-count:]
+        if count > self.num_free and self.reclaim is not None:
+            self.reclaim(count - self.num_free)
+        if count > self.num_free:
+            raise PoolFull(f"{count} slots requested, {self.num_free} free")
+        num_kept = max(0, len(self._freed) - count)
+        reused, self._freed[num_kept:] = self._freed[num_kept:][::-1], []
+        end = self._num_touched + count - len(reused)
+        allocated = np.array([*reused, *range(self._num_touched, end)], np.int32)
+        self._num_touched = end
         self.references[allocated] = 1
         return allocated
 
@@ -119,7 +122,7 @@ class KVPool:
         freed = slots[self.references[slots] == 0]
         if self.cache.states is not None:
             self.cache.states.forget(freed)
-        self._free.extend(freed[::-1].tolist())
+        self._freed.extend(freed[::-1].tolist())
 
     def check_integrity(self, tables: list[Slots]) -> None:
         """Check that the reference counts equal the occurrences of each slot in `tables`.
@@ -133,8 +136,10 @@ class KVPool:
             assert len(np.unique(table_slots)) == len(table_slots), "a table contains a slot twice"
             expected[table_slots] += 1
         assert np.array_equal(expected, self.references), "reference counts are wrong"
-        free = np.array(self._free, np.int64)
-        assert len(np.unique(free)) == len(free), "the free list contains a slot twice"
-        assert np.array_equal(np.sort(free), np.flatnonzero(expected == 0)), (
+        freed = np.array(self._freed, np.int64)
+        assert len(np.unique(freed)) == len(freed), "the free list contains a slot twice"
+        touched = expected[: self._num_touched]
+        assert np.array_equal(np.sort(freed), np.flatnonzero(touched == 0)), (
             "the free list is wrong"
         )
+        assert not expected[self._num_touched :].any(), "a slot is used that was never allocated"
