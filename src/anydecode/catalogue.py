@@ -43,6 +43,7 @@ _PACKAGES = (
     "anydecode.constraints",
     "anydecode.engine",
     "anydecode.api",
+    "anydecode.cluster.control",
     "anydecode.quantization",
     "anydecode.models.families",
 )

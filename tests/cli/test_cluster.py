@@ -33,6 +33,11 @@ def test_the_workers_of_a_fleet() -> None:
         (["up", "tiny-autoregressive", "-w", "1", "--prefill", "2"], "more roles than --workers 1"),
         (["up", "tiny-autoregressive", "--host", "0.0.0.0"], "lets other machines connect"),
         (["up", "no-such-model"], "no-such-model"),
+        (["up", "tiny-autoregressive", "--ratio", "pd-serve"], "give --prefill and --decode, too"),
+        (
+            ["up", "tiny-autoregressive", "--prefill", "1", "--decode", "1", "--ratio", "nexus"],
+            "not a control of roles",
+        ),
         (["worker", "--role", "boss"], "allowed are mixed, prefill, decode"),
         (["worker", "--address", "8001"], "must have the form HOST:PORT"),
         (["worker", "--address", "a:99999"], "must have the form HOST:PORT"),

@@ -123,6 +123,7 @@ class Methods:
 
 _EXPECTED = {
     "Constraint": "a constraint",
+    "RatioControl": "a control of roles",
     "SamplerPreset": "a sampler",
     "Schedule": "a schedule",
     "ServerGoodput": "a draft policy",

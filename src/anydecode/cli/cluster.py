@@ -92,6 +92,13 @@ def up(
         int,
         typer.Option("--decode", min=0, help="Number of workers that get the prompts of those."),
     ] = 0,
+    ratio: Annotated[
+        str | None,
+        typer.Option(
+            "--ratio",
+            help="Let workers change between prefill and decode: pd-serve. Default: roles stay.",
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1",
@@ -169,6 +176,10 @@ def up(
     from anydecode.server.settings import Settings, api_keys
 
     wanted = places(workers, prefill, decode)
+    if ratio is not None and not (prefill and decode):
+        raise InvalidRequestError(
+            f"--ratio {ratio} changes the roles of workers: give --prefill and --decode, too"
+        )
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
     settings = Settings(
         name=name or served_name(model),
@@ -198,6 +209,7 @@ def up(
             secret,
             fleet_host=fleet_host,
             fleet_port=fleet_port,
+            ratio=ratio,
             **options.without_none(**{key.replace("-", "_"): one for key, one in engine.items()}),
         )
     at = f"{'127.0.0.1' if fleet_host == '0.0.0.0' else fleet_host}:{llm.fleet_port}"

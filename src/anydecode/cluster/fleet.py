@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from anydecode.cluster.control.pd_serve import RatioControl
 from anydecode.cluster.ledger import Frame
 from anydecode.cluster.routing import CachedBlocks, rows_before
 from anydecode.memory.prefix import BLOCK
@@ -80,6 +81,7 @@ class Task:
         worker: The incarnation of the worker that it is on.
         lease: The prefill worker that keeps its blocks, and the attempt under which it does.
         group: The group of the workers that have generated its tokens.
+        started: When that happened.
         number_sent: The number of the frame that started it on its worker.
         rows: Rows of the prompt that its worker has to compute, until its first token.
     """
@@ -98,6 +100,7 @@ class Task:
     lease: tuple[str, int] | None = None
     group: str | None = None
     number_sent: int = 0
+    started: float = 0.0
     rows: int = 0
     num_received: int = 0
     num_deaths: int = 0
@@ -154,6 +157,10 @@ class Member:
     num_passes: int = -1
     passed_at: float = 0.0
     last_facts: Frame = field(default_factory=dict)
+    role: str = ""  # at first that of its facts
+
+    def __post_init__(self) -> None:
+        self.role = self.role or self.facts.role
 
     @property
     def pending_rows(self) -> int:
@@ -213,6 +220,9 @@ FleetAction = SendTo | Deliver | Finish | Fail | Expel
 class Fleet:
     """The tasks and workers of one proxy.
 
+    Args:
+        control: Changes the roles of workers as the load needs; None: they stay.
+
     Attributes:
         tasks: The tasks that have not ended, by number.
         members: The workers, by incarnation.
@@ -220,12 +230,13 @@ class Fleet:
         counts: Numbers of events so far, for metrics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, control: RatioControl | None = None) -> None:
+        self.control = control
         self.tasks: dict[int, Task] = {}
         self.members: dict[str, Member] = {}
         self.actions: list[FleetAction] = []
         self.counts = dict.fromkeys(
-            ("tasks", "handovers", "restarts", "lost_workers", "refusals"), 0
+            ("tasks", "handovers", "restarts", "lost_workers", "refusals", "role_changes"), 0
         )
         self._handlers: dict[str, Callable[[Member, Task, Frame, float], None]] = {
             "refused": self._on_refused,
@@ -311,6 +322,7 @@ class Fleet:
             elif now - member.last_sent >= BEAT_SECONDS:
                 self._send(member, {"type": "ping"}, now)
         self._stop_drained(now)
+        self._change_roles(now)
         self._fail_stranded(now)
         self._dispatch(now)
 
@@ -321,7 +333,7 @@ class Fleet:
             "workers": [
                 {
                     "name": member.facts.name,
-                    "role": member.facts.role,
+                    "role": member.role,
                     "group": member.facts.group,
                     "state": self._state(member, now),
                     "tasks": len(member.tasks),
@@ -378,6 +390,8 @@ class Fleet:
     def _on_offered(self, member: Member, task: Task, frame: Frame, now: float) -> None:
         if task.state is not TaskState.PREFILLING:
             return
+        if self.control is not None:
+            self.control.record_prefill(now - task.started)
         lease = (member.facts.incarnation, task.attempt)
         self._requeue(task)
         task.state = TaskState.OFFERED
@@ -408,6 +422,8 @@ class Fleet:
         if frame["count"] != task.num_received or task.num_received < len(task.said):
             self._lose(task, now)
             return
+        if self.control is not None and member.role == "decode":
+            self.control.record_decode(now - task.started)
         self.actions.append(Finish(task.number, frame))
         self._end(task, TaskState.DONE, now)
 
@@ -491,6 +507,30 @@ class Fleet:
                 member.is_stopped = True
                 self._send(member, {"type": "stop"}, now)
 
+    def _change_roles(self, now: float) -> None:
+        """Let one worker change its role, if that raises the capacity. Its tasks go on."""
+        if self.control is None:
+            return
+        by_role: dict[str, list[Member]] = {
+            role: [
+                one
+                for one in self.members.values()
+                if one.role == role and one.drain_deadline is None
+            ]
+            for role in ("prefill", "decode")
+        }
+        prefill, decode = by_role["prefill"], by_role["decode"]
+        if not (prefill and decode):
+            return
+        decode_places = min(one.facts.max_running for one in decode)
+        numbers = len(prefill), len(decode)
+        change = self.control.step(now, *numbers, MAX_PREFILLS, decode_places)
+        if change:
+            members, role = (decode, "prefill") if change > 0 else (prefill, "decode")
+            chosen = min(members, key=lambda one: (len(one.tasks), one.facts.name))
+            chosen.role = role
+            self.counts["role_changes"] += 1
+
     def _fail_stranded(self, now: float) -> None:
         """Fail the tasks that have waited too long for a worker that could run them."""
         for task in list(self.tasks.values()):
@@ -529,7 +569,7 @@ class Fleet:
 
     def _place(self, task: Task, able: list[Member], now: float) -> bool:
         """Start a task on the best of the workers. Returns whether one was free."""
-        decoding = [one for one in able if one.facts.role != "prefill"] or able
+        decoding = [one for one in able if one.role != "prefill"] or able
         free = [
             one
             for one in decoding
@@ -545,9 +585,7 @@ class Fleet:
             prefilling = [
                 one
                 for one in able
-                if one.facts.role == "prefill"
-                and one.facts.group == best.facts.group
-                and one is not best
+                if one.role == "prefill" and one.facts.group == best.facts.group and one is not best
             ]
             if prefilling:
                 ready = [
@@ -603,7 +641,7 @@ class Fleet:
         self._start(task, member, frame, now)
 
     def _start(self, task: Task, member: Member, frame: Frame, now: float) -> None:
-        task.worker = member.facts.incarnation
+        task.worker, task.started = member.facts.incarnation, now
         task.rows = max(0, self._num_uncached(task, member))
         member.blocks.add(task.digests)
         member.tasks[task.number] = task

@@ -18,11 +18,13 @@ from typing import Any
 from anydecode import errors
 from anydecode.api.generation import Generation
 from anydecode.api.llm import LLM
+from anydecode.api.methods import build_as
 from anydecode.api.prefix_spill import stable_name
 from anydecode.api.request import Request
 from anydecode.api.resources import Resources
 from anydecode.api.sample_order import SampleOrder
 from anydecode.cluster.connection import Connection, FleetConnectionError
+from anydecode.cluster.control.pd_serve import RatioControl
 from anydecode.cluster.fingerprint import facts
 from anydecode.cluster.fleet import (
     BEAT_SECONDS,
@@ -72,6 +74,7 @@ class FleetDriver(Driver):
         secret: The secret of the fleet.
         host: The address to listen on for workers.
         port: The port; 0 picks a free one.
+        control: Changes the roles of workers; None: they stay.
 
     Attributes:
         port: The port that workers connect to.
@@ -81,10 +84,16 @@ class FleetDriver(Driver):
     """
 
     def __init__(
-        self, engine: Engine, own_facts: Frame, secret: bytes, host: str, port: int
+        self,
+        engine: Engine,
+        own_facts: Frame,
+        secret: bytes,
+        host: str,
+        port: int,
+        control: RatioControl | None = None,
     ) -> None:
         super().__init__(engine)
-        self.fleet = Fleet()
+        self.fleet = Fleet(control)
         self._own_facts = own_facts
         self._secret = secret
         self._jobs: dict[int, Job] = {}
@@ -404,6 +413,7 @@ class FleetLLM(LLM):
         secret: The secret of the fleet.
         fleet_host: The address to listen on for workers.
         fleet_port: The port; 0 picks a free one (`fleet_port` then has it).
+        ratio: Changes the roles of workers: a catalogue key ("pd-serve:period=10") or an object.
         **options: Those of `LLM`, the same as the workers'.
 
     Raises:
@@ -419,12 +429,14 @@ class FleetLLM(LLM):
         *,
         fleet_host: str = "127.0.0.1",
         fleet_port: int = 0,
+        ratio: str | RatioControl | None = None,
         **options: Any,
     ) -> None:
+        control = None if ratio is None else build_as(ratio, RatioControl)
         super().__init__(model, **options)
         self._numbers = count()
         self.driver: FleetDriver = FleetDriver(
-            self.engine, facts(self), secret, fleet_host, fleet_port
+            self.engine, facts(self), secret, fleet_host, fleet_port, control
         )
 
     @property

@@ -1,0 +1,182 @@
+"""A fleet's state machines without processes: workers with an engine that gives the right tokens,
+and the frames on their way."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from anydecode.cluster.fleet import (
+    Deliver,
+    Expel,
+    Fail,
+    Finish,
+    Fleet,
+    SendTo,
+    Task,
+    WorkerFacts,
+)
+from anydecode.cluster.leases import Key
+from anydecode.cluster.ledger import Abort, Frame, Ledger, Pull, Send, Start, StartPrefill
+from anydecode.memory.prefix import BLOCK, block_digests
+
+
+def text(number: int) -> list[int]:
+    """The right answer to a task."""
+    return [(31 * number + 7 * position) % 101 for position in range(3 + number % 5)]
+
+
+class SimulatedWorker:
+    """A ledger with an engine that gives the right tokens, one at a time."""
+
+    def __init__(self, facts: WorkerFacts) -> None:
+        self.facts = facts
+        self.ledger = Ledger(facts.incarnation, facts.max_running, facts.positions)
+        self.running: dict[Key, int] = {}  # position of the next token
+        self.prefilling: list[Key] = []
+        self.num_passes = 0
+
+    def progress(self, now: float) -> None:
+        """One pass."""
+        self.num_passes += 1
+        for key in self.prefilling:
+            self.ledger.prefilled(key, 4, 10, now)
+        self.prefilling.clear()
+        for key, position in list(self.running.items()):
+            answer = text(key[0])
+            if position < len(answer):
+                self.ledger.produced(key, [answer[position]])
+                self.running[key] = position + 1
+            else:
+                del self.running[key]
+                self.ledger.ended(key, finish="stop")
+
+
+class World:
+    """A fleet, its workers, the frames on their way, and what clients have received."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.fleet = Fleet()
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.frames: list[tuple[str, bool, Frame]] = []  # incarnation, to the worker, frame
+        self.received: dict[int, list[int]] = {}
+        self.ends: dict[int, list[Any]] = {}
+        self.cancelled: set[int] = set()
+        self._numbers = count()
+
+    def join(self, role: str = "mixed", group: str = "g", positions: int = 2000) -> str:
+        incarnation = f"w{next(self._numbers)}"
+        facts = WorkerFacts(incarnation, incarnation, role, group, (incarnation, 1), 3, positions)
+        self.workers[incarnation] = SimulatedWorker(facts)
+        assert self.fleet.join(facts, self.now) is None
+        self.act()
+        return incarnation
+
+    def crash(self, incarnation: str) -> None:
+        del self.workers[incarnation]
+        self.fleet.leave(incarnation, self.now)
+        self.act()
+
+    def submit(self, num_blocks: int = 0, is_resumable: bool = True) -> int:
+        number = next(self._numbers)
+        prompt = [number] * (BLOCK * num_blocks + 1)
+        task = Task(
+            number,
+            prompt,
+            max_tokens=50,
+            message={"options": {}},
+            digests=block_digests("", prompt[:-1]),
+            is_resumable=is_resumable,
+        )
+        self.received[number], self.ends[number] = [], []
+        self.fleet.submit(task, self.now)
+        self.act()
+        return number
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.add(number)
+        self.fleet.cancel(number, self.now)
+        self.act()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        for worker in self.workers.values():
+            worker.ledger.beat(self.now, passes=worker.num_passes)
+        self.fleet.tick(self.now)
+        self.act()
+
+    def deliver(self, index: int) -> None:
+        incarnation, is_to_worker, frame = self.frames.pop(index)
+        if not is_to_worker:
+            self.fleet.receive(incarnation, frame, self.now)
+        elif incarnation in self.workers and frame["type"] != "stop":
+            self.workers[incarnation].ledger.handle(frame)
+        self.act()
+
+    def act(self) -> None:
+        """Do what the state machines ask for, until they ask for nothing."""
+        while self.fleet.actions or any(one.ledger.actions for one in self.workers.values()):
+            actions, self.fleet.actions = self.fleet.actions, []
+            for action in actions:
+                self._act_for_proxy(action)
+            for worker in list(self.workers.values()):
+                of_worker, worker.ledger.actions = worker.ledger.actions, []
+                for one in of_worker:
+                    self._act_for_worker(worker, one)
+
+    def _act_for_proxy(self, action: Any) -> None:
+        if isinstance(action, SendTo):
+            self.frames.append((action.incarnation, True, action.frame))
+        elif isinstance(action, Deliver):
+            self.received[action.task] += action.tokens
+        elif isinstance(action, Finish | Fail):
+            self.ends[action.task].append(action)
+        elif isinstance(action, Expel):
+            self.workers.pop(action.incarnation, None)
+
+    def _act_for_worker(self, worker: SimulatedWorker, action: Any) -> None:
+        if isinstance(action, Send):
+            self.frames.append((worker.facts.incarnation, False, action.frame))
+        elif isinstance(action, Start):
+            worker.running[action.key] = len(action.frame["said"])
+        elif isinstance(action, StartPrefill):
+            worker.prefilling.append(action.key)
+        elif isinstance(action, Pull):
+            giver = self.workers.get(action.source["address"][0])
+            if giver is not None:
+                key, holder = (action.key[0], action.source["attempt"]), worker.facts.incarnation
+                if giver.ledger.leases.reserve(key, holder, self.now):
+                    assert giver.ledger.leases.pull(key, holder, self.now)
+                    giver.ledger.leases.acknowledge(key, holder)
+            worker.ledger.pulled(action.key)
+        elif isinstance(action, Abort):
+            worker.running.pop(action.key, None)
+            if action.key in worker.prefilling:
+                worker.prefilling.remove(action.key)
+
+    def settle(self, seconds: float) -> None:
+        """Let time pass without faults."""
+        stop = self.now + seconds
+        while self.now < stop:
+            self.advance(0.5)
+            for worker in list(self.workers.values()):
+                worker.progress(self.now)
+            self.act()
+            while self.frames:
+                self.deliver(0)
+
+    def check(self) -> None:
+        """What holds at every time."""
+        for number, tokens in self.received.items():
+            assert tokens == text(number)[: len(tokens)]
+            assert len(self.ends[number]) <= 1
+            has_ended = bool(self.ends[number]) or number in self.cancelled
+            assert has_ended == (number not in self.fleet.tasks)
+            if self.ends[number] and isinstance(self.ends[number][0], Finish):
+                assert tokens == text(number)
+        on_workers = [task for one in self.fleet.members.values() for task in one.tasks.values()]
+        assert len(on_workers) == len({task.number for task in on_workers})
+        for member in self.fleet.members.values():
+            for task in member.tasks.values():
+                assert task.worker == member.facts.incarnation
