@@ -10,6 +10,7 @@ from typing import Any
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize_rows
+from anydecode.kernels.packing import FLOAT_FORMATS
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import Loader, drafter_model, find_loader
 from anydecode.models.families import load_network
@@ -40,7 +41,8 @@ def open_draft(
             ("self:int4"), layers=n (n of its layers, evenly spaced, including the first and the
             last), or both, separated by a comma. "self" alone is the target itself.
         target: The target model.
-        dtype: The weight format of the draft.
+        dtype: The weight format of the draft; None means as stored, and int4 for a drafter in
+            floating point that reads the states of a target with quantised weights.
         threads: The number of threads of the native kernels.
         backend: The backend of the draft, see `choose_executor`.
 
@@ -110,6 +112,10 @@ def _is_own_module(checkpoint: Checkpoint, target: Model) -> bool:
     return checkpoint.path == getattr(target, "path", None) and has_mtp(checkpoint)
 
 
+def _is_gguf(checkpoint: Checkpoint) -> bool:
+    return checkpoint.path.suffix == ".gguf"
+
+
 def _open_head(
     checkpoint: Checkpoint,
     load: Loader,
@@ -125,6 +131,9 @@ def _open_head(
             f"{checkpoint.name} reads the states of its target, which {target.name} does not return"
         )
     options: dict[str, Any] = {}
+    is_quantised = any(w.format not in FLOAT_FORMATS for w in target.network.matrices())
+    if dtype is None and is_quantised and load is not load_mtp and not _is_gguf(checkpoint):
+        dtype = "int4"  # in floating point, a step would take half as long as one of the target
     if load is not load_mtp:
         options["read_rows"] = getattr(target.executor, "read_rows", dequantize_rows)
     network = load(checkpoint, target.network, dtype, **options)
