@@ -63,9 +63,9 @@ def drafts_by_rule(
         cursors.append(MatchCursor(history))
         cursors[-1].position, cursors[-1].length = text.position, text.match
     own, costs = cursors[0].history, drafts.costs.tolist()
-    can_draft, is_due = drafter is not None and len(drafter.tokens) > 0, False
+    can_draft, num_due = drafter is not None and len(drafter.tokens) > 0, 0
     if drafter is not None:
-        is_due = drafter.is_due
+        num_due = drafter.num_due
     tokens, found = list(burst.tokens), []
     for given in drafts.drafts:
         num_read = len(burst.tokens) - len(tokens)
@@ -85,9 +85,9 @@ def drafts_by_rule(
         count, rate = best_draft(copied_paths, costs, 0, 0.0)
         draft = copied[:count]
         if drafter is not None and chains is not None and can_draft and room:
-            if is_due or rate < drafter.rate:
+            if num_due or rate < drafter.rate:
                 chain, chances = followed(drafter, chains[len(own)], costs, room)
-                is_due, spent = False, drafter.seconds * len(chain)
+                num_due, spent = max(0, num_due - 1), drafter.seconds * len(chain)
                 with_drafting = [seconds + spent for seconds in costs]  # also without a draft
                 count, rate = best_draft(paths(chances), with_drafting, 0, 0.0)
                 draft = chain[:count]

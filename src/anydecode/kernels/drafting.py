@@ -103,7 +103,7 @@ class _BoundDrafter:
         self._states[:num_known] = drafter.states
         self._chances = np.ascontiguousarray(chances)
         self._mean_chances = np.ascontiguousarray(drafter.mean_chances)
-        self._num_drafted = np.zeros(max_passes, np.int32)
+        self._num_drafted, self._num_unread = np.zeros((2, max_passes), np.int32)
         self._seconds = np.zeros(max_passes)
         self._order = np.arange(MAX_BURST_DRAFTS + 1, dtype=np.int32)
         self._captures = (Capture * len(drafter.layers))()
@@ -123,9 +123,10 @@ class _BoundDrafter:
             num_captures=len(drafter.layers),
             num_depths=len(chances),
             max_drafts=drafter.max_drafts,
-            is_due=int(drafter.is_due),
+            num_due=drafter.num_due,
             num_known=num_known,
             num_drafted=address_of(self._num_drafted),
+            num_unread=address_of(self._num_unread),
             draft_seconds=address_of(self._seconds),
         )
 
@@ -134,6 +135,7 @@ class _BoundDrafter:
         drafter.num_read = self.native.num_read
         drafter.known_states = self._states[: self.native.num_known]
         drafter.num_drafted = self._num_drafted[:num_passes].tolist()
+        drafter.num_unread = self._num_unread[:num_passes].tolist()
         drafter.draft_seconds = self._seconds[:num_passes].tolist()
 
 

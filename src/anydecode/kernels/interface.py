@@ -477,11 +477,12 @@ class BurstDrafter:
         rate: Expected tokens per second of a step with its draft.
         seconds: Expected duration of drafting one token.
         max_drafts: Maximum number of tokens of a chain.
-        is_due: Whether it is to draft once, whatever `rate` is.
+        num_due: The number of steps in which it is to draft, whatever `rate` is.
         num_read: Result: how many tokens, of the text and of the pass, it has read.
         known_states: Result: `states`, and those before the tokens of the pass.
         num_drafted: Result: the tokens that it has drafted in each pass; those that are verified
             are in `BurstDrafts`.
+        num_unread: Result: the tokens that it has read in each pass before it drafted.
         draft_seconds: Result: the duration of drafting in each pass.
     """
 
@@ -497,10 +498,11 @@ class BurstDrafter:
     rate: float
     seconds: float
     max_drafts: int
-    is_due: bool = False
+    num_due: int = 0
     num_read: int = 0
     known_states: np.ndarray | None = None
     num_drafted: list[int] = field(default_factory=list)
+    num_unread: list[int] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)
 
 

@@ -194,7 +194,7 @@ class _Session:
 
     def _model_pays(self, costs: Seq[float], rate: float) -> bool:
         """Whether to draft with the draft model: a round with it is expected to bring more than
-        `rate` tokens per second, or none has been tried for `MODEL_INTERVAL` tokens."""
+        `rate` tokens per second, or none has been tried for long."""
         model = self.model
         if model is None:
             return False

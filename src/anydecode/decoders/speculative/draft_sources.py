@@ -42,8 +42,11 @@ RATE_MEMORY = 60.0
 #: Depths of a draft model's chain whose tokens have acceptance rates of their own; greater ones
 #: have those of the last one.
 NUM_DEPTHS = 4
-#: Number of tokens after which a draft model drafts again where it has not paid.
-MODEL_INTERVAL = 64
+#: Number of tokens after which a draft model drafts again where it has not paid, which doubles each
+#: time, and number of such drafts in a burst.
+MODEL_INTERVAL, NUM_TRIALS = 64, 4
+#: If a drafter has read more tokens before a draft, the time of the draft says little of others.
+MAX_UNREAD = 16
 #: Weight of a round in the averages over all sequences, and over those of one sequence.
 SHARED_RATE, OWN_RATE = 0.01, 0.08
 #: Number of standard errors subtracted from a rate to get its lower bound.
@@ -222,6 +225,7 @@ class ModelSource:
         self.learned = learned
         self.record = None if learned.record is None else replace(learned.record)
         self.num_undrafted = 0  # tokens since the last draft
+        self._interval = MODEL_INTERVAL
         self._drafted: list[int] = []
         self._kinds: list[int] = []
         self._seconds = 0.0
@@ -229,7 +233,7 @@ class ModelSource:
     @property
     def is_due(self) -> bool:
         """Whether it has not drafted for so long that it is to try again."""
-        return self.num_undrafted >= MODEL_INTERVAL
+        return self.num_undrafted >= self._interval
 
     def pause(self, is_paused: bool) -> None:
         """Let the target's passes leave out the states that the draft model reads, or not."""
@@ -297,11 +301,12 @@ class ModelSource:
             rate,
             self.expected(pass_seconds).seconds_per_draft,
             size,
-            self.is_due,
+            NUM_TRIALS * self.is_due,
         )
 
     def observe_burst(self, drafter: BurstDrafter, drafts: BurstDrafts, accepted: Seq[int]) -> None:
         """Record the passes of a burst, of which each has accepted so many drafts."""
+        self._interval = 2 * self._interval if drafter.num_due else MODEL_INTERVAL
         for index, (draft, count) in enumerate(zip(drafts.drafts, accepted, strict=True)):
             is_own = drafts.sources[index] == len(drafts.texts)
             if not is_own:
@@ -311,6 +316,8 @@ class ModelSource:
             for depth, probability in enumerate(drafts.probabilities[index][: count + 1]):
                 self.learned.rates.record(self.learned.kind(depth, probability), depth < count)
             seconds, num_drafted = drafter.draft_seconds[index], drafter.num_drafted[index]
+            if drafter.num_unread[index] > MAX_UNREAD:
+                seconds = num_drafted * drafter.seconds
             self._record((len(draft), count, seconds, num_drafted), drafts.costs[0])
 
     def observe(self, round: SpeculationRound) -> None:

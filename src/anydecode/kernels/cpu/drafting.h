@@ -66,6 +66,7 @@ static int draft_chain(const Drafting *drafting, const Pass *target, SampleSpec 
   static const int32_t zero = 0;
   Drafter *drafter = drafting->drafter;
   int first = drafter->num_read, unread = drafter->num_known - first, problem;
+  drafter->num_unread[drafting->num_passes] = unread;
   int32_t last = unread - 1;
   Pass projection = *drafter->projection;
   projection.num_rows = projection.num_logits = unread;
@@ -109,14 +110,14 @@ static int find_draft(Drafting *drafting, const Pass *target, const SampleSpec *
   Draft copied = *draft;
   double rate = cut_draft(drafting, draft, 0.0);
   if (!drafter || max < 1 || drafter->num_read == drafter->num_known) return OK;
-  if (!drafter->is_due && rate >= drafter->rate) return OK;
+  if (!drafter->num_due && rate >= drafter->rate) return OK;
   double start = now();
   int problem, pass = drafting->num_passes;
   if (max > drafter->max_drafts) max = drafter->max_drafts;
   if ((problem = draft_chain(drafting, target, *spec, max, draft, threads))) return problem;
   drafter->draft_seconds[pass] = now() - start;
   drafter->num_drafted[pass] = draft->count;
-  drafter->is_due = 0;
+  if (drafter->num_due) drafter->num_due--;
   draft->source = drafting->num_texts;
   double spent = draft->count * drafter->seconds;
   rate = cut_draft(drafting, draft, spent);

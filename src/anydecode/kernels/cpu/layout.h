@@ -151,10 +151,11 @@ typedef struct {
   double rate;    /* tokens per second of a step with its draft */
   double seconds; /* for one token */
   int32_t num_captures, num_depths, max_drafts;
-  int32_t is_due;    /* whether it drafts once whatever its rate is */
+  int32_t num_due;   /* steps in which it still drafts whatever its rate is */
   int32_t num_known; /* rows with tokens and states; counts on, as does the following */
   int32_t num_read;  /* rows that are in its cache */
   int32_t *num_drafted;  /* result: of each pass */
+  int32_t *num_unread;   /* result: rows that it has read before drafting, of each pass */
   double *draft_seconds; /* result: of each pass */
 } Drafter;
 
