@@ -11,7 +11,7 @@ import sys
 import time
 
 from anydecode import LLM
-from anydecode.cluster.launcher import Launcher, places
+from anydecode.cluster.launcher import Launcher, LocalWorkers, places
 from anydecode.cluster.proxy import FleetLLM
 
 SECRET = os.urandom(32).hex().encode()
@@ -23,7 +23,8 @@ def main(model: str = "smollm2-135m-instruct") -> None:
         expected = llm.generate("Once upon a time", **options).text
     with FleetLLM(model, SECRET, threads=1) as fleet:
         address = f"127.0.0.1:{fleet.fleet_port}"
-        launcher = Launcher([model, "--address", address, "--threads", "1"], SECRET)
+        arguments = [model, "--address", address, "--threads", "1"]
+        launcher = Launcher(LocalWorkers(arguments, SECRET))
         launcher.start(places(2, 0, 0))
         try:
             while len(fleet.status()["workers"]) < 2:

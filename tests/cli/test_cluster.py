@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,12 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
         main.run(["cluster", command, "--help"])
     printed = " ".join(capsys.readouterr().out.split())
     assert f"Example: anydecode cluster {command}" in printed
+
+
+def test_ray_that_is_missing_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit):
+        main.run(["cluster", "up", "tiny-autoregressive", "--ray", "auto", "--fleet-port", "0"])
+    assert "pip install 'anydecode[cluster]'" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from anydecode import LLM
-from anydecode.cluster.launcher import Launcher, Place
+from anydecode.cluster.launcher import Launcher, LocalWorkers, Place
 from anydecode.cluster.proxy import FleetLLM
 
 SECRET = b"a secret of the tests"
@@ -41,16 +41,22 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 @contextmanager
-def running_fleet(*roles: str) -> Iterator[tuple[FleetLLM, Launcher]]:
+def running_fleet(*roles: str) -> Iterator[FleetLLM]:
     with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
         address = ["--address", f"127.0.0.1:{fleet.fleet_port}"]
-        launcher = Launcher([MODEL, *address, *ARGUMENTS], SECRET)
+        launcher = Launcher(LocalWorkers([MODEL, *address, *ARGUMENTS], SECRET))
         launcher.start([Place(f"{role}-{n}", role) for n, role in enumerate(roles)])
         try:
             wait_for(lambda: len(fleet.status()["workers"]) == len(roles))
-            yield fleet, launcher
+            yield fleet
         finally:
             launcher.close()
+
+
+def pid_of(fleet: FleetLLM, name: str) -> int:
+    """The process of a worker, or 0 while it is not there."""
+    workers: list[dict[str, Any]] = fleet.status()["workers"]
+    return next((one["pid"] for one in workers if one["name"] == name), 0)
 
 
 def worker_with_tasks(fleet: FleetLLM) -> dict[str, Any] | None:
@@ -77,7 +83,7 @@ def test_a_killed_worker_changes_no_word(options: dict[str, Any]) -> None:
     options = {"max_tokens": 1500, **slow, **options}
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate("a", **options)
-    with running_fleet("mixed", "mixed") as (fleet, _):
+    with running_fleet("mixed", "mixed") as fleet:
         chunks, num_killed = [], 0
         for chunk in fleet.stream("a", **options):
             chunks.append(chunk)
@@ -100,7 +106,7 @@ def test_kills_at_random_times_lose_and_change_nothing() -> None:
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "ignore_eos": True}
     with LLM(MODEL, **OPTIONS) as llm:
         expected = [llm.generate(one, seed=n, **options).tokens for n, one in enumerate(prompts)]
-    with running_fleet("prefill", "decode", "decode") as (fleet, launcher):
+    with running_fleet("prefill", "decode", "decode") as fleet:
         with ThreadPoolExecutor(6) as threads:
             answers = [
                 threads.submit(fleet.generate, one, seed=n, **options)
@@ -108,7 +114,7 @@ def test_kills_at_random_times_lose_and_change_nothing() -> None:
             ]
             for name in ("decode-1", "prefill-0", "decode-2", "decode-1"):
                 wait_for(lambda: worker_with_tasks(fleet) or all(one.done() for one in answers))
-                os.kill(launcher.process_ids[name], signal.SIGKILL)
+                os.kill(wait_for(partial(pid_of, fleet, name)), signal.SIGKILL)
                 time.sleep(0.3)
             found = [answer.result(120).tokens for answer in answers]
         status = fleet.status()
@@ -125,7 +131,7 @@ def test_a_stopped_process_is_given_up_and_joins_again() -> None:
     }
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate("a", **options).text
-    with running_fleet("mixed", "mixed") as (fleet, _), ThreadPoolExecutor(1) as threads:
+    with running_fleet("mixed", "mixed") as fleet, ThreadPoolExecutor(1) as threads:
         answer = threads.submit(fleet.generate, "a", **options)
         victim = wait_for(lambda: worker_with_tasks(fleet))
         os.kill(victim["pid"], signal.SIGSTOP)

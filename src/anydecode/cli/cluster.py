@@ -116,6 +116,15 @@ def up(
             "--fleet-port", min=0, max=65535, help="Port to listen on for workers; 0: a free one."
         ),
     ] = FLEET_PORT,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Let Ray start the workers, on all machines of its cluster: HOST:PORT, auto (the"
+            " cluster of this machine) or local (a new one). Default: processes of this machine.",
+        ),
+    ] = None,
     secret_file: SecretFile = None,
     name: Annotated[
         str | None,
@@ -165,9 +174,11 @@ def up(
 
     Example: anydecode cluster up smollm2-135m-instruct --workers 2
     """
-    from anydecode.cluster.launcher import Launcher, places
+    from anydecode.cluster.launcher import Launcher, LocalWorkers, Starter, places
     from anydecode.cluster.proxy import FleetLLM
+    from anydecode.cluster.ray_workers import RayWorkers
     from anydecode.cluster.secret import read_secret
+    from anydecode.cluster.worker import WorkerOptions
     from anydecode.kernels.pages import memory_bytes
     from anydecode.progress import status as status_line
     from anydecode.server import logs
@@ -193,16 +204,16 @@ def up(
     if cache_positions is None and cache_memory is None:
         cache_memory = str((memory_bytes() or 4 << 30) // 4 // len(wanted))
     threads = threads or max(1, (os.cpu_count() or 1) // len(wanted))
-    engine = {
-        "draft": draft,
-        "row-budget": row_budget,
-        "cache-positions": cache_positions,
-        "cache-memory": cache_memory,
-        "dtype": dtype,
-        "cache": cache,
-        "threads": threads,
-        "backend": backend,
-    }
+    engine = options.without_none(
+        draft=draft,
+        row_budget=row_budget,
+        cache_positions=cache_positions,
+        cache_memory=cache_memory,
+        dtype=dtype,
+        cache=cache,
+        threads=threads,
+        backend=backend,
+    )
     with status_line(f"loading {model}"):
         llm = FleetLLM(
             model,
@@ -210,16 +221,28 @@ def up(
             fleet_host=fleet_host,
             fleet_port=fleet_port,
             ratio=ratio,
-            **options.without_none(**{key.replace("-", "_"): one for key, one in engine.items()}),
+            **engine,
         )
     at = f"{'127.0.0.1' if fleet_host == '0.0.0.0' else fleet_host}:{llm.fleet_port}"
-    arguments = [model, "--address", at, "--patience", "5"]
-    arguments += ["--max-running", str(max_running), "--handover-memory", handover_memory]
-    for option, value in engine.items():
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None:
-                arguments += [f"--{option}", str(one)]
-    launcher = Launcher(arguments, secret)
+    start: Starter
+    if ray is None:
+        arguments = [model, "--address", at, "--patience", "5"]
+        arguments += ["--max-running", str(max_running), "--handover-memory", handover_memory]
+        for name_of, value in engine.items():
+            for one in value if isinstance(value, list) else [value]:
+                arguments += [f"--{name_of.replace('_', '-')}", str(one)]
+        start = LocalWorkers(arguments, secret)
+    else:
+        common = WorkerOptions(
+            model,
+            *split_address(at),
+            engine,
+            max_running=max_running,
+            handover_memory=handover_memory,
+            patience=5.0,
+        )
+        start = RayWorkers(ray, common, secret, threads)
+    launcher = Launcher(start)
     logs.write_json_lines()
     logs.event("fleet", address=at, workers=[place.name for place in wanted])
     launcher.start(wanted)
@@ -227,6 +250,8 @@ def up(
         serve(as_served(llm, settings))
     finally:
         launcher.close()
+        if isinstance(start, RayWorkers):
+            start.close()
 
 
 @app.command()
@@ -266,12 +291,9 @@ def worker(
 
     Example: anydecode cluster worker smollm2-135m-instruct --address 10.0.0.1:8001
     """
-    import asyncio
-
-    from anydecode.api.llm import LLM
     from anydecode.cluster.fleet import ROLES
     from anydecode.cluster.secret import read_secret
-    from anydecode.cluster.worker import Worker
+    from anydecode.cluster.worker import WorkerOptions, work
     from anydecode.server.logs import write_json_lines
 
     host, port = split_address(address)
@@ -289,17 +311,20 @@ def worker(
         backend=backend,
     )
     write_json_lines()
-    with LLM(model, **engine) as llm:
-        one = Worker(
-            llm,
-            secret,
+    work(
+        WorkerOptions(
+            model,
+            host,
+            port,
+            engine,
             name=name or "",
             role=role,
             max_running=max_running,
             handover_memory=handover_memory,
             patience=patience,
-        )
-        asyncio.run(one.run(host, port))
+        ),
+        secret,
+    )
 
 
 @app.command()

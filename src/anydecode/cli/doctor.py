@@ -30,7 +30,7 @@ EXTRAS = {
     "hf": Extra("models that only transformers implements", ("torch", "transformers")),
     "xgrammar": Extra("xgrammar as engine of constraints", ("xgrammar",)),
     "monitors": Extra("constraints by static analysis of Python code", ("jedi",)),
-    "cluster": Extra("several machines through Ray; nothing uses it yet", ("ray",)),
+    "cluster": Extra("workers that Ray starts (cluster up --ray)", ("ray",)),
     "cuda": Extra("kernels for NVIDIA GPUs, on Linux", ("torch", "triton")),
     "telemetry": Extra(
         "traces of the server's requests",

@@ -1,4 +1,4 @@
-"""Starts the workers of a fleet as processes of this machine, and again when they end unasked."""
+"""Starts the workers of a fleet, and again when they end unasked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from anydecode.cluster.secret import VARIABLE
 from anydecode.errors import InvalidRequestError
@@ -62,15 +63,34 @@ def places(workers: int | None, prefill: int, decode: int) -> list[Place]:
     ]
 
 
-@dataclass(eq=False)
-class _Child:
-    place: Place
-    process: subprocess.Popen[bytes]
-    starts: list[float] = field(default_factory=list)
+class WorkerProcess(Protocol):
+    """A process that was started, as `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, when it has ended. Raises `subprocess.TimeoutExpired`."""
+        ...
 
 
-class Launcher:
-    """Worker processes on this machine.
+class Starter(Protocol):
+    """Starts the worker of a place."""
+
+    def __call__(self, place: Place, /) -> WorkerProcess: ...
+
+
+class LocalWorkers:
+    """Starts workers as processes of this machine.
 
     Args:
         arguments: The arguments of `anydecode cluster worker` that all workers have.
@@ -80,6 +100,33 @@ class Launcher:
     def __init__(self, arguments: Sequence[str], secret: bytes) -> None:
         self._arguments = list(arguments)
         self._environment = {**os.environ, VARIABLE: secret.decode()}
+
+    def __call__(self, place: Place) -> WorkerProcess:
+        command = [sys.executable, "-m", "anydecode", "cluster", "worker", *self._arguments]
+        return subprocess.Popen(
+            [*command, "--name", place.name, "--role", place.role],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C ends the proxy, which ends its workers
+        )
+
+
+@dataclass(eq=False)
+class _Child:
+    place: Place
+    process: WorkerProcess
+    starts: list[float] = field(default_factory=list)
+
+
+class Launcher:
+    """The workers of a fleet.
+
+    Args:
+        start: Starts one of them, such as `LocalWorkers`.
+    """
+
+    def __init__(self, start: Starter) -> None:
+        self._start = start
         self._children: list[_Child] = []
         self._is_closed = threading.Event()
         self._watch = threading.Thread(
@@ -88,13 +135,8 @@ class Launcher:
 
     def start(self, wanted: Sequence[Place]) -> None:
         """Start workers."""
-        self._children = [_Child(one, self._started(one), [time.monotonic()]) for one in wanted]
+        self._children = [_Child(one, self._start(one), [time.monotonic()]) for one in wanted]
         self._watch.start()
-
-    @property
-    def process_ids(self) -> dict[str, int]:
-        """The process of each worker, by name."""
-        return {one.place.name: one.process.pid for one in self._children}
 
     def close(self) -> None:
         """End all workers."""
@@ -109,15 +151,6 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
-
-    def _started(self, place: Place) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "anydecode", "cluster", "worker", *self._arguments]
-        return subprocess.Popen(
-            [*command, "--name", place.name, "--role", place.role],
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C ends the proxy, which ends its workers
-        )
 
     def _watch_all(self) -> None:
         while not self._is_closed.wait(0.5):
@@ -134,5 +167,5 @@ class Launcher:
         if is_over:
             self._children.remove(child)
         else:
-            child.process = self._started(child.place)
+            child.process = self._start(child.place)
             child.starts.append(now)

@@ -39,6 +39,47 @@ PULL_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
 
 
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a process needs to be a worker. The arguments are those of `LLM` and `Worker`.
+
+    Args:
+        model: The model.
+        host: Where its proxy listens for workers.
+        port: The port.
+        engine: Options of `LLM`.
+    """
+
+    model: str
+    host: str
+    port: int
+    engine: dict[str, Any]
+    name: str = ""
+    role: str = "mixed"
+    max_running: int = 64
+    handover_memory: str = "1GiB"
+    patience: float = 60.0
+
+
+def work(options: WorkerOptions, secret: bytes) -> None:
+    """Be a worker until the proxy has drained this one.
+
+    Raises:
+        FleetError: The proxy cannot be reached, or refuses this worker.
+    """
+    with LLM(options.model, **options.engine) as llm:
+        worker = Worker(
+            llm,
+            secret,
+            name=options.name,
+            role=options.role,
+            max_running=options.max_running,
+            handover_memory=options.handover_memory,
+            patience=options.patience,
+        )
+        asyncio.run(worker.run(options.host, options.port))
+
+
 @dataclass(eq=False)
 class _Run:
     """A generation that runs for a task. `job`: that of its sample."""

@@ -1,0 +1,114 @@
+"""Workers that Ray starts, on any machine of its cluster.
+
+Ray places the processes and reports their ends. Tokens, keys and values do not go through it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+from anydecode.cluster.launcher import Place
+from anydecode.cluster.worker import WorkerOptions, work
+from anydecode.errors import AnydecodeError, InvalidRequestError, MissingPackageError
+from anydecode.server import logs
+
+#: Memory of Ray's object store, which a fleet does not use, where this process starts Ray.
+_STORE_BYTES = 100 << 20
+
+
+class RayWorker:
+    """The actor that is a worker."""
+
+    def run(self, options: WorkerOptions, secret: bytes) -> int:
+        """Be a worker. Returns an exit code."""
+        logs.write_json_lines()
+        try:
+            work(options, secret)
+        except AnydecodeError as error:
+            logs.event("worker_failed", reason=str(error))
+            return 2
+        return 0
+
+
+class RayWorkers:
+    """Starts workers with Ray.
+
+    Args:
+        address: Address of a Ray cluster, "auto" for the one of this machine, or "local" for a new
+            one in this process.
+        options: The options of all workers.
+        secret: The secret of the fleet.
+        cores: The cores that Ray reserves for a worker.
+
+    Raises:
+        MissingPackageError: Ray is not installed.
+        InvalidRequestError: No Ray cluster answers at the address.
+    """
+
+    def __init__(self, address: str, options: WorkerOptions, secret: bytes, cores: int) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise MissingPackageError("--ray", "ray", "'anydecode[cluster]'") from None
+        self._ray: Any = ray
+        self._options, self._secret, self._cores = options, secret, cores
+        own = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        try:
+            ray.init(
+                address=address,
+                namespace="anydecode",
+                log_to_driver=True,
+                **(own if address == "local" else {}),
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise InvalidRequestError(
+                f"no Ray cluster can be used at {address!r}: {error}; start one with `ray start"
+                " --head`, or give --ray local"
+            ) from None
+
+    def __call__(self, place: Place) -> RayProcess:
+        """Start the worker of a place, on the machine with the most free cores."""
+        kind = self._ray.remote(RayWorker)
+        actor = kind.options(
+            num_cpus=self._cores, max_restarts=0, scheduling_strategy="SPREAD"
+        ).remote()
+        options = replace(self._options, name=place.name, role=place.role)
+        return RayProcess(self._ray, actor, actor.run.remote(options, self._secret))
+
+    def close(self) -> None:
+        """Leave the Ray cluster."""
+        self._ray.shutdown()
+
+
+class RayProcess:
+    """A worker that Ray has started."""
+
+    def __init__(self, ray: Any, actor: Any, result: Any) -> None:
+        self._ray, self._actor, self._result = ray, actor, result
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs, 1 if it has died."""
+        ended, _ = self._ray.wait([self._result], timeout=0)
+        if not ended:
+            return None
+        try:
+            code: int = self._ray.get(self._result)
+        except Exception:  # the process has died, or the worker has failed
+            return 1
+        return code
+
+    def terminate(self) -> None:
+        """End it: its proxy is told by the end of its connection."""
+        self._ray.kill(self._actor)
+
+    kill = terminate
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, when it has ended."""
+        ended, _ = self._ray.wait([self._result], timeout=timeout)
+        code = self.poll() if ended else None
+        if code is None:
+            raise subprocess.TimeoutExpired("ray", timeout or 0.0)
+        return code

@@ -1,0 +1,55 @@
+"""Workers that Ray starts; skipped without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from anydecode import LLM
+from anydecode.cluster.launcher import Launcher, Place
+from anydecode.cluster.proxy import FleetLLM
+from anydecode.cluster.ray_workers import RayWorkers
+from anydecode.cluster.worker import WorkerOptions
+
+SECRET = b"a secret of the tests"
+MODEL, ENGINE = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
+
+
+def _pids(fleet: FleetLLM, count: int) -> dict[str, int]:
+    """The processes of the workers, when there are so many."""
+    for _ in range(600):
+        workers = fleet.status()["workers"]
+        if len(workers) == count and all(one["pid"] for one in workers):
+            break
+        time.sleep(0.1)
+    return {one["name"]: one["pid"] for one in workers}
+
+
+@pytest.mark.slow
+def test_ray_starts_workers_again_and_no_word_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # which would write a file into the home folder
+    options = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
+    with LLM(MODEL, **ENGINE) as llm:
+        expected = llm.generate("a", **options).text
+    with FleetLLM(MODEL, SECRET, **ENGINE) as fleet:
+        common = WorkerOptions(MODEL, "127.0.0.1", fleet.fleet_port, ENGINE, patience=2.0)
+        workers = RayWorkers("local", common, SECRET, cores=1)
+        launcher = Launcher(workers)
+        launcher.start([Place("mixed-1", "mixed"), Place("mixed-2", "mixed")])
+        try:
+            first = _pids(fleet, 2)
+            assert fleet.generate("a", **options).text == expected
+            os.kill(first["mixed-1"], signal.SIGKILL)
+            assert fleet.generate("a", **options).text == expected
+            while fleet.status()["counts"]["lost_workers"] == 0:
+                time.sleep(0.1)
+            second = _pids(fleet, 2)
+            assert second["mixed-2"] == first["mixed-2"]
+            assert second["mixed-1"] != first["mixed-1"]
+        finally:
+            launcher.close()
+            workers.close()
