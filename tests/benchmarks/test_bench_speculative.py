@@ -119,7 +119,9 @@ def test_small_categories_are_merged(tmp_path: Path) -> None:
 
 def test_invalid_data_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "question.jsonl").write_text('{"category": "qa"}\n')
-    for folder in (tmp_path, tmp_path / "missing"):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for folder in (tmp_path, tmp_path / "missing", empty):
         with pytest.raises(InvalidRequestError) as error:
             questions(folder, None)
         assert "\n" not in str(error.value)

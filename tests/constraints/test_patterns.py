@@ -174,6 +174,16 @@ def test_patterns_too_large_to_expand_are_rejected_by_the_parser(pattern):
     assert example(pattern) is None
 
 
+@pytest.mark.parametrize("sign", ["*", "+", "?", "{2}", "??"])
+def test_repetitions_of_repetitions_are_limited(sign: str) -> None:
+    """Walks over an expression recurse: thousands of levels would pass Python's limit."""
+    read_regex("(" * 10 + "a" + ")*" * 10)
+    with pytest.raises(ConstraintError, match="nested groups and repetitions|parts"):
+        read_regex("a" + sign * 2000)
+    with pytest.raises(ConstraintError, match="nested"):
+        read_regex("(" * 60 + "a" + ")*" * 60)
+
+
 def test_the_size_of_automata_is_limited():
     for pattern in ("[ab]*a[ab]{900}", "([ab]*a[ab]{30}){4}"):
         with pytest.raises(ConstraintError, match="too large"):

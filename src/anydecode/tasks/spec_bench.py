@@ -38,6 +38,8 @@ def questions(data: Path | None, limit: int | None) -> list[Question]:
             raise InvalidRequestError(
                 f"{file} is not a file of Spec-Bench questions: {error}"
             ) from None
+        if not result:
+            raise InvalidRequestError(f"{file} has no Spec-Bench questions")
     counts: dict[str, int] = {}
     selected = []
     for question in result:

@@ -20,8 +20,8 @@ Ranges = list[tuple[int, int]]
 EMPTY: Expression = ("seq", ())
 #: Maximum number of copies of a bounded repetition.
 MAX_COPIES = 2_000
-#: Maximum number of parts of a pattern's expression with its repetitions expanded, of nested
-#: groups, and of ranges in one class.
+#: Maximum number of parts of a pattern's expression with its repetitions expanded, of groups and
+#: repetitions in each other, and of ranges in one class.
 MAX_PARTS, MAX_DEPTH, MAX_RANGES = 160_000, 100, 10_000
 _LAST_CODE_POINT = 0x10FFFF
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
@@ -186,7 +186,8 @@ class _Reader:
         self.text, self.position = pattern, 0
         self.ignore_case, self.dot_all = "i" in flags, "s" in flags
         self.num_parts, self.max_parts = 0, max_parts
-        self.depth = 0
+        self.depth = 0  # of groups, at the current position
+        self.height = 0  # of groups and repetitions in each other, in what was read last
 
     def accept(self, text: str) -> bool:
         if self.text.startswith(text, self.position):
@@ -222,22 +223,37 @@ class _Reader:
         if self.depth > MAX_DEPTH:
             raise self.error(f"more than {MAX_DEPTH} nested groups")
         parts = [self.concatenation()]
+        height = self.height
         while self.accept("|"):
             parts.append(self.concatenation())
+            height = max(height, self.height)
         self.depth -= 1
+        self.height = height
+        self.nest()
         return choice(parts)
+
+    def nest(self) -> None:
+        """Count a group or repetition around what was read last."""
+        self.height += 1
+        if self.height > MAX_DEPTH:
+            raise self.error(f"more than {MAX_DEPTH} nested groups and repetitions")
 
     def concatenation(self) -> Expression:
         parts: list[Expression] = []
+        height = 0
         self.count(1)
         while self.position < len(self.text) and self.text[self.position] not in "|)":
             before = self.num_parts
+            self.height = 0
             expression = self.atom()
             while (bounds := self.bounds()) is not None:
                 self.count((self.num_parts - before) * (num_copies(*bounds) - 1))
                 expression = repeated(expression, *bounds)
+                self.nest()
                 self.accept("?")  # a lazy repetition matches the same texts
             parts.append(expression)
+            height = max(height, self.height)
+        self.height = height
         return sequence(parts)
 
     def bounds(self) -> tuple[int, int | None] | None:
