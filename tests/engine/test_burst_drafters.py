@@ -18,6 +18,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import verify_tree
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_sources import DraftRecord, ModelSource
 from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import MAX_MATCH, NUM_BINS, BurstDrafter, BurstDrafts, CopyText
 from anydecode.kernels.library import load_library
@@ -47,6 +48,13 @@ def llm_with(drafter: Any, row_cost: float = 0.01, **options: Any) -> LLM:
     llm = with_drafter(drafter, **options)
     llm.cost_model = FixedCosts(lambda rows, _: PASS_SECONDS * (1 + row_cost * rows))
     return llm
+
+
+@pytest.fixture
+def _fixed_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are expected to pay however long they really take, so that every state is read."""
+    record = DraftRecord(3.0, 1.5, 3e-4, 1e-4)
+    monkeypatch.setattr(ModelSource, "expected", lambda self, seconds: replace(record))
 
 
 class Chains(Decoder):
@@ -82,6 +90,7 @@ def with_rule(bursts: list[Burst], chains: dict[int, Chain]) -> list[list[int]]:
     return [draft for burst in bursts for draft in drafts_by_rule(burst, chains)]
 
 
+@pytest.mark.usefixtures("_fixed_records")
 @TEMPERATURES
 @DRAFTERS
 def test_the_text_is_that_without_drafts_and_the_drafts_those_outside_bursts(
@@ -118,6 +127,7 @@ def assert_counts(answer: Any) -> None:
     assert sources.count("model") > 5
 
 
+@pytest.mark.usefixtures("_fixed_records")
 @TEMPERATURES
 @pytest.mark.parametrize("dtype", ["int4", "int8", "bfloat16"])
 def test_packed_weights_keep_the_text(tmp_path: Path, dtype: str, temperature: float) -> None:
