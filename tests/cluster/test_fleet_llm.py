@@ -96,7 +96,7 @@ def results(answer: Generation) -> list[Any]:
         {"banned_strings": ["the"], "temperature": 1.0},
         {"max_tokens": 0},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_answers_are_those_of_one_engine(
     alone: LLM, fleet: FleetLLM, options: dict[str, Any]
@@ -155,7 +155,7 @@ def test_a_cancelled_answer_ends_on_its_worker(fleet: FleetLLM) -> None:
         ({"decoder": "beam", "n": 2}, "n is 2"),
         ({"namespace": ("a", 1)}, "needs a text or a number"),
     ],
-    ids=str,
+    ids=lambda one: " ".join(one) if isinstance(one, dict) else None,
 )
 def test_what_a_fleet_does_not_support_is_refused(
     fleet: FleetLLM, options: dict[str, Any], message: str
