@@ -11,6 +11,7 @@ import pytest
 
 from anydecode.certification.checks import scripted_llm
 from anydecode.engine import costs
+from anydecode.kernels.interface import OutputSpec
 from anydecode.models.scripted import ScriptedModel
 from anydecode.scoring.cost import default_table
 
@@ -97,7 +98,7 @@ def test_a_pass_corrects_the_costs_if_the_table_describes_it(
 ) -> None:
     plan: Any = SimpleNamespace(
         rows=Rows(num_rows),
-        output_spec=SimpleNamespace(logits=np.arange(num_logits), copies=None),
+        output_spec=OutputSpec(np.arange(num_logits, dtype=np.int32)),
         num_passes=num_passes,
     )
     with scripted_llm() as llm:
