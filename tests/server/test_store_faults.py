@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +102,33 @@ def results(http: Any, found: dict[str, Any]) -> list[str]:
 
 
 class Disk:
-    """What a database can be written to: `fill` lets writes fail as SQLite reports a full disk."""
+    """What a database can be written to: `fill` lets writes fail as SQLite reports a full disk.
+    The limit is set on the thread that uses the connection: if another thread uses it too, Python
+    may miss an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        connect = sqlite3.connect
+        self._is_full = False
+        connect, disk = sqlite3.connect, self
 
-        def noted(*arguments: Any, **options: Any) -> sqlite3.Connection:
-            self._connection = connect(*arguments, **options)
-            return self._connection
+        class Limited(sqlite3.Connection):
+            is_full = False
 
-        monkeypatch.setattr(sqlite3, "connect", noted)
+            def execute(self, *arguments: Any) -> sqlite3.Cursor:
+                if self.is_full != disk._is_full:
+                    self.is_full = disk._is_full
+                    [size] = super().execute("PRAGMA page_count").fetchone()
+                    limit = size if self.is_full else 1_000_000
+                    super().execute(f"PRAGMA max_page_count = {limit}")
+                return super().execute(*arguments)
+
+        monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Limited))
         monkeypatch.setattr(runner, "STORE_SECONDS", 0.01)
 
     def fill(self) -> None:
-        [size] = self._connection.execute("PRAGMA page_count").fetchone()
-        self._connection.execute(f"PRAGMA max_page_count = {size}")
+        self._is_full = True
 
     def empty(self) -> None:
-        self._connection.execute("PRAGMA max_page_count = 1000000")
+        self._is_full = False
 
 
 @pytest.fixture

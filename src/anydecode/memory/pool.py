@@ -17,6 +17,8 @@ from anydecode.kernels.interface import KeyValues
 from anydecode.models.interface import Model
 
 Slots = np.ndarray
+#: Slots are int32.
+_MAX_SLOTS = np.iinfo(np.int32).max
 
 
 class PoolFull(Exception):
@@ -68,6 +70,8 @@ class KVPool:
         self.model = model
         self.num_slots = num_slots
         try:
+            if num_slots > _MAX_SLOTS:
+                raise MemoryError
             self.references = np.zeros(num_slots, np.int32)
             self.cache = new_cache(model, num_slots, format)
         except (OSError, OverflowError, MemoryError):
