@@ -75,6 +75,24 @@ class Chains(Decoder):
             yield from verify_tree(sequence, TokenTree(), TokenExact())
 
 
+class LikelyTokens(Decoder):
+    """Decodes token by token, and asks the drafter for its most probable token before each."""
+
+    requirements = Chains.requirements
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        while not sequence.finished:
+            if sequence.can_draft():
+                sequence.align(DRAFT)
+                distributions: list[np.ndarray] = []
+                yield from draft_chain(sequence, [], 1, distributions=distributions)
+                self.tokens[sequence.length] = int(distributions[0].argmax())
+            yield from verify_tree(sequence, TokenTree(), TokenExact())
+
+
 def drafted(bursts: list[Burst]) -> list[list[int]]:
     """The drafts of the drafter."""
     return [
@@ -114,6 +132,38 @@ def test_the_text_is_that_without_drafts_and_the_drafts_those_outside_bursts(
             bursts.clear()
         llm.engine.check_integrity()
     assert len(drafted(every)) > 40 and max(map(len, drafted(every))) > 1
+
+
+@pytest.mark.usefixtures("_fixed_records")
+@DRAFTERS
+def test_drafts_with_the_noise_of_samples_are_right_more_often_than_likely_ones(
+    drafter: Callable[..., Any],
+) -> None:
+    options = {**OPTIONS, "temperature": 1.0, "max_tokens": 300}
+    num_drafts = num_right = num_likely = 0
+    with llm_with(drafter) as llm, recorded(llm) as bursts:
+        for prompt in PROMPTS:
+            likely = LikelyTokens()
+            plain = llm.generate(prompt, decoder=likely, **options)
+            assert llm.generate(prompt, decoder="auto", **options).tokens == plain.tokens
+            for burst in bursts:
+                length, first = len(burst.texts[0].tokens), 0
+                for draft, source in zip(burst.drafts.drafts, burst.drafts.sources, strict=True):
+                    if draft and source == len(burst.texts):
+                        num_drafts += 1
+                        num_right += draft[0] == burst.tokens[first]
+                        num_likely += likely.tokens[length + first] == burst.tokens[first]
+                    first += 1 + count_equal(draft, burst.tokens[first:])
+            bursts.clear()
+    assert num_drafts > 100 and num_right > 1.15 * num_likely
+
+
+def count_equal(draft: list[int], tokens: list[int]) -> int:
+    """How many tokens of a draft are kept, where at least one more follows."""
+    count = 0
+    while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
+        count += 1
+    return count
 
 
 def assert_counts(answer: Any) -> None:
