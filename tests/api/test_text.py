@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anydecode.api.text import Detokenizer, OutputProcessor
+from anydecode.api.text import Detokenizer, OutputProcessor, completing_tokens
 
 
 class TokenPieces:
@@ -16,6 +16,7 @@ class TokenPieces:
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
+        self.vocab_size = len(pieces)
 
     def token_bytes(self, token: int) -> bytes:
         return self.pieces[token]
@@ -105,6 +106,31 @@ def test_stop_strings_equal_a_brute_force_search(text, stops, cuts, include, run
     assert streamed == subject.text
     held_back = whole.removeprefix(streamed)
     assert not held_back or any(s.startswith(held_back) and s != held_back for s in stops)
+
+
+accented = st.text("aé", min_size=1, max_size=20)
+
+
+@given(accented, cuts, st.lists(accented, min_size=1, max_size=3))
+def test_only_some_tokens_complete_stop_strings(text, cuts, stops):
+    tokenizer = TokenPieces(split(text.encode(), cuts))
+    possible = completing_tokens(tokenizer, tokenizer.vocab_size, stops)
+    assert possible is not None
+    subject = OutputProcessor(tokenizer, stops, completing=possible)
+    assert subject.end_tokens == possible
+    taken, reason = subject.push(range(tokenizer.vocab_size))
+    assert reason is None or taken - 1 in possible
+    for token, piece in enumerate(tokenizer.pieces):
+        parts = [stop.encode() for stop in stops]
+        begins = any(piece.startswith(part[i:]) for part in parts for i in range(1, len(part)))
+        assert (token in possible) == (begins or any(part in piece for part in parts))
+
+
+def test_any_token_may_complete_a_replaced_character():
+    pieces = [b"\xe2", b"a", b"b"]
+    assert completing_tokens(TokenPieces(pieces), 3, ["b", "\ufffd"]) is None
+    subject = rules(pieces, stop_strings=["\ufffd"])
+    assert subject.end_tokens is None and subject.push([0, 1, 2]) == (2, "stop")
 
 
 @given(letters, stop_lists, cuts)

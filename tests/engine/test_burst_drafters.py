@@ -226,6 +226,27 @@ def test_the_text_ends_where_it_should(max_tokens: int) -> None:
         llm.engine.check_integrity()
 
 
+@TEMPERATURES
+def test_bursts_end_where_a_stop_string_may(temperature: float) -> None:
+    options = {**OPTIONS, "temperature": temperature}
+    with llm_with(eagle3_checkpoint) as llm, recorded(llm) as bursts:
+        for prompt in PROMPTS:
+            whole = llm.generate(prompt, decoder="autoregressive", **options)
+            texts = [llm.tokenizer.decode(whole.tokens[:n]) for n in range(len(whole.tokens) + 1)]
+            pieces = [piece for piece in texts[-1].split("\ufffd") if len(piece) > 2]
+            stop = pieces[len(pieces) // 2][:3]  # completed by more than one token
+            bursts.clear()
+            answer = llm.generate(prompt, decoder="auto", stop=stop, **options)
+            assert answer.finish_reason == "stop"
+            expected = next(n for n, text in enumerate(texts) if stop in text)
+            assert answer.tokens == whole.tokens[:expected]
+            assert answer.text == texts[-1][: texts[-1].index(stop)]
+            in_bursts = [token for burst in bursts for token in burst.tokens]
+            assert in_bursts == answer.tokens[expected - len(in_bursts) :]
+            assert len(in_bursts) > 2 * len(bursts)
+        llm.engine.check_integrity()
+
+
 def test_a_drafter_whose_drafts_are_wrong_is_left_out() -> None:
     def wrong(target: Network) -> Checkpoint:
         checkpoint = eagle3_checkpoint(target)

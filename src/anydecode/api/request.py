@@ -19,7 +19,7 @@ from anydecode.api.resources import Resources
 from anydecode.api.sample_order import SampleOrder, check_samples, num_ranked
 from anydecode.api.scoring import PROMPT_KEY, EmptyDecoder, PromptLogprobsDecoder
 from anydecode.api.segment_rollout import Segment, UnfinishedSample
-from anydecode.api.text import OutputProcessor
+from anydecode.api.text import OutputProcessor, completing_tokens
 from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.thinking_budget import ThinkingBudget, next_message
 from anydecode.constraints.tools.tool_calls import ToolCalls
@@ -318,6 +318,7 @@ class Request:
             params.ignore_eos,
             params.include_stop,
             params.min_tokens,
+            completing_tokens(tokenizer, spec.vocab_size, params.stop),
         )
         adapter = -1 if self.adapter is None else self.adapter.index
         key = (adapter, namespace)

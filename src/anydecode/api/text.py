@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Protocol
 
+from anydecode.constraints.vocabulary import vocabulary
+from anydecode.models.tokenizer import Tokenizer
+
 
 class TokenBytes(Protocol):
     """The part of a tokenizer that detokenization needs."""
@@ -41,6 +44,19 @@ class Detokenizer:
         return text
 
 
+def completing_tokens(
+    tokenizer: Tokenizer, size: int, stop_strings: Iterable[str]
+) -> frozenset[int] | None:
+    """The tokens, of logits of width `size`, that may complete a stop string; None if any may: an
+    invalid byte becomes U+FFFD only with the next token."""
+    ends: frozenset[int] = frozenset()
+    for stop in stop_strings:
+        if "\ufffd" in stop:
+            return None
+        ends |= vocabulary(tokenizer, size).tokens_completing(stop.encode())
+    return ends
+
+
 class OutputProcessor:
     """Collects the text of the generated tokens and applies the stop rules.
 
@@ -65,6 +81,7 @@ class OutputProcessor:
         ignore_eos: Whether end-of-text tokens are treated as ordinary tokens.
         include_stop: Whether the text includes the stop token or string.
         min_tokens: Number of tokens within which stop strings are ignored.
+        completing: The tokens that may complete a stop string (`completing_tokens`); None: any.
 
     Attributes:
         num_tokens: Number of tokens taken.
@@ -82,10 +99,14 @@ class OutputProcessor:
         ignore_eos: bool = False,
         include_stop: bool = False,
         min_tokens: int = 0,
+        completing: frozenset[int] | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_strings = tuple(stop_strings)
         self._end_tokens = frozenset(stop_tokens) | frozenset(() if ignore_eos else eos_ids)
+        self._possible_ends: frozenset[int] | None = self._end_tokens
+        if self._stop_strings:
+            self._possible_ends = None if completing is None else self._end_tokens | completing
         self._max_tokens = max_tokens
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -125,8 +146,8 @@ class OutputProcessor:
 
     @property
     def end_tokens(self) -> frozenset[int] | None:
-        """The tokens that end the generation; None if stop strings may end it too."""
-        return None if self._stop_strings else self._end_tokens
+        """The tokens that may end the generation; None if any may, by a stop string."""
+        return self._possible_ends
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str | None]:
         """Append tokens. Returns how many were taken, and the finish reason if one of them ended

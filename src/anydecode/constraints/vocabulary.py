@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from anydecode.models.tokenizer import Tokenizer
+
+#: Texts of which the tokens that complete them are kept.
+NUM_COMPLETED = 64
 
 
 class Vocabulary:
@@ -24,6 +28,9 @@ class Vocabulary:
         )
         self._order = sorted(range(num_tokens), key=lambda token: (self.token_bytes[token], token))
         self._sorted = [self.token_bytes[token] for token in self._order]
+        self._longest = max(map(len, self._sorted), default=0)
+        #: `_completing`, of the last few texts.
+        self.tokens_completing = lru_cache(NUM_COMPLETED)(self._completing)
 
     def tokens_with_prefix(self, prefix: bytes) -> Iterator[int]:
         """Tokens whose bytes start with `prefix` (not empty), in the order of their bytes."""
@@ -43,6 +50,14 @@ class Vocabulary:
             if len(self.token_bytes[token]) > len(data):
                 return
             yield token
+
+    def _completing(self, text: bytes) -> frozenset[int]:
+        """Tokens with which a text may come to contain `text` (not empty): those that contain it,
+        and those that begin with an end of it."""
+        found = {token for token, data in enumerate(self.token_bytes) if text in data}
+        for start in range(max(1, len(text) - self._longest), len(text)):
+            found.update(self.tokens_with_prefix(text[start:]))
+        return frozenset(found)
 
     def tokenize_greedily(self, text: bytes) -> list[int] | None:
         """Tokenizes `text`, taking the longest matching token each time. None if no token matches

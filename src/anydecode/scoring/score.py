@@ -181,8 +181,8 @@ class Call:
 class MultiStep:
     """Yielded to sample and score up to `count` tokens without resuming the decoder in between.
 
-    The decoder is resumed with the sampled tokens, which are not emitted yet. With stop strings,
-    where any token may end the text, only one token is sampled.
+    The decoder is resumed with the sampled tokens, which are not emitted yet. No token is sampled
+    after one that may end the text (`StopChecker.end_tokens`).
 
     Args:
         sequence: The sequence to continue.
@@ -207,9 +207,8 @@ class MultiStep:
         sampler = sequence.sampler.fork()
         tokens: list[int] = []
         inputs = sequence.unscored()
-        count = (
-            1 if sequence.stop_checker.end_tokens is None else min(self.count, sequence.remaining)
-        )
+        end_tokens = sequence.stop_checker.end_tokens
+        count = 1 if end_tokens is None else min(self.count, sequence.remaining)
         while True:
             remaining = count - len(tokens)
             request = self.score(inputs, remaining - 1)
@@ -220,7 +219,7 @@ class MultiStep:
             tokens += step_tokens
             inputs = step_tokens[-1:]
             is_full = len(step_tokens) >= remaining or self.has_drafts
-            if is_full or sequence.stops_at(step_tokens[-1]):
+            if is_full or end_tokens is None or step_tokens[-1] in end_tokens:
                 self.sampler = sampler
                 return tokens
             sampler.advance(step_tokens[-1])

@@ -40,7 +40,8 @@ class StopChecker(Protocol):
 
     @property
     def end_tokens(self) -> frozenset[int] | None:
-        """The tokens that end the generation; None if stop strings may end it too."""
+        """The tokens that may end the generation, alone or by the text that they complete; None if
+        any may."""
         ...
 
     @property
@@ -165,8 +166,8 @@ class SequenceData:
 
     @property
     def end_tokens(self) -> frozenset[int] | None:
-        """The tokens that end the generation, if the backend can sample by itself (temperature
-        only, no log-probabilities, no stop strings); else None."""
+        """The tokens that may end the generation, if these are known and the backend can sample by
+        itself (temperature only, no log-probabilities); else None."""
         simple = self.sampler.is_temperature_only and self.compute_logprobs is None
         return self.stop_checker.end_tokens if simple else None
 
