@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anydecode import LLM
-from anydecode.errors import CheckpointError
+from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.training.denoising import denoise
-from anydecode.training.distillation import DistillationRecipe, distil
+from anydecode.training.distillation import Canvases, DistillationRecipe, block_halves, distil
+from anydecode.training.objectives import masked_logits
 from anydecode.training.teachers import open_teacher, save_student
 from anydecode.training.tokenizer import OWN_TOKENS
-from diffusion_checkpoints import LLADA_NAMES, MASK, Tiny, V, write
+from diffusion_checkpoints import LLADA_NAMES, MASK, SIZES, Tiny, V, forward, write
 
 #: The keys of LLaDA-8B's config that say something about the layers; two tokens have no text.
 LLADA: dict[str, Any] = {
@@ -44,6 +46,31 @@ LLADA: dict[str, Any] = {
     "rope_theta": 500000.0,
     "vocab_size": V - 2,
     "weight_tying": False,
+}
+LAYERS: dict[str, Any] = {
+    **SIZES,
+    "eos_token_id": 60,
+    "hidden_act": "silu",
+    "mask_token_id": MASK,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+DREAM = {**LAYERS, "architectures": ["DreamModel"], "model_type": "Dream"}
+CODA = {**LAYERS, "architectures": ["CoDALanguageModel"], "model_type": "CoDA"}
+SDAR = {**LAYERS, "architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+NEMOTRON = {
+    **LAYERS,
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "model_type": "nemotron_labs_diffusion",
+    "block_size": 4,
+}
+#: Shifted logits, biases, norms of heads, blocks, and a head that is the embedding.
+OTHERS = {
+    "dream": Tiny(DREAM, shift=1, biases=True),
+    "coda": Tiny(CODA, shift=1, qk_norm=True),
+    "sdar": Tiny(SDAR, block=4, qk_norm=True),
+    "sdar-tied": Tiny({**SDAR, "tie_word_embeddings": True}, block=4, qk_norm=True),
 }
 TINY = Tiny(LLADA, names=LLADA_NAMES, mask_text="<|mdm_mask|>")
 
@@ -100,8 +127,7 @@ def test_drafting_needs_a_model_of_this_package(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": {"right_shift_logits": True}}, "without blocks and without shifted logits"),
-        ({"tensor": "model.transformer.blocks.0.q_proj.bias"}, "which have no tensor"),
+        ({"tensor": "model.transformer.blocks.0.attn_out.bias"}, "which have no tensor"),
         ({"config": {"eos_token_id": None}}, "no end of text"),
         ({"config": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}, "plain rotary"),
     ],
@@ -116,6 +142,89 @@ def test_other_models_are_refused(changes: dict[str, Any], message: str, folder:
         open_teacher(folder)
 
 
-def test_a_model_with_blocks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="without blocks"):
-        distil(Path("tiny-blocks"), tmp_path, DistillationRecipe("cd4lm", steps=1))
+@pytest.fixture(params=OTHERS)
+def other(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Tiny, Path]:
+    write(OTHERS[request.param], tmp_path / "other")
+    return OTHERS[request.param], tmp_path / "other"
+
+
+def _logits(tiny: Tiny, folder: Path, tokens: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """The logits of the masked positions of one text, from the reference: each block follows the
+    clean text of those before it."""
+    weights, rows = load_file(folder / "model.safetensors"), []
+    size = tiny.block or len(tokens)
+    for position in masked.nonzero().flatten().tolist():
+        first = position // size * size
+        canvas = tokens.clone()
+        canvas[first:] = tokens[first:].masked_fill(masked[first:], MASK)
+        rows.append(forward(tiny, weights, canvas[: first + size])[position - tiny.shift])
+    return torch.stack(rows)
+
+
+def test_masks_of_other_layers_are_predicted_as_published(other: tuple[Tiny, Path]) -> None:
+    tiny, folder = other
+    teacher = open_teacher(folder)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 50, (2, 14), generator=generator)
+    masked = torch.zeros(2, 14, dtype=torch.bool)
+    masked[0, [3, 4, 5, 9, 13]] = masked[1, [4, 8, 9, 10]] = True
+    predicted = masked.clone()
+    predicted[0, 4] = predicted[1, 10] = False
+    found = masked_logits(teacher.model, tokens, masked, teacher.special, predicted)
+    wrong = {"shift": 1 - tiny.shift, "block": None if tiny.block else 4}
+    for change in ({}, *({key: value} for key, value in wrong.items())):
+        reference = replace(tiny, **change)
+        every = [_logits(reference, folder, tokens[row], masked[row]) for row in range(2)]
+        expected = torch.cat(every)[predicted[masked]]
+        difference = (found - expected).detach()[:, :MASK].abs().max()
+        assert (difference < 1e-3) == (not change), change
+
+
+def test_other_layers_denoise_as_in_the_engine(other: tuple[Tiny, Path]) -> None:
+    tiny, folder = other
+    teacher = open_teacher(folder)
+    prompts = [[3, 4, 5, 6], [7, 8]]
+    expected, _ = denoise(teacher.model, prompts, 9, 1.1, teacher.special)
+    decoder = "sdar:remasking=static" if tiny.block else "llada:block=0"
+    with LLM(folder, dtype="float32", threads=1) as llm:
+        found = llm.generate(prompts, decoder=decoder, max_tokens=9, ignore_eos=True)
+    assert [answer.tokens for answer in found] == expected
+
+
+@pytest.mark.parametrize("method", ["cd4lm", "dparallel"])
+def test_other_layers_are_distilled(method: str, other: tuple[Tiny, Path], tmp_path: Path) -> None:
+    _, folder = other
+    recipe = DistillationRecipe(method, steps=2, batch=4, rate=3e-3, canvas=8, block=4)
+    losses = distil(folder, tmp_path / "new", recipe)
+    assert len(losses) == 2
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "new"))
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name].bfloat16(), after[name]) for name in before)
+    with LLM(tmp_path / "new", threads=1) as llm:
+        assert len(llm.generate([3, 4], decoder=method, max_tokens=6, ignore_eos=True).tokens) == 6
+
+
+def test_halves_of_blocks_are_within_the_blocks_of_the_model() -> None:
+    """The answers begin at the end of the model's second block."""
+    part = Canvases(torch.zeros(40, 15, dtype=torch.long), 7, torch.full((40,), 8))
+    generator = torch.Generator().manual_seed(0)
+    halves = block_halves(part, 4, generator, from_start=True)
+    inside = (halves[0][1] | halves[1][1]).long()
+    blocks = {tuple(row.nonzero().flatten().tolist()) for row in inside}
+    assert blocks == {(7,), (8, 9, 10, 11), (12, 13, 14)}
+    free = block_halves(part, 4, torch.Generator().manual_seed(0))
+    assert int((free[0][1] | free[1][1]).nonzero()[:, 1].min()) == 7
+    assert {int(row.sum()) for row in free[0][1] | free[1][1]} == {4}
+
+
+def test_models_whose_rows_are_not_trained_are_refused(tmp_path: Path) -> None:
+    write(OTHERS["sdar"], tmp_path / "sdar")
+    with pytest.raises(InvalidRequestError, match="block=3 does not divide"):
+        distil(tmp_path / "sdar", tmp_path / "new", DistillationRecipe("dparallel", block=3))
+    for config, message in (
+        ({**LAYERS, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "a causal one"),
+        (NEMOTRON, "without a causal context"),
+    ):
+        write(Tiny(config), tmp_path / "no")
+        with pytest.raises(CheckpointError, match=message):
+            open_teacher(tmp_path / "no")

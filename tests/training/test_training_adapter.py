@@ -22,7 +22,7 @@ from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training import block_adapter, checkpoint
 from anydecode.training.block_adapter import AdapterRecipe
 from anydecode.training.tokenizer import EOS_ID, MASK_ID, build_tokenizer
-from anydecode.training.transformer import Shape, Transformer
+from anydecode.training.transformer import Shape, Transformer, stream_mask
 from gguf_models import plain
 
 TOKENIZER = build_tokenizer()
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 def test_masked_block_attends_to_itself_and_earlier_clean_blocks() -> None:
     streams = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     positions = torch.tensor([0, 1, 2, 1, 2, 3, 1, 2, 3])
-    seen = block_adapter.attention_mask(streams, positions, 2).int().tolist()
+    seen = stream_mask(streams, positions, 2).int().tolist()
     assert seen[:3] == [[1, 1, 0] + [0] * 6] * 2 + [[1, 1, 1] + [0] * 6]
     assert seen[3:6] == [
         [0, 0, 0, 1, 0, 0, 0, 0, 0],

@@ -115,8 +115,8 @@ def train_distilled(
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Distil a diffusion model into one that needs fewer passes (one with LLaDA's layers, without
-    blocks), or one that this package trained into a draft model (deer, specdiff-2) for --target.
+    """Distil a diffusion model into one that needs fewer passes (one with the layers of Llama,
+    Qwen2 or Qwen3), or one that this package trained into a draft model (deer, specdiff-2).
 
     Example: anydecode train distil --method dparallel --steps 200 --out tiny-dparallel
     """

@@ -42,7 +42,7 @@ from anydecode.training.checkpoint import (
     save_json,
     save_state,
 )
-from anydecode.training.transformer import Shape, Transformer
+from anydecode.training.transformer import Shape, Transformer, stream_mask
 
 #: Range of the mask rates: near 0 and 1 little is learned (BD3-LM's clipped schedules).
 MASK_RATES = (0.3, 0.8)
@@ -162,18 +162,6 @@ def add_low_rank(model: Transformer, rank: int) -> list[nn.Parameter]:
     return trainable
 
 
-def attention_mask(streams: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:
-    """bool `[rows, rows]`: which rows (columns) each row attends to, by stream (0: the clean text,
-    else a masked copy) and position. A masked block attends to itself and to the clean blocks
-    before it; a clean block to the clean blocks up to itself."""
-    blocks = positions // block
-    is_earlier, same_block = blocks[:, None] > blocks, blocks[:, None] == blocks
-    same_stream = streams[:, None] == streams
-    return torch.where(
-        streams == 0, is_earlier | (same_block & same_stream), same_block & same_stream
-    )
-
-
 def block_loss(
     model: Transformer,
     texts: TextBatch,
@@ -218,7 +206,7 @@ def block_loss(
             torch.cat([tokens[:, :num_clean], *noised], dim=1),
             output_rows=(row, columns),
             positions=positions,
-            visible=attention_mask(streams, positions, block),
+            visible=stream_mask(streams, positions, block),
         ).float()
     logits[:, mask] = float("-inf")
     targets = tokens[:, begin:].expand_as(masked)[masked]

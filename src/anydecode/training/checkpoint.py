@@ -120,10 +120,11 @@ def _llama_config(shape: Shape) -> dict[str, Any]:
 
 
 def llama_name(name: str) -> str:
-    """The name of a `Transformer` parameter in Llama's layout."""
+    """The name of a `Transformer` parameter in the layout of Llama, Qwen2 and Qwen3."""
     parts = name.removeprefix("transformer.").split(".")
     if parts[0] == "blocks":
-        return f"model.layers.{parts[1]}.{INNER_NAMES[parts[2]]}.weight"
+        module = INNER_NAMES.get(parts[2]) or f"self_attn.{parts[2]}"
+        return f"model.layers.{parts[1]}.{module}.{parts[3]}"
     outer = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
     return f"{outer[parts[0]]}.weight"
 

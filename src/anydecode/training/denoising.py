@@ -22,7 +22,8 @@ def denoise(
     threshold: float,
     special: SpecialTokens = OWN_TOKENS,
 ) -> tuple[list[list[int]], float]:
-    """Denoise the answers to `prompts`, each on a canvas of `canvas` masks.
+    """Denoise the answers to `prompts`, each on a canvas of `canvas` masks, or in the blocks of a
+    model that has blocks.
 
     Every pass commits the tokens with probability of at least `threshold`, and always the most
     probable one (Wu et al., Fast-dLLM, arXiv:2505.22618): above 1 that is one token per pass, at 0
@@ -35,18 +36,27 @@ def denoise(
     passes = 0
     for positions in by_length(prompts):
         head = torch.tensor([prompts[position] for position in positions])
-        tokens = functional.pad(head, (0, canvas), value=special.mask)
-        while (masked := tokens == special.mask).any():
-            passes += int(masked.any(-1).sum())
-            confidence, predictions = without_mask(model(tokens), special).softmax(-1).max(-1)
-            confidence = confidence.masked_fill(~masked, -1.0)
-            most_confident = torch.zeros_like(masked).scatter_(
-                1, confidence.argmax(-1, keepdim=True), True
-            )
-            tokens = torch.where(
-                masked & (most_confident | (confidence >= threshold)), predictions, tokens
-            )
-        for position, row in zip(positions, tokens[:, head.shape[1] :].tolist(), strict=True):
+        start = head.shape[1]
+        size = model.shape.block_size or start + canvas
+        width = -(-(start + canvas) // size) * size
+        tokens = functional.pad(head, (0, width - start), value=special.mask)
+        for end in range(start // size * size + size, width + 1, size):
+            seen = tokens[:, :end]
+            blocks = torch.arange(end) // size
+            visible = blocks[:, None] >= blocks if model.shape.block_size else None
+            while (masked := seen == special.mask).any():
+                passes += int(masked.any(-1).sum())
+                logits = model(seen, visible=visible).roll(model.shape.logit_shift, 1)
+                logits = without_mask(logits, special)
+                confidence, predictions = logits.softmax(-1).max(-1)
+                confidence = confidence.masked_fill(~masked, -1.0)
+                most_confident = torch.zeros_like(masked).scatter_(
+                    1, confidence.argmax(-1, keepdim=True), True
+                )
+                chosen = masked & (most_confident | (confidence >= threshold))
+                seen[chosen] = predictions[chosen]
+        answered = tokens[:, start : start + canvas]
+        for position, row in zip(positions, answered.tolist(), strict=True):
             answers[position] = row
     return answers, passes / max(1, len(prompts))
 

@@ -34,7 +34,7 @@ from anydecode.training.draft_distillation import (
     refined_continuation,
     target_answers,
 )
-from anydecode.training.objectives import without_mask
+from anydecode.training.objectives import masked_logits
 from anydecode.training.teachers import Teacher, open_teacher, save_student
 from anydecode.training.tokenizer import OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
@@ -83,6 +83,11 @@ def distil(
         CheckpointError: The model cannot be trained, see `open_teacher`.
     """
     teacher = open_teacher(folder)
+    size = teacher.model.shape.block_size
+    if recipe.method == "dparallel" and size is not None and size % recipe.block:
+        raise InvalidRequestError(
+            f"block={recipe.block} does not divide the model's blocks of {size} positions"
+        )
     with ExitStack() as stack:
         target = None
         if recipe.method in DRAFTING:
@@ -155,21 +160,22 @@ def _canvases(
         prompt = teacher.tokenizer.encode(question)
         answer = teacher.tokenizer.encode(reference, special=False)
         groups.setdefault(len(prompt), []).append(prompt + answer)
-    canvases = []
+    canvases, size = [], teacher.model.shape.block_size or 1
     for start, rows in sorted(groups.items()):
+        canvas = recipe.canvas + -(start + recipe.canvas) % size  # to the end of a block
         prompts = [row[:start] for row in rows]
         if target is not None:
-            given = recipe.canvas, DRAFTING[recipe.method], recipe.seed + step * recipe.batch
+            given = canvas, DRAFTING[recipe.method], recipe.seed + step * recipe.batch
             answers = target_answers(target, prompts, *given)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         elif recipe.method == "dparallel":
-            answers, _ = denoise(teacher.model, prompts, recipe.canvas, 1.1, teacher.special)
+            answers, _ = denoise(teacher.model, prompts, canvas, 1.1, teacher.special)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        width = start + recipe.canvas
+        width = start + canvas
         padded = [(row + [eos] * width)[:width] for row in rows]
         tokens = torch.tensor(padded)
         ended = (tokens[:, start:] == eos).int()
-        lengths = torch.where(ended.any(-1), ended.argmax(-1) + 1, recipe.canvas)
+        lengths = torch.where(ended.any(-1), ended.argmax(-1) + 1, canvas)
         canvases.append(Canvases(tokens, start, lengths))
     return canvases
 
@@ -214,19 +220,11 @@ def dscd(
     temperature, total = recipe.temperature, torch.zeros(())
     for part in canvases:
         student_mask, teacher_mask = nested_masks(part, generator)
-        student_logits = without_mask(
-            student(part.tokens.masked_fill(student_mask, special.mask), output_rows=student_mask),
-            special,
-        )
+        student_logits = masked_logits(student, part.tokens, student_mask, special)
         target = part.tokens[student_mask]
         cross_entropy = functional.cross_entropy(student_logits, target)
         with torch.no_grad():
-            teacher_logits = without_mask(
-                teacher(
-                    part.tokens.masked_fill(teacher_mask, special.mask), output_rows=teacher_mask
-                ),
-                special,
-            )
+            teacher_logits = masked_logits(teacher, part.tokens, teacher_mask, special)
         is_shared = teacher_mask[student_mask]
         distance = _divergence(
             teacher_logits / temperature, student_logits[is_shared] / temperature
@@ -274,10 +272,9 @@ def certainty(
     entropy (at temperature 0.5) where the prediction is right."""
     total = torch.zeros(())
     for part in canvases:
-        for masked, learned in block_halves(part, recipe.block, generator):
-            logits = without_mask(
-                student(part.tokens.masked_fill(masked, special.mask), output_rows=learned), special
-            )
+        has_blocks = student.shape.block_size is not None
+        for masked, learned in block_halves(part, recipe.block, generator, from_start=has_blocks):
+            logits = masked_logits(student, part.tokens, masked, special, learned)
             target = part.tokens[learned]
             loss = functional.cross_entropy(logits, target)
             is_right = logits.argmax(-1) == target
@@ -288,15 +285,20 @@ def certainty(
 
 
 def block_halves(
-    part: Canvases, block: int, generator: torch.Generator
+    part: Canvases, block: int, generator: torch.Generator, *, from_start: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Two masks, each with the positions that it is trained on: one half of a random block of every
-    answer. All positions after the block are masked; all before it are visible."""
+    answer. All positions after the block are masked; all before it are visible.
+
+    Blocks are counted from the first position of the answers, or of the texts (`from_start`), as
+    the blocks of a model are: the first block then has what remains behind the prompt.
+    """
     count, width = part.tokens.shape
-    positions = torch.arange(width) - part.start
-    blocks = (part.lengths + block - 1) // block
+    offset = part.start % block if from_start else 0
+    positions = torch.arange(width) - part.start + offset
+    blocks = (part.lengths + offset + block - 1) // block
     block_index = (torch.rand(count, generator=generator) * blocks).long()[:, None]
-    is_inside = (positions // block == block_index) & (positions >= 0)
+    is_inside = (positions // block == block_index) & (positions >= offset)
     is_after = positions >= (block_index + 1) * block
     order = torch.rand(count, width, generator=generator).masked_fill(~is_inside, 2.0)
     rank = order.argsort(-1).argsort(-1)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from anydecode.training.data import Batch
 from anydecode.training.tokenizer import MASK_ID, OWN_TOKENS, SpecialTokens
-from anydecode.training.transformer import Transformer
+from anydecode.training.transformer import Transformer, stream_mask
 
 #: The kinds of noise of the diffusion stage.
 NOISES = ("mask", "uniform")
@@ -89,6 +89,45 @@ def without_mask(logits: torch.Tensor, special: SpecialTokens = OWN_TOKENS) -> t
     forbidden = torch.zeros(logits.shape[-1])
     forbidden[list(special.barred)] = float("-inf")
     return logits + forbidden.to(logits)
+
+
+def masked_logits(
+    model: Transformer,
+    tokens: torch.Tensor,
+    masked: torch.Tensor,
+    special: SpecialTokens = OWN_TOKENS,
+    predicted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The logits of masked positions, `[selected, vocab]`, with -inf for tokens that are never
+    predicted.
+
+    In a model with blocks, each block is predicted after the clean text of the blocks before it,
+    as it is when they are finished.
+
+    Args:
+        model: The model.
+        tokens: The clean texts, `[batch, length]`.
+        masked: bool `[batch, length]`: the positions to mask; not the first one of a text.
+        special: The model's special tokens.
+        predicted: bool `[batch, length]`: the positions whose logits are returned, row by row
+            (default: all masked ones).
+    """
+    rows = masked if predicted is None else predicted
+    if model.shape.logit_shift:
+        rows = functional.pad(rows[:, 1:], (0, 1))
+    noised, size = tokens.masked_fill(masked, special.mask), model.shape.block_size
+    if size is None:
+        return without_mask(model(noised, output_rows=rows), special)
+    length = tokens.shape[1]
+    positions = torch.arange(length).repeat(2)
+    visible = stream_mask(torch.arange(2).repeat_interleave(length), positions, size)
+    logits = model(
+        torch.cat([tokens, noised], 1),
+        output_rows=functional.pad(rows, (length, 0)),
+        positions=positions,
+        visible=visible,
+    )
+    return without_mask(logits, special)
 
 
 def _weighted(

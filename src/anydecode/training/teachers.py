@@ -1,5 +1,5 @@
-"""Diffusion models from their checkpoints, to be trained further: those with the layers of Llama
-whose rows see the whole canvas and predict their own position, such as LLaDA."""
+"""Diffusion models from their checkpoints, to be trained further: those with the layers of Llama,
+Qwen2 or Qwen3 whose rows see the whole canvas (LLaDA, Dream) or blocks (SDAR)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import spec_from_config, text_config
-from anydecode.models.families.values import head_dim
+from anydecode.models.families.values import bool_value, head_dim
 from anydecode.models.files import read_json
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.llada import is_llada
@@ -49,14 +49,19 @@ def open_teacher(folder: Path) -> Teacher:
     config = text_config(checkpoint.config)
     if not checkpoint.path.is_dir():
         raise CheckpointError(f"{name}: training needs a folder of safetensors")
-    if spec.causal or spec.logit_shift or spec.block_size:
+    if spec.causal:
+        raise CheckpointError(f"{name}: training needs a diffusion model, not a causal one")
+    if spec.has_causal_context or (spec.block_size and spec.logit_shift):
         raise CheckpointError(
-            f"{name}: training needs a diffusion model without blocks and without shifted logits"
+            f"{name}: training needs a diffusion model without a causal context, and without both"
+            " blocks and shifted logits"
         )
     if config.get("rope_scaling") or config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
             f"{name}: training needs plain rotary embeddings and hidden_act 'silu'"
         )
+    if any(layer.attention is None or layer.attention.window for layer in spec.layers):
+        raise CheckpointError(f"{name}: training needs full attention, without windows")
     if checkpoint.tokenizer is None:
         raise CheckpointError(f"{name}: training needs the model's tokenizer")
     tokenizer = with_mask(checkpoint.tokenizer, spec)
@@ -72,6 +77,11 @@ def open_teacher(folder: Path) -> Teacher:
             norm_eps=spec.norm_eps,
             kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
             head_size=head_dim(config),
+            has_bias="model.layers.0.self_attn.q_proj.bias" in checkpoint.tensors,
+            has_head_norms=spec.layers[0].qk_norm == "head",
+            is_tied=bool_value(config, "tie_word_embeddings"),
+            logit_shift=spec.logit_shift,
+            block_size=spec.block_size,
         )
     )
     _read_weights(checkpoint, model)
@@ -88,8 +98,8 @@ def save_student(teacher: Teacher, weights: Mapping[str, torch.Tensor], out: Pat
             shutil.copy(file, out / file.name)
     in_llada = is_llada(read_json(teacher.folder / "config.json"))
     tensors = {
-        f"model.{name}" if in_llada else llama_name(name): weight.to(torch.bfloat16).contiguous()
-        for name, weight in weights.items()
+        f"model.{name}" if in_llada else llama_name(name): weights[name].to(torch.bfloat16)
+        for name, _ in teacher.model.named_parameters()
     }
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
 
@@ -99,8 +109,8 @@ def _read_weights(checkpoint: Checkpoint, model: Transformer) -> None:
     stored = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
     if others := sorted(stored - {*needed.values()}):
         raise CheckpointError(
-            f"{checkpoint.name}: training needs the layers of Llama, which have no tensor"
-            f" {others[0]!r}"
+            f"{checkpoint.name}: training needs the layers of Llama, Qwen2 or Qwen3, which have no"
+            f" tensor {others[0]!r}"
         )
     if missing := sorted({*needed.values()} - stored):
         raise CheckpointError(f"{checkpoint.name}: the checkpoint has no tensor {missing[0]!r}")

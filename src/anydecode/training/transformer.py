@@ -1,4 +1,5 @@
-"""The network that is trained: a Llama-style transformer with causal or full attention.
+"""The network that is trained: a Llama-style transformer with causal, full or block-causal
+attention.
 
 Modules are named as in LLaDA (Nie et al., arXiv:2502.09992), so that a state dict under the prefix
 `model.` is a checkpoint in its layout. The class is for training; the engine runs the result.
@@ -15,7 +16,19 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; `hidden` is the width of the gated MLP."""
+    """Sizes and parts of the network.
+
+    Attributes:
+        hidden: The width of the gated MLP.
+        kv_heads: Heads of keys and values; None: as many as of queries.
+        head_size: Dimensions per head; None: an equal share of the width.
+        has_bias: Whether queries, keys and values have biases (Qwen2).
+        has_head_norms: Whether each head of queries and keys is normed (Qwen3).
+        is_tied: Whether the head is the embedding.
+        logit_shift: Of a diffusion model: 1 if a row predicts the position after its own (Dream).
+        block_size: Of a diffusion model: rows see their own block of so many positions, counted
+            from the first, and those before it (SDAR); None: rows see all positions.
+    """
 
     vocab: int
     width: int = 128
@@ -25,8 +38,13 @@ class Shape:
     max_positions: int = 512
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    kv_heads: int | None = None  # None: as many as heads
-    head_size: int | None = None  # None: an equal share of the width
+    kv_heads: int | None = None
+    head_size: int | None = None
+    has_bias: bool = False
+    has_head_norms: bool = False
+    is_tied: bool = False
+    logit_shift: int = 0
+    block_size: int | None = None
 
     @property
     def head_width(self) -> int:
@@ -54,10 +72,14 @@ class Block(nn.Module):
         queries = shape.heads * shape.head_width
         keys = (shape.kv_heads or shape.heads) * shape.head_width
         self.head_width = shape.head_width
+        self.has_head_norms = shape.has_head_norms
         self.attn_norm = Norm(shape.width, shape.norm_eps)
-        self.q_proj = nn.Linear(shape.width, queries, bias=False)
-        self.k_proj = nn.Linear(shape.width, keys, bias=False)
-        self.v_proj = nn.Linear(shape.width, keys, bias=False)
+        self.q_proj = nn.Linear(shape.width, queries, bias=shape.has_bias)
+        self.k_proj = nn.Linear(shape.width, keys, bias=shape.has_bias)
+        self.v_proj = nn.Linear(shape.width, keys, bias=shape.has_bias)
+        if shape.has_head_norms:
+            self.q_norm = Norm(shape.head_width, shape.norm_eps)
+            self.k_norm = Norm(shape.head_width, shape.norm_eps)
         self.attn_out = nn.Linear(queries, shape.width, bias=False)
         self.ff_norm = Norm(shape.width, shape.norm_eps)
         self.ff_proj = nn.Linear(shape.width, shape.hidden, bias=False)
@@ -76,6 +98,8 @@ class Block(nn.Module):
             projection(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.has_head_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
         attended = functional.scaled_dot_product_attention(
             rotate(q, rope),
             rotate(k, rope),
@@ -106,6 +130,8 @@ class Transformer(nn.Module):
                 "ff_out": nn.Linear(shape.width, shape.vocab, bias=False),
             }
         )
+        if shape.is_tied:
+            self.transformer["ff_out"].weight = self.transformer["wte"].weight
         half = shape.head_width // 2
         rates = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * rates
@@ -153,6 +179,18 @@ class Transformer(nn.Module):
         x = x if output_rows is None else x[output_rows]
         logits: torch.Tensor = self.transformer["ff_out"](self.transformer["ln_f"](x))
         return logits
+
+
+def stream_mask(streams: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:
+    """bool `[rows, rows]`: which rows (columns) each row attends to, by stream (0: the clean text,
+    else a masked copy) and position. A masked block attends to itself and to the clean blocks
+    before it; a clean block to the clean blocks up to itself."""
+    blocks = positions // block
+    is_earlier, same_block = blocks[:, None] > blocks, blocks[:, None] == blocks
+    same_stream = streams[:, None] == streams
+    return torch.where(
+        streams == 0, is_earlier | (same_block & same_stream), same_block & same_stream
+    )
 
 
 def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

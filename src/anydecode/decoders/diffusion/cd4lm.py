@@ -52,11 +52,8 @@ class DelayedEndOfText(Confidence):
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             "if only ends of text are left to choose from, the leftmost is unmasked",
-            "runs on any diffusion model; the paper's results need its distillation",
-        ),
-        missing=(
-            "distillation (DSCD) of models with blocks, shifted logits, or other layers than"
-            " LLaDA's",
+            "runs on any diffusion model; the paper's results need its distillation (DSCD), which"
+            " trains all weights of models with the layers of Llama, Qwen2 or Qwen3",
         ),
         remote={
             "threshold": Range(0, 1),

@@ -24,9 +24,10 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
         summary="Unmasks every mask with low entropy; made for certainty-distilled models.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("runs on any diffusion model; the paper's results need a distilled one",),
-        missing=(
-            "distillation of models with blocks, shifted logits, or other layers than LLaDA's",
+        deviations=(
+            "runs on any diffusion model; the paper's results need a distilled one, and the"
+            " distillation trains models with the layers of Llama, Qwen2 or Qwen3",
+            "the distillation trains all weights, the paper's low-rank adapters",
         ),
         remote={
             "entropy": Range(0, 100),
