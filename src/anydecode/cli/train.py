@@ -479,6 +479,14 @@ def train_drafter(
         ),
     ] = True,
     dtype: options.Dtype = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Device of torch that writes the texts, computes the states and trains, such as"
+            " cuda; for models of Llama's kind. Default: the engine on the CPU.",
+        ),
+    ] = None,
     plot: PlotFile = None,
     seed: Seed = 0,
     threads: Threads = 0,
@@ -511,6 +519,7 @@ def train_drafter(
         rate=rate,
         seed=seed,
         has_head=head,
+        device=device,
     )
     limit_threads(threads)
     run = DrafterRun(model, out, settings, dtype, data)
