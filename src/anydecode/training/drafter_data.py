@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from anydecode.training.generated import (
     run_requests,
     without_loop,
 )
-
-if TYPE_CHECKING:
-    from anydecode.training.target import TorchTarget
 
 #: Least number of prompts that are written, and then answered, together.
 CHUNK = 64
@@ -97,6 +94,20 @@ class Writer(Protocol):
         random: Random,
     ) -> list[list[int]]:
         """An answer of at most `tokens` tokens to each of `prompts`."""
+        ...
+
+
+class StateComputer(Protocol):
+    """A model that computes its states when they are needed."""
+
+    def states(self, tokens: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
+        """The states after each of `layers` numbers of layers, and the last ones after the final
+        norm: float32 `[batch, length, hidden_size]` each.
+
+        Args:
+            tokens: int64 `[batch, length]`; what follows a text's end does not matter.
+            layers: Numbers of layers.
+        """
         ...
 
 
@@ -281,7 +292,7 @@ class DrafterData:
             groups += [window[first : first + size] for first in range(0, len(window), size)]
         return groups
 
-    def load(self, indices: Sequence[int], target: TorchTarget | None = None) -> DraftBatch:
+    def load(self, indices: Sequence[int], target: StateComputer | None = None) -> DraftBatch:
         """The texts `indices` with their states: those of the file, or what `target` computes, on
         its device."""
         length = max(len(self.texts[index]) for index in indices)

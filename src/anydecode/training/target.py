@@ -121,13 +121,7 @@ class TorchTarget:
 
     @torch.no_grad()
     def states(self, tokens: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
-        """The states after each of `layers` numbers of layers, and the last ones after the final
-        norm: float32 `[batch, length, hidden_size]` each.
-
-        Args:
-            tokens: int64 `[batch, length]`; what follows a text's end does not matter.
-            layers: Numbers of layers.
-        """
+        """See `StateComputer`."""
         x = functional.embedding(tokens.to(self.device), self._embedding)
         rope = self._rope(torch.arange(tokens.shape[1], device=self.device))
         found = {0: x}
