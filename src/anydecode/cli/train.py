@@ -536,6 +536,39 @@ def train_drafter(
     print(run.drafter)
 
 
+@app.command("adadec")
+def train_adadec(
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data",
+            help="JSON lines with the fields prompt and canonical_solution, as of HumanEval.",
+        ),
+    ],
+    model: options.Model = options.DEFAULT_MODEL,
+    json: options.Json = False,
+) -> None:
+    """Learn the entropy threshold of the decoder adadec for a model.
+
+    Example: anydecode train adadec --data HumanEval.jsonl
+    """
+    from dataclasses import asdict
+
+    from anydecode.api.llm import LLM
+    from anydecode.training.entropy_threshold import learn_threshold, read_solutions
+
+    pairs = read_solutions(data)
+    with LLM(model) as llm, progress("solutions", len(pairs)) as bar:
+        bar.begin("reading")
+        found = learn_threshold(llm, pairs, bar.update)
+    if json:
+        print_json(asdict(found))
+        return
+    note(f"{found.num_tokens} tokens, {found.share_above:.0%} at or above the threshold")
+    note(f"the most probable token is right below it, wrong above: {found.accuracy:.1%}")
+    print(f"adadec:threshold={found.threshold:.3f}")
+
+
 @app.command("autodeco")
 def train_autodeco_heads(
     out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path("autodeco.safetensors"),
