@@ -11,9 +11,9 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
+from anydecode.decoders.search.beam import greedy_sampler
 from anydecode.decoders.search.looking_ahead import Looking
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.truncation import entropy, log_probabilities
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -30,7 +30,7 @@ from anydecode.scoring.sequence import Sequence
         " tokens by a few and takes the one with the most probable continuation.",
         works_with=("constraints", "penalties", "guidance", "logprobs", "batches", "adapters"),
         deviations=(
-            "the default threshold was learned for smollm2-135m-instruct on the solutions of"
+            "the default threshold was learned for smollm2-135m-instruct on solutions of"
             " HumanEval; the paper's are for other models, on those of BigCodeBench",
             "continuations end where the text would end; that a function ends is said by stop"
             " strings, not known to the method",
@@ -44,9 +44,10 @@ class AdaDec(Decoder):
     Otherwise continues each of the `k` most probable tokens greedily by up to `length` tokens, and
     takes the one for which the mean log-probability of the token and its continuation is highest.
 
-    The entropy is that of the model's distribution at temperature 1, without penalties. Temperature
-    and truncations of the request are ignored. With a large threshold or `k` 1 the output is that
-    of greedy decoding. `anydecode train adadec` learns the threshold of a model.
+    The entropy is that of the model's distribution at temperature 1, without penalties and the
+    constraint. Temperature and truncations of the request are ignored. With a large threshold or
+    `k` 1 the output is that of greedy decoding. `anydecode train adadec` learns the threshold of a
+    model.
 
     Args:
         threshold: In nats.
@@ -66,8 +67,7 @@ class AdaDec(Decoder):
         self.looking = Looking(k, length, temperature=0.0, reads_logprobs=True)
 
     def prepare(self, sequence: Sequence) -> None:
-        sampler = sequence.sampler
-        sequence.sampler = Sampler(0.0, sampler.pre_temperature, combiner=sampler.combiner)
+        sequence.sampler = greedy_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:

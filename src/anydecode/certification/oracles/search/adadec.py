@@ -17,17 +17,31 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 PROMPT, END = [0, 1], 3
 
 
-def moody_model(seed: int, size: int = 4) -> ScriptedModel:
-    """Tokens that are clear after some texts and equally probable after others; the last ends a
-    text."""
+def moody_model(seed: int) -> ScriptedModel:
+    """Four tokens that are clear after some texts and equally probable after others; the last one
+    ends a text."""
 
     def script(seen: tuple[int, ...]) -> np.ndarray:
         random = np.random.default_rng([seed, *seen[-4:]])
-        row = random.uniform(0.1, 3.0) * random.normal(size=size)
+        row = random.uniform(0.1, 3.0) * random.normal(size=4)
         row[-1] -= 1.0
         return np.asarray(row, np.float32)
 
-    return ScriptedModel(script, vocab_size=size)
+    return ScriptedModel(script, vocab_size=4)
+
+
+def doubtful_model(seed: int) -> ScriptedModel:
+    """257 tokens, of which 5 to 12 are probable after each text: entropies about the default
+    threshold."""
+
+    def script(seen: tuple[int, ...]) -> np.ndarray:
+        random = np.random.default_rng([seed, *seen[-4:]])
+        row = np.full(257, -30.0, np.float32)
+        probable = random.choice(256, random.integers(5, 13), replace=False)
+        row[probable] = random.normal(size=len(probable))
+        return row
+
+    return ScriptedModel(script, vocab_size=257)
 
 
 def is_over(text: list[int], limit: int, end: int) -> bool:
@@ -91,7 +105,7 @@ def adadec() -> Iterator[Check]:
         yield Check(f"{decoder} equals the oracle", wrong == 0 < paused and differs, detail)
     wrong = paused = greedy = 0
     for seed in range(6):
-        model = moody_model(seed, 257)
+        model = doubtful_model(seed)
         with LLM(model, tokenizer=ByteTokenizer(), cache_positions=2048) as llm:
             options: dict[str, Any] = {"max_tokens": 30}
             expected, count = adadec_oracle(model, 30, 1.75, prompt=[7, 9])
