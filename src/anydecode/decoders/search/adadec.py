@@ -11,9 +11,9 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.search.beam import greedy_sampler
 from anydecode.decoders.search.looking_ahead import Looking
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.truncation import entropy, log_probabilities
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -67,7 +67,8 @@ class AdaDec(Decoder):
         self.looking = Looking(k, length, temperature=0.0, reads_logprobs=True)
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.sampler = greedy_sampler(sequence.sampler)
+        sampler = sequence.sampler
+        sequence.sampler = Sampler(0.0, sampler.pre_temperature, combiner=sampler.combiner)
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
