@@ -13,6 +13,7 @@ _CONTEXTS = {
     "canvas": "the whole canvas",
     "blocks": "its block and those before it",
     "causal": "its block and a causal context; blocks start at the end of the prompt",
+    "prompt": "its block and those before it; the prompt is one block",
     "order": "what is before it in an order of the decoder's",
 }
 

@@ -184,6 +184,24 @@ class ConfidenceHead(NamedTuple):
 
 
 @dataclass(eq=False)
+class SideOutput:
+    """What a side layer adds to the first stream: the product of `projection`
+    `[hidden_size, hidden_size]` with its output, normed by `norm`, float32 `[hidden_size]`."""
+
+    norm: np.ndarray
+    projection: Linear
+
+
+@dataclass(eq=False)
+class UnmaskingHead:
+    """The confidence of a row's token (RemeDi): `head` of the second stream after the last layer,
+    normed by `norm`, float32 `[hidden_size]`."""
+
+    norm: np.ndarray
+    head: ConfidenceHead
+
+
+@dataclass(eq=False)
 class BlockHeads:
     """What a block drafter computes slot by slot after its pass."""
 
@@ -225,6 +243,7 @@ class LayerWeights:
     streams: StreamBlock | None = None
     differential: DifferentialWeights | None = None
     memory_unit: MemoryUnit | None = None
+    side: SideOutput | None = None
     # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
     mlp_mix: np.ndarray | None = None
 
@@ -238,6 +257,8 @@ class LayerWeights:
         weights += [] if self.recurrent is None else self.recurrent.matrices
         if self.memory_unit is not None:
             linears += [self.memory_unit.gate, self.memory_unit.output]
+        if self.side is not None:
+            linears.append(self.side.projection)
         weights += [linear.weight for linear in linears if linear is not None]
         weights += [] if self.latent is None else self.latent.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
@@ -263,6 +284,7 @@ class ModelWeights:
     self_conditioning: SelfConditioning | None = None
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
     block_heads: BlockHeads | None = None  # of a drafter that predicts blocks
+    unmasking: UnmaskingHead | None = None
 
     @property
     def tables(self) -> list[Weight]:
@@ -382,6 +404,12 @@ class Network:
         )
         memory = backend.columns(x, size, self.spec.memory_size)
         x = backend.columns(x, 0, size)
+        if weights.side is not None:
+            y = backend.add(x, memory)
+            memory = self._add_blocks(backend, y, self._mixer_block(backend, y, index), index)
+            y = backend.rms_norm(memory, weights.side.norm, self.spec.norm_eps)
+            x = backend.add(x, weights.side.projection.apply(backend, y))
+            return backend.join(x, memory)
         if spec.memory is None:
             mixed = self._mixer_block(backend, x, index)
         else:
@@ -952,6 +980,12 @@ def _check_layer(
     has_mixer = spec.has_mixer
     if (layer.memory_unit is not None) != (spec.memory == "reads"):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a memory unit")
+    if (layer.side is not None) != (spec.memory == "side"):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights is a side layer")
+    if layer.side is not None:
+        _check_vector(f"{prefix}the side layer's norm", layer.side.norm, hidden)
+        projection = layer.side.projection
+        _check_linear(f"{prefix}the side layer's projection", projection, (hidden, hidden))
     if spec.attention is not None:
         _check_attention(prefix, spec, spec.attention, layer, hidden, width)
     if (spec.recurrence is None) != (layer.recurrent is None):

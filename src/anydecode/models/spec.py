@@ -122,7 +122,9 @@ class LayerSpec:
             and a value of its shape are those of two heads side by side, and a query is that of one
             head, beside zeros.
         memory: "makes" if the recurrence's output before its gate is the memory of later layers,
-            "reads" if the first sublayer is a gated memory unit (SambaY); None for neither.
+            "reads" if the first sublayer is a gated memory unit (SambaY), "side" if the layer
+            computes the memory, a second stream of hidden states, from the sum of both streams, and
+            adds a projection of it to the first (RemeDi); None for none of these.
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
         qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
@@ -300,6 +302,8 @@ class ModelSpec:
     # Of a model with blocks: rows of the prompt and of finished blocks attend to what is before
     # them only, and blocks start at the end of the prompt.
     has_causal_context: bool = False
+    # Of a model with blocks: the prompt is one block, and the others start at its end (RemeDi).
+    has_prompt_block: bool = False
     # Whether rows of the block that is being denoised run as the variant `CANVAS`: with scales of
     # their own, windows that end where the block starts, and what the last pass has predicted as
     # an input (DiffusionGemma).
@@ -319,7 +323,7 @@ class ModelSpec:
     # Streams of hidden states (Gemma 3n, see `models/streams.py`), and the one that layers compute.
     num_streams: int = 1
     active_stream: int = 0
-    memory_size: int = 0  # numbers of a memory that follows the hidden state (SambaY)
+    memory_size: int = 0  # numbers of a memory that follows the hidden state (SambaY, RemeDi)
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
     block: BlockSpec | None = None  # of a drafter that predicts several tokens per pass
@@ -359,8 +363,8 @@ class ModelSpec:
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
             integer("block_size", self.block_size)
-        elif self.has_causal_context:
-            raise CheckpointError("a causal context needs a block size")
+        elif self.has_causal_context or self.has_prompt_block:
+            raise CheckpointError("blocks that start at the end of the prompt need a size")
         if self.mask_token is not None:
             integer("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
@@ -416,10 +420,16 @@ class ModelSpec:
 
 
 def _check_memory(spec: ModelSpec) -> None:
-    """One layer with a recurrence makes the memory, before those that read it."""
+    """One layer with a recurrence makes the memory, before those that read it; or it is a stream of
+    side layers."""
     makers = [i for i, layer in enumerate(spec.layers) if layer.memory == "makes"]
     readers = [i for i, layer in enumerate(spec.layers) if layer.memory == "reads"]
-    if len(makers) != (spec.memory_size > 0) or any(reader < makers[0] for reader in readers):
+    if any(layer.memory == "side" for layer in spec.layers):
+        if spec.memory_size != spec.hidden_size:
+            raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of a stream")
+        if any(x.attention is None or x.memory in ("makes", "reads") for x in spec.layers):
+            raise CheckpointError("side layers and those beside them have attention")
+    elif len(makers) != (spec.memory_size > 0) or any(reader < makers[0] for reader in readers):
         raise CheckpointError("memory units need one layer before them that makes the memory")
     for layer in (spec.layers[i] for i in readers):
         if layer.attention is not None or layer.recurrence is not None:
@@ -486,7 +496,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         "qk_norm": (None, "head", "full", "plain"),
         "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
         "mlp": ("gated", "plain", "none"),
-        "memory": (None, "makes", "reads"),
+        "memory": (None, "makes", "reads", "side"),
     }
     if isinstance(layer.activation, ClampedSwiglu) and layer.mlp == "gated":
         number(f"{prefix}swiglu_alpha", layer.activation.alpha)

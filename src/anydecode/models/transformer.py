@@ -213,6 +213,21 @@ class Transformer:
         probabilities `[n, vocab_size]`."""
         return expected_embeddings(probabilities, self.embed)
 
+    @property
+    def has_confidences(self) -> bool:
+        """Whether the model gives each row's token a confidence (RemeDi)."""
+        return self.network.weights.unmasking is not None
+
+    def confidences(self, hidden: np.ndarray) -> np.ndarray:
+        """The confidence of each row's token, float64 `[n]`, from hidden states after the last
+        layer, float32 `[n, hidden_size + memory_size]`, of a model that `has_confidences`."""
+        weights = self.network.weights.unmasking
+        assert weights is not None
+        side = np.ascontiguousarray(hidden[:, self.spec.hidden_size :])
+        normed = RowArithmetic().rms_norm(side, weights.norm, self.spec.norm_eps)
+        result: np.ndarray = normed.astype(np.float64) @ weights.head.weight + weights.head.bias
+        return result
+
     def canvas_inputs(self, tokens: np.ndarray, expected: np.ndarray | None) -> np.ndarray:
         """What rows of a canvas with `tokens` read, float32 `[n, hidden_size]`; `expected` are the
         `expected_embeddings` of the last pass, None in the first one."""

@@ -68,6 +68,7 @@ class Canvas:
         later_blocks: From the first of these positions on, blocks have the second as their size.
         has_causal_context: Whether rows before the block that is being unmasked see up to
             themselves only.
+        has_prompt_block: Whether the positions before `origin` are one block.
         max_length: The largest number of positions.
         is_fixed_length: No masks may be appended, as in infilling.
         block: The positions `first..stop` that are being unmasked; None between two blocks.
@@ -90,6 +91,7 @@ class Canvas:
     origin: int = 0
     later_blocks: tuple[int, int] | None = None
     has_causal_context: bool = False
+    has_prompt_block: bool = False
     max_length: int = 1 << 31
     is_fixed_length: bool = False
     block: tuple[int, int] | None = None
@@ -138,6 +140,8 @@ class Canvas:
         visible = visible_positions(
             positions, len(self), self.block_size, self.origin, context_stop
         )
+        if self.has_prompt_block:
+            visible = np.where(positions < self.origin, self.origin, visible)
         if self.later_blocks is not None:
             first, size = self.later_blocks
             later = visible_positions(positions, len(self), size, first)
@@ -158,6 +162,8 @@ class Canvas:
         assert self.block_size is not None, "a model with blocks"
         if self.later_blocks is not None and position >= self.later_blocks[0]:
             return self.later_blocks
+        if self.has_prompt_block and position < self.origin:
+            return 0, self.origin
         return self.origin, self.block_size
 
     def input_positions(self, first: int, stop: int) -> np.ndarray:

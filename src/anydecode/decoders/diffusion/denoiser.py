@@ -64,8 +64,6 @@ class Denoiser(Decoder):
     plain = "llada:block=0"  # one token per pass over the whole canvas, without a cache
     #: Whether the model must have a mask token.
     needs_mask = True
-    #: The layers before which `Predictions.scores.hidden` has the hidden states of predicted rows.
-    capture_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -197,7 +195,7 @@ class Denoiser(Decoder):
         )
         num_canvases = 1 if canvases is None else len(canvases)
         for span in spans[len(spans) - num_canvases :]:
-            span.capture_layers = self.capture_layers
+            span.capture_layers = self.captured_layers(sequence)
         scores = yield score_canvas(
             sequence, TARGET, spans, num_canvases, positions, canvas.logit_shift
         )
@@ -308,6 +306,11 @@ class Denoiser(Decoder):
         logprobs = [canvas.logprobs.pop(position, None) for position in range(first, stop)]
         sequence.emit(tokens, logprobs=logprobs if sequence.compute_logprobs is not None else None)
 
+    def captured_layers(self, sequence: Sequence) -> tuple[int, ...]:
+        """The layers before which `Predictions.scores.hidden` has the hidden states of predicted
+        rows."""
+        return ()
+
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
     ) -> np.ndarray | None:
@@ -330,13 +333,15 @@ class Denoiser(Decoder):
                 raise InvalidRequestError(
                     f"the mask token {mask} is not in the vocabulary of {spec.vocab_size} tokens"
                 )
+            starts_at_prompt_end = spec.has_causal_context or spec.has_prompt_block
             canvas = Canvas(
                 np.array(sequence.all_tokens, np.int32),
                 mask,
                 logit_shift=spec.logit_shift,
                 block_size=self.cache.block_size(spec),
-                origin=len(sequence.prompt) if spec.has_causal_context else 0,
+                origin=len(sequence.prompt) if starts_at_prompt_end else 0,
                 has_causal_context=spec.has_causal_context,
+                has_prompt_block=spec.has_prompt_block,
                 max_length=min(pool.num_slots, spec.max_positions),
             )
             if spec.has_canvas and (self.needs_mask or not self.cache.is_exact_blocks):

@@ -4,37 +4,72 @@ best-ranked ones and masks the others again."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from anydecode.catalogue import Card, Range, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
 from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.revising import STATEFUL, RevisedBlocks, RevisingDenoiser
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking, top_k
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.sequence import Sequence
+
+#: What tokens can be ranked by.
+RANKS = Words(("confidence", "logit"))
 
 
 class SelfReflection(RevisingDenoiser):
-    """Keeps as many tokens in step k as a schedule has unmasked after it, ranked by the logit of
-    each token: the sampled one of a mask, the held one of another position."""
+    """Keeps as many tokens in step k as a schedule has unmasked after it: the sampled token of a
+    mask, the held one of another position.
 
-    def __init__(self, steps: int | None, block: int | None, cache: str, mask: int | None) -> None:
+    They are ranked by the confidences of the model's second stream, or by their logits.
+    """
+
+    def __init__(
+        self, steps: int | None, block: int | None, rank: str | None, cache: str, mask: int | None
+    ) -> None:
+        if rank is not None and rank not in RANKS.words:
+            raise InvalidRequestError(f"rank={rank!r} is unknown; it must be confidence or logit")
+        self.rank = rank
         self.schedule = TopKUnmasking(steps)
         policy = cache_named(cache, REVISING_CACHES)
         super().__init__(RevisedBlocks(block), unmask=self.schedule, cache=policy, mask=mask)
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        if self.rank == "confidence" and not self._reads_confidences(sequence):
+            raise UnsupportedCombinationError(
+                "rank=confidence needs a model whose tokens have confidences (RemeDi); this one has"
+                " none: leave rank out"
+            )
+
+    def captured_layers(self, sequence: Sequence) -> tuple[int, ...]:
+        if not self._reads_confidences(sequence):
+            return ()
+        return (sequence.kv_cache().pool.model.spec.num_layers,)
+
+    def _reads_confidences(self, sequence: Sequence) -> bool:
+        has_confidences = getattr(sequence.kv_cache().pool.model, "has_confidences", False)
+        return bool(has_confidences) and self.rank != "logit"
 
     def revise(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         positions = self.free_positions(canvas)
         was_masked = canvas.committed[positions] == MASKED
         tokens = np.where(was_masked, predictions.tokens(positions), canvas.tokens[positions])
-        logits = [
-            predictions.logits(position)[token]
-            for position, token in zip(positions, tokens, strict=True)
-        ]
+        if self._reads_confidences(sequence):
+            model: Any = sequence.kv_cache().pool.model
+            rows = np.searchsorted(predictions.positions, positions)
+            ranks = model.confidences(predictions.scores.hidden[model.spec.num_layers][rows])
+        else:
+            pairs = zip(positions, tokens, strict=True)
+            logits = [predictions.logits(position)[token] for position, token in pairs]
+            ranks = np.array(logits, np.float64)
         num_kept = self._num_kept(canvas)
-        is_kept = top_k(np.array(logits, np.float64), num_kept)
+        is_kept = top_k(ranks, num_kept)
         self.finish_revision(
             sequence,
             canvas,
@@ -63,17 +98,15 @@ class SelfReflection(RevisingDenoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "tokens are ranked by their logits, as in the released inference, which does not read"
-            " the confidences that the model's second stream computes",
+            "tokens are ranked by the confidences of the second stream only where the model has one"
+            " (RemeDi's checkpoints), otherwise by their logits, as in the released inference",
             STATEFUL,
             "the mask token is never generated",
-        ),
-        missing=(
-            "RemeDi's own checkpoints, whose second stream of layers gives each token a confidence",
         ),
         remote={
             "steps": Range(1, 4096),
             "block": Range(0, 4096),
+            "rank": RANKS,
             "cache": REVISING_WORDS,
         },
     )
@@ -81,6 +114,7 @@ class SelfReflection(RevisingDenoiser):
 def remedi(
     steps: int | None = None,
     block: int | None = None,
+    rank: str | None = None,
     cache: str = "none",
     mask: int | None = None,
 ) -> SelfReflection:
@@ -89,7 +123,9 @@ def remedi(
     Args:
         steps: Denoising steps per block (default: one per mask).
         block: Positions per block (0: the whole canvas; default: the model's own, or up to 32).
+        rank: What tokens are ranked by: "confidence", for models with a second stream (RemeDi's),
+            or "logit" (default: the first where the model has it).
         cache: "none", or "block" with a model that has blocks.
         mask: The mask token (default: the tokenizer's).
     """
-    return SelfReflection(steps, block, cache, mask)
+    return SelfReflection(steps, block, rank, cache, mask)

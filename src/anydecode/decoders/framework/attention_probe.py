@@ -84,7 +84,7 @@ def _readable_network(model: Any) -> Network:
     if network is not None and network.has_wide_states:
         raise UnsupportedCombinationError(
             "attention weights cannot be computed for models with several streams of hidden states"
-            " (Gemma 3n) or a memory (SambaY)"
+            " (Gemma 3n) or a memory (SambaY, RemeDi)"
         )
     if network is not None and network.weights.layers[0].query.weight.data.size:
         readable: Network = network

@@ -46,8 +46,11 @@ class DiffusionSession(DraftSession):
         tokens = sequence.all_tokens
         canvas = np.array(tokens + [mask] * count, np.int32)
         positions = np.arange(len(canvas), dtype=np.int32)
-        context = len(tokens) if spec.has_causal_context else 0
-        visible = visible_positions(positions, len(canvas), spec.block_size, context, context)
+        origin = len(tokens) if spec.has_causal_context or spec.has_prompt_block else 0
+        context = origin if spec.has_causal_context else 0
+        visible = visible_positions(positions, len(canvas), spec.block_size, origin, context)
+        if spec.has_prompt_block:
+            visible[:origin] = origin
         output_rows = np.arange(len(tokens), len(canvas))
         span = canvas_span(kv_cache, positions, canvas, visible)
         scores = yield score_canvas(sequence, DRAFT, [span], 1, output_rows, spec.logit_shift)

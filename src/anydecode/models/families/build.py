@@ -22,12 +22,15 @@ from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS
 from anydecode.models.linear import Linear
 from anydecode.models.network import (
+    ConfidenceHead,
     Experts,
     GatedMlp,
     LayerWeights,
     ModelWeights,
     Network,
     PlainMlp,
+    SideOutput,
+    UnmaskingHead,
 )
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.self_conditioning import SelfConditioning
@@ -118,9 +121,18 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         weights.per_layer = _read_per_layer(reader, spec, config)
     if spec.num_streams > 1:
         weights.streams = _read_streams(reader, spec)
+    if any(layer.memory == "side" for layer in spec.layers):
+        weights.unmasking = _read_unmasking(reader, spec)
     if spec.has_canvas:
         weights.self_conditioning = _read_self_conditioning(reader, spec, config)
     return weights
+
+
+def _read_unmasking(reader: TensorReader, spec: ModelSpec) -> UnmaskingHead:
+    norm = reader.vector("unmasking.norm.weight", spec.hidden_size)
+    weight = reader.tensor("unmasking.head.weight", (1, spec.hidden_size))[0]
+    bias = float(reader.vector("unmasking.head.bias", 1)[0])
+    return UnmaskingHead(norm, ConfidenceHead(weight, bias))
 
 
 def _read_self_conditioning(
@@ -186,6 +198,10 @@ class _LayerReader:
             layer.memory_unit = read_memory_unit(
                 self._reader, self._name, (self._memory_size, self._hidden)
             )
+        if self._spec.memory == "side":
+            shape = self._hidden, self._hidden
+            projection = self._reader.linear(f"{self._name}.side.projection", shape, True)
+            layer.side = SideOutput(self._norm("side.norm"), projection)
         if self._spec.recurrence is not None:
             assert self._family.recurrent is not None, "its spec has a recurrence"
             layer.recurrent = self._family.recurrent.read(

@@ -21,6 +21,7 @@ from anydecode.models.families.patterns import (
     MEMORY_UNIT,
     MLP,
     MOE,
+    SIDE,
     SLIDING,
     cache_layers,
 )
@@ -186,6 +187,7 @@ def spec_from_config(
         decoder=None if denoising is None else denoising.decoder,
         has_canvas=denoising is not None and denoising.has_canvas,
         has_causal_context=denoising is not None and denoising.context == "causal",
+        has_prompt_block=denoising is not None and denoising.context == "prompt",
         residual_scale=scales.residual,
         norm=family.norm,
         has_position_table=family.has_position_table,
@@ -197,7 +199,9 @@ def spec_from_config(
         else 0,
         num_streams=int_value(config, "altup_num_inputs", 4) if family.has_streams else 1,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
-        memory_size=sum(maker.shape.width_out for maker in makers if maker is not None),
+        memory_size=int_value(config, "hidden_size")
+        if any(layer.memory == "side" for layer in layers)
+        else sum(maker.shape.width_out for maker in makers if maker is not None),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
     )
@@ -377,6 +381,8 @@ def _layers(
             layer_types[layer],
             is_expert_layer(config, layer),
         )
+        is_side = kind == SIDE
+        kind = FULL if is_side else kind
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
         is_mlp = family.has_single_sublayers and kind in (MLP, MOE)
         mlp = "none" if family.has_single_sublayers and not is_mlp else family.mlp
@@ -438,6 +444,7 @@ def _layers(
                 gate_cutoff=cutoffs[layer],
                 qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
                 is_differential=family.is_differential,
+                memory="side" if is_side else None,
             )
         )
     return layers

@@ -72,7 +72,8 @@ class Denoising:
             block and the blocks before it, counted from position 0; "causal", its own block and
             what is before it, where rows of the prompt and of finished blocks see what is before
             them only, and blocks are counted from the end of the prompt; "order", what is before
-            it in an order that the decoder chooses (WeDLM).
+            it in an order that the decoder chooses (WeDLM); "prompt", its own block and the blocks
+            before it, where the prompt is one block and the others are counted from its end.
         shift: 1 if row r predicts position r + 1, 0 if it predicts r; `right_shift_logits` in a
             config says otherwise.
         block_size: The config's key for the block size; None for models without blocks.

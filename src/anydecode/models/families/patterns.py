@@ -29,6 +29,8 @@ SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attenti
 MLP, MOE = "mlp", "moe"
 #: The type of layers with a gated memory unit.
 MEMORY_UNIT = "memory_unit"
+#: The type of layers of full attention that compute a second stream.
+SIDE = "side_attention"
 #: The letters of Nemotron-H's patterns.
 _LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": MOE}
 

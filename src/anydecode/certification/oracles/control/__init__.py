@@ -1,1 +1,0 @@
-"""Oracle tests of the methods that control a fleet."""
