@@ -21,38 +21,8 @@ from anydecode.training.drafters.eagle3 import Eagle3  # noqa: E402
 from anydecode.training.drafters.layers import layer_shape  # noqa: E402
 from anydecode.training.drafters.learner import spread_taps  # noqa: E402
 from anydecode.training.generated import without_loop  # noqa: E402
-from gguf_models import SIZES, make_tensors, write_folder  # noqa: E402
-from model_files import tokenizer_json  # noqa: E402
 
 OPTIONS = DrafterOptions(steps=30, texts=90, tokens=16, vocabulary=30, batch=8, rate=1e-2)
-TEMPLATE = "{% for m in messages %}u{{ m['content'] }}\nb{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a random model of six layers whose next token depends mostly on the last one."""
-    tensors = make_tensors("llama")
-    for name in list(tensors):
-        if name.startswith("model.layers."):
-            layer, _, rest = name.removeprefix("model.layers.").partition(".")
-            scale = 0.02 if rest.startswith(("self_attn.o_proj", "mlp.down_proj")) else 0.3
-            tensors[name] *= scale
-            tensors[f"model.layers.{int(layer) + 3}.{rest}"] = tensors[name].copy()
-    config: dict[str, Any] = {
-        **SIZES,
-        "num_hidden_layers": 6,
-        "architectures": ["LlamaForCausalLM"],
-        "max_position_embeddings": 256,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "eos_token_id": 30,
-    }
-    folder = write_folder(tmp_path_factory.mktemp("target"), tensors, **config)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
-    settings = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def test_a_run_trains_a_drafter_and_the_command_continues_it(
@@ -90,12 +60,12 @@ def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
-@pytest.mark.slow
 def depth_of(recipe: str) -> int:
     """Two drafts, or as many as the recipe can learn."""
     return min(2, find_recipe(recipe).default_depth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_raises_acceptance_over_the_untrained_twin(
     recipe: str, model: Path, data: Path, tmp_path: Path
@@ -139,6 +109,23 @@ def test_an_interrupted_run_is_resumed_bit_by_bit(
         state = torch.load(folder / "state.pt")
         weights[-1] += b"".join(x.numpy().tobytes() for x in state["weights"].values())
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["eagle-3", "dflash", "medusa"])
+def test_a_device_writes_the_texts_and_computes_the_states(
+    recipe: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = "--steps 60 --texts 90 --tokens 16 --vocabulary 30 --batch 8 --rate 0.01"
+    places = ["--model", str(model), "--out", str(tmp_path), "--recipe", recipe, "--json"]
+    with pytest.raises(SystemExit) as ended:
+        run(["train", "drafter", *settings.split(), *places, "--device", "cpu"])
+    assert not ended.value.code
+    history = json.loads(capsys.readouterr().out)["history"]
+    first, *_, last = [one["held_out"] for one in history if "held_out" in one]
+    assert last[0] > first[0] + 0.05
+    names = {path.name for path in (tmp_path / "data").iterdir()}
+    assert "texts.jsonl" in names and not any(name.startswith("states") for name in names)
 
 
 def test_a_run_of_another_recipe_is_not_resumed(model: Path, data: Path, tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def test_more_layers_than_there_are_are_refused(layers: int) -> None:
 
 
 def test_answers_are_the_models_own() -> None:
-    recipe = NestedRecipe(answers=3, tokens=10)
-    pairs = own_answers(load_checkpoint("tiny-autoregressive"), recipe)
+    pairs = own_answers(load_checkpoint("tiny-autoregressive"), 3, tokens=10, seed=0)
     with LLM("tiny-autoregressive") as llm:
         plain = [llm.generate(p, max_tokens=10, temperature=0.0).tokens for p, _ in pairs]
     assert [answer for _, answer in pairs] == plain
@@ -95,7 +94,7 @@ def test_training_lowers_the_loss_of_held_out_answers(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
     recipe = NestedRecipe(layers=3, answers=128, steps=60, batch=8, rate=5e-4)
     train_nested(checkpoint, tmp_path, recipe)
-    held_out = padded(own_answers(checkpoint, NestedRecipe(answers=24, seed=7)))
+    held_out = padded(own_answers(checkpoint, 24, tokens=64, seed=7))
     before, after = (
         [float(sorted_loss(model, *held_out, [stop])) for stop in (2, 3)]
         for model in (first_layers(open_llama(checkpoint), 3), open_llama(_opened(tmp_path)))

@@ -346,6 +346,86 @@ def train_nested_draft(
         print(out)
 
 
+@app.command("depth")
+def train_depth(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
+        options.DEFAULT_MODEL
+    ),
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            help="layerskip: the whole model learns, with layer dropout and losses at its exits.",
+        ),
+    ] = "layerskip",
+    out: Out = Path("trained-depth"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    answers: Annotated[
+        int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
+    ] = 256,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
+    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 3e-5,
+    dropout: Annotated[
+        float, typer.Option("--dropout", help="Probability that the last layer is left out.")
+    ] = 0.1,
+    exit_scale: Annotated[
+        float, typer.Option("--exit-scale", help="Weight of the losses at the exits.")
+    ] = 0.2,
+    every: Annotated[
+        int, typer.Option("--every", min=1, help="Distance of the exits that a step has losses at.")
+    ] = 8,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a model so that its first layers predict what all of them do, for the decoders
+    layerskip and del. A run with the same --out is resumed. The model is in the folder "model" of
+    --out.
+
+    Example: anydecode train depth --recipe layerskip --minutes 60 --out my-model --plot curve.svg
+    """
+    from anydecode.errors import InvalidRequestError
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.layerskip import LayerSkipRecipe, LayerSkipRun
+
+    if recipe != "layerskip":
+        raise InvalidRequestError(f"no recipe {recipe!r}: choose layerskip")
+    if minutes is None and steps is None:
+        minutes = 60.0
+    settings = LayerSkipRecipe(
+        minutes,
+        steps,
+        answers=answers,
+        batch=batch,
+        rate=rate,
+        dropout=dropout,
+        exit_scale=exit_scale,
+        every=every,
+        seed=seed,
+    )
+    limit_threads(threads)
+    with progress("training", 1.0, unit="percent") as bar:
+        bar.begin("answers")
+        run = LayerSkipRun(load_checkpoint(model), out, settings)
+        run.train(lambda done, loss: bar.update(done, step="model", detail=f"loss {loss:.3f}"))
+    if plot is not None:
+        curve.draw_agreement(run.log(), plot)
+    if json:
+        print_json({"path": str(run.model_folder), **run.log()})
+        return
+    first, *_, last = run.agreements()
+    layer = max(1, run.num_layers // 3)
+    note(
+        f"after {layer} of {run.num_layers} layers the token of the last one:"
+        f" {first[layer - 1]:.3f} -> {last[layer - 1]:.3f} of held-out answers"
+    )
+    print(run.model_folder)
+
+
 @app.command("drafter")
 def train_drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (
@@ -399,6 +479,14 @@ def train_drafter(
         ),
     ] = True,
     dtype: options.Dtype = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Device of torch that writes the texts, computes the states and trains, such as"
+            " cuda; for models of Llama's kind. Default: the engine on the CPU.",
+        ),
+    ] = None,
     plot: PlotFile = None,
     seed: Seed = 0,
     threads: Threads = 0,
@@ -431,6 +519,7 @@ def train_drafter(
         rate=rate,
         seed=seed,
         has_head=head,
+        device=device,
     )
     limit_threads(threads)
     run = DrafterRun(model, out, settings, dtype, data)
@@ -445,6 +534,39 @@ def train_drafter(
         depths = " ".join(f"{value:.2f}" for value in result["accepted_by_depth"])
         note(f"{name}: {result['tokens_per_pass']:.2f} tokens per pass, accepted by depth {depths}")
     print(run.drafter)
+
+
+@app.command("adadec")
+def train_adadec(
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data",
+            help="JSON lines with the fields prompt and canonical_solution, as of HumanEval.",
+        ),
+    ],
+    model: options.Model = options.DEFAULT_MODEL,
+    json: options.Json = False,
+) -> None:
+    """Learn the entropy threshold of the decoder adadec for a model.
+
+    Example: anydecode train adadec --data HumanEval.jsonl
+    """
+    from dataclasses import asdict
+
+    from anydecode.api.llm import LLM
+    from anydecode.training.entropy_threshold import learn_threshold, read_solutions
+
+    pairs = read_solutions(data)
+    with LLM(model) as llm, progress("solutions", len(pairs)) as bar:
+        bar.begin("reading")
+        found = learn_threshold(llm, pairs, bar.update)
+    if json:
+        print_json(asdict(found))
+        return
+    note(f"{found.num_tokens} tokens, {found.share_above:.0%} at or above the threshold")
+    note(f"the most probable token is right below it, wrong above: {found.accuracy:.1%}")
+    print(f"adadec:threshold={found.threshold:.3f}")
 
 
 @app.command("autodeco")

@@ -1,5 +1,5 @@
 """Training curves: loss and accuracy of a training run, training and held-out loss of an adapter
-run, or the acceptance of a drafter's drafts."""
+run, the acceptance of a drafter's drafts, or the agreement of early exits."""
 
 from __future__ import annotations
 
@@ -56,6 +56,21 @@ def draw_acceptance(log: dict[str, Any], file: Path) -> None:
                 if points:
                     panel.plot(*_transposed(points), style, color=colour, label=label)
         panel.set_title("probability of acceptance (dotted: held-out texts)")
+        panel.set_ylim(0, 1)
+        panel.set_xlabel("minutes")
+
+
+def draw_agreement(log: dict[str, Any], file: Path) -> None:
+    """Draw a run of LayerSkip: how often each of some layers predicts the token of the last one on
+    held-out answers. `log` is the content of `log.json`."""
+    entries = [entry for entry in log["history"] if "agreement" in entry]
+    num_layers = len(entries[0]["agreement"])
+    with figure(file, "Training for early exits", height=2.6) as (panel,):
+        layers = sorted({max(1, num_layers * part // 6) for part in range(1, 6)})
+        for layer, colour in zip(layers, COLOURS, strict=False):
+            points = [(_minutes(e), e["agreement"][layer - 1]) for e in entries]
+            panel.plot(*_transposed(points), color=colour, marker=".", label=f"{layer} layers")
+        panel.set_title("agreement with the last layer, held-out answers")
         panel.set_ylim(0, 1)
         panel.set_xlabel("minutes")
 

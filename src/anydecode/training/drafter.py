@@ -27,10 +27,11 @@ from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
 from anydecode.training.checkpoint import load_state, save_json, save_state
-from anydecode.training.drafter_data import NUM_HELD_OUT, DrafterData
+from anydecode.training.drafter_data import NUM_HELD_OUT, DrafterData, EngineWriter
 from anydecode.training.drafter_evaluation import measure
 from anydecode.training.drafters import find_recipe
 from anydecode.training.drafters.learner import Learner, StepLosses
+from anydecode.training.target import TorchTarget, open_target
 
 #: Calls with the stage of a run and the fraction of it that is done, and a detail to print.
 Report = Callable[[str, float, str], None]
@@ -55,6 +56,9 @@ class DrafterOptions:
         save_seconds: Seconds between saved states.
         has_head: Whether the drafter's files have the rows of its head. They are the target's, from
             which anydecode takes them otherwise; other engines need them.
+        device: A device of torch, such as "cuda", on which texts are written, states are computed
+            (none are stored) and the drafter is trained. None: the engine writes the texts and
+            collects the states, and the drafter is trained on the CPU.
     """
 
     minutes: float | None = None
@@ -69,6 +73,7 @@ class DrafterOptions:
     seed: int = 0
     save_seconds: float = 300.0
     has_head: bool = True
+    device: str | None = None
 
     def __post_init__(self) -> None:
         find_recipe(self.recipe)
@@ -117,6 +122,12 @@ class DrafterRun:
         source = {"model": self.target.name, "dtype": dtype}
         taps = self.recipe.taps(spec.num_layers)
         self.data = DrafterData(data or folder / "data", source, taps, spec.hidden_size)
+        self.device = torch.device(options.device or "cpu")
+        self.torch_target: TorchTarget | None = None
+        if options.device is not None:
+            self.torch_target = open_target(
+                self.network, self.target.tokenizer, self.target.name, options.device
+            )
         self.vocabulary: list[int] = []
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, Any]] = []
@@ -151,13 +162,18 @@ class DrafterRun:
     def collect(self, report: Report = lambda *_: None) -> None:
         """Write the texts and collect the states that are missing."""
         options = self.options
+
+        def written(done: float) -> None:
+            report("texts", done, f"{len(self.data.texts)} texts")
+
+        if self.torch_target is not None:
+            self.data.generate(
+                self.torch_target, options.texts, options.tokens, options.seed, written
+            )
+            return
         with LLM(self.model_path, dtype=self.dtype, threads=torch.get_num_threads()) as llm:
             self.data.generate(
-                llm,
-                options.texts,
-                options.tokens,
-                options.seed,
-                lambda done: report("texts", done, f"{len(self.data.texts)} texts"),
+                EngineWriter(llm), options.texts, options.tokens, options.seed, written
             )
             self.data.collect(llm, lambda done: report("states", done, ""))
 
@@ -195,6 +211,7 @@ class DrafterRun:
         torch.manual_seed(options.seed)
         mask = data.unused_token(spec.vocab_size)
         self.learner: Learner = self.recipe(self.network, self.vocabulary, self.depth, mask)
+        self.learner.to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.learner.parameters(), self._rate, (0.9, 0.95), weight_decay=0.01
         )
@@ -245,7 +262,7 @@ class DrafterRun:
         decay = self.recipe.step_decay
         total = sum(
             (decay**step * one.loss / max(1, one.count) for step, one in enumerate(losses)),
-            torch.zeros(()),
+            torch.zeros((), device=self.device),
         )
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(total)
@@ -259,11 +276,12 @@ class DrafterRun:
         return [one.accepted / max(1, one.count) for one in losses]
 
     def _losses(self, indices: list[int], step: int) -> list[StepLosses]:
-        random = torch.Generator().manual_seed(
+        random = torch.Generator(self.device).manual_seed(
             Random(f"{self.options.seed}/{step}").getrandbits(63)
         )
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.learner.losses(self.data.load(indices), random)
+        batch = self.data.load(indices, self.torch_target)
+        with self.device, torch.autocast(self.device.type, torch.bfloat16):
+            return self.learner.losses(batch, random)
 
     @torch.no_grad()
     def _held_out(self) -> list[float]:
@@ -341,7 +359,7 @@ def save_drafter(
     path = folder / "model.safetensors"
     partial = path.with_suffix(".part")
     rounded = {
-        name: tensor.detach().bfloat16() if tensor.is_floating_point() else tensor
+        name: tensor.detach().cpu().bfloat16() if tensor.is_floating_point() else tensor.cpu()
         for name, tensor in tensors.items()
     }
     save_file({name: tensor.contiguous() for name, tensor in rounded.items()}, str(partial))

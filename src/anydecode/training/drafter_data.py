@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from anydecode.training.generated import (
     without_loop,
 )
 
-#: Number of prompts that are written, and then answered, together.
+#: Least number of prompts that are written, and then answered, together.
 CHUNK = 64
 #: Every second answer is greedy, the others are sampled at a temperature from this range.
 TEMPERATURES = (0.6, 1.0)
@@ -70,6 +70,75 @@ class DraftBatch:
     taps: torch.Tensor
     final: torch.Tensor
     is_answer: torch.Tensor
+
+
+class Writer(Protocol):
+    """A model that writes texts to learn from.
+
+    Attributes:
+        chunk: Most prompts that are written, and then answered, together.
+    """
+
+    @property
+    def chunk(self) -> int: ...
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        """At most `count` prompts, as tokens."""
+        ...
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        tokens: int,
+        random: Random,
+    ) -> list[list[int]]:
+        """An answer of at most `tokens` tokens to each of `prompts`."""
+        ...
+
+
+class StateComputer(Protocol):
+    """A model that computes its states when they are needed."""
+
+    def states(self, tokens: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
+        """The states after each of `layers` numbers of layers, and the last ones after the final
+        norm: float32 `[batch, length, hidden_size]` each.
+
+        Args:
+            tokens: int64 `[batch, length]`; what follows a text's end does not matter.
+            layers: Numbers of layers.
+        """
+        ...
+
+
+class EngineWriter:
+    """The model in the engine."""
+
+    chunk = CHUNK
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        return generate_prompts(self.llm, count, seed, has_long=True)
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        tokens: int,
+        random: Random,
+    ) -> list[list[int]]:
+        requests = [
+            self.llm.request(
+                list(prompt),
+                max_tokens=tokens,
+                seed=random.randrange(2**31),
+                temperature=temperature,
+            )
+            for prompt, temperature in zip(prompts, temperatures, strict=True)
+        ]
+        return [one.tokens for one in run_requests(self.llm, requests)]
 
 
 class DrafterData:
@@ -120,12 +189,17 @@ class DrafterData:
             self._num_chunks = entry["chunk"] + 1
 
     def generate(
-        self, llm: LLM, count: int, tokens: int, seed: int, report: Report = lambda done: None
+        self,
+        writer: Writer,
+        count: int,
+        tokens: int,
+        seed: int,
+        report: Report = lambda done: None,
     ) -> None:
         """Add texts until there are `count`. Calls `report(fraction)`.
 
         Args:
-            llm: The model.
+            writer: The model.
             count: Number of texts.
             tokens: Maximum number of tokens of an answer. It ends earlier where it begins to repeat
                 itself: a drafter that is trained on loops predicts only these.
@@ -133,9 +207,11 @@ class DrafterData:
         """
         while len(self.texts) < count:
             chunk = self._num_chunks
-            added = self._generate_chunk(llm, tokens, f"{seed}/{chunk}")
+            # Short and repeated prompts are left out, and answers that are too short.
+            prompts = min(writer.chunk, max(CHUNK, 2 * (count - len(self.texts))))
+            added = self._generate_chunk(writer, prompts, tokens, f"{seed}/{chunk}")
             if not added and not self.texts:
-                raise InvalidRequestError(f"{llm.model.name} writes no prompts to answer")
+                raise InvalidRequestError("the model writes no prompts to answer")
             lines = [
                 json.dumps({"chunk": chunk, "prompt": text.prompt, "answer": text.answer}) + "\n"
                 for text in added
@@ -147,19 +223,13 @@ class DrafterData:
             report(min(1.0, len(self.texts) / count))
 
     @staticmethod
-    def _generate_chunk(llm: LLM, tokens: int, name: str) -> list[Text]:
+    def _generate_chunk(writer: Writer, count: int, tokens: int, name: str) -> list[Text]:
         random = Random(name)
-        prompts = generate_prompts(llm, CHUNK, random.randrange(2**31))
-        requests = [
-            llm.request(
-                prompt,
-                max_tokens=tokens,
-                seed=random.randrange(2**31),
-                temperature=0.0 if index % 2 else random.uniform(*TEMPERATURES),
-            )
-            for index, prompt in enumerate(prompts)
+        prompts = writer.prompts(count, random.randrange(2**31))
+        temperatures = [
+            0.0 if index % 2 else random.uniform(*TEMPERATURES) for index in range(len(prompts))
         ]
-        answers = [without_loop(one.tokens) for one in run_requests(llm, requests)]
+        answers = map(without_loop, writer.answers(prompts, temperatures, tokens, random))
         return [
             Text(prompt, answer)
             for prompt, answer in zip(prompts, answers, strict=True)
@@ -222,19 +292,30 @@ class DrafterData:
             groups += [window[first : first + size] for first in range(0, len(window), size)]
         return groups
 
-    def load(self, indices: Sequence[int]) -> DraftBatch:
-        """The texts `indices` with their states."""
-        shape = (self.starts[-1], len(self.taps) + 1, self.hidden_size)
-        columns = [*self._columns, len(self.taps)]
-        states = np.memmap(self._states_file, np.float16, "r", shape=shape)
+    def load(self, indices: Sequence[int], target: StateComputer | None = None) -> DraftBatch:
+        """The texts `indices` with their states: those of the file, or what `target` computes, on
+        its device."""
         length = max(len(self.texts[index]) for index in indices)
         tokens = torch.zeros(len(indices), length, dtype=torch.long)
         is_answer = torch.zeros(len(indices), length, dtype=torch.bool)
-        rows = torch.zeros(len(indices), length, len(columns), self.hidden_size)
         for row, index in enumerate(indices):
-            text, start = self.texts[index], self.starts[index]
+            text = self.texts[index]
             tokens[row, : len(text)] = torch.tensor(text.tokens)
             is_answer[row, len(text.prompt) - 1 : len(text) - 1] = True
-            part = states[start : start + len(text), columns]
-            rows[row, : len(text)] = torch.from_numpy(part).float()
+        if target is not None:
+            *taps, final = target.states(tokens, [self.taps[column] for column in self._columns])
+            joined = torch.cat(taps, -1) if taps else final[..., :0]
+            return DraftBatch(tokens.to(final.device), joined, final, is_answer.to(final.device))
+        rows = self._stored(indices, length)
         return DraftBatch(tokens, rows[:, :, :-1].flatten(2), rows[:, :, -1], is_answer)
+
+    def _stored(self, indices: Sequence[int], length: int) -> torch.Tensor:
+        """The stored states, float32 `[texts, length, taps + 1, hidden_size]`."""
+        shape = (self.starts[-1], len(self.taps) + 1, self.hidden_size)
+        columns = [*self._columns, len(self.taps)]
+        states = np.memmap(self._states_file, np.float16, "r", shape=shape)
+        rows = torch.zeros(len(indices), length, len(columns), self.hidden_size)
+        for row, index in enumerate(indices):
+            start, size = self.starts[index], len(self.texts[index])
+            rows[row, :size] = torch.from_numpy(states[start : start + size, columns]).float()
+        return rows

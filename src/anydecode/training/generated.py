@@ -10,11 +10,14 @@ import numpy as np
 from anydecode.api.llm import LLM
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
+from anydecode.models.tokenizer import Tokenizer
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
 #: Rows scored per pass.
 CHUNK = 128
+#: Most tokens of a prompt of one line and of one of many lines, and the top-p of their sampling.
+SHORT_TURN, LONG_TURN, TOP_P = 48, 256, 0.95
 
 
 class StateReader(Decoder):
@@ -49,21 +52,45 @@ def read_states(llm: LLM, tokens: Seq[int], layers: Seq[int]) -> list[np.ndarray
     return [reader.states[layer] for layer in layers]
 
 
-def generate_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
-    """Prompts written by the model itself: user turns that it generates after the opening of its
-    chat template, each rendered as a conversation. Fewer than `count`: short and repeated turns are
-    left out."""
-    tokenizer = llm.tokenizer
+def turn_parts(tokenizer: Tokenizer) -> tuple[str, str]:
+    """What stands before a user's first turn in the chat template, and what ends the turn.
+
+    Raises:
+        InvalidRequestError: There is no chat template.
+    """
     marker = "\0"
     if tokenizer.chat_template is None:
         raise InvalidRequestError("this model has no chat template: give prompts")
     template = tokenizer.render_chat([{"role": "user", "content": marker}])
     opening, _, closing = template.partition(marker)
-    end = closing.split("\n")[0] or "\n"
-    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 48}
-    options["stop"] = [end, "\n"]
-    openings = [tokenizer.encode(opening, special=False)] * count
-    turns = [llm.request(one, seed=seed + index, **options) for index, one in enumerate(openings)]
+    return opening, closing.split("\n")[0] or "\n"
+
+
+def is_long(index: int) -> bool:
+    """Whether the prompt `index` may have many lines, where some prompts may."""
+    return index % 4 == 3
+
+
+def generate_prompts(llm: LLM, count: int, seed: int, has_long: bool = False) -> list[list[int]]:
+    """Prompts written by the model itself: user turns that it generates after the opening of its
+    chat template, each rendered as a conversation. Fewer than `count`: short and repeated turns are
+    left out. A turn is one line; with `has_long`, some have many (see `is_long`)."""
+    tokenizer = llm.tokenizer
+    opening, end = turn_parts(tokenizer)
+    start = tokenizer.encode(opening, special=False)
+    turns = []
+    for index in range(count):
+        many = has_long and is_long(index)
+        turns.append(
+            llm.request(
+                start,
+                seed=seed + index,
+                temperature=1.0,
+                top_p=TOP_P,
+                max_tokens=LONG_TURN if many else SHORT_TURN,
+                stop=[end] if many else [end, "\n"],
+            )
+        )
     texts = dict.fromkeys(answer.text.strip() for answer in run_requests(llm, turns))
     return [
         tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": text}]), special=False)
@@ -82,10 +109,9 @@ def run_requests(llm: LLM, requests: list[Any]) -> list[Any]:
 
 def without_loop(tokens: Seq[int], size: int = 8) -> list[int]:
     """`tokens` up to where a sequence of `size` tokens begins for the second time."""
-    seen: set[tuple[int, ...]] = set()
-    for start in range(len(tokens) - size + 1):
-        window = tuple(tokens[start : start + size])
-        if window in seen:
-            return list(tokens[:start])
-        seen.add(window)
-    return list(tokens)
+    if len(tokens) <= size:
+        return list(tokens)
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), size)
+    _, first, same = np.unique(windows, axis=0, return_index=True, return_inverse=True)
+    repeated = np.flatnonzero(first[same.ravel()] < np.arange(len(windows)))
+    return list(tokens[: repeated[0]] if len(repeated) else tokens)

@@ -69,7 +69,7 @@ def train_nested(
     model = first_layers(open_llama(checkpoint), recipe.layers)
     depth = model.shape.layers
     stops = [*NestedDrafter(recipe.exits, 0.0).layers(depth), depth]
-    pairs = own_answers(checkpoint, recipe)
+    pairs = own_answers(checkpoint, recipe.answers, recipe.tokens, recipe.seed)
     trained = [*model.transformer["blocks"].parameters(), *model.transformer["ln_f"].parameters()]
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -103,18 +103,17 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
     return nested.requires_grad_(False)
 
 
-def own_answers(checkpoint: Checkpoint, recipe: NestedRecipe) -> list[Pair]:
-    """Prompts with the model's greedy answers. The model writes the prompts if it has a chat
-    template; otherwise they are those of this package's tasks."""
+def own_answers(checkpoint: Checkpoint, count: int, tokens: int, seed: int) -> list[Pair]:
+    """Up to `count` prompts with the model's greedy answers of up to `tokens` tokens. The model
+    writes the prompts if it has a chat template; otherwise they are those of this package's
+    tasks."""
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
         if llm.tokenizer.chat_template is not None:
-            prompts = generate_prompts(llm, recipe.answers, recipe.seed)
+            prompts = generate_prompts(llm, count, seed)
         else:
-            random = Random(f"{recipe.seed}/prompts")
-            prompts = [task_pair(llm.tokenizer, random)[0] for _ in range(recipe.answers)]
-        requests = [
-            llm.request(prompt, max_tokens=recipe.tokens, temperature=0.0) for prompt in prompts
-        ]
+            random = Random(f"{seed}/prompts")
+            prompts = [task_pair(llm.tokenizer, random)[0] for _ in range(count)]
+        requests = [llm.request(one, max_tokens=tokens, temperature=0.0) for one in prompts]
         answers = [one.tokens for one in run_requests(llm, requests)]
     pairs = [(p, answer) for p, answer in zip(prompts, answers, strict=True) if answer]
     if not pairs:

@@ -42,10 +42,11 @@ class _Session(DepthSession):
         exactness="token-exact",
         summary="The first layers propose draft tokens, the remaining layers verify them.",
         works_with=("constraints", "samplers", "batches", "adapters"),
-        missing=("the training of the model: layer dropout, and losses at the early exits",),
         deviations=(
             "verification samples with the target's own noise instead of comparing argmax tokens",
             "the prompt runs through all layers at once, not first through those of the draft",
+            "`anydecode train depth` continues the training of a model, on its own answers; it"
+            " trains none from scratch, and has a loss behind the last layer in every step",
         ),
         remote={"layers": Range(1, 1024), "size": Range(1, 64)},
     )

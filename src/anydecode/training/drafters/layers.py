@@ -103,7 +103,8 @@ class Projections(nn.Module):
         self.k_proj = nn.Linear(inputs, keys, bias=False)
         self.v_proj = nn.Linear(inputs, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.width, bias=False)
-        self._frequencies = torch.from_numpy(shape.frequencies)
+        self._frequencies: torch.Tensor
+        self.register_buffer("_frequencies", torch.from_numpy(shape.frequencies), persistent=False)
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotated and scaled, `[batch, heads, rows, head_width]`, of `x` `[batch, rows, inputs]` at

@@ -84,11 +84,18 @@ class Learner(nn.Module, ABC):
         super().__init__()
         check_head(target)
         self.vocabulary, self.depth = vocabulary, depth
-        self.embedding = as_tensor(target.weights.embedding)
-        self.head = as_tensor(target.weights.head)[vocabulary].clone()
+        self.embedding: torch.Tensor
+        self.head: torch.Tensor
+        self._rows: torch.Tensor
+        self._keep("embedding", as_tensor(target.weights.embedding))
+        self._keep("head", as_tensor(target.weights.head)[vocabulary].clone())
         self.width, self.num_tokens = target.spec.hidden_size, target.spec.vocab_size
-        self._rows = torch.full((self.num_tokens,), -1)
+        self._keep("_rows", torch.full((self.num_tokens,), -1))
         self._rows[vocabulary] = torch.arange(len(vocabulary))
+
+    def _keep(self, name: str, values: torch.Tensor) -> None:
+        """Keep what is not trained, and not in the state: it moves to the device of the rest."""
+        self.register_buffer(name, values, persistent=False)
 
     @staticmethod
     def taps(num_layers: int) -> tuple[int, ...]:

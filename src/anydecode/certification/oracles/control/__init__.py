@@ -1,0 +1,1 @@
+"""Oracle tests of the methods that control a fleet."""

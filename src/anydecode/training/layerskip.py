@@ -1,0 +1,305 @@
+"""Training of a whole model whose first layers draft well: layer dropout, and losses at the exits.
+
+Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding",
+arXiv:2404.16710. All exits share the final norm and the head. Dropout and losses are those with
+which the paper continues the training of a model: dropout that rises with the steps is for models
+that are trained from scratch. The texts are the model's own answers. Row i of a text predicts token
+i + 1; rows of prompts have no loss.
+
+A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and `model/`, the model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.tokenizers import HFTokenizer
+from anydecode.training.block_adapter import open_llama
+from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
+from anydecode.training.nested import own_answers, padded
+from anydecode.training.transformer import Transformer
+
+#: Calls with the fraction of the budget that is spent, and the loss of the last step.
+Report = Callable[[float, float], None]
+
+
+@dataclass(frozen=True)
+class LayerSkipRecipe:
+    """How a model is trained. One of `minutes` and `steps` is the budget.
+
+    Attributes:
+        minutes: See above.
+        steps: See above.
+        answers: Number of answers of the model, an eighth of which is held out.
+        tokens: Maximum number of tokens of an answer.
+        batch: Texts per step.
+        rate: Peak learning rate.
+        dropout: Probability that the last layer is left out for a text; it falls to 0 at the first.
+        exit_scale: Weight of the exits, relative to the last layer.
+        every: Each step has losses at every so-many-th layer, moved by one from step to step.
+        seed: Random seed.
+        save_seconds: Seconds between saved states.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+    answers: int = 256
+    tokens: int = 64
+    batch: int = 4
+    rate: float = 3e-5
+    dropout: float = 0.1
+    exit_scale: float = 0.2
+    every: int = 8
+    seed: int = 0
+    save_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        if (self.minutes is None) == (self.steps is None):
+            raise InvalidRequestError("training takes either minutes or steps")
+        counts = (self.minutes or self.steps or 0, self.tokens, self.batch, self.every)
+        if min(counts) <= 0 or self.answers < 2:
+            raise InvalidRequestError(
+                "minutes or steps, tokens, batch and every must be more than 0, and answers 2 or"
+                " more"
+            )
+        if not 0 <= self.dropout <= 1 or self.exit_scale < 0:
+            raise InvalidRequestError("dropout must be from 0 to 1, and exit_scale 0 or more")
+
+
+def dropout_rates(num_layers: int, rate: float) -> list[float]:
+    """The probability with which each layer is left out: 0 at the first, `rate` at the last, and
+    exponential between them."""
+    growth = math.log(2) / (num_layers - 1)
+    return [rate * math.expm1(layer * growth) for layer in range(num_layers)]
+
+
+def exit_weights(num_layers: int, scale: float, every: int, step: int) -> dict[int, float]:
+    """The weight of the loss behind each layer that has one in this step; they sum to 1.
+
+    Layers are counted from 0. Layer i has the weight scale * (1 + ... + i), and the last one, which
+    has a loss in every step, L - 1 + scale * (1 + ... + (L - 2)).
+    """
+    last = num_layers - 1
+    weights = {layer: scale * layer * (layer + 1) / 2 for layer in range(step % every, last, every)}
+    weights[last] = last + scale * (last - 1) * last / 2
+    total = sum(weights.values())
+    return {layer: weight / total for layer, weight in weights.items() if weight}
+
+
+def early_exit_loss(
+    model: Transformer,
+    tokens: torch.Tensor,
+    is_answer: torch.Tensor,
+    weights: dict[int, float],
+    is_kept: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum over exits of the cross-entropy of the answers' tokens.
+
+    Args:
+        model: The model.
+        tokens: `[batch, length]`.
+        is_answer: bool `[batch, length]`.
+        weights: The weight of the loss behind each layer; see `exit_weights`.
+        is_kept: bool `[layers, batch]`: whether a layer runs for a text.
+    """
+    rows, targets = is_answer[:, 1:], tokens[:, 1:][is_answer[:, 1:]]
+    total = torch.zeros(())
+    for layer, x in enumerate(_states(model, tokens[:, :-1], is_kept)):
+        if layer in weights:
+            logits = model.transformer["ff_out"](model.transformer["ln_f"](x[rows]))
+            total = total + weights[layer] * functional.cross_entropy(logits, targets)
+    return total
+
+
+@torch.no_grad()
+def agreement(model: Transformer, tokens: torch.Tensor, is_answer: torch.Tensor) -> list[float]:
+    """The share of the answers' tokens that each layer predicts as the last one does, without
+    dropout."""
+    rows = is_answer[:, 1:]
+    is_kept = torch.ones(model.shape.layers, len(tokens), dtype=torch.bool)
+    predicted = [
+        model.transformer["ff_out"](model.transformer["ln_f"](x[rows])).argmax(-1)
+        for x in _states(model, tokens[:, :-1], is_kept)
+    ]
+    return [float((one == predicted[-1]).double().mean()) for one in predicted]
+
+
+def _states(model: Transformer, tokens: torch.Tensor, is_kept: torch.Tensor) -> Any:
+    """Yields the states `[batch, length, width]` behind each layer."""
+    indices = torch.arange(tokens.shape[1])
+    rope = model.cos[indices], model.sin[indices]
+    x = model.transformer["wte"](tokens)
+    for block, kept in zip(model.blocks, is_kept, strict=True):
+        index = kept.nonzero()[:, 0]
+        if len(index):
+            x = x.index_copy(0, index, block(x[index], rope, True, None))
+        yield x
+
+
+class LayerSkipRun:
+    """A training run in a folder.
+
+    Args:
+        checkpoint: The model to start from.
+        folder: The run's folder: new, or that of an interrupted run to resume.
+        recipe: How to train.
+
+    Raises:
+        CheckpointError: The model is no plain Llama, or its tokenizer cannot be written.
+        InvalidRequestError: The model has one layer only, or the folder holds another run.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: LayerSkipRecipe) -> None:
+        tokenizer = checkpoint.tokenizer
+        if not isinstance(tokenizer, HFTokenizer):
+            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+        self.tokenizer, self.folder, self.recipe = tokenizer, folder, recipe
+        self.model = open_llama(checkpoint).requires_grad_(True)
+        if self.num_layers < 2:
+            raise InvalidRequestError(f"{checkpoint.name} has one layer, and no exit before it")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), recipe.rate, (0.9, 0.95), weight_decay=0.0
+        )
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict[str, Any]] = []
+        state = load_state(folder / "state.pt")
+        if state is None:
+            count = recipe.answers
+            self.pairs = own_answers(checkpoint, count, recipe.tokens, recipe.seed)
+            if len(self.pairs) < 2:
+                raise InvalidRequestError(
+                    f"{checkpoint.name} has written {len(self.pairs)} of {count} answers, and"
+                    " training needs 2: give more answers"
+                )
+        else:
+            self._restore(state)
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.shape.layers
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the trained model."""
+        return self.folder / "model"
+
+    @property
+    def progress(self) -> float:
+        """The fraction of the budget that is spent."""
+        if self.recipe.minutes is not None:
+            return min(1.0, self.seconds / (60 * self.recipe.minutes))
+        return min(1.0, self.step / (self.recipe.steps or 1))
+
+    def train(self, report: Report = lambda *_: None) -> None:
+        """Train until the budget is spent, and write the model. Ctrl-C saves too."""
+        if not self.step:
+            self._evaluate()
+        last, saved = time.monotonic(), self.seconds
+        losses: list[float] = []
+        try:
+            while self.progress < 1.0:
+                losses.append(self._update())
+                now = time.monotonic()
+                self.seconds, last = self.seconds + now - last, now
+                if self.step % 10 == 0:
+                    self._record(loss=sum(losses[-10:]) / len(losses[-10:]))
+                if self.seconds - saved > self.recipe.save_seconds:
+                    self._evaluate()
+                    self.save()
+                    last, saved = time.monotonic(), self.seconds
+                report(self.progress, losses[-1])
+        finally:
+            self._evaluate()
+            self.save()
+
+    def _update(self) -> float:
+        recipe = self.recipe
+        random = Random(f"{recipe.seed}/layerskip/{self.step}")
+        generator = torch.Generator().manual_seed(random.getrandbits(63))
+        trained = self.pairs[self._num_held_out :]
+        tokens, is_answer = padded(random.sample(trained, min(recipe.batch, len(trained))))
+        rates = torch.tensor(dropout_rates(self.num_layers, recipe.dropout))[:, None]
+        is_kept = torch.rand(self.num_layers, len(tokens), generator=generator) >= rates
+        weights = exit_weights(self.num_layers, recipe.exit_scale, recipe.every, self.step)
+        loss = early_exit_loss(self.model, tokens, is_answer, weights, is_kept)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            warmup = min(1.0, (self.step + 1) / 20)
+            group["lr"] = recipe.rate * warmup * 0.5 * (1 + math.cos(math.pi * self.progress))
+        self.optimizer.step()
+        self.step += 1
+        return float(loss.detach())
+
+    @property
+    def _num_held_out(self) -> int:
+        return max(1, len(self.pairs) // 8)
+
+    def _evaluate(self) -> None:
+        """Record how well each layer predicts held-out answers: its agreement with the last layer,
+        and the loss of the last layer."""
+        held_out = self.pairs[: self._num_held_out]
+        totals, loss, count = [0.0] * self.num_layers, 0.0, 0
+        for start in range(0, len(held_out), self.recipe.batch):
+            texts = padded(held_out[start : start + self.recipe.batch])
+            num_tokens = int(texts[1].sum())
+            shares = agreement(self.model, *texts)
+            totals = [total + num_tokens * one for total, one in zip(totals, shares, strict=True)]
+            is_kept = torch.ones(self.num_layers, len(texts[0]), dtype=torch.bool)
+            with torch.no_grad():
+                last = early_exit_loss(self.model, *texts, {self.num_layers - 1: 1.0}, is_kept)
+            loss, count = loss + num_tokens * float(last), count + num_tokens
+        shares = [round(total / count, 4) for total in totals]
+        self._record(agreement=shares, held_out_loss=loss / count)
+
+    def _record(self, **values: Any) -> None:
+        self.history.append({"step": self.step, "seconds": round(self.seconds, 1), **values})
+
+    def save(self) -> None:
+        """Write the state, the log and the model."""
+        state = {
+            "weights": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "shape": asdict(self.model.shape),
+            **{name: getattr(self, name) for name in _STATE_FIELDS},
+        }
+        save_state(self.folder / "state.pt", state)
+        save_json(self.folder / "log.json", self.log())
+        save_nested_llama(
+            self.model_folder, self.model.state_dict(), self.model.shape, self.tokenizer
+        )
+
+    def log(self) -> dict[str, Any]:
+        """Recipe and history as plain JSON."""
+        return {"recipe": asdict(self.recipe), "steps": self.step, "history": self.history}
+
+    def agreements(self) -> Sequence[list[float]]:
+        """The agreement of each layer with the last one on held-out answers, in the order in which
+        it was measured."""
+        return [entry["agreement"] for entry in self.history if "agreement" in entry]
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state.get("shape") != asdict(self.model.shape):
+            raise InvalidRequestError(
+                f"{self.folder} holds a run of another model: give another folder"
+            )
+        self.model.load_state_dict(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in _STATE_FIELDS:
+            setattr(self, name, state[name])
+
+
+_STATE_FIELDS = ("step", "seconds", "history", "pairs")
