@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from anydecode.training.entropy_threshold import fit_threshold, learn_threshold, read_solutions
+from anydecode.training.entropy_threshold import fit_threshold, learn_threshold
 
 
 def test_the_threshold_separates_hits() -> None:
@@ -63,15 +61,3 @@ def test_solutions_are_read_token_by_token() -> None:
         found = learn_threshold(llm, pairs, done.append)
     assert done == [1, 2, 3] and found.num_tokens == 10
     assert 0.1 < found.threshold < np.log(257) and found.accuracy == 1 and found.share_above == 0.5
-
-
-def test_files(tmp_path: Path) -> None:
-    path = tmp_path / "solutions.jsonl"
-    path.write_text('{"prompt": "a", "canonical_solution": "b", "task_id": 1}\n\n')
-    assert read_solutions(path) == [("a", "b")]
-    for text in ("nothing", '{"prompt": "a"}', "[]"):
-        path.write_text(text)
-        with pytest.raises(InvalidRequestError, match="fields prompt and canonical_solution"):
-            read_solutions(path)
-    with pytest.raises(InvalidRequestError, match="cannot be read"):
-        read_solutions(tmp_path / "missing.jsonl")

@@ -555,7 +555,8 @@ def train_adadec(
     from dataclasses import asdict
 
     from anydecode.api.llm import LLM
-    from anydecode.training.entropy_threshold import learn_threshold, read_solutions
+    from anydecode.training.entropy_threshold import learn_threshold
+    from anydecode.training.pairs import read_solutions
 
     pairs = read_solutions(data)
     with LLM(model) as llm, progress("solutions", len(pairs)) as bar:
@@ -567,6 +568,84 @@ def train_adadec(
     note(f"{found.num_tokens} tokens, {found.share_above:.0%} at or above the threshold")
     note(f"the most probable token is right below it, wrong above: {found.accuracy:.1%}")
     print(f"adadec:threshold={found.threshold:.3f}")
+
+
+@app.command("regression")
+def train_regression(
+    data: Annotated[
+        Path, typer.Option("--data", help="JSON lines with the fields prompt and number.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model of the Llama family to adapt.")
+    ] = options.DEFAULT_MODEL,
+    out: Annotated[Path, typer.Option("--out", help="Output folder of the adapter.")] = Path(
+        "numbers"
+    ),
+    decoder: Annotated[
+        str,
+        typer.Option(
+            "--decoder", help="The decoder that will use the adapter: format and range of numbers."
+        ),
+    ] = "regression",
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, help="Steps on the digits of the known numbers.")
+    ] = 200,
+    reward_steps: Annotated[
+        int,
+        typer.Option(
+            "--reward-steps", min=0, help="Steps on the errors of sampled numbers, after those."
+        ),
+    ] = 0,
+    samples: Annotated[
+        int,
+        typer.Option("--samples", min=1, help="Sampled numbers per prompt in a step on errors."),
+    ] = 8,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per step.")] = 16,
+    rate: Annotated[
+        float, typer.Option("--rate", help="Learning rate of the steps on known digits.")
+    ] = 1e-3,
+    reward_rate: Annotated[
+        float, typer.Option("--reward-rate", help="Learning rate of the steps on errors.")
+    ] = 1e-4,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a low-rank adapter with which the decoder regression predicts numbers.
+
+    Example: anydecode train regression --data prices.jsonl --decoder regression:high=500
+    """
+    from dataclasses import asdict
+
+    from anydecode.catalogue import build_as
+    from anydecode.decoders.search.regression import Regression
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.pairs import read_numbers
+    from anydecode.training.regression import NumberRecipe, train_numbers
+
+    recipe = NumberRecipe(steps, reward_steps, samples, rank, batch, rate, reward_rate, seed)
+    built = build_as(decoder, "the decoder regression", Regression)
+    pairs = read_numbers(data)
+    limit_threads(threads)
+    with progress("steps", steps + reward_steps) as bar:
+        errors = train_numbers(
+            load_checkpoint(model),
+            pairs,
+            built,
+            out,
+            recipe,
+            lambda step, loss: bar.update(step, detail=f"loss {loss:.3f}"),
+            model,
+        )
+    if json:
+        print_json({"path": str(out), **asdict(errors)})
+        return
+    note(f"mean absolute error without the adapter: {errors.before:.4g}")
+    note(f"after the steps on known digits: {errors.supervised:.4g}, and after all steps:"
+         f" {errors.rewarded:.4g}")  # fmt: skip
+    print(out)
 
 
 @app.command("autodeco")

@@ -427,7 +427,13 @@ class AdapterRun:
             if _mean([*losses.values()]) < self.best:
                 self.best = _mean([*losses.values()])
                 self.best_weights = [weight.clone() for weight in self.average]
-                save_adapter(self.folder, self.model, self.recipe, self.mask, self.base)
+                save_adapter(self.folder, self.model, self.recipe.rank, self.base)
+                settings = {
+                    "block_size": self.recipe.block,
+                    "mask_token_id": self.mask,
+                    "right_shift_logits": self.recipe.shift,
+                }
+                save_json(self.folder / "block.json", settings)
         save_json(self.folder / "log.json", self.log())
         tensors = {
             "learned": [weight.data for weight in self.trainable],
@@ -534,11 +540,8 @@ def choose_mask_token(tokenizer: Tokenizer) -> int:
     raise InvalidRequestError("this tokenizer has no unused special token: give a mask token")
 
 
-def save_adapter(
-    out: Path, model: Transformer, recipe: AdapterRecipe, mask: int, base: str
-) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's layout, in bfloat16,
-    and `block.json` with the settings of a block-diffusion model's config."""
+def save_adapter(out: Path, model: Transformer, rank: int, base: str) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's layout, in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(model.blocks):
@@ -555,14 +558,12 @@ def save_adapter(
         "base_model_name_or_path": base,
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": recipe.rank,
-        "lora_alpha": 2 * recipe.rank,
+        "r": rank,
+        "lora_alpha": 2 * rank,
         "target_modules": sorted(modules),
         "bias": "none",
     }
     save_json(out / "adapter_config.json", config)
-    block = {"block_size": recipe.block, "mask_token_id": mask, "right_shift_logits": recipe.shift}
-    save_json(out / "block.json", block)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,10 +3,8 @@ a known solution."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -129,20 +127,3 @@ def _logistic(inputs: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
         if np.abs(step).max() < 1e-10:
             break
     return float(solution[0]), float(solution[1])
-
-
-def read_solutions(path: Path) -> list[tuple[str, str]]:
-    """The pairs of a file of JSON lines with the fields "prompt" and "canonical_solution", as of
-    HumanEval.
-
-    Raises:
-        InvalidRequestError: The file cannot be read, or a line has other fields.
-    """
-    try:
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-        return [(str(one["prompt"]), str(one["canonical_solution"])) for one in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError(
-            f"{path} cannot be read as JSON lines with the fields prompt and canonical_solution:"
-            f" {error}"
-        ) from None

@@ -14,9 +14,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Text, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.numeric_codes import Digits, numeric_code
+from anydecode.decoders.framework.numeric_codes import Digits, NumericCode, numeric_code
 from anydecode.decoders.search.beam import emit_ranked, greedy_sampler
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.tokenizer import Tokenizer
 from anydecode.scoring.ranked import RankedText
 from anydecode.scoring.score import ActionResult, DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
@@ -43,10 +44,11 @@ Split = Callable[[Any, np.ndarray, int], list[Any]]
         deviations=(
             "the digits are tokens of the model's own vocabulary; the paper's have tokens of their"
             " own",
+            "`anydecode train regression` trains an adapter of the model; the paper trains a small"
+            " decoder behind an encoder",
             "exponents of powers of the base are exact; in the authors' code 1000 becomes 100",
             "mantissas may begin with a zero; codes of equal numbers count together",
         ),
-        missing=("training of a decoder head on pairs of inputs and numbers",),
         remote={
             "estimate": Text(80),
             "format": Words(_FORMATS),
@@ -146,23 +148,13 @@ class Regression(Decoder):
 
     def _tokens(self, sequence: Sequence) -> list[list[int]]:
         """The tokens of the symbols of every position."""
-        tokenizer = sequence.tokenizers[TARGET]
-        found: dict[str, int] = {}
-        for symbol in sorted(set("".join(self.code.alphabets))):
-            ids = tokenizer.encode(symbol, special=False)
-            if len(ids) != 1 or tokenizer.token_bytes(ids[0]) != symbol.encode():
-                raise InvalidRequestError(
-                    f"regression: this model's tokenizer has no token for {symbol!r}; use another"
-                    " base or format"
-                )
-            found[symbol] = ids[0]
-        length = len(self.code.alphabets)
-        if sequence.remaining < length:
+        tokens = symbol_tokens(self.code, sequence.tokenizers[TARGET])
+        if sequence.remaining < len(tokens):
             raise InvalidRequestError(
-                f"regression: the number has {length} tokens, but max_tokens and the context leave"
-                f" {sequence.remaining}"
+                f"regression: the number has {len(tokens)} tokens, but max_tokens and the context"
+                f" leave {sequence.remaining}"
             )
-        return [[found[symbol] for symbol in row] for row in self.code.alphabets]
+        return tokens
 
     def _drawing(self, sequence: Sequence) -> tuple[Split, Any, float]:
         """Shares as numbers of samples, each of which draws its digits."""
@@ -184,6 +176,24 @@ class Regression(Decoder):
         digits = self.code.encode(value)
         chosen = [row[digit] for row, digit in zip(tokens, digits, strict=True)]
         return RankedText(float(self.origin + self.scale * value), chosen, [])
+
+
+def symbol_tokens(code: NumericCode, tokenizer: Tokenizer) -> list[list[int]]:
+    """The tokens of the symbols of every position of a code.
+
+    Raises:
+        InvalidRequestError: A symbol is not one token.
+    """
+    found: dict[str, int] = {}
+    for symbol in sorted(set("".join(code.alphabets))):
+        ids = tokenizer.encode(symbol, special=False)
+        if len(ids) != 1 or tokenizer.token_bytes(ids[0]) != symbol.encode():
+            raise InvalidRequestError(
+                f"regression: this model's tokenizer has no token for {symbol!r}; use another"
+                " base or format"
+            )
+        found[symbol] = ids[0]
+    return [[found[symbol] for symbol in row] for row in code.alphabets]
 
 
 def grow(

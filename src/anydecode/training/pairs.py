@@ -1,0 +1,45 @@
+"""Prompts and what should follow them, from files of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from anydecode.errors import InvalidRequestError
+
+
+def read_solutions(path: Path) -> list[tuple[str, str]]:
+    """The fields "prompt" and "canonical_solution" of every line, as of HumanEval.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or a line has other fields.
+    """
+    fields = _fields(path, "prompt", "canonical_solution")
+    return [(str(prompt), str(solution)) for prompt, solution in fields]
+
+
+def read_numbers(path: Path) -> list[tuple[str, float]]:
+    """The fields "prompt" and "number" of every line.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or a line has other fields.
+    """
+    pairs = []
+    for prompt, number in _fields(path, "prompt", "number"):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise InvalidRequestError(f"{path}: {number!r} is not a number")
+        if not math.isfinite(number):
+            raise InvalidRequestError(f"{path}: {number} is not a finite number")
+        pairs.append((str(prompt), float(number)))
+    return pairs
+
+
+def _fields(path: Path, first: str, second: str) -> list[tuple[object, object]]:
+    try:  # line separators of Unicode may occur within a line
+        lines = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
+        return [(one[first], one[second]) for one in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestError(
+            f"{path} cannot be read as JSON lines with the fields {first} and {second}: {error}"
+        ) from None

@@ -1,0 +1,177 @@
+"""The adapter of the decoder regression: its losses, their gradients, and its use by the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from anydecode import LLM
+from anydecode.decoders.search.regression import Regression
+from anydecode.errors import InvalidRequestError
+from anydecode.models.loading import load_checkpoint
+from anydecode.training import checkpoint
+from anydecode.training.block_adapter import open_llama
+from anydecode.training.regression import DigitModel, Example, NumberRecipe, train_numbers
+from anydecode.training.tokenizer import build_tokenizer
+from anydecode.training.transformer import Shape, Transformer
+
+TOKENIZER = build_tokenizer()
+SHAPE = Shape(TOKENIZER.get_vocab_size(), width=32, layers=2, heads=4, hidden=48, kv_heads=2)
+NAMES = {"Ada": 0.25, "Ben": 0.5, "Leo": 0.75}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = Transformer(SHAPE)
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.2)
+    checkpoint.save_llama(tmp_path / "base", model.state_dict(), SHAPE, TOKENIZER)
+    return tmp_path / "base"
+
+
+class Bandit:
+    """One digit of three, whose logits are the parameters; the other tokens are 3 and 4."""
+
+    def __init__(self) -> None:
+        self.logits = torch.tensor([0.3, -0.2, 0.5, 2.0, -1.0], requires_grad=True)
+
+    def __call__(self, rows: torch.Tensor, *, causal: bool, output_rows: Any) -> torch.Tensor:
+        return self.logits.expand(*output_rows[0].shape, 5)
+
+
+def reward_gradient(baseline: float) -> torch.Tensor:
+    """The gradient of the expected reward, less that of the baseline, from all three actions."""
+    law = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    rewards = torch.tensor([-((digit / 3 - 0.4) ** 2) for digit in range(3)])
+    (law.softmax(-1) * (rewards - baseline)).sum().backward()  # type: ignore[no-untyped-call]
+    assert law.grad is not None
+    return law.grad
+
+
+def test_the_loss_of_rewards_has_the_gradient_of_the_expected_reward() -> None:
+    """The mean over many samples; the baseline does not change it."""
+    bandit = Bandit()
+    numbers = DigitModel(bandit, Regression(base=3, digits=1), [[0, 1, 2]])
+    loss = numbers.reward_loss([Example([4], (1,), 0.4)], 40_000, torch.Generator().manual_seed(1))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert bandit.logits.grad is not None
+    expected = -reward_gradient(0.0)
+    assert torch.allclose(expected, -reward_gradient(7.0), atol=1e-6)
+    assert torch.allclose(bandit.logits.grad[:3], expected, atol=2e-3)
+    assert expected.abs().min() > 4e-3 and bandit.logits.grad[3:].abs().max() == 0
+
+
+def test_losses_equal_those_of_one_prompt_at_a_time(folder: Path) -> None:
+    """Prompts of other lengths share a pass."""
+    model = open_llama(load_checkpoint(folder))
+    decoder = Regression(digits=2)
+    digit_tokens = [TOKENIZER.encode(str(digit)).ids[0] for digit in range(10)]
+    numbers = DigitModel(model, decoder, [digit_tokens] * 2)
+    prompts = [TOKENIZER.encode(text).ids for text in ("copy Ada:", "copy Ada Ben Leo:")]
+    codes = torch.tensor([[3, 1], [4, 1]])
+    with torch.no_grad():
+        examples = [Example(prompt, tuple(code), 0.0)
+                    for prompt, code in zip(prompts, codes.tolist(), strict=True)]  # fmt: skip
+        entropy, masked = 0.0, []
+        for prompt, code in zip(prompts, codes.tolist(), strict=True):
+            tokens = [*prompt, *(digit_tokens[digit] for digit in code)]
+            rows = model(torch.tensor([tokens]), causal=True)[0, len(prompt) - 1 : -1]
+            for row, digit in zip(rows, code, strict=True):
+                entropy -= float(row.log_softmax(-1)[digit_tokens[digit]]) / 4
+            laws = rows[:, digit_tokens].log_softmax(-1)
+            masked.append(float(laws[0, code[0]] + laws[1, code[1]]))
+        assert float(numbers.cross_entropy(examples)) == pytest.approx(entropy, rel=1e-4)
+        found = numbers.log_probabilities(prompts, codes).tolist()
+        assert found == pytest.approx(masked, rel=1e-4)
+
+
+def test_the_engine_predicts_with_the_adapter(folder: Path, tmp_path: Path) -> None:
+    pairs = [(f"copy {name}:", 100 * value) for name, value in NAMES.items()] * 4
+    Random(0).shuffle(pairs)
+    decoder = Regression(digits=2, high=100.0)
+    recipe = NumberRecipe(steps=40, reward_steps=2, samples=2, rank=4, batch=6, rate=2e-2)
+    losses: list[float] = []
+    errors = train_numbers(
+        load_checkpoint(folder), pairs, decoder, tmp_path / "numbers", recipe,
+        lambda step, loss: losses.append(loss),
+    )  # fmt: skip
+    assert len(losses) == 42 and losses[39] < losses[0] / 4
+    assert errors.supervised < 1 < errors.before
+    with LLM(folder, dtype="float32", threads=1) as llm:
+        llm.add_adapter("numbers", tmp_path / "numbers")
+        for name, value in NAMES.items():
+            found = llm.generate(f"copy {name}:", decoder=decoder, adapter="numbers").score
+            assert found == pytest.approx(100 * value, abs=1)
+
+
+def test_rewards_make_near_numbers_more_probable(folder: Path) -> None:
+    """Of a number that is no code, the steps on errors make the nearest codes more probable."""
+    model = Transformer(SHAPE)
+    decoder = Regression(base=4, digits=2)
+    digit_tokens = [TOKENIZER.encode(str(digit)).ids[0] for digit in range(4)]
+    numbers = DigitModel(model, decoder, [digit_tokens] * 2)
+    example = Example(TOKENIZER.encode("copy Ada:").ids, (0, 0), 0.6)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+
+    def mean_error() -> float:
+        codes = numbers.codes([example.prompt] * 200, torch.Generator().manual_seed(5))
+        return float(((numbers.values(codes) - 0.6) ** 2).mean())
+
+    before = mean_error()
+    for _ in range(20):
+        optimizer.zero_grad()
+        numbers.reward_loss([example], 32, generator).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert mean_error() < before / 2
+
+
+def test_the_command_trains_and_prints_the_errors(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from anydecode.cli.main import run
+
+    data, out = tmp_path / "pairs.jsonl", tmp_path / "out"
+    data.write_text('{"prompt": "copy Ada:", "number": 3}\n{"prompt": "Ben", "number": 4}\n')
+    arguments = ["train", "regression", "--model", str(folder), "--data", str(data), "--out"]
+    arguments += [str(out), "--steps", "1", "--reward-steps", "1", "--samples", "2", "--batch", "2"]
+    with pytest.raises(SystemExit) as ended:
+        run([*arguments, "--decoder", "regression:digits=1,high=10", "--json"])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == str(out) and {"before", "supervised", "rewarded"} < found.keys()
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 16
+    assert not (out / "block.json").exists()
+    with pytest.raises(SystemExit):
+        run([*arguments, "--decoder", "beam"])
+    assert "the decoder regression" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "pairs, recipe, message",
+    [
+        ([("a", 0.5)], {}, "at least 2 pairs, not 1"),
+        ([("a " * 600, 0.5)] * 2, {}, "tokens; it may have 1 to 509"),
+        ([("a", 0.5)] * 2, {"samples": 0}, "must be 1 or more"),
+        ([("a", 0.5)] * 2, {"steps": 0}, "not both 0"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    folder: Path, tmp_path: Path, pairs: list[tuple[str, float]], recipe: dict[str, int],
+    message: str,
+) -> None:  # fmt: skip
+    with pytest.raises(InvalidRequestError, match=message):
+        train_numbers(
+            load_checkpoint(folder), pairs, Regression(), tmp_path / "a", NumberRecipe(**recipe)
+        )
+    assert not (tmp_path / "a").exists()
