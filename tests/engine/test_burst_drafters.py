@@ -17,6 +17,7 @@ from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, wi
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import verify_tree
+from anydecode.decoders.speculative.auto import MAX_BURST_TOKENS
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.draft_sources import DraftRecord, ModelSource
 from anydecode.kernels.drafting import BoundDrafts
@@ -224,6 +225,24 @@ def test_the_text_ends_where_it_should(max_tokens: int) -> None:
             assert found.tokens == plain.tokens and found.finish_reason == plain.finish_reason
             options["stop_tokens"] = [plain.tokens[len(plain.tokens) // 2]]
         llm.engine.check_integrity()
+
+
+@pytest.mark.usefixtures("_fixed_records")
+@TEMPERATURES
+def test_of_a_long_prompt_only_the_end_is_read(temperature: float) -> None:
+    options = {**OPTIONS, "temperature": temperature}
+    prompt = " ".join(map(str, range(100, 160)))
+    with llm_with(eagle3_checkpoint) as llm, recorded(llm) as bursts:
+        plain = llm.generate(prompt, decoder="autoregressive", **options)
+        assert len(prompt) > 2 * MAX_BURST_TOKENS
+        for _ in range(2):
+            bursts.clear()
+            assert llm.generate(prompt, decoder="auto", **options).tokens == plain.tokens
+            num_unread = [len(one.drafter.tokens) for one in bursts if one.drafter is not None]
+            assert max(num_unread) <= MAX_BURST_TOKENS
+            assert drafted(bursts)
+        llm.engine.check_integrity()
+    assert num_unread[0] < MAX_BURST_TOKENS  # the cached prompt's states are not known
 
 
 @TEMPERATURES

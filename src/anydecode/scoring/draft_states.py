@@ -147,12 +147,15 @@ class DraftStates:
                 self.confirmed = kv_cache.length
         return tokens[count:]
 
-    def unread(self, kv_cache: SequenceCache, tokens: Seq[int]) -> tuple[Seq[int], np.ndarray]:
-        """What the drafter has not read, for `BurstDrafter`: those of `tokens`, which follow in its
-        cache, before which the target's states are known, and these states, float32 `[tokens, taps
-        * target_size]`. Earlier tokens are left out of its cache. `align` comes before."""
+    def unread(
+        self, kv_cache: SequenceCache, tokens: Seq[int], limit: int
+    ) -> tuple[Seq[int], np.ndarray]:
+        """What the drafter is to read next, for `BurstDrafter`: the last of `tokens`, which follow
+        in its cache, at most `limit`, before which the target's states are known, and these states,
+        float32 `[tokens, taps * target_size]`. Earlier tokens are left out of its cache. `align`
+        comes before."""
         first, count = kv_cache.length, len(tokens)
-        while count > 0 and self.knows(first + count - 1 - self._lag):
+        while count > max(0, len(tokens) - limit) and self.knows(first + count - 1 - self._lag):
             count -= 1
         if count:
             kv_cache.skip(tokens[:count])

@@ -20,10 +20,8 @@ for. Tokens forced by a constraint are drafted first, since they are always acce
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
@@ -251,7 +249,7 @@ class _Session:
         texts = [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
         passes = self._passes[: min(sequence.remaining, MAX_BURST_DRAFTS + 1)]
         steps = [first + seconds - passes[0] for seconds in passes]
-        drafter = yield from self._burst_drafter(steps)
+        drafter = self._burst_drafter(steps)
         drafts = BurstDrafts(
             [text for text in texts if text.length],
             np.array(steps),
@@ -280,10 +278,9 @@ class _Session:
                 self._trace_undrafted(tokens, seconds)
         sequence.emit(tokens, request.sampler)
 
-    def _burst_drafter(self, costs: Seq[float]) -> Generator[Any, Any, BurstDrafter | None]:
-        """The drafter of the next burst, if its drafts may pay. It has read the text but for its
-        last part."""
-        model, sequence = self.model, self.sequence
+    def _burst_drafter(self, costs: Seq[float]) -> BurstDrafter | None:
+        """The drafter of the next burst, if its drafts may pay."""
+        model = self.model
         if model is None:
             return None
         rate = model_rate(model.expected(self._passes[0]), costs)
@@ -291,11 +288,7 @@ class _Session:
         model.pause(not pays)
         if not pays:
             return None
-        drafter = model.in_burst(rate, self._passes[0], MAX_MODEL_DRAFTS)
-        if len(drafter.tokens) > MAX_BURST_TOKENS:
-            yield sequence.score(drafter.tokens[:-1], runner=DRAFT)
-            drafter = model.in_burst(rate, self._passes[0], MAX_MODEL_DRAFTS)
-        return drafter
+        return model.in_burst(rate, self._passes[0], MAX_MODEL_DRAFTS, MAX_BURST_TOKENS)
 
     def _trace_burst(self, tokens: Seq[int], drafts: BurstDrafts, accepted: Seq[int]) -> None:
         """Record each step of a burst."""

@@ -276,18 +276,22 @@ class ModelSource:
         states = self.sequence.draft_states.get(DRAFT)
         return states is not None and states.chains is not None
 
-    def in_burst(self, rate: float, pass_seconds: float, size: int) -> BurstDrafter:
+    def in_burst(
+        self, rate: float, pass_seconds: float, size: int, max_unread: int
+    ) -> BurstDrafter:
         """The draft model as it drafts in the next burst.
 
         Args:
             rate: The expected tokens per second of a step with its draft.
             pass_seconds: As for `expected`.
             size: Maximum number of tokens of a draft.
+            max_unread: Maximum number of tokens that it reads before it drafts; earlier ones that
+                it has not read are left out, from which it would learn little.
         """
         sequence = self.sequence
         sequence.align(DRAFT)
         kv_cache, states = sequence.kv_cache(DRAFT), sequence.draft_states[DRAFT]
-        tokens, known = states.unread(kv_cache, sequence.unscored(DRAFT))
+        tokens, known = states.unread(kv_cache, sequence.unscored(DRAFT), max_unread)
         return BurstDrafter(
             states.chains,
             states.layers,
