@@ -142,6 +142,55 @@ def train_distilled(
         print(out)
 
 
+@app.command("cj-grpo")
+def train_decoding_path(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Masked-diffusion model without blocks.")
+    ] = "tiny-diffusion",
+    out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path("cj-grpo"),
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Rounds, each with new answers.")
+    ] = 50,
+    questions: Annotated[int, typer.Option("--questions", min=1, help="Questions per round.")] = 8,
+    answers: Annotated[int, typer.Option("--answers", min=2, help="Answers per question.")] = 6,
+    updates: Annotated[
+        int, typer.Option("--updates", min=1, help="Updates of the weights per round.")
+    ] = 8,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate.")] = 1e-5,
+    canvas: Annotated[int, typer.Option("--canvas", min=1, help="Canvas size in tokens.")] = 32,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Temperature of the answers.")
+    ] = 1.0,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a diffusion model on right and wrong answers along its own decoding paths, for the
+    decoder eoser-ass.
+
+    Example: anydecode train cj-grpo --steps 50 --out tiny-paths
+    """
+    from anydecode.models.loading import resolve
+    from anydecode.training.decoding_path import PathRecipe, train_on_paths
+    from anydecode.training.diffusion import limit_threads
+
+    recipe = PathRecipe(
+        steps, questions, answers, updates, rate, canvas=canvas, temperature=temperature, seed=seed
+    )
+    limit_threads(threads)
+    with progress("steps", steps) as bar:
+        rewards = train_on_paths(
+            resolve(model),
+            out,
+            recipe,
+            lambda step, mean: bar.update(step, detail=f"{100 * mean:.0f}% right"),
+        )
+    if json:
+        print_json({"path": str(out), "rewards": rewards})
+    else:
+        print(out)
+
+
 @app.command("filter")
 def train_commit_filter(
     model: Annotated[

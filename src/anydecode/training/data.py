@@ -12,7 +12,7 @@ from random import Random
 import tokenizers
 import torch
 
-from anydecode.tasks.tasks import TASKS, lengths, make_example
+from anydecode.tasks.tasks import TASKS, Example, lengths, make_example
 from anydecode.training.tokenizer import EOS_ID
 
 #: Loss weight of an EOS after the first one; the first one has weight 1.
@@ -67,14 +67,19 @@ def sample_pairs(
 
 def sample_texts(random: Random, size: int) -> list[tuple[str, str]]:
     """Sample `size` training examples by task weight: prompt and answer."""
+    return [(example.prompt, example.answer) for example in sample_examples(random, size)]
+
+
+def sample_examples(random: Random, size: int) -> list[Example]:
+    """Sample `size` training examples by task weight."""
     names = [task for task in TASKS for _ in range(_TASK_WEIGHTS.get(task, 1))]
-    pairs: list[tuple[str, str]] = []
-    while len(pairs) < size:
+    found: list[Example] = []
+    while len(found) < size:
         task = random.choice(names)
         example = make_example(task, random.choice(lengths(task)), random)
         if not example.is_held_out:
-            pairs.append((example.prompt, example.answer))
-    return pairs
+            found.append(example)
+    return found
 
 
 def _padded(pairs: list[tuple[list[int], list[int]]], tail: int) -> Batch:

@@ -3,7 +3,7 @@ Language Models via Consistency Trajectory Reinforcement Learning with Fewer Dec
 arXiv:2509.23924).
 
 The number of tokens per step doubles, so a canvas takes logarithmically many steps. In early steps
-the confidence of an end of text is reduced.
+the confidence of an end of text is reduced. The paper's training is `anydecode train cj-grpo`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy, top_k
 from anydecode.errors import InvalidRequestError
+
+#: The first factor on the confidence of an end of text with the ascending schedule.
+ASCENDING_FACTOR = 0.01
 
 
 def num_steps(length: int) -> int:
@@ -105,8 +108,11 @@ class EarlyEosRejection(Confidence):
         summary="Unmasks 1, 2, 4, 8 ... tokens per step; reduces early end-of-text confidence.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("the progress of the uniform schedule is the share of unmasked positions",),
-        missing=("CJ-GRPO, the reinforcement learning that follows the sampling path",),
+        deviations=(
+            "the progress of the uniform schedule is the share of unmasked positions",
+            "CJ-GRPO (`anydecode train cj-grpo`) trains all weights, with the ascending schedule;"
+            " its reference model stays as it was, and the model must have no blocks",
+        ),
         remote={
             "schedule": Words(("ascending", "uniform")),
             "min_factor": Range(0, 1),
@@ -143,7 +149,7 @@ def eoser_ass(
                 f"steps={steps} works with schedule=uniform only; leave it out"
             )
         eos_rejection = EarlyEosRejection(
-            0.01 if min_factor is None else min_factor, ascending=True
+            ASCENDING_FACTOR if min_factor is None else min_factor, ascending=True
         )
         return Denoiser(
             PowerOfTwoBlocks(blocks),
