@@ -25,12 +25,13 @@ from anydecode.cluster.fleet import (
     MIN_BLOCKS,
     Fail,
     Fleet,
+    SendTo,
     Task,
     WorkerFacts,
 )
 from anydecode.cluster.leases import LEASE_SECONDS
 from anydecode.cluster.ledger import Frame
-from anydecode.memory.prefix import block_digests
+from anydecode.memory.prefix import BLOCK, block_digests
 from simulated_fleet import World, text
 
 
@@ -294,6 +295,31 @@ def test_a_drained_worker_gets_nothing_new_and_is_stopped(seconds: float) -> Non
             world.deliver(0)
     assert [one[0] for one in stops] == [first]
     assert world.received[number] == text(number) and world.received[other] == text(other)
+
+
+def test_an_answer_that_no_other_worker_can_run_stays_at_a_drained_worker() -> None:
+    world = World()
+    first = world.join()
+    number = world.submit()
+    assert world.fleet.drain(first, 0.0, world.now) is None
+    world.settle(5)
+    world.check()
+    assert world.fleet.counts["restarts"] == 0
+    assert world.received[number] == text(number)
+    assert world.fleet.members[first].is_stopped
+
+
+def test_a_prompt_is_computed_under_the_namespace_of_its_request() -> None:
+    """Blocks of one tenant are never found by another, at prefill workers neither."""
+    world = World()
+    world.join("prefill")
+    world.join("decode")
+    prompt = list(range(BLOCK * MIN_BLOCKS + 1))
+    message = {"options": {"namespace": "a tenant"}}
+    task = Task(7, prompt, 5, message, block_digests("a tenant", prompt[:-1]))
+    world.fleet.submit(task, world.now)
+    sent = [one.frame for one in world.fleet.actions if isinstance(one, SendTo)]
+    assert [(one["type"], one["namespace"]) for one in sent] == [("prefill", "a tenant")]
 
 
 def test_a_second_worker_of_a_name_is_refused() -> None:

@@ -121,6 +121,16 @@ def test_prompts_are_handed_over_and_their_rows_not_computed_again(
     assert again.stats.num_cached_tokens >= 160
 
 
+def test_a_tenant_finds_its_blocks_at_the_prefill_worker_and_nobody_else_does(
+    fleet: FleetLLM, workers: list[LLM]
+) -> None:
+    prompt = [97 + number % 23 for number in range(161)]
+    fleet.generate(prompt, max_tokens=2, namespace="a tenant")
+    prefixes = workers[0].engine.runners["target"].prefixes
+    assert len(prefixes.match(prompt, (-1, "a tenant"))) == 160
+    assert len(prefixes.match(prompt, (-1, None))) == 0
+
+
 def test_a_stream_is_the_same_text(alone: LLM, fleet: FleetLLM) -> None:
     options: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 2}
     chunks = list(fleet.stream(PROMPT, **options))
@@ -195,6 +205,16 @@ def test_workers_of_another_model_are_refused() -> None:
         with pytest.raises(FleetError, match="the worker other has another target dtype"):
             asyncio.run(worker.run("127.0.0.1", fleet.fleet_port))
         worker.llm.close()
+
+
+def test_a_worker_of_another_version_is_refused_whatever_else_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frame = {"type": "join", "name": "new", "facts": {"version": "9.9"}}
+    monkeypatch.setattr(Worker, "join_frame", lambda *_: frame)
+    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet, LLM(MODEL, **OPTIONS) as llm:
+        with pytest.raises(FleetError, match=r"the worker new has version 9\.9 of anydecode"):
+            asyncio.run(Worker(llm, SECRET).run("127.0.0.1", fleet.fleet_port))
 
 
 def test_an_address_in_use_is_refused() -> None:

@@ -9,10 +9,12 @@ import time
 import pytest
 
 from anydecode import LLM
+from anydecode.cluster import ray_workers
 from anydecode.cluster.launcher import Launcher, Place
 from anydecode.cluster.proxy import FleetLLM
 from anydecode.cluster.ray_workers import RayWorkers
 from anydecode.cluster.worker import WorkerOptions
+from anydecode.server import logs
 
 SECRET = b"a secret of the tests"
 MODEL, ENGINE = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
@@ -53,3 +55,23 @@ def test_ray_starts_workers_again_and_no_word_changes(monkeypatch: pytest.Monkey
         finally:
             launcher.close()
             workers.close()
+
+
+@pytest.mark.slow
+def test_a_worker_without_a_machine_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray_workers, "WAITING_SECONDS", 1.0)
+    events: list[tuple[str, dict[str, str]]] = []
+    monkeypatch.setattr(logs, "event", lambda name, **fields: events.append((name, fields)))
+    workers = RayWorkers("local", WorkerOptions(MODEL, "127.0.0.1", 1, ENGINE), SECRET, cores=9999)
+    try:
+        process = workers(Place("mixed-1", "mixed"))
+        for _ in range(30):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+    finally:
+        workers.close()
+    reason = "no machine of the Ray cluster has 9999 free cores for it"
+    assert events == [("worker_waits", {"worker": "mixed-1", "reason": reason})]

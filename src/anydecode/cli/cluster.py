@@ -245,8 +245,8 @@ def up(
     launcher = Launcher(start)
     logs.write_json_lines()
     logs.event("fleet", address=at, workers=[place.name for place in wanted])
-    launcher.start(wanted)
     try:
+        launcher.start(wanted)
         serve(as_served(llm, settings))
     finally:
         launcher.close()
@@ -373,7 +373,9 @@ def drain(
     reason = _ask(address, secret_file, frame)["reason"]
     if reason is not None:
         raise InvalidRequestError(reason)
-    typer.echo(f"{worker_name} gets no new work, and ends within {seconds:g} s")
+    typer.echo(
+        f"{worker_name} gets no new work; after {seconds:g} s its answers go on at other workers"
+    )
 
 
 def split_address(address: str) -> tuple[str, int]:

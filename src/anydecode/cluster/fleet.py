@@ -287,8 +287,9 @@ class Fleet:
         self._dispatch(now)
 
     def drain(self, name: str, seconds: float, now: float) -> str | None:
-        """Give a worker no new task, and stop it when it has none, or after `seconds`: its tasks
-        then go on elsewhere. Returns why that cannot be done, or None."""
+        """Give a worker no new task, and stop it when it has none. After `seconds` its tasks go on
+        elsewhere; those that no other worker can run stay until they end. Returns why that cannot
+        be done, or None."""
         for member in self.members.values():
             if member.facts.name == name:
                 member.drain_deadline = now + seconds
@@ -498,7 +499,8 @@ class Fleet:
                 continue
             if now >= deadline:
                 for task in list(member.tasks.values()):
-                    self._restart(task, now, f"the worker {member.facts.name} was drained")
+                    if self._able(task):
+                        self._restart(task, now, f"the worker {member.facts.name} was drained")
             is_leased = any(
                 task.lease is not None and task.lease[0] == member.facts.incarnation
                 for task in self.tasks.values()
@@ -614,7 +616,7 @@ class Fleet:
         frame = {
             "type": "prefill",
             "tokens": task.prompt[: BLOCK * len(task.digests)],
-            "namespace": task.message.get("namespace"),
+            "namespace": task.message["options"].get("namespace"),
             "positions": BLOCK * len(task.digests) + 1,
         }
         self._start(task, member, frame, now)

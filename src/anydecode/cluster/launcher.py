@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from anydecode.cluster.secret import VARIABLE
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import FleetError, InvalidRequestError
 from anydecode.server import logs
 
 #: A worker that ended unasked so many times within `RESTART_SECONDS` is not started again.
@@ -86,7 +86,9 @@ class WorkerProcess(Protocol):
 class Starter(Protocol):
     """Starts the worker of a place."""
 
-    def __call__(self, place: Place, /) -> WorkerProcess: ...
+    def __call__(self, place: Place, /) -> WorkerProcess:
+        """The started process. Raises `FleetError`: it could not be started."""
+        ...
 
 
 class LocalWorkers:
@@ -103,12 +105,15 @@ class LocalWorkers:
 
     def __call__(self, place: Place) -> WorkerProcess:
         command = [sys.executable, "-m", "anydecode", "cluster", "worker", *self._arguments]
-        return subprocess.Popen(
-            [*command, "--name", place.name, "--role", place.role],
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C ends the proxy, which ends its workers
-        )
+        try:
+            return subprocess.Popen(
+                [*command, "--name", place.name, "--role", place.role],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends the proxy, which ends its workers
+            )
+        except OSError as error:
+            raise FleetError(f"no process could be started: {error.strerror}") from None
 
 
 @dataclass(eq=False)
@@ -134,8 +139,13 @@ class Launcher:
         )
 
     def start(self, wanted: Sequence[Place]) -> None:
-        """Start workers."""
-        self._children = [_Child(one, self._start(one), [time.monotonic()]) for one in wanted]
+        """Start workers.
+
+        Raises:
+            FleetError: One could not be started.
+        """
+        for place in wanted:
+            self._children.append(_Child(place, self._start(place), [time.monotonic()]))
         self._watch.start()
 
     def close(self) -> None:
@@ -166,6 +176,10 @@ class Launcher:
         logs.event("worker_ended", worker=child.place.name, code=code, is_restarted=not is_over)
         if is_over:
             self._children.remove(child)
-        else:
+            return
+        try:
             child.process = self._start(child.place)
-            child.starts.append(now)
+        except FleetError as error:
+            logs.event("worker_not_restarted", worker=child.place.name, reason=str(error))
+            self._children.remove(child)
+        child.starts.append(now)

@@ -278,6 +278,10 @@ class FleetDriver(Driver):
             connection.close()
 
     async def _serve_worker(self, connection: Connection, frame: Frame) -> None:
+        reason = self._version_mismatch(frame)
+        if reason is not None:
+            await self._refuse(connection, reason)
+            return
         incarnation = frame["incarnation"]
         worker = WorkerFacts(
             name=frame["name"],
@@ -294,9 +298,7 @@ class FleetDriver(Driver):
             reason = self.fleet.join(worker, time.monotonic())
         if reason is not None:
             self._connections.pop(incarnation, None)
-            logs.event("worker_refused", reason=reason)
-            connection.send({"type": "unwelcome", "reason": reason})
-            await connection.drained()
+            await self._refuse(connection, reason)
             return
         logs.event("worker_joined", worker=worker.name, role=worker.role, group=worker.group)
         self._perform()
@@ -311,16 +313,27 @@ class FleetDriver(Driver):
             logs.event("worker_left", worker=worker.name)
             self._perform()
 
+    @staticmethod
+    async def _refuse(connection: Connection, reason: str) -> None:
+        logs.event("worker_refused", reason=reason)
+        connection.send({"type": "unwelcome", "reason": reason})
+        await connection.drained()
+
+    def _version_mismatch(self, frame: Frame) -> str | None:
+        """Why a worker of another version is refused, whose frame may have other entries."""
+        given, own = frame["facts"]["version"], self._own_facts["version"]
+        if given == own:
+            return None
+        return (
+            f"the worker {frame['name']} has version {given} of anydecode, and the proxy {own}:"
+            " install the same"
+        )
+
     def _mismatch(self, worker: WorkerFacts, given: Frame) -> str | None:
         """Why a worker cannot serve the proxy's model, or None."""
         if worker.role not in ROLES:
             return f"the role {worker.role!r} is none of {', '.join(ROLES)}"
         own = self._own_facts
-        if given["version"] != own["version"]:
-            return (
-                f"the worker {worker.name} has version {given['version']} of anydecode, and the"
-                f" proxy {own['version']}: install the same"
-            )
         for runner, expected in own["runners"].items():
             found = given["runners"].get(runner)
             for what in ("model", "dtype"):

@@ -6,20 +6,26 @@ Ray places the processes and reports their ends. Tokens, keys and values do not 
 from __future__ import annotations
 
 import subprocess
+import time
 from dataclasses import replace
 from typing import Any
 
 from anydecode.cluster.launcher import Place
 from anydecode.cluster.worker import WorkerOptions, work
-from anydecode.errors import AnydecodeError, InvalidRequestError, MissingPackageError
+from anydecode.errors import AnydecodeError, FleetError, InvalidRequestError, MissingPackageError
 from anydecode.server import logs
 
 #: Memory of Ray's object store, which a fleet does not use, where this process starts Ray.
 _STORE_BYTES = 100 << 20
+#: A worker that Ray has not started after so long is reported, in seconds.
+WAITING_SECONDS = 30.0
 
 
 class RayWorker:
     """The actor that is a worker."""
+
+    def ready(self) -> None:
+        """Returns as soon as the process is there."""
 
     def run(self, options: WorkerOptions, secret: bytes) -> int:
         """Be a worker. Returns an exit code."""
@@ -71,11 +77,15 @@ class RayWorkers:
     def __call__(self, place: Place) -> RayProcess:
         """Start the worker of a place, on the machine with the most free cores."""
         kind = self._ray.remote(RayWorker)
-        actor = kind.options(
-            num_cpus=self._cores, max_restarts=0, scheduling_strategy="SPREAD"
-        ).remote()
         options = replace(self._options, name=place.name, role=place.role)
-        return RayProcess(self._ray, actor, actor.run.remote(options, self._secret))
+        try:
+            actor = kind.options(
+                num_cpus=self._cores, max_restarts=0, scheduling_strategy="SPREAD"
+            ).remote()
+            ready, result = actor.ready.remote(), actor.run.remote(options, self._secret)
+        except Exception as error:  # of many types, of Ray and of Python
+            raise FleetError(f"Ray cannot start it: {error}") from None
+        return RayProcess(self._ray, actor, ready, result, place.name, self._cores)
 
     def close(self) -> None:
         """Leave the Ray cluster."""
@@ -85,19 +95,34 @@ class RayWorkers:
 class RayProcess:
     """A worker that Ray has started."""
 
-    def __init__(self, ray: Any, actor: Any, result: Any) -> None:
-        self._ray, self._actor, self._result = ray, actor, result
+    def __init__(
+        self, ray: Any, actor: Any, ready: Any, result: Any, name: str, cores: int
+    ) -> None:
+        self._ray, self._actor, self._ready, self._result = ray, actor, ready, result
+        self._name, self._cores = name, cores
+        self._report_at: float | None = time.monotonic() + WAITING_SECONDS
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs, 1 if it has died."""
-        ended, _ = self._ray.wait([self._result], timeout=0)
-        if not ended:
-            return None
+        """Its exit code; None while it runs or waits for a machine, 1 if it has died."""
         try:
+            self._report_waiting()
+            ended, _ = self._ray.wait([self._result], timeout=0)
+            if not ended:
+                return None
             code: int = self._ray.get(self._result)
         except Exception:  # the process has died, or the worker has failed
             return 1
         return code
+
+    def _report_waiting(self) -> None:
+        """Say once that Ray has found no machine for it."""
+        if self._report_at is None or time.monotonic() < self._report_at:
+            return
+        self._report_at = None
+        started, _ = self._ray.wait([self._ready], timeout=0)
+        if not started:
+            reason = f"no machine of the Ray cluster has {self._cores} free cores for it"
+            logs.event("worker_waits", worker=self._name, reason=reason)
 
     def terminate(self) -> None:
         """End it: its proxy is told by the end of its connection."""
