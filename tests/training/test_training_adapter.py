@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,35 @@ def test_adapter_starts_at_zero_and_trains(folder: Path, tmp_path: Path) -> None
     assert not torch.equal(merged[query], stored[query])
     norm = "model.layers.1.input_layernorm.weight"
     assert torch.equal(merged[norm], stored[norm])
+
+
+def test_block_sizes_double_during_the_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    loss = block_adapter.block_loss
+
+    def recording(model: Transformer, texts: Any, recipe: AdapterRecipe, *rest: Any) -> Any:
+        assert texts.tokens.shape[1] % recipe.block == 0
+        if torch.is_grad_enabled():
+            sizes.append(recipe.block)
+        else:
+            assert recipe.block == 8, "held-out texts are in blocks of the last size"
+        return loss(model, texts, recipe, *rest)
+
+    monkeypatch.setattr(block_adapter, "block_loss", recording)
+    recipe = AdapterRecipe(steps=6, block=8, first_block=2, rank=2, batch=1, longest=64)
+    out = tmp_path / "adapter"
+    block_adapter.train_block_adapter(load_checkpoint(folder), out, recipe, merged=tmp_path / "m")
+    assert sizes == [2, 2, 4, 4, 8, 8]
+    assert json.loads((out / "block.json").read_text())["block_size"] == 8
+    with LLM(tmp_path / "m", threads=1) as llm:
+        decoder = "bacd-tccf:coarse=8,fine=2,cache=block"
+        assert len(llm.generate("1+2=", decoder=decoder, max_tokens=9, ignore_eos=True).tokens) == 9
+    assert [AdapterRecipe(steps=1, block=8).block_at(share) for share in (0.0, 1.0)] == [8, 8]
+    for first in (3, 16, 0):
+        with pytest.raises(InvalidRequestError, match=f"first_block={first} does not double"):
+            AdapterRecipe(steps=1, block=8, first_block=first)
 
 
 def test_adapter_folder_opens_as_a_model(folder: Path, tmp_path: Path) -> None:

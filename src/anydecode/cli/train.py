@@ -265,6 +265,14 @@ def train_adapter(
     minutes: Minutes = None,
     steps: Steps = None,
     block: Annotated[int, typer.Option("--block", min=1, help="Block size in tokens.")] = 8,
+    first_block: Annotated[
+        int | None,
+        typer.Option(
+            "--first-block",
+            min=1,
+            help="Block size at first, which doubles up to --block. Default: --block.",
+        ),
+    ] = None,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 2,
     rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-3,
@@ -315,6 +323,7 @@ def train_adapter(
         copies=copies,
         shift=shift,
         dtype=dtype,
+        first_block=first_block,
     )
     limit_threads(threads)
     with progress("training", 1.0, unit="percent") as bar:

@@ -57,7 +57,12 @@ Pair = tuple[list[int], list[int]]
 @dataclass(frozen=True)
 class AdapterRecipe:
     """How an adapter is trained. One of `minutes` and `steps` is the budget; `dtype` is the format
-    of the frozen weights and of the computation."""
+    of the frozen weights and of the computation.
+
+    With `first_block`, blocks have that size at first, and it doubles until it is `block`, each
+    size for an equal part of the budget (progressive block size extension; Lu et al.,
+    arXiv:2602.09555).
+    """
 
     minutes: float | None = None
     steps: int | None = None
@@ -72,6 +77,7 @@ class AdapterRecipe:
     dtype: str = "float32"
     average: float = 0.98
     save_seconds: float = 300.0
+    first_block: int | None = None
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
@@ -81,10 +87,29 @@ class AdapterRecipe:
             raise InvalidRequestError(
                 "minutes or steps, rank, block, batch and copies must be more than 0"
             )
+        if self.first_block is not None and self.block not in _doubled(
+            self.first_block, self.block
+        ):
+            raise InvalidRequestError(
+                f"first_block={self.first_block} does not double to block={self.block}"
+            )
         if self.dtype not in DTYPES:
             raise InvalidRequestError(
                 f"no dtype {self.dtype!r} for training: choose from {', '.join(DTYPES)}"
             )
+
+    def block_at(self, progress: float) -> int:
+        """The block size when this fraction of the budget is spent."""
+        sizes = _doubled(self.first_block or self.block, self.block)
+        return sizes[min(int(progress * len(sizes)), len(sizes) - 1)]
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ... up to last."""
+    sizes = [first]
+    while 0 < 2 * sizes[-1] <= last:
+        sizes.append(2 * sizes[-1])
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -376,7 +401,7 @@ class AdapterRun:
             self.save()
 
     def _update(self) -> float:
-        recipe = self.recipe
+        recipe = replace(self.recipe, block=self.recipe.block_at(self.progress), first_block=None)
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + self.step)
         pairs = step_pairs(self.tokenizer, self.own, recipe, self.step)
         total, num_masked = 0.0, 0

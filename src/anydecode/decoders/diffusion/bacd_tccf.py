@@ -2,7 +2,8 @@
 Diffusion Language Models for Test-Time Scaling", arXiv:2602.09555).
 
 The confidence threshold is the mean confidence of the tokens committed in the block so far, within
-two bounds. Blocks are large while the model is thinking and small for the answer.
+two bounds. Blocks are large while the model is thinking and small for the answer. Models are
+trained for that with block sizes that double: `anydecode train block-adapter --first-block`.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ class TwoPhaseDenoiser(Denoiser):
             "the second phase begins after the marker",
             "by default (cache='none') every pass computes the whole canvas; the paper's models"
             " cache finished blocks (cache='block')",
+            "the training with growing blocks (`anydecode train block-adapter --first-block`) is"
+            " that of adapters, over one schedule of the learning rate",
         ),
-        missing=("progressive training of block sizes",),
         remote={
             "low": Range(0, 1),
             "high": Range(0, 1),
