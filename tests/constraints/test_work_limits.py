@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import pickle
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import anydecode
@@ -531,3 +535,53 @@ def test_a_narrowed_form_that_cannot_be_enforced_fails_once(
         with pytest.raises(ConstraintError, match="too large"):
             narrowed.start(TOKENIZER, SIZE)
     assert len(calls) == 1 and narrowed.is_warm(TOKENIZER, SIZE)
+
+
+def releases_interpreter_lock(call: Callable[[], object]) -> bool:
+    """Whether another thread gets the interpreter lock during `call`. No switch interval takes it
+    away here."""
+    counts: list[int] = []
+    num_ticks, interval = 0, sys.getswitchinterval()
+
+    def run() -> None:
+        before = num_ticks
+        call()
+        counts.append(num_ticks - before)
+
+    sys.setswitchinterval(1000)
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not counts:
+            time.sleep(0.0001)
+            num_ticks += 1
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    return counts[0] > 0
+
+
+def test_compilation_and_masks_release_the_interpreter_lock() -> None:
+    binding = tokenizer_binding(TOKENIZER, SIZE)
+    mask = np.empty((SIZE + 31) // 32, np.int32)
+    matcher: Any = None
+
+    def start() -> None:
+        nonlocal matcher
+        guidance_engine.clear_templates()
+        grammar = Grammar("start: /[xy]" + r"\w*" * 800 + "/").guidance()
+        matcher = binding.template(grammar).matcher.deep_copy()
+
+    def compute() -> None:
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    # On a busy machine the other thread may miss the lock: each is tried some times.
+    assert any(releases_interpreter_lock(start) for _ in range(20))
+    for _ in range(20):
+        start()
+        assert matcher.try_consume_tokens([ord("x")])
+        if releases_interpreter_lock(compute):
+            break
+    else:
+        pytest.fail("masks hold the interpreter lock")
+    assert not releases_interpreter_lock(lambda: sum(range(1_000_000)))
