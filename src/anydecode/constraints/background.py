@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -39,16 +40,17 @@ class BackgroundTask(Generic[Result]):
 
 
 class BackgroundThread:
-    """A thread that runs tasks in order. It starts on first use."""
+    """A thread that runs tasks in order. It starts on first use, in a forked process again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: SimpleQueue[BackgroundTask[Any]] | None = None
+        self._process: int | None = None  # whose thread runs the tasks: a fork does not have it
+        self._tasks: SimpleQueue[BackgroundTask[Any]]
 
     def submit(self, compute: Callable[[], Result]) -> BackgroundTask[Result]:
         """Starts a task."""
-        if self._tasks is None:
-            self._tasks = SimpleQueue()
+        if self._process != os.getpid():
+            self._process, self._tasks = os.getpid(), SimpleQueue()
             threading.Thread(
                 target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True
             ).start()
