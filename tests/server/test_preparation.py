@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ pytest.importorskip("httpx")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from anydecode.api.llm import LLM
+from anydecode.constraints.guidance_engine import TokenizerBinding
 from anydecode.models.scripted import ScriptedModel
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.server.preparation import Preparation
@@ -177,6 +180,31 @@ def test_long_prompts_are_tokenised_in_a_process(monkeypatch: pytest.MonkeyPatch
             text = "abc " * 50
             assert client.ask(COMPLETIONS, text)["usage"]["prompt_tokens"] == len(text)
             assert client.ask(CHAT, text)["usage"]["prompt_tokens"] == len(text)
+
+
+def test_constraints_are_compiled_on_threads_that_nobody_waits_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on that of the engine, nor on that of the event loop."""
+    threads, template = [], TokenizerBinding.template
+
+    def recorded(binding: TokenizerBinding, grammar: str) -> Any:
+        if not binding.has_template(grammar):
+            threads.append((threading.current_thread().name, is_event_loop()))
+        return template(binding, grammar)
+
+    def is_event_loop() -> bool:
+        with suppress(RuntimeError):
+            return asyncio.get_running_loop() is not None
+        return False
+
+    monkeypatch.setattr(TokenizerBinding, "template", recorded)
+    with served(llm) as client:
+        schemas = [{"enum": ["once", "for this test"]}, {**SMALL, "minProperties": 2}]
+        for schema in schemas:
+            client.ask(CHAT, response_format=formatted(schema))
+    assert len(threads) >= len(schemas)
+    assert not [one for one in threads if one[0] == "anydecode" or one[1]], threads
 
 
 async def test_an_accepted_constraint_is_tried_once(
