@@ -123,6 +123,35 @@ def test_workflows_use_actions_by_their_commits(repository: Path) -> None:
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
 
 
+def test_releases_are_built_of_pinned_packages_and_attested_with_an_sbom(repository: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((repository / ".github/workflows/release.yml").read_text("utf-8"))["jobs"]
+    for name in ("wheel", "source", "sbom"):
+        text = "\n".join(step.get("run", "") for step in jobs[name]["steps"])
+        installs = re.findall(r"pip .*install (.*)", text)
+        assert installs and all(
+            one.startswith(("--require-hashes -r requirements", "--no-deps dist/"))
+            for one in installs
+        ), installs
+    publish = jobs["publish"]
+    assert {"tests", "wheel", "source", "check", "sbom"} <= set(publish["needs"])
+    assert publish["permissions"]["attestations"] == "write"
+    attested = [
+        step["with"] for step in publish["steps"] if step["uses"].startswith("actions/attest@")
+    ]
+    assert {"subject-path": "dist/*"} in attested
+    assert {"subject-path": "dist/*.whl", "sbom-path": "sbom.cdx.json"} in attested
+
+
+def test_the_tested_wheel_is_installed_with_locked_packages(repository: Path) -> None:
+    text = (repository / "Makefile").read_text("utf-8").partition("\ntest-wheel:")[2]
+    installs = re.findall(r"-m pip .*install .*", text.partition("\n\n")[0])
+    assert len(installs) == 2
+    assert installs[0].endswith("--require-hashes -r requirements.lock")
+    assert "--no-deps" in installs[1]
+    assert "make test-wheel\n" in (repository / ".ci/run").read_text("utf-8")
+
+
 def core_distributions(repository: Path) -> set[str]:
     """The distributions that `pip install anydecode` installs, without extras."""
     pending = listed(repository, "dependencies")
