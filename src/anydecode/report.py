@@ -36,6 +36,18 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def split_methods(text: str) -> list[str]:
+    """Split keys at commas or semicolons. `name=value` after a comma is a parameter of the
+    preceding key ("fast-dllm:threshold=0.8,block=8,prophet")."""
+    methods: list[str] = []
+    for part in split_names(text.replace(";", ",")):
+        if methods and "=" in part and ":" not in part.split("=")[0]:
+            methods[-1] += f",{part}"
+        else:
+            methods.append(part)
+    return methods
+
+
 def table_console() -> Console:
     """A console for tables on stdout: as wide as the terminal, or wide enough for all columns."""
     from rich.console import Console

@@ -16,10 +16,10 @@ from anydecode.benchmarks.parallelbench.bench import (
     measure,
     overall,
     questions,
-    split_methods,
 )
 from anydecode.benchmarks.parallelbench.report import draw, front
 from anydecode.errors import InvalidRequestError
+from anydecode.report import split_methods
 from anydecode.tasks import theory
 from anydecode.tasks.tasks import (
     LENGTHS,

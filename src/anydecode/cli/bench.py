@@ -34,6 +34,11 @@ BENCHES = {
         "anydecode.benchmarks.parallelbench.aup:bench_aup",
         "Diffusion decoders: area under the accuracy-parallelism curve, tokens per pass, seconds.",
     ),
+    "reasoning": Bench(
+        "anydecode.benchmarks.reasoning:bench_reasoning",
+        "Decoding methods: accuracy against tokens, passes, rows and seconds, on questions with"
+        " checkable answers.",
+    ),
     "baselines": Bench(
         "anydecode.benchmarks.baselines:bench_baselines",
         "anydecode against transformers, llama.cpp and OpenVINO GenAI, in one run.",

@@ -22,7 +22,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.progress import progress
-from anydecode.report import JsonFile, PlotFile, split_names, write_report
+from anydecode.report import JsonFile, PlotFile, split_methods, split_names, write_report
 from anydecode.tasks.tasks import (
     TASKS,
     Example,
@@ -139,18 +139,6 @@ def diffusion_methods() -> list[str]:
     built = {card.key: catalogue.build(card.key) for card in catalogue.cards("diffusion")}
     keys = [key for key, method in built.items() if isinstance(method, Decoder)]
     return sorted(keys, key=lambda key: key != "llada")
-
-
-def split_methods(text: str) -> list[str]:
-    """Split keys at commas or semicolons. `name=value` after a comma is a parameter of the
-    preceding key ("fast-dllm:threshold=0.8,block=8,prophet")."""
-    methods: list[str] = []
-    for part in split_names(text.replace(";", ",")):
-        if methods and "=" in part and ":" not in part.split("=")[0]:
-            methods[-1] += f",{part}"
-        else:
-            methods.append(part)
-    return methods
 
 
 def _has_kind(row: Row, kind: str) -> bool:
