@@ -9,6 +9,7 @@ from anydecode import LLM, Regex, catalogue
 from anydecode.catalogue import Card
 from anydecode.certification.checks import BLOCKS, FILLS_IN, HEADS, scripted_llm
 from anydecode.certification.denoising import random_model
+from anydecode.certification.tiny import early_exit_model
 from anydecode.certification.tiny_blocks import block_drafting_model
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError
@@ -53,6 +54,8 @@ def opener(key: str, needs: tuple[str, ...]) -> Callable[[], LLM]:
         return lambda: random_model()
     if decoder.requirements.drafts_blocks:
         return block_drafting_model
+    if decoder.requirements.drafts_exit:
+        return early_exit_model
     return lambda: scripted_llm(
         causal=decoder.requirements.causal is not False,
         fills_in=FILLS_IN in needs,

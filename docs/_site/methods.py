@@ -163,7 +163,7 @@ def models_for(card: Card) -> str:
     models = ""
     if decoder.requirements.causal is False:
         models = " --model " + ("tiny-blocks" if "block" in card.needs[0] else "tiny-diffusion")
-    if decoder.requirements.drafts_blocks:
+    if decoder.requirements.drafts_blocks or decoder.requirements.drafts_exit:
         models += " --model MODEL --draft DRAFTER"
     elif "draft" in decoder.requirements.runners:
         models += " --draft " + (

@@ -14,6 +14,7 @@ from anydecode.engine.engine import Engine
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.interface import Model
+from anydecode.models.spec import EARLY_EXIT
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.cost import CostModel
@@ -113,6 +114,11 @@ class Resources:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that drafts blocks (DFlash, DSpark,"
                     " P-EAGLE)"
+                )
+            if needs.drafts_exit and spec.architecture != EARLY_EXIT:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} needs a {runner} model that is an early exit of the model,"
+                    " as `anydecode train drafter --recipe early-exit` trains"
                 )
             if spec.block is not None and not needs.drafts_blocks:
                 raise UnsupportedCombinationError(

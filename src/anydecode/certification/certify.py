@@ -118,7 +118,7 @@ def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterat
     if isinstance(built, Decoder):
         yield from guarded("claim", lambda: claim(card, make))
         needs = built.requirements
-        has_draft = needs.draft_causal and not needs.drafts_blocks
+        has_draft = needs.draft_causal and not (needs.drafts_blocks or needs.drafts_exit)
         fits = not {FILLS_IN, HEADS} & set(card.needs)
         if model is not None and fits and has_draft:
             draft = _draft_for(built, model)
@@ -211,6 +211,11 @@ def claim(
         from anydecode.certification.tiny_blocks import block_drafting_model
 
         where, open_llm = "random weights", block_drafting_model
+        length = 24
+    if open_llm is None and needs.drafts_exit:
+        from anydecode.certification.tiny import early_exit_model
+
+        where, open_llm = "random weights", early_exit_model
         length = 24
     open_llm = open_llm or (
         lambda: scripted_llm(

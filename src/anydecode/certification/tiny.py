@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,27 +170,38 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     return Checkpoint("eagle3", Path("eagle3"), config, tensors)
 
 
-def early_exit_checkpoint(target: Network, *, seed: int = 0, after: int = 2) -> Checkpoint:
+def early_exit_checkpoint(
+    target: Network, *, seed: int = 0, after: int = 2, has_mlp: bool = True, sharpness: float = 1.0
+) -> Checkpoint:
     """A random layer and norm behind the first `after` layers of the target, with a head for four
-    of five tokens. What the layer adds is small, so that it often agrees with the target."""
+    of five tokens. What the layer adds is small, so that it often agrees with the target. Without
+    an MLP it is an adapter as Kangaroo's. The logits are multiplied by `sharpness`."""
     hidden, vocabulary = target.spec.hidden_size, np.arange(target.spec.vocab_size)
     head = vocabulary[vocabulary % 5 > 0]
     matrix = random_matrices(seed)
     tensors = {
         **layer_tensors("exit_layer", hidden, hidden, matrix),
         "exit_layer.input_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
-        "exit_norm.weight": 1 + 0.3 * matrix(1, hidden)[0],
+        "exit_norm.weight": sharpness * (1 + 0.3 * matrix(1, hidden)[0]),
         "d2t": head - np.arange(len(head)),
         "t2d": vocabulary % 5 > 0,
     }
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         tensors[f"exit_layer.{name}.weight"] *= 0.3
+    if not has_mlp:
+        of_mlp = ("exit_layer.mlp", "exit_layer.post_attention")
+        tensors = {name: one for name, one in tensors.items() if not name.startswith(of_mlp)}
     config = {
         **drafter_config(target),
         "draft_vocab_size": len(head),
         "exit_after": after,
     }
     return Checkpoint("early exit", Path("early-exit"), config, tensors)
+
+
+def early_exit_model() -> LLM:
+    """An engine over a tiny model and an early exit of it."""
+    return with_drafter(partial(early_exit_checkpoint, sharpness=2.0), cache_positions=4096)
 
 
 def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:

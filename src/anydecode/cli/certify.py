@@ -264,5 +264,5 @@ def drafting_keys() -> list[str]:
         for card in cards()
         if card.exactness == "token-exact"
         and card.family in ("speculative", "depth")
-        and not {"diffusion draft model", "block drafter"} & set(card.needs)
+        and not {"diffusion draft model", "block drafter", "early-exit drafter"} & set(card.needs)
     )

@@ -31,6 +31,8 @@ class Requirements:
             token prediction), which is opened if there is no other draft model.
         drafts_blocks: Whether the draft model must be one that drafts a block per pass from the
             target's states (DFlash).
+        drafts_exit: Whether the draft model must be an early exit of the target, whose first layers
+            the target runs itself (EESD, Kangaroo).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -56,6 +58,7 @@ class Requirements:
     reads_states: bool = False
     finds_draft: bool = False
     drafts_blocks: bool = False
+    drafts_exit: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

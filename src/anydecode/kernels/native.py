@@ -370,6 +370,8 @@ class NativeExecutor:
         The logits of the last pass are not overwritten.
         """
         count = len(x)
+        if not count:
+            return np.empty((0, self._num_logits), np.float32)
         self._reserve(count, count)
         self._pass.embed, self._pass.num_captures, self._pass.num_rows = 0, 0, count
         self._pass.adapters = None

@@ -24,21 +24,31 @@ def read_dense_layer(
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
+    read, mlp = reader.linear, f"{name}.mlp"
+    layer = read_attention(reader, name, spec, hidden, width)
+    layer.mlp = GatedMlp(
+        read(f"{mlp}.gate_proj", (inner, hidden), False),
+        read(f"{mlp}.up_proj", (inner, hidden), False),
+        read(f"{mlp}.down_proj", (hidden, inner), False),
+    )
+    layer.mlp_norm = reader.vector(f"{name}.post_attention_layernorm.weight", hidden)
+    return layer
+
+
+def read_attention(
+    reader: TensorReader, name: str, spec: LayerSpec, hidden: int, width: int
+) -> LayerWeights:
+    """The weights of a layer with attention only; arguments and errors as for
+    `read_dense_layer`."""
     shape, read = spec.attention, reader.linear
     assert isinstance(shape, Attention), "a layer with attention"
     size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    attention = f"{name}.self_attn"
     layer = LayerWeights(
         query=read(f"{attention}.q_proj", (size, width), False),
         key=read(f"{attention}.k_proj", (kv_size, width), False),
         value=read(f"{attention}.v_proj", (kv_size, width), False),
         output=read(f"{attention}.o_proj", (hidden, size), False),
-        mlp=GatedMlp(
-            read(f"{mlp}.gate_proj", (inner, hidden), False),
-            read(f"{mlp}.up_proj", (inner, hidden), False),
-            read(f"{mlp}.down_proj", (hidden, inner), False),
-        ),
-        mlp_norm=reader.vector(f"{name}.post_attention_layernorm.weight", hidden),
     )
     if spec.has_attention_norm:
         layer.attention_norm = reader.vector(f"{name}.input_layernorm.weight", hidden)

@@ -1,10 +1,12 @@
 """Opens drafters that are an early exit of their target: its first layers, and one trained layer
-with a norm before the target's head.
+with a norm before the target's head. A layer without an MLP is the adapter of Kangaroo (Liu et al.,
+arXiv:2404.18911).
 
 Liu et al., "Speculative Decoding via Early-exiting for Faster LLM Inference with Thompson Sampling
 Control Mechanism" (EESD), arXiv:2406.03853. No files are published. The layout is the trained layer
-as `exit_layer` in the names of Llama, `exit_norm`, the tokens of the head's rows as in EAGLE-3, and
-the key `exit_after` of the config: the number of the target's layers.
+as `exit_layer` in the names of Llama (of an adapter, the attention alone), `exit_norm`, the tokens
+of the head's rows as in EAGLE-3, and the key `exit_after` of the config: the number of the target's
+layers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.interface import Attention, Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.dense_layer import read_dense_layer
+from anydecode.models.dense_layer import read_attention, read_dense_layer
 from anydecode.models.drafter_files import (
     ReadRows,
     check_target,
@@ -31,7 +33,7 @@ from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_TOKENS, refusal
 from anydecode.models.network import Network
-from anydecode.models.spec import LayerSpec
+from anydecode.models.spec import EARLY_EXIT, LayerSpec
 
 _LAYER, _NORM = "exit_layer", "exit_norm"
 
@@ -63,15 +65,18 @@ def _read(
         allowed = f"1 to {target.spec.num_layers - 1}, as the target has {target.spec.num_layers}"
         raise refusal("exit_after", count, allowed)
     own = _layer_spec(checkpoint, hidden)
-    layer = read_dense_layer(
-        reader, _LAYER, own, hidden, int_value(config, "intermediate_size"), hidden
-    )
+    if f"{_LAYER}.mlp.gate_proj.weight" in checkpoint.tensors:
+        inner = int_value(config, "intermediate_size")
+        layer = read_dense_layer(reader, _LAYER, own, hidden, inner, hidden)
+    else:
+        own = replace(own, mlp="none")
+        layer = read_attention(reader, _LAYER, own, hidden, hidden)
     packed = [source.embedding, *source.tables]
     packed += [weight for one in source.layers[:count] for weight in one.matrices]
     head, tokens = _head(checkpoint, target, reader, read_rows, packed)
     spec = replace(
         target.spec,
-        architecture="EarlyExit",
+        architecture=EARLY_EXIT,
         layers=(*target.spec.layers[:count], own),
         has_final_norm=True,
         head_size=0 if tokens is None else len(tokens),

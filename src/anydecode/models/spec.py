@@ -34,6 +34,9 @@ from anydecode.models.limits import (
 #: Maximum number of heads of a drafter with one head per drafted token.
 MAX_STEPS = 32
 
+#: The architecture of drafters that are an early exit of their target.
+EARLY_EXIT = "EarlyExit"
+
 
 @dataclass(frozen=True)
 class RecurrentSpec:

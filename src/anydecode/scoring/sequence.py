@@ -53,7 +53,8 @@ class Sequence(SequenceData):
             tokens: Token ids; by default the unscored ones.
             runner: The model that runs.
             rows: Which rows to return: "last", "all" or the number of last rows.
-            layers: The layer range `(0, k)` of an early exit; by default all layers.
+            layers: The layer range `(0, k)` of an early exit, or, with `embeddings` of states, one
+                that starts later; by default all layers.
             hidden: Layers whose hidden states to return for the same rows.
             embeddings: float32 `[rows, hidden_size]`, used in place of token embeddings.
             variant: Another way to run the layers, such as without some of them; None: the layers

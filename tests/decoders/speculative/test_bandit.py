@@ -12,9 +12,9 @@ import pytest
 from anydecode import catalogue
 from anydecode.certification.rounds import scripted, wordy
 from anydecode.certification.tiny import early_exit_checkpoint
-from anydecode.decoders.framework.speculation import SpeculationRound
-from anydecode.decoders.speculative import bandit
-from anydecode.decoders.speculative.bandit import BanditBudget, ModelOrCopies, Posterior
+from anydecode.decoders.framework import thompson
+from anydecode.decoders.framework.thompson import Posterior
+from anydecode.decoders.speculative.bandit import BanditBudget, ModelOrCopies
 from anydecode.errors import AnydecodeError
 from anydecode.models import early_exit
 from anydecode.models.dense_layer import read_dense_layer
@@ -32,7 +32,7 @@ def test_the_mean_of_the_posterior_is_rejected(monkeypatch: pytest.MonkeyPatch) 
         def betavariate(self, alpha: float, beta: float) -> float:
             return alpha / (alpha + beta)
 
-    monkeypatch.setattr(bandit, "Random", Mean)
+    monkeypatch.setattr(thompson, "Random", Mean)
     assert_rejected("bandit")
 
 
@@ -51,10 +51,10 @@ def test_one_rate_for_the_whole_draft_is_rejected(monkeypatch: pytest.MonkeyPatc
 def test_counting_every_draft_after_the_first_rejection_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def observe(self: Posterior, round: SpeculationRound) -> None:
-        if len(round.tree):
-            self.accepted = self.memory * self.accepted + round.num_accepted
-            self.rejected = self.memory * self.rejected + len(round.tree) - round.num_accepted
+    def observe(self: Posterior, num_accepted: int, num_drafts: int) -> None:
+        if num_drafts:
+            self.accepted = self.memory * self.accepted + num_accepted
+            self.rejected = self.memory * self.rejected + num_drafts - num_accepted
 
     monkeypatch.setattr(Posterior, "observe", observe)
     assert_rejected("bandit")
@@ -98,7 +98,7 @@ def test_copies_in_place_of_the_draft_model_are_rejected(monkeypatch: pytest.Mon
 def test_another_weight_of_the_confidence_is_rejected(
     weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bandit, "CONFIDENCE_WEIGHT", weight)
+    monkeypatch.setattr(thompson, "CONFIDENCE_WEIGHT", weight)
     assert_rejected("bandit")
 
 

@@ -1,5 +1,5 @@
-"""The early exit of EESD in training: its logits are those of the oracle, and the engine reads the
-written files."""
+"""The early exits of EESD and Kangaroo in training: their logits are those of the oracle, and the
+engine reads the written files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ pytest.importorskip("torch")
 from anydecode.certification.oracles.speculative.bandit import ExitForward  # noqa: E402
 from anydecode.errors import CheckpointError, UnsupportedCombinationError  # noqa: E402
 from anydecode.models.early_exit import load_early_exit  # noqa: E402
-from anydecode.training.drafters.early_exit import EarlyExit  # noqa: E402
+from anydecode.training.drafters.early_exit import EarlyExit, KangarooAdapter  # noqa: E402
 from learners import TinyLearner  # noqa: E402
 
+RECIPES = pytest.mark.parametrize("recipe", [EarlyExit, KangarooAdapter])
 
-def test_logits_equal_the_oracles(tmp_path: Path) -> None:
-    tiny = TinyLearner(EarlyExit, 1)
+
+@RECIPES
+def test_logits_equal_the_oracles(recipe: type[EarlyExit], tmp_path: Path) -> None:
+    tiny = TinyLearner(recipe, 1)
     checkpoint = tiny.checkpoint(tmp_path, has_head=False)
     found = tiny.logits()
     assert len(found) == len(tiny.tokens)
@@ -27,11 +30,15 @@ def test_logits_equal_the_oracles(tmp_path: Path) -> None:
         tiny.assert_equal(0, found[known, 0], forward.step(token))
 
 
+@RECIPES
 @pytest.mark.parametrize("has_head", [True, False])
-def test_the_drafter_has_the_first_layers_of_its_target(has_head: bool, tmp_path: Path) -> None:
-    tiny = TinyLearner(EarlyExit, 1)
+def test_the_drafter_has_the_first_layers_of_its_target(
+    has_head: bool, recipe: type[EarlyExit], tmp_path: Path
+) -> None:
+    tiny = TinyLearner(recipe, 1)
     network = load_early_exit(tiny.checkpoint(tmp_path, has_head), tiny.target)
     assert network.spec.num_layers == 2 and network.spec.head_size == len(tiny.vocabulary)
+    assert (network.weights.layers[1].mlp is not None) == recipe.has_mlp
     assert network.weights.layers[0] is tiny.target.weights.layers[0]
     assert np.array_equal(network.weights.head_tokens, tiny.vocabulary)
 

@@ -121,9 +121,9 @@ class _Session(DepthSession):
                 break
         return drafts
 
-    def verification(self, draft: int) -> ScoreRequest:
+    def verification(self, drafts: list[int]) -> ScoreRequest:
         layers = self.exits[self.chosen[0]]
-        return self.sequence.complete([draft], hidden=tuple(range(layers + 1, self.num_layers)))
+        return self.sequence.complete(drafts[-1:], hidden=tuple(range(layers + 1, self.num_layers)))
 
     def observe(self, drafts: list[int], num_accepted: int, scores: Scores) -> None:
         """Positions up to the first rejected draft are evidence."""

@@ -38,12 +38,12 @@ class DepthSession(ABC):
 
     @abstractmethod
     def draft(self, token: int, size: int) -> Drafting:
-        """Draft up to `size` tokens, at least one, behind `token`, the last one of the text. All of
-        the drafts but the last run through some of the first layers."""
+        """Draft up to `size` tokens behind `token`, the last one of the text. It and all drafts but
+        the last run through some of the first layers."""
 
-    def verification(self, draft: int) -> ScoreRequest:
-        """The request that completes the drafts; `draft` is the last one."""
-        return self.sequence.complete([draft])
+    def verification(self, drafts: list[int]) -> ScoreRequest:
+        """The request that runs the remaining layers, and all of them for the last draft."""
+        return self.sequence.complete(drafts[-1:])
 
     def observe(self, drafts: list[int], num_accepted: int, scores: Scores) -> None:
         """Called after each round that has drafted, before its tokens are emitted."""
@@ -105,7 +105,7 @@ class SelfSpeculative(Decoder):
             position = sequence.length
             drafts = yield from session.draft(unscored[-1], size)
             tree = TokenTree.chain(drafts)
-            scores = yield session.verification(drafts[-1])
+            scores = yield session.verification(drafts)
             result = self.acceptance.walk(tree, scores)
             row = len(result.path)
             sequence.truncate(position + row)

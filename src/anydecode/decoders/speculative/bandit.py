@@ -8,7 +8,6 @@ The drafter is the paper's early exit (`models/early_exit.py`, which `anydecode 
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
+from anydecode.decoders.framework.thompson import CONTROLS, Posterior
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
     ModelDrafter,
@@ -35,42 +35,6 @@ from anydecode.decoders.speculative.goodput import chain_drafter
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
-
-#: How the rate of another draft is drawn, see `Posterior`.
-CONTROLS = ("beta", "calibration")
-#: The weight of the drafter's confidence in Calibration-TS, in drafts.
-CONFIDENCE_WEIGHT = 5.0
-
-
-class Posterior:
-    """The acceptance rate of drafts, as accepted and rejected ones tell. Counts decay by `memory`
-    per round."""
-
-    def __init__(self, sequence: Sequence, memory: float) -> None:
-        self.memory = memory
-        self.accepted = 0.0
-        self.rejected = 0.0
-        self._random = Random(f"{sequence.noise.seed}/{sequence.noise.stream}")
-
-    def continues(self, confidence: float | None = None) -> bool:
-        """Whether another draft follows, with a probability drawn from the posterior:
-        Beta(accepted + 1, rejected + 1), or with the drafter's confidence c in its last draft
-        (Calibration-TS), whose prior has the mean c, Beta(accepted + w c + 1, rejected + w (1 - c)
-        + 1)."""
-        accepted, rejected = self.accepted + 1, self.rejected + 1
-        if confidence is not None:
-            accepted += CONFIDENCE_WEIGHT * confidence
-            rejected += CONFIDENCE_WEIGHT * (1 - confidence)
-        rate = self._random.betavariate(accepted, rejected)
-        return self._random.random() < rate
-
-    def observe(self, round: SpeculationRound) -> None:
-        """Count the drafts of a round: those accepted, and the first rejected one."""
-        num_drafts = len(round.tree)
-        if num_drafts:
-            has_rejection = round.num_accepted < num_drafts
-            self.accepted = self.memory * self.accepted + round.num_accepted
-            self.rejected = self.memory * self.rejected + has_rejection
 
 
 class BanditBudget(DraftBudget):
@@ -88,7 +52,7 @@ class BanditBudget(DraftBudget):
         return size
 
     def observe(self, round: SpeculationRound) -> None:
-        self.posterior.observe(round)
+        self.posterior.observe(round.num_accepted, len(round.tree))
 
 
 class CalibratedDrafter(Drafter):
@@ -129,7 +93,7 @@ class _CalibratedSession(DraftSession):
         return not self.posterior.continues(float(weights[token] / weights.sum()))
 
     def observe(self, round: SpeculationRound) -> None:
-        self.posterior.observe(round)
+        self.posterior.observe(round.num_accepted, len(round.tree))
 
 
 class ModelOrCopies(Drafter):

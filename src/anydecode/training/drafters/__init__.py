@@ -9,7 +9,7 @@ from anydecode.training.drafters.dflash import DFlash
 from anydecode.training.drafters.dspark import DSpark
 from anydecode.training.drafters.eagle import Eagle
 from anydecode.training.drafters.eagle3 import Eagle3
-from anydecode.training.drafters.early_exit import EarlyExit
+from anydecode.training.drafters.early_exit import EarlyExit, KangarooAdapter
 from anydecode.training.drafters.hydra import Hydra, HydraPlus
 from anydecode.training.drafters.learner import Learner
 from anydecode.training.drafters.longspec import LongSpec
@@ -21,7 +21,7 @@ RECIPES: dict[str, type[Learner]] = {
     learner.recipe: learner
     for learner in (
         *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover),
-        *(DFlash, DSpark, PEagle, ParallelSpec, EarlyExit, LongSpec),
+        *(DFlash, DSpark, PEagle, ParallelSpec, EarlyExit, KangarooAdapter, LongSpec),
     )
 }
 

@@ -107,14 +107,19 @@ def _drafts(
     return all_drafts
 
 
-def repeats(ran: list[tuple[int, int, int]], trace: list[TracedRound], exits: list[int]) -> bool:
+def repeats(
+    ran: list[tuple[int, int, int]],
+    trace: list[TracedRound],
+    exits: list[int],
+    num_layers: int = LAYERS,
+) -> bool:
     """Whether the rows differ from the method's: per round, a row per draft through the layers
     before its exit, the same rows through the others, and one row, that of the last draft, through
     all."""
-    expected = [(position, 0, LAYERS) for position in range(len(trace[0].text) - 1)]
+    expected = [(position, 0, num_layers) for position in range(len(trace[0].text) - 1)]
     for one, layers in zip(trace, exits, strict=True):
         start, size = len(one.text) - 1, len(one.tokens)
         expected += [(position, 0, layers) for position in range(start, start + size)]
-        expected += [(position, layers, LAYERS) for position in range(start, start + size)]
-        expected.append((start + size, 0, LAYERS))
+        expected += [(position, layers, num_layers) for position in range(start, start + size)]
+        expected.append((start + size, 0, num_layers))
     return sorted(expected) != sorted(ran)

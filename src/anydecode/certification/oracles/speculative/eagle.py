@@ -131,6 +131,8 @@ class Drafting:
         scores = np.einsum("hd,khd->hk", rotated("q_proj", heads), k) / np.sqrt(width)
         mixed = np.einsum("hk,khd->hd", softmax(scores), v).reshape(-1)
         x = x + product("self_attn.o_proj", mixed)
+        if f"{name}.mlp.gate_proj.weight" not in self.tensors:
+            return np.asarray(x)
         y = self._norm(x, f"{name}.post_attention_layernorm")
         gate = product("mlp.gate_proj", y)
         inner = gate / (1 + np.exp(-gate)) * product("mlp.up_proj", y)
