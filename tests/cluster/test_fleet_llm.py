@@ -217,6 +217,12 @@ def test_a_worker_of_another_version_is_refused_whatever_else_it_says(
             asyncio.run(Worker(llm, SECRET).run("127.0.0.1", fleet.fleet_port))
 
 
+def test_a_name_that_is_no_label_is_refused() -> None:
+    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet, LLM(MODEL, **OPTIONS) as llm:
+        with pytest.raises(FleetError, match="the name 'a b' is none for a worker"):
+            asyncio.run(Worker(llm, SECRET, name="a b").run("127.0.0.1", fleet.fleet_port))
+
+
 def test_an_address_in_use_is_refused() -> None:
     with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
         with pytest.raises(InvalidRequestError, match="choose another --fleet-host"):

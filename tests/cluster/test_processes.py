@@ -182,6 +182,9 @@ def test_the_command_serves_shows_and_drains(tmp_path: Path) -> None:
                 check=True,
             ).stdout
 
+        metrics = httpx.get(f"http://{urls[0]}/metrics").text
+        assert "anydecode_fleet_tasks_total 1.0" in metrics
+        assert 'anydecode_worker_tasks{worker="mixed-2"} 0.0' in metrics
         shown = command("status")
         assert "mixed-1" in shown and "mixed-2" in shown and "tasks 1" in shown
         assert "gets no new work" in command("drain", "mixed-1")

@@ -175,6 +175,7 @@ def up(
     Example: anydecode cluster up smollm2-135m-instruct --workers 2
     """
     from anydecode.cluster.launcher import Launcher, LocalWorkers, Starter, places
+    from anydecode.cluster.metrics import FleetCollector
     from anydecode.cluster.proxy import FleetLLM
     from anydecode.cluster.ray_workers import RayWorkers
     from anydecode.cluster.secret import read_secret
@@ -242,12 +243,14 @@ def up(
             patience=5.0,
         )
         start = RayWorkers(ray, common, secret, threads)
+    served = as_served(llm, settings)
+    served.metrics.registry.register(FleetCollector(llm.status))
     launcher = Launcher(start)
     logs.write_json_lines()
     logs.event("fleet", address=at, workers=[place.name for place in wanted])
     try:
         launcher.start(wanted)
-        serve(as_served(llm, settings))
+        serve(served)
     finally:
         launcher.close()
         if isinstance(start, RayWorkers):

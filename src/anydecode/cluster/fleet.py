@@ -246,6 +246,11 @@ class Fleet:
             "failed": self._on_failed,
         }
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of tasks that are on no worker. May be read on any thread."""
+        return sum(task.worker is None for task in list(self.tasks.values()))
+
     def submit(self, task: Task, now: float) -> None:
         """Queue a task."""
         self.counts["tasks"] += 1
@@ -329,7 +334,7 @@ class Fleet:
 
     def status(self, now: float) -> Frame:
         """The workers, tasks and counters, as JSON."""
-        waiting = sum(task.worker is None for task in self.tasks.values())
+        waiting = self.num_waiting
         return {
             "workers": [
                 {

@@ -8,6 +8,7 @@ this module connects it with the network.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -60,6 +61,8 @@ from anydecode.server import logs
 _TASK: StateKey[Task] = StateKey("cluster", "task")
 _REPORT: StateKey[Frame] = StateKey("cluster", "report")
 
+#: The names of workers, which are labels of metrics, too.
+_NAME = r"[A-Za-z0-9._-]{1,64}"
 #: How long a drained worker may go on with its tasks, in seconds.
 DRAIN_SECONDS = 60.0
 
@@ -114,6 +117,16 @@ class FleetDriver(Driver):
             ) from None
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._ticks = asyncio.run_coroutine_threadsafe(self._tick(), self._events)
+
+    @property
+    def num_running(self) -> int:
+        """Number of samples that are on a worker."""
+        return max(0, len(self.fleet.tasks) - self.fleet.num_waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of samples that wait for a worker."""
+        return self.fleet.num_waiting
 
     def submit(self, job: Job) -> None:
         """Give the task of a job to a worker.
@@ -333,6 +346,11 @@ class FleetDriver(Driver):
         """Why a worker cannot serve the proxy's model, or None."""
         if worker.role not in ROLES:
             return f"the role {worker.role!r} is none of {', '.join(ROLES)}"
+        if not re.fullmatch(_NAME, worker.name):
+            return (
+                f"the name {worker.name[:80]!r} is none for a worker: give a --name of 1 to 64"
+                " letters, digits, dots, hyphens and underscores"
+            )
         own = self._own_facts
         for runner, expected in own["runners"].items():
             found = given["runners"].get(runner)

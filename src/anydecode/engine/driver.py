@@ -41,6 +41,16 @@ class Driver:
         self._fault: BaseException | None = None  # what stopped the engine
 
     @property
+    def num_running(self) -> int:
+        """Number of running sequences."""
+        return len(self.engine.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait to run."""
+        return len(self.engine.waiting)
+
+    @property
     def error(self) -> EngineStoppedError | None:
         """A new exception for a job that ends because the engine has stopped; its cause is the
         fault. None while the engine runs."""

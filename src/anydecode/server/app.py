@@ -333,8 +333,8 @@ def _load(llm: LLM) -> dict[str, Any]:
         for name, runner in list(engine.runners.items())
     }
     return {
-        "running": len(engine.running),
-        "waiting": len(engine.waiting),
+        "running": llm.driver.num_running,
+        "waiting": llm.driver.num_waiting,
         "preemptions": engine.num_preemptions,
         "num_tokens": engine.num_tokens,
         "runners": runners,

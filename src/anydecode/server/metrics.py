@@ -87,8 +87,8 @@ def _spill_bytes(runner: ModelRunner) -> float:
 _GAUGES: dict[str, tuple[str, Callable[[LLM], float]]] = {
     "engine_up": ("1 while the engine runs, 0 after a fault has stopped it.",
                   lambda llm: llm.driver.error is None),
-    "running_sequences": ("Running sequences.", lambda llm: len(llm.engine.running)),
-    "waiting_sequences": ("Waiting sequences.", lambda llm: len(llm.engine.waiting)),
+    "running_sequences": ("Running sequences.", lambda llm: llm.driver.num_running),
+    "waiting_sequences": ("Waiting sequences.", lambda llm: llm.driver.num_waiting),
 }  # fmt: skip
 _COUNTERS: dict[str, tuple[str, Callable[[LLM], float]]] = {
     "preemptions": ("Preempted sequences.", lambda llm: llm.engine.num_preemptions),
