@@ -95,6 +95,7 @@ def test_losses_equal_those_of_one_prompt_at_a_time(folder: Path) -> None:
         assert found == pytest.approx(masked, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_engine_predicts_with_the_adapter(folder: Path, tmp_path: Path) -> None:
     pairs = [(f"copy {name}:", 100 * value) for name, value in NAMES.items()] * 4
     Random(0).shuffle(pairs)

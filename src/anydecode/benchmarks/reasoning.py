@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,7 +75,6 @@ def measure(
     max_tokens: int,
     temperature: float,
     seed: int = 0,
-    report: Callable[[int], None] = lambda done: None,
 ) -> Result:
     """Let a method answer all questions, which are decoded together, and check the answers."""
     is_greedy = method == GREEDY
@@ -89,10 +88,7 @@ def measure(
         seed=seed,
     )
     seconds = time.perf_counter() - begin
-    right = 0
-    for number, (one, answer) in enumerate(zip(questions, answers, strict=True), start=1):
-        right += one.is_right(answer.text)
-        report(number)
+    right = sum(one.is_right(answer.text) for one, answer in zip(questions, answers, strict=True))
     count = len(questions)
     stats = [answer.stats for answer in answers]
     return Result(
@@ -162,13 +158,12 @@ def bench_reasoning(
         questions = load_questions(task, data, count, seed, llm)
         prompt_rows = sum(len(one.prompt) for one in questions) / len(questions)
         results: dict[str, Result] = {}
-        with progress("answers", None) as bar:
+        with progress("methods") as bar:
 
             def run(name: str) -> None:
                 bar.begin(name)
-                results[name] = measure(
-                    llm, name, questions, max_tokens, temperature, seed, bar.update
-                )
+                results[name] = measure(llm, name, questions, max_tokens, temperature, seed)
+                bar.update(len(results))
 
             for name in names:
                 run(name)
