@@ -15,11 +15,12 @@ from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+FILL_IN = "/v1/fim/completions"
 
 
 def body(path: str, input_text: str = "abc", **fields: Any) -> dict[str, Any]:
     """A request for three tokens."""
-    if path == COMPLETIONS:
+    if path in (COMPLETIONS, FILL_IN):
         return {"prompt": input_text, "max_tokens": 3, **fields}
     if path == CHAT:
         return {"messages": [{"role": "user", "content": input_text}], "max_tokens": 3, **fields}

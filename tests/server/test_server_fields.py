@@ -46,6 +46,7 @@ IGNORED: dict[str, dict[str, Any]] = {
     },
     RESPONSES: {
         "access_programs": {"cyber": "standard"},
+        "background_options": {"completion_window": "24h"},
         "context_management": [{"type": "compaction"}],
         "image": {"context_compression": "auto"},
         "include": ["reasoning.encrypted_content"],
@@ -134,6 +135,7 @@ def test_defaults_and_nulls_are_not_listed_as_ignored(
         (CHAT, "moderation", {"model": "m"}),
         (CHAT, "web_search_options", {}),
         (RESPONSES, "conversation", "conv_1"),
+        (RESPONSES, "personality", "friendly"),
         (RESPONSES, "prompt", {"id": "pmpt_1"}),
     ],
 )

@@ -47,6 +47,7 @@ from anydecode.server.protocol import (  # noqa: E402
     ConstraintRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    FillInRequest,
     Options,
     ResponsesRequest,
     TokenizeRequest,
@@ -103,6 +104,7 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
             {"prompt": "a", "resume": RESUME, "max_tokens": 3, "seed": 1},
         ],
     ),
+    "/v1/fim/completions": (FillInRequest, {"prompt": "a", "max_tokens": 2}, []),
     "/v1/chat/completions": (
         ChatRequest,
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 
 pytest.importorskip("fastapi")
 
 from anydecode import LLM  # noqa: E402
+from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.certification.oracles.constrained.self_infill import filling_llm  # noqa: E402
 from anydecode.decoders.constrained.self_infill import SelfInfill  # noqa: E402
-from anydecode.models.scripted import ScriptedModel  # noqa: E402
+from anydecode.models.scripted import FillInTokenizer, ScriptedModel  # noqa: E402
 from anydecode.models.tokenizers import HFTokenizer  # noqa: E402
-from server_client import CHAT, COMPLETIONS, Client, served  # noqa: E402
+from server_client import CHAT, COMPLETIONS, FILL_IN, Client, served  # noqa: E402
 
 
 def posted(client: Client, path: str, **fields: Any) -> tuple[int, Any]:
@@ -145,10 +147,48 @@ def test_a_gap_is_filled_as_in_process() -> None:
         assert "echo and suffix" in client.refused(COMPLETIONS, suffix="x", echo=True)["message"]
 
 
-def test_a_suffix_needs_a_model_that_fills_gaps(client: Client) -> None:
-    error = client.refused(COMPLETIONS, suffix="the end")
-    assert "fill-in-the-middle model" in error["message"] and error["param"] == "suffix"
-    assert client.ask(COMPLETIONS, suffix="")
+def test_a_gap_is_filled_in_mistrals_form() -> None:
+    with scripted_llm(fills_in=True) as llm, served(llm) as client:
+        fields = {"prompt": "def f(x):", "suffix": "return x", "max_tokens": 8}
+        for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+            direct = client.ask(COMPLETIONS, **fields, **options)
+            sent = {"random_seed" if name == "seed" else name: one for name, one in options.items()}
+            status, answer = posted(client, FILL_IN, **fields, **sent)
+            assert status == 200 and answer["object"] == "chat.completion"
+            [choice] = answer["choices"]
+            text, reason = (direct["choices"][0][name] for name in ("text", "finish_reason"))
+            assert choice["message"] == {"role": "assistant", "content": text}
+            assert choice["finish_reason"] == reason
+            counts = [one["usage"]["total_tokens"] for one in (answer, direct)]
+            assert counts[0] == counts[1]
+            chunks = client.chunks(FILL_IN, **fields, **sent)
+            assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+            assert "".join(delta["content"] for delta in deltas) == text
+
+
+def test_the_limit_of_a_gap_is_the_context_length() -> None:
+    def without_end(path: tuple[int, ...]) -> np.ndarray:
+        return np.eye(FillInTokenizer.vocab_size)[ord("m")] * 20.0
+
+    model = ScriptedModel(without_end, FillInTokenizer.vocab_size, max_positions=64)
+    with LLM(model, tokenizer=FillInTokenizer()) as llm, served(llm) as client:
+        answer = posted(client, FILL_IN, prompt="ab", suffix="c", temperature=0)[1]
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == 64
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, FILL_IN])
+def test_a_suffix_needs_a_model_that_fills_gaps(client: Client, llm: LLM, path: str) -> None:
+    fields = {"prompt": "the cat", "max_tokens": 3, "temperature": 0}
+    status, answer = posted(client, path, suffix="the end", **fields)
+    assert status == 400 and answer["error"]["param"] == "suffix"
+    assert "fill-in-the-middle model" in answer["error"]["message"]
+    for suffix in ("", None):
+        [choice] = posted(client, path, suffix=suffix, **fields)[1]["choices"]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert text == llm.generate("the cat", max_tokens=3).text
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

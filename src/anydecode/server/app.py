@@ -23,7 +23,7 @@ from anydecode.server.anthropic.routes import add_anthropic_api
 from anydecode.server.batches.routes import add_files_api
 from anydecode.server.bodies import JsonRoute
 from anydecode.server.chat import chat
-from anydecode.server.completions import complete
+from anydecode.server.completions import complete, fill_in
 from anydecode.server.embeddings import embed
 from anydecode.server.errors import ApiError, api_error, stopped_message
 from anydecode.server.field_errors import invalid_body
@@ -38,6 +38,7 @@ from anydecode.server.protocol import (
     ConstraintRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    FillInRequest,
     LoadAdapterRequest,
     RerankRequest,
     ResponsesRequest,
@@ -148,6 +149,11 @@ def _add_generation(app: FastAPI, models: ServedModels) -> None:
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Generate the continuation of one prompt or several."""
         return await complete(await _service(models, body.model, http), body, http)
+
+    @app.post("/v1/fim/completions", responses=_STREAM_ERRORS)
+    async def fim_completions(body: FillInRequest, http: Request) -> Response:
+        """Generate the text between a prompt and a suffix."""
+        return await fill_in(await _service(models, body.model, http), body, http)
 
     @app.post("/v1/constraints/validate", responses=_ERRORS)
     async def validate_constraint(body: ConstraintRequest, http: Request) -> Response:

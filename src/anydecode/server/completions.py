@@ -1,4 +1,4 @@
-"""The endpoint `/v1/completions`."""
+"""The endpoints `/v1/completions` and `/v1/fim/completions`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, encode_event
 from anydecode.server.options import engine_options
 from anydecode.server.prompts import prompt_list
-from anydecode.server.protocol import CompletionRequest
+from anydecode.server.protocol import CompletionRequest, FillInRequest
 from anydecode.server.run import ServerRun
 from anydecode.server.service import Service, canvas, chunk_usage, extension, usage
 from anydecode.server.tools import constraint_factory, constraint_field, with_field
@@ -28,9 +28,25 @@ DEFAULT_TOKENS = 16
 
 async def complete(service: Service, body: CompletionRequest, http: HttpRequest) -> Response:
     """Generate the continuation of one prompt or several, as one response or as a stream."""
+    return await _complete(service, body, http, DEFAULT_TOKENS, _CompletionAnswer)
+
+
+async def fill_in(service: Service, body: FillInRequest, http: HttpRequest) -> Response:
+    """Generate the text between a prompt and a suffix, as one response or as a stream. Without
+    `max_tokens`, the context length is the limit."""
+    return await _complete(service, body, http, service.llm.max_length, _FillInAnswer)
+
+
+async def _complete(
+    service: Service,
+    body: CompletionRequest,
+    http: HttpRequest,
+    default_tokens: int,
+    form: type[_CompletionAnswer],
+) -> Response:
     state = http.scope["state"]
     options = engine_options(body, service.llm, service.settings, state["namespace"])
-    options["max_tokens"] = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    options["max_tokens"] = default_tokens if body.max_tokens is None else body.max_tokens
     options["logprobs"] = body.logprobs
     options["prompt_logprobs"] = max(
         (count for count in (body.logprobs if body.echo else None, body.prompt_logprobs)
@@ -53,7 +69,7 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
         prompts, ends = await with_suffix(service, state, prompts, body.suffix)
         options["stop_tokens"] = [*(body.stop_tokens or ()), *ends]
     run = await service.run(prompts, options, state, streamed=body.stream)
-    answer = _CompletionAnswer(service, body, run)
+    answer = form(service, body, run)
     if body.stream:
         return EventStream(run, answer.chunks(), service.settings.stall_seconds)
     async with run:
@@ -107,6 +123,9 @@ def _mean_logprob(generation: Generation) -> float:
 class _CompletionAnswer:
     """Builds the response object, or the chunks of its stream."""
 
+    RESPONSE = CHUNK = "text_completion"
+    ID_PREFIX = "cmpl"
+
     def __init__(self, service: Service, body: CompletionRequest, run: ServerRun) -> None:
         self.service = service
         self.body = body
@@ -125,7 +144,7 @@ class _CompletionAnswer:
                 | self._prompt_logprobs(index)
             )
         return {
-            **self.service.head("text_completion", "cmpl", self.body.model),
+            **self.service.head(self.RESPONSE, self.ID_PREFIX, self.body.model),
             "choices": choices,
             "usage": usage(self.run),
             "anydecode": extension(generations, self.service.tokenizer, self.body),
@@ -133,7 +152,7 @@ class _CompletionAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream."""
-        head = self.service.head("text_completion", "cmpl", self.body.model)
+        head = self.service.head(self.CHUNK, self.ID_PREFIX, self.body.model)
         stream_options = self.body.stream_options
         active = set(range(len(self.run.choices)))
         echoes = [self._echo(index) for index in sorted(active)]
@@ -230,3 +249,15 @@ class _CompletionAnswer:
     def _finish_reason(self, index: int) -> str:
         request, number = self.run.choices[index]
         return request.jobs[number].sequence.finish_reason or "stop"
+
+
+class _FillInAnswer(_CompletionAnswer):
+    """An answer of `/v1/fim/completions`: its text is a message, as in Mistral's API."""
+
+    RESPONSE, CHUNK = "chat.completion", "chat.completion.chunk"
+    ID_PREFIX = "fim"
+
+    def _choice(self, index: int, text: str, entries: Any, reason: str | None) -> dict[str, Any]:
+        part = "delta" if self.body.stream else "message"
+        message = {"role": "assistant", "content": text}
+        return {"index": index, part: message, "logprobs": entries, "finish_reason": reason}

@@ -93,7 +93,7 @@ _LISTS: dict[str, Any] = {
 
 
 #: Other names that a sampling option has in requests.
-OTHER_NAMES = {"thinking_token_budget": ("max_thinking_tokens",)}
+OTHER_NAMES = {"seed": ("random_seed",), "thinking_token_budget": ("max_thinking_tokens",)}
 
 
 def _sampling_fields() -> dict[str, Any]:
@@ -324,6 +324,13 @@ class CompletionRequest(Options):
     service_tier: ServiceTier | None = None
 
 
+class FillInRequest(CompletionRequest):
+    """`POST /v1/fim/completions`, as in Mistral's API: the text between `prompt` and `suffix`, of a
+    fill-in-the-middle model; without a suffix, what follows the prompt."""
+
+    prompt: str
+
+
 class TokenizeRequest(Body):
     """`POST /tokenize`, as in vLLM: of a prompt, or of a conversation as the chat template renders
     it."""
@@ -462,6 +469,7 @@ class ResponsesRequest(Options):
     IGNORED = {
         **{name: value for name, value in _IGNORED.items() if name not in ("metadata", "store")},
         "access_programs": ({},),
+        "background_options": ({}, {"completion_window": "soonest"}),
         "context_management": ([],),
         "image": ({},),
         "include": ([], [INCLUDE_LOGPROBS]),
@@ -475,6 +483,7 @@ class ResponsesRequest(Options):
     REFUSED = {
         "conversation": ((), "conversations are not stored; send previous_response_id"),
         "moderation": ((), _MODERATION),
+        "personality": ((), "the model has no presets of its style; send instructions"),
         "prompt": ((), "prompts are not stored; send the text as input"),
     }
     input: str | Objects | None = None

@@ -21,6 +21,7 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
+    "/v1/fim/completions": "text_completion",
     "/v1/responses": "chat",
     "/v1/embeddings": "embeddings",
     "/v1/messages": "chat",
