@@ -15,6 +15,9 @@ import httpx
 import pytest
 
 from anydecode import LLM
+from anydecode.certification.checks import scripted_llm
+from anydecode.server.running import LiveServer
+from anydecode.server.settings import Settings
 
 MODEL = "smollm2-135m-instruct"
 #: Where `make test-clients` installs the library.
@@ -56,24 +59,37 @@ console.log(JSON.stringify({
   failure: await failure(api.chatCompletionNonStream({ ...chat, model: "another", stream: false }, signal)),
 }));
 """  # noqa: E501
+#: Prints the chunks of a gap that is filled.
+FILL_IN = """
+import { constructLlmApi } from "@continuedev/openai-adapters";
+const [apiBase, body] = process.argv.slice(1).map((text) => JSON.parse(text));
+const api = constructLlmApi({ provider: "vllm", apiKey: "none", apiBase });
+const parts = [];
+for await (const part of api.fimStream(body, new AbortController().signal)) parts.push(part);
+console.log(JSON.stringify(parts));
+"""
 
 
-@pytest.fixture(scope="module")
-def results(url: str) -> dict[str, Any]:
-    """What each function of the library returns."""
+def run_library(program: str, *arguments: Any) -> Any:
+    """The JSON that a program prints as its last line."""
     node = shutil.which("node")
     if node is None or not LIBRARY.is_dir():
         pytest.skip("needs Node.js and npm when the environment of the clients is made")
-    arguments = map(json.dumps, (f"{url}/", MODEL, ASK, TOOL))
     done = subprocess.run(
-        [node, "--input-type=module", "-e", PROGRAM, "--", *arguments],
+        [node, "--input-type=module", "-e", program, "--", *map(json.dumps, arguments)],
         cwd=sys.prefix,  # where the packages are found
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def results(url: str) -> dict[str, Any]:
+    """What each function of the library returns."""
+    found: dict[str, Any] = run_library(PROGRAM, f"{url}/", MODEL, ASK, TOOL)
     return found
 
 
@@ -109,6 +125,17 @@ def test_the_library_reads_calls(results: dict[str, Any]) -> None:
 def test_the_library_throws_the_servers_errors(results: dict[str, Any]) -> None:
     status, message = results["failure"]
     assert status == 404 and "does not exist on this server" in message
+
+
+def test_the_library_fills_a_gap() -> None:
+    fields = {"prompt": "def f(x):", "suffix": "return x", "max_tokens": 8, "temperature": 0}
+    with scripted_llm(fills_in=True) as llm:
+        with LiveServer(llm, Settings(name="scripted", port=0)) as server:
+            body = {"model": "scripted", "stop": ["/src/", "```"], "stream": True, **fields}
+            chunks = run_library(FILL_IN, f"{server.url}/v1/", body)
+            answer = httpx.post(f"{server.url}/v1/completions", json=fields, trust_env=False)
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+    assert text == answer.json()["choices"][0]["text"] != ""
 
 
 @pytest.fixture(scope="module")

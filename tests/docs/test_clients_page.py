@@ -51,6 +51,7 @@ CALLS = {
         "api.completionStream(",
         "openai:completion:",
     ),
+    "/v1/fim/completions": ("api.fimStream(",),
     "/v1/responses": (
         "agents.OpenAIResponsesModel",
         "client.responses.create(",

@@ -169,6 +169,9 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "POST /v1/completions": [
         {"prompt": "a", "max_tokens": 2, "stream": stream} for stream in (False, True)
     ],
+    "POST /v1/fim/completions": [
+        {"prompt": "a", "max_tokens": 2, "stream": stream} for stream in (False, True)
+    ],
     "POST /v1/responses": [
         {"input": "a", "max_output_tokens": 2, "stream": stream} for stream in (False, True)
     ],
