@@ -14,7 +14,7 @@ def test_certificate() -> None:
     assert_certified("remedi")
 
 
-@pytest.mark.parametrize("parameter", ["steps", "block"])
+@pytest.mark.parametrize("parameter", ["steps", "block", "rank"])
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,6 +35,13 @@ def test_certificate_rejects_probabilities_in_place_of_logits(
             self.scores.row(self._rows[position])
         ).dense(259),
     )
+    assert_rejected("remedi")
+
+
+def test_certificate_rejects_logits_in_place_of_confidences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SelfReflection, "_reads_confidences", lambda self, sequence: False)
     assert_rejected("remedi")
 
 
