@@ -407,4 +407,4 @@ def test_generate_on_the_default_model(default_model_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["tokens"]) == 8 and found["finish_reason"] == "length"
-    assert found["tokens_per_second"] > 0 and found["passes"] >= 8
+    assert found["tokens_per_second"] > 0 and 0 < found["passes"] <= 9

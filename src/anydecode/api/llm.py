@@ -102,9 +102,10 @@ class LLM:
         draft: A smaller model for methods that need one, in any of the forms of `model`, the folder
             of a drafter that reads the states of `model` (EAGLE, DFlash, Medusa, Hydra, modules for
             further tokens), or a copy of `model`: "self:int4", "self:layers=10" or both
-            ("self:int4,layers=10"). "none" also leaves out the modules in the folder of `model`
-            that a method may find there. A list opens several, which methods that route between
-            drafters use (`taps`); other methods use the first.
+            ("self:int4,layers=10"). By default the drafter in this package for `model`, if there is
+            one (see `open_shipped_draft`). "none" leaves it out, and the modules in the folder of
+            `model` that a method may find there. A list opens several, which methods that route
+            between drafters use (`taps`); other methods use the first.
         cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
             None (the backend's default). Methods that are token-exact give equal texts within one
             format.
@@ -161,7 +162,7 @@ class LLM:
         spill_limit: str | int = "4GiB",
     ) -> None:
         from anydecode.models.opening import WeightFormat, open_model, open_tokenizer, with_mask
-        from anydecode.models.self_drafts import open_draft, open_own_draft
+        from anydecode.models.self_drafts import open_draft, open_own_draft, open_shipped_draft
 
         if prefix_spill is not None and not prefix_cache:
             raise InvalidRequestError(
@@ -200,6 +201,10 @@ class LLM:
             open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
         )
         tokenizers = {TARGET: self.tokenizer, "draft": self.tokenizer}
+        if draft is None:
+            shipped = open_shipped_draft(self.model, threads=threads, backend=backend)
+            if shipped is not None:
+                self.add_runner("draft", shipped)
         for number, one in enumerate(one for one in drafts if one not in (None, "none")):
             name = f"draft-{number + 1}" if number else "draft"
             draft_model, draft_tokenizer = open_draft(

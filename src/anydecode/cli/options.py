@@ -132,7 +132,8 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         help="Draft model for methods that need one, or the folder of a drafter (EAGLE, DFlash,"
-        " Medusa, Hydra); self:int4 quantises the model itself.",
+        " Medusa, Hydra); self:int4 quantises the model itself; none: not even the one that comes"
+        " with anydecode. Default: that one, if there is one for the model.",
     ),
 ]
 Drafts = Annotated[
@@ -140,8 +141,9 @@ Drafts = Annotated[
     typer.Option(
         "--draft",
         help="Draft model for methods that need one, or the folder of a drafter (EAGLE, DFlash,"
-        " Medusa, Hydra); self:int4 quantises the model itself. May be repeated, for methods that"
-        " draft with several (taps).",
+        " Medusa, Hydra); self:int4 quantises the model itself; none: not even the one that comes"
+        " with anydecode. Default: that one, if there is one for the model. May be repeated, for"
+        " methods that draft with several (taps).",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on one line.")]

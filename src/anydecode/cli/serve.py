@@ -142,7 +142,11 @@ def serve(
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option("--draft", help="Draft model; may be repeated. Default: none."),
+        typer.Option(
+            "--draft",
+            help="Draft model; may be repeated. Default: the one that comes with anydecode, if"
+            " there is one for the model; none: no draft model.",
+        ),
     ] = None,
     adapter: Annotated[
         list[str] | None,

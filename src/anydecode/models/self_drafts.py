@@ -10,6 +10,7 @@ from typing import Any
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize_rows
+from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import FLOAT_FORMATS
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import Loader, drafter_model, find_loader
@@ -19,6 +20,7 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp, load_mtp
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor, open_checkpoint, open_model
+from anydecode.models.shipped_drafters import shipped_drafter
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Transformer
 
@@ -105,6 +107,20 @@ def open_own_draft(
     if not has_mtp(checkpoint):
         return None
     return _open_head(checkpoint, load_mtp, target, dtype, threads, backend)
+
+
+def open_shipped_draft(
+    target: Model, *, threads: int | None = None, backend: str | None = None
+) -> Model | None:
+    """The drafter for `target` in this package; None if there is none, or if `target` does not run
+    with the native kernels, which alone draft within multi-step passes."""
+    if not isinstance(target, Transformer) or not isinstance(target.executor, NativeExecutor):
+        return None
+    folder = shipped_drafter(target.network) if target.spec.causal else None
+    if folder is None:
+        return None
+    # In a wider format, a step would take up to half as long as one of the target.
+    return open_draft(folder, target, dtype="int4", threads=threads, backend=backend)[0]
 
 
 def _is_own_module(checkpoint: Checkpoint, target: Model) -> bool:
