@@ -9,6 +9,7 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.oracles.transformer import rotate
+from anydecode.certification.tiny import tiny_model
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import (
@@ -530,6 +531,14 @@ def test_embeddings_in_place_of_tokens(model: Transformer) -> None:
     given[3:7] = model.embed(rows.tokens[3:7])
     rows.tokens[3:7], rows.inputs = -1, given
     assert np.array_equal(logits(model, rows), expected)
+
+
+@pytest.mark.parametrize("backend", ["native", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_head_of_no_rows_before_the_first_pass(backend: str) -> None:
+    if backend == "torch":
+        pytest.importorskip("torch")
+    model = tiny_model(backend=backend)
+    assert model.head(np.empty((0, model.spec.hidden_size), np.float32)).shape == (0, 259)
 
 
 def test_embeddings_are_not_scaled_again() -> None:
