@@ -203,3 +203,11 @@ def test_the_demo_gives_the_text_of_one_engine(default_model_path: Path, reposit
     done = subprocess.run([*demo, str(default_model_path)], capture_output=True, text=True)
     assert "was killed after" in done.stdout, done.stderr
     assert "started again 1 times\nthe text of one engine: True" in done.stdout
+
+
+def test_many_requests_with_faults_lose_and_change_nothing(repository: Path) -> None:
+    command = [sys.executable, str(repository / "examples" / "faults_of_a_fleet.py")]
+    done = subprocess.run([*command, "60", "1", "0"], capture_output=True, text=True)
+    assert "60 requests, 4 kills, 0 stopped processes" in done.stdout, done.stderr
+    assert "0 answers differ, 0 failed" in done.stdout
+    assert "left in the fleet: 0 running, 0 waiting" in done.stdout
