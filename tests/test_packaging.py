@@ -273,6 +273,7 @@ def run_without_posix(*arguments: str, **settings: Any) -> subprocess.CompletedP
 _SLOW = [["--help"], ["methods"], ["bench", "--help"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

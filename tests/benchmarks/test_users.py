@@ -70,6 +70,7 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="critical")
 """
 
 
+@pytest.mark.slow
 def test_servers_are_compared_and_answers_validated(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text(SERVER)

@@ -39,6 +39,7 @@ SEAM_METHODS = (
 KEYS = [card.key for card in catalogue.cards()]
 
 
+@pytest.mark.slow
 def test_certificates_run_without_torch() -> None:
     """Only the parts that train with torch are reported as not run."""
     if load_library() is None:
@@ -246,6 +247,7 @@ main.run(["certify", "autoregressive", "multi-step", "beam", "--keep", sys.argv[
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="kills itself by signal")
 def test_a_killed_certification_resumes(tmp_path: Path) -> None:
     keep = tmp_path / "kept.jsonl"

@@ -480,6 +480,7 @@ def test_invalid_schemas_are_rejected_in_bounded_time(schema, words):
     assert monotonic() - began < 20
 
 
+@pytest.mark.slow
 def test_hostile_patterns_and_large_schemas_terminate():
     """A catastrophic pattern and a large schema give an error or a constraint in bounded time."""
     began = monotonic()

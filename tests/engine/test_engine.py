@@ -758,6 +758,7 @@ def test_prompt_logprobs_survive_preemption() -> None:
         assert [note.logprob for note in one.prompt_logprobs[1:]] == expected
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_need_a_prompt_that_is_scored() -> None:
     with scripted_llm() as llm:
         one = llm.generate("a", max_tokens=0, prompt_logprobs=1)

@@ -63,6 +63,7 @@ def test_changes_are_those_of_the_seed(name: str) -> None:
     assert runs[0] == runs[1] and len(set(runs[0])) > 15
 
 
+@pytest.mark.slow
 def test_all_folders_and_files_hold_models_that_run(tmp_path: Path) -> None:
     """Else all changes would be refused for the same reason."""
     for folder in write_folders(tmp_path).values():

@@ -110,6 +110,7 @@ BOMBS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", BOMBS)
 def test_templates_cannot_take_much_memory_or_time(template: str) -> None:
     tracemalloc.start()

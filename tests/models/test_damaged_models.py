@@ -782,6 +782,7 @@ for action in (
 """
 
 
+@pytest.mark.slow
 def test_invalid_models_do_not_crash_the_process() -> None:
     pytest.importorskip("torch")
     done = subprocess.run(

@@ -36,6 +36,7 @@ def test_top_p_fails_its_measure() -> None:
     assert desmoothing(10, top_p=0.9) > measure.margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"epsilon": 0.001}])
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]

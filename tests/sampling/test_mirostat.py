@@ -74,6 +74,7 @@ def test_the_estimate_stays_within_its_bounds() -> None:
     assert rule.mu == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"tau": 4.5}, {"eta": 0.2}, {"version": 1}])
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]

@@ -37,6 +37,7 @@ def test_the_nucleus_fails_its_measure() -> None:
     assert top_w_gain(20, TopP(0.999)) > measure.margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"entropy": 2.0}, {"mass": 2.6}])
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]

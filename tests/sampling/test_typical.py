@@ -38,6 +38,7 @@ def test_top_p_fails_its_measure() -> None:
     assert typicality(40, top_p=0.9) > measure.margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"p": 0.9}])
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]

@@ -56,6 +56,7 @@ def test_the_least_likely_top_choice_is_kept(probabilities: list[float], kept: l
     assert ExcludeTopChoices(1.0, 0.15).apply(candidates).tokens.tolist() == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"threshold": 0.12}, {"probability": 0.4}])
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]

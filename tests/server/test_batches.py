@@ -302,6 +302,7 @@ def test_a_running_batch_is_cancelled() -> None:
             batches.openai.batches.cancel("batch_x")
 
 
+@pytest.mark.slow
 def test_a_batch_expires_with_its_window() -> None:
     with scripted_llm() as llm, served(llm, batch_lines=2) as client:
         batches = Batches(client)

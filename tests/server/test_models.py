@@ -174,6 +174,7 @@ def test_simultaneous_requests_load_a_model_once(monkeypatch: pytest.MonkeyPatch
         assert len(loader.loaded) == 1
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_model_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with router(monkeypatch, memory_budget=200) as one:
         one.text("b")
@@ -216,6 +217,7 @@ def test_a_response_in_the_background_keeps_its_model(monkeypatch: pytest.Monkey
         until(lambda: one.http.post(COMPLETIONS, json=body(COMPLETIONS, model="b")).is_success)
 
 
+@pytest.mark.slow
 def test_idle_models_are_unloaded_and_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with router(monkeypatch, idle_seconds=0.05) as one:
         one.text("b")

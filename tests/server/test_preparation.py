@@ -91,6 +91,7 @@ def formatted(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", REFUSED.values(), ids=REFUSED)
 def test_schemas_that_take_too_long_are_refused_with_the_limit(client: Client, schema: Any) -> None:
     error = client.refused(COMPLETIONS, response_format=formatted(schema))

@@ -154,6 +154,7 @@ def test_the_deltas_of_a_stream_are_sent_as_they_come() -> None:
     assert len([one for one in events if one["type"] == "response.output_text.delta"]) >= 3
 
 
+@pytest.mark.slow
 def test_reasoning_text_and_calls_are_items() -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "max_output_tokens": 400}
     with replaying_llm(f"<think>{THOUGHT}</think>{TEXT}") as llm, served(llm) as client:
@@ -234,6 +235,7 @@ def test_reasoning_that_the_limit_cuts_has_no_message() -> None:
         assert plain(response)[1:] == [("message", "completed", "")]
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_text() -> None:
     text = f"<think>{THOUGHT}</think>{TEXT}"
     fields = {"tools": TOOLS, "include": ["message.output_text.logprobs"], "top_logprobs": 2}

@@ -282,6 +282,7 @@ except EngineStoppedError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drain", [0, 1000])
 def test_a_server_process_reports_its_stopped_engine_and_then_fails(drain: int) -> None:
     """A supervisor sees an exit status other than 0, after the drain or SIGTERM."""

@@ -384,6 +384,7 @@ def test_messages_and_tools_stop_at_the_first_error() -> None:
             assert num_errors(ChatRequest, body) < 20
 
 
+@pytest.mark.slow
 def test_messages_of_other_apis_have_few_errors() -> None:
     many = {str(number): None for number in range(9999)}
     values = [many, [{"role": "user", **many}] * 2, [None] * 9999, {"type": "enabled", **many}]

@@ -282,6 +282,7 @@ def test_arguments_are_streamed_as_they_are_generated() -> None:
         assert plain == [(call["name"], call["arguments"]) for call in calls]
 
 
+@pytest.mark.slow
 def test_only_a_call_that_is_validated_is_held_back() -> None:
     with replaying_llm(TEXT) as llm, served(llm) as client:
         chunks = client.single_chunks(llm, CHAT, patience=0.02, **FIELDS, tools=offered(UNIQUE))

@@ -135,6 +135,7 @@ def test_certificate_rejects_other_defaults(
     assert_rejected("awrs")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_weights_that_resampling_forgets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

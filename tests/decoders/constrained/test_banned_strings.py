@@ -121,6 +121,7 @@ def sampled_fit(decoder: str) -> Fit:
     return fit([tuple(one.tokens) for one in answer.samples], rewound())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["autoregressive", "prompt-lookup"])
 def test_answers_have_the_distribution_of_rewinds(decoder: str) -> None:
     expected = rewound()

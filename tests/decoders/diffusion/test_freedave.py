@@ -38,6 +38,7 @@ def test_certificate_rejects_drafts_that_are_not_verified(monkeypatch: pytest.Mo
     assert_rejected("freedave")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_drafts_of_the_next_block_before_those_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

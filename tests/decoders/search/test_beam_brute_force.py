@@ -94,6 +94,7 @@ def searched(logits: Logits, decoder: Beam, limit: int = LIMIT) -> Generation:
         return llm.generate(list(PROMPT), decoder=decoder, max_tokens=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_beam_that_drops_nothing_finds_the_best_of_all_texts(penalty: float) -> None:
     ended = 0

@@ -52,6 +52,7 @@ def test_certificate_rejects_texts_with_the_same_noise(monkeypatch: pytest.Monke
     assert_rejected("best-of-n")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_the_last_of_equal_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     def last(order: Any, key: Callable[[int], float]) -> list[int]:
         return sorted(reversed(list(order)), key=key)

@@ -23,6 +23,7 @@ def test_certificate() -> None:
     assert_certified("deal")
 
 
+@pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["deal"]())
     assert len(checks) == 6 and all(check.passed for check in checks), checks
@@ -50,6 +51,7 @@ def test_certificate_rejects_sampled_continuations(monkeypatch: pytest.MonkeyPat
     assert_rejected("deal")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_rewards_of_the_continuation_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

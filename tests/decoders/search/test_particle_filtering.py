@@ -44,6 +44,7 @@ def test_certificate_rejects_other_defaults(
     assert_rejected("particle-filtering")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_weights_without_the_potential_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

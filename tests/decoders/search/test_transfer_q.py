@@ -23,6 +23,7 @@ def test_certificate() -> None:
     assert_certified("transfer-q")
 
 
+@pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["transfer-q"]())
     assert len(checks) == 10 and all(check.passed for check in checks), checks

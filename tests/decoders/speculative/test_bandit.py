@@ -94,6 +94,7 @@ def test_copies_in_place_of_the_draft_model_are_rejected(monkeypatch: pytest.Mon
     assert_rejected("bandit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [0.0, 4.0])
 def test_another_weight_of_the_confidence_is_rejected(
     weight: float, monkeypatch: pytest.MonkeyPatch

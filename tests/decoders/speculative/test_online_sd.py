@@ -73,6 +73,7 @@ def test_certificate_rejects_attention_without_its_gradient(
     assert_rejected("online-sd")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_weights_that_are_never_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightUpdates, "reset", lambda self: None)
     assert_rejected("online-sd")

@@ -157,6 +157,7 @@ def test_siblings_that_are_chosen_but_compared_as_drawn_are_noticed(
     assert_wrong("rsd" if kind is StochasticBeam else "dyspec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["opt-tree", "fixed-tree", "eagle"])
 def test_probable_siblings_that_are_compared_as_drawn_are_noticed(
     monkeypatch: Patch, key: str

@@ -51,6 +51,7 @@ def test_a_selection_of_the_first_path_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert fails("tokens are accepted along the selected path")
 
 
+@pytest.mark.slow
 def test_selected_tokens_that_are_compared_with_the_draft_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,6 +26,7 @@ def test_certificate_rejects_branches_that_start_from_zeros(
     assert_rejected("stree")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_branches_that_compute_the_states_before_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,6 +49,7 @@ def test_certificate_rejects_branches_that_compute_the_states_before_them_again(
     assert_rejected("stree")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_sizes_without_the_cost_of_the_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -55,11 +57,13 @@ def test_certificate_rejects_sizes_without_the_cost_of_the_replay(
     assert_rejected("stree")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_trees_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_method(monkeypatch, "stree", "suffix")
     assert_rejected("stree")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_another_default(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_defaults(monkeypatch, "stree", size=8)
     assert_rejected("stree")
