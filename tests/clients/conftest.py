@@ -62,3 +62,16 @@ def keyed_url(llm: LLM) -> Iterator[str]:
     settings = Settings(name=MODEL, port=0, api_keys=("secret",))
     with LiveServer(llm, settings) as server:
         yield f"{server.url}/v1"
+
+
+@pytest.fixture
+def tokenizer(llm: LLM, tmp_path: Path) -> str:
+    """The model's tokenizer in a folder that transformers opens."""
+    transformers = pytest.importorskip("transformers")
+    inner: Any = llm.tokenizer
+    (eos,) = [inner.token_text(token) for token in inner.eos_ids][:1]
+    folder = str(tmp_path / "tokenizer")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner.backend, bos_token=inner.token_text(inner.bos_id), eos_token=eos
+    ).save_pretrained(folder)
+    return folder

@@ -105,6 +105,22 @@ def test_completions_and_embeddings(url: str, llm: LLM) -> None:
     assert found == pytest.approx(llm.embed("a cat"), abs=1e-4)
 
 
+def test_embeddings_with_the_models_tokenizer(url: str, llm: LLM, tokenizer: str) -> None:
+    embeddings = langchain_openai.OpenAIEmbeddings(
+        model=MODEL, base_url=url, api_key="none", tiktoken_enabled=False,
+        tiktoken_model_name=tokenizer,
+    )  # fmt: skip
+    for text in ("a cat", "a cat and the sea"):
+        assert embeddings.embed_query(text) == pytest.approx(llm.embed(text), abs=1e-4)
+
+
+def test_token_ids_of_another_vocabulary_are_refused(url: str) -> None:
+    # As OpenAIEmbeddings sends with OpenAI's tokenizer, which it downloads.
+    client = openai.OpenAI(base_url=url, api_key="none")
+    with pytest.raises(openai.BadRequestError, match="100000"):
+        client.embeddings.create(model=MODEL, input=[[64, 100000]])
+
+
 def test_errors_are_openais(model: Any, keyed_url: str) -> None:
     with pytest.raises(openai.NotFoundError):
         model.model_copy(update={"model_name": "gpt-4o"}).invoke(ASK)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 lm_eval = pytest.importorskip("lm_eval")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -62,18 +62,6 @@ def tasks(tmp_path: Path) -> Any:
         }
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
     return TaskManager(include_path=str(tmp_path), include_defaults=False)
-
-
-@pytest.fixture
-def tokenizer(llm: LLM, tmp_path: Path) -> str:
-    """The model's tokenizer in a folder that transformers opens."""
-    inner: Any = llm.tokenizer
-    (eos,) = [inner.token_text(token) for token in inner.eos_ids][:1]
-    folder = str(tmp_path / "tokenizer")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner.backend, bos_token=inner.token_text(inner.bos_id), eos_token=eos
-    ).save_pretrained(folder)
-    return folder
 
 
 def evaluate(model: Any, tasks: Any, **options: Any) -> tuple[Any, Any]:
