@@ -23,12 +23,14 @@ from anydecode.decoders.speculative.draft_sources import DraftRecord, ModelSourc
 from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import MAX_MATCH, NUM_BINS, BurstDrafter, BurstDrafts, CopyText
 from anydecode.kernels.library import load_library
+from anydecode.kernels.native import NativeExecutor
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
 from anydecode.models.opening import open_model
 from anydecode.models.self_drafts import open_draft
+from anydecode.sampling import sampler
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
@@ -241,6 +243,33 @@ def test_of_a_long_prompt_only_the_end_is_read(temperature: float) -> None:
     assert bursts[0].drafter is not None
     assert len(bursts[0].drafter.tokens) == MAX_BURST_TOKENS
     assert drafted(bursts)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.95, "min_p": 0.01}],
+    ids=str,
+)
+@pytest.mark.usefixtures("_fixed_records")
+def test_truncated_samples_are_drawn_in_bursts(
+    rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**OPTIONS, "temperature": 0.9, **rules}
+    with llm_with(eagle3_checkpoint) as llm, recorded(llm) as bursts:
+        for prompt in PROMPTS:
+            with monkeypatch.context() as patch:
+                patch.setattr(NativeExecutor, "truncates", False)
+                patch.setattr(sampler, "sample_truncated", lambda *args: None)
+                plain = llm.generate(prompt, decoder="auto", **options)
+                assert not bursts
+            free = {"temperature": 0.9, **OPTIONS}
+            assert llm.generate(prompt, decoder="multi-step", **free).tokens != plain.tokens
+            for decoder in ("multi-step", "autoregressive", "auto"):
+                assert llm.generate(prompt, decoder=decoder, **options).tokens == plain.tokens
+            in_bursts = sum(len(burst.tokens) for burst in bursts)
+            assert len(plain.tokens) / 2 < in_bursts > 2 * len(bursts)
+            bursts.clear()
+        llm.engine.check_integrity()
 
 
 @TEMPERATURES

@@ -412,11 +412,25 @@ class Rows:
         return len(self.tokens)
 
 
+class Truncation(NamedTuple):
+    """The tokens that a sampler keeps: `top_k` (0: all), of these `top_p`, and of these `min_p`.
+
+    They apply to the scores logit / `temperature`, float32.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class SampleSpec(NamedTuple):
     """A token that a backend may sample within the pass, from row `row` of the returned logits.
 
     The token is the argmax of logit * `inverse_temperature` + Gumbel noise of (seed, stream,
-    position), or of the logit where `inverse_temperature` is 0. Ties go to the lowest id.
+    position), or of the logit where `inverse_temperature` is 0. Ties go to the lowest id. With a
+    `truncation`, which only some backends take (`NativeExecutor.truncates`), it is the argmax of
+    score + noise over the tokens kept, or -1 where the sampler is to decide.
     """
 
     row: int
@@ -424,6 +438,7 @@ class SampleSpec(NamedTuple):
     seed: int = 0
     stream: int = 0
     position: int = 0
+    truncation: Truncation | None = None
 
 
 class CopyText(NamedTuple):
@@ -577,8 +592,8 @@ class Output:
     `logits` is float32 `[len(output_spec.logits), vocab_size]` and `hidden[l]` float32 `[rows,
     hidden_size]`. Both may be views of buffers that the next pass of the same model overwrites.
     `sampled` has the tokens of `output_spec.samples`, or is empty where the backend does not
-    sample. After several steps it has all sampled tokens in order, and `logits` are those of the
-    last one; `probabilities` has one entry per token if `OutputSpec.probabilities` is set.
+    sample. After several steps it has all sampled tokens in order, up to one that the sampler is to
+    decide, and `logits` are those of the last one, or of that one if it is the first; `probabilities` has one entry per token if `OutputSpec.probabilities` is set.
     """
 
     logits: Array

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels import interface
 from anydecode.kernels.build import local_variants
 from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import FORMATS, OWN_FORMATS
@@ -106,6 +107,22 @@ class Capture(ctypes.Structure):
     ]
 
 
+class Truncation(ctypes.Structure):
+    """The tokens that a sampler keeps (`interface.Truncation`)."""
+
+    _fields_ = [
+        ("top_p", c_double),
+        *((name, c_float) for name in ("divisor", "min_gap")),
+        *((name, c_int32) for name in ("top_k", "reserved")),
+    ]
+
+    @classmethod
+    def of(cls, rule: interface.Truncation) -> Truncation:
+        """The rule as the kernels take it."""
+        gap = np.log(rule.min_p) if rule.min_p else -np.inf
+        return cls(rule.top_p, np.float32(rule.temperature), np.float32(gap), rule.top_k)
+
+
 class SampleSpec(ctypes.Structure):
     """A token to sample within a pass; `token` receives it."""
 
@@ -114,6 +131,7 @@ class SampleSpec(ctypes.Structure):
         ("seed", c_uint64),
         *((name, c_uint32) for name in ("position", "stream", "attempt")),
         *((name, c_int32) for name in ("row", "token", "reserved")),
+        ("truncation", pointer),
     ]
 
 
@@ -205,6 +223,10 @@ _SIGNATURES = {
     "sample_gumbel": (
         c_int32,
         [pointer, c_int64, c_double, c_uint64, c_uint32, c_uint32, c_uint32],
+    ),
+    "sample_truncated": (
+        c_int32,
+        [pointer, c_int64, pointer, c_uint64, c_uint32, c_uint32, c_uint32],
     ),
 }
 
@@ -340,3 +362,32 @@ def sample_gumbel(
             address, count, inverse_temperature, seed & (2**64 - 1), stream, position, attempt
         )
     )
+
+
+def sample_truncated(
+    logits: np.ndarray,
+    truncation: interface.Truncation,
+    seed: int,
+    stream: int,
+    position: int,
+    attempt: int,
+) -> int | None:
+    """Sample a token of those that `truncation` keeps: the argmax of score + Gumbel noise.
+
+    The noise is that of `sample_gumbel`.
+
+    Args:
+        logits: float32 `[vocab_size]`.
+        truncation: The temperature, and what is kept.
+
+    Returns:
+        The token; None where many tokens are kept, or where rounding might decide which ones.
+
+    Raises:
+        RuntimeError: The native kernels are not available.
+    """
+    address, count = _row(logits)
+    rule = ctypes.byref(Truncation.of(truncation))
+    noise = (seed & (2**64 - 1), stream, position, attempt)
+    token = int(_library().sample_truncated(address, count, rule, *noise))
+    return token if token >= 0 else None

@@ -29,7 +29,15 @@ from anydecode.kernels.interface import (
     SampleSpec,
     Weight,
 )
-from anydecode.kernels.library import FORMAT_CODES, Capture, Library, Lora, Pass, load_library
+from anydecode.kernels.library import (
+    FORMAT_CODES,
+    Capture,
+    Library,
+    Lora,
+    Pass,
+    Truncation,
+    load_library,
+)
 from anydecode.kernels.library import SampleSpec as NativeSampleSpec
 from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import Packer, float_vector
@@ -260,7 +268,9 @@ class NativeExecutor:
         sampled = [specs[i].token for i in range(len(samples))]
         if num_steps > 1:
             sampled = self._multi_step_tokens[:num_steps].tolist()
-            sampled = sampled[: sampled.index(-1)] if -1 in sampled else sampled
+        if output_spec.num_steps > 1 and -1 in sampled:
+            sampled = sampled[: sampled.index(-1)]
+        if num_steps > 1:
             if output_spec.probabilities:
                 probabilities = self._step_probabilities[: len(sampled)].tolist()
             if bound is not None:
@@ -269,6 +279,11 @@ class NativeExecutor:
                 slot = rows.tables[rows.table[-1]][rows.positions[-1] + len(sampled) - 1]
                 cache.states.move(self._states.last_state, int(slot))
         return Output(self._logits(len(output_spec.logits)), hidden, sampled, probabilities)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether samples may have a truncation (`SampleSpec.truncation`)."""
+        return self._can_sample and not self.program.recurrences
 
     @property
     def drafts_in_bursts(self) -> bool:
@@ -547,10 +562,12 @@ class NativeExecutor:
         if count > len(self._samples):
             self._samples = (NativeSampleSpec * (2 * count))()
             self._pass.samples = ctypes.addressof(self._samples)
-        for native, spec in zip(self._samples, specs, strict=False):
+        self._truncations = [spec.truncation and Truncation.of(spec.truncation) for spec in specs]
+        for native, spec, rule in zip(self._samples, specs, self._truncations, strict=False):
             native.row, native.inverse_temperature, native.seed, native.stream, native.position = (
-                spec
+                spec[:5]
             )
+            native.truncation = None if rule is None else ctypes.addressof(rule)
         return self._samples
 
     def _call(

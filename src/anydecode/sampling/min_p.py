@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.kernels.interface import Truncation
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -24,6 +25,9 @@ class MinP(LogitsProcessor):
         scores = candidates.scores
         bound = scores.max() + np.float32(np.log(self.p))
         return candidates.keep(np.flatnonzero(scores >= bound))
+
+    def truncated(self, rule: Truncation) -> Truncation | None:
+        return None if rule.min_p else rule._replace(min_p=self.p)
 
 
 @register(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from anydecode.kernels.interface import Truncation
 from anydecode.sampling.candidates import Candidates
 
 
@@ -28,6 +29,10 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def apply(self, candidates: Candidates) -> Candidates:
         """The candidates after this rule. May write to `candidates.writable()`."""
+
+    def truncated(self, rule: Truncation) -> Truncation | None:
+        """`rule` followed by this one, if the two are one that the kernels know."""
+        return None
 
     def advance(self, token: int) -> None:  # noqa: B027  most processors are stateless
         """Append `token` to the text."""

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from anydecode.errors import ConstraintError
-from anydecode.kernels.library import load_library, sample_gumbel
+from anydecode.kernels.interface import Truncation
+from anydecode.kernels.library import load_library, sample_gumbel, sample_truncated
 from anydecode.sampling.candidates import Candidates, Distribution
 from anydecode.sampling.constrained import Constrained
 from anydecode.sampling.noise import Noise
@@ -51,12 +52,23 @@ class Sampler:
         self.post_temperature = tuple(post_temperature)
         self.combiner = combiner
         self._divisor = np.float32(temperature)
+        #: The truncations, if there is nothing but these and a temperature, and the kernels know
+        #: them.
+        self.truncation = self._truncation()
         last = self.pre_temperature[-1] if self.pre_temperature else None
         self._constraint = last if isinstance(last, Constrained) else None
         self._stateful = tuple(
             p for p in (*self.pre_temperature, *self.post_temperature) if p.is_stateful
         )
         self._observing = tuple(p for p in self._stateful if p.observes_hidden)
+
+    def _truncation(self) -> Truncation | None:
+        if self.is_greedy or self.pre_temperature or self.combiner or not self.post_temperature:
+            return None
+        rule: Truncation | None = Truncation(self.temperature)
+        for processor in self.post_temperature:
+            rule = rule and processor.truncated(rule)
+        return rule
 
     @property
     def is_stateful(self) -> bool:
@@ -209,6 +221,11 @@ class Sampler:
             return self._constrained(unconstrained).argmax()
         if self.is_temperature_only:
             return self._sample_scaled(logits, noise, position, attempt)
+        if self.truncation is not None and load_library() and logits.flags.c_contiguous:
+            noise_key = (noise.seed, noise.stream, position, attempt)
+            token = sample_truncated(logits, self.truncation, *noise_key)
+            if token is not None:
+                return token
         if self.post_temperature or self.combiner:
             return self.distribution(logits).sample(noise, position, attempt)
         candidates = self._without_constraint(logits)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.kernels.interface import Truncation
 from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
 from anydecode.sampling.processor import LogitsProcessor
 
@@ -28,6 +29,10 @@ class TopK(LogitsProcessor):
         if self.k >= len(candidates):
             return candidates
         return candidates.keep(largest(candidates.scores, self.k))
+
+    def truncated(self, rule: Truncation) -> Truncation | None:
+        is_first = not rule.top_k and rule.top_p == 1 and not rule.min_p
+        return rule._replace(top_k=self.k) if is_first else None
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class TopP(LogitsProcessor):
             if float(weights[index].sum(dtype=np.float64)) > mass * (1 + 1e-6):
                 break
         return candidates.keep(heaviest(candidates.scores, weights, index, mass))
+
+    def truncated(self, rule: Truncation) -> Truncation | None:
+        return rule._replace(top_p=self.p) if rule.top_p == 1 and not rule.min_p else None
 
 
 @dataclass(frozen=True)

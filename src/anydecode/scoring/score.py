@@ -79,12 +79,12 @@ class ScoreRequest:
             first_row: Index of the first of them in the logits of the pass.
 
         Returns:
-            One `SampleSpec` per row to sample; empty if the sampler needs more than a temperature
-            and a constraint.
+            One `SampleSpec` per row to sample; empty if the sampler needs more than a constraint
+            and what the backend can do (`SequenceData.samples_in_passes`).
         """
         sequence = self.sequence
         sampler = sequence.sampler
-        is_supported = sampler.is_temperature_only or sampler.is_constraint_only
+        is_supported = sequence.samples_in_passes or sampler.is_constraint_only
         is_draft = isinstance(span, MultiStepSpan) and span.min_probability is not None
         if is_draft:
             is_supported = sampler.is_temperature_only
@@ -100,7 +100,8 @@ class ScoreRequest:
         if span is not output_span or output_rows[0] != span.output_rows[0]:
             return []
         noise, position = sequence.noise, int(self.positions[0]) + 1
-        return [SampleSpec(first_row, 1 / sampler.temperature, noise.seed, noise.stream, position)]
+        key = (noise.seed, noise.stream, position)
+        return [SampleSpec(first_row, 1 / sampler.temperature, *key, sampler.truncation)]
 
     @property
     def multi_step_tokens(self) -> list[int]:

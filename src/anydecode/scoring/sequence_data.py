@@ -167,9 +167,18 @@ class SequenceData:
     @property
     def end_tokens(self) -> frozenset[int] | None:
         """The tokens that may end the generation, if these are known and the backend can sample by
-        itself (temperature only, no log-probabilities); else None."""
-        simple = self.sampler.is_temperature_only and self.compute_logprobs is None
+        itself (without log-probabilities); else None."""
+        simple = self.samples_in_passes and self.compute_logprobs is None
         return self.stop_checker.end_tokens if simple else None
+
+    @property
+    def samples_in_passes(self) -> bool:
+        """Whether the target's backend can sample what the sampler would: there is only a
+        temperature, or truncations that it knows."""
+        if self.sampler.truncation is None:
+            return self.sampler.is_temperature_only
+        executor = getattr(self.kv_cache().pool.model, "executor", None)
+        return getattr(executor, "truncates", False)
 
     @property
     def remaining(self) -> int:

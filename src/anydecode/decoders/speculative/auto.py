@@ -118,7 +118,7 @@ class _Session:
         self._drafts_in_bursts = (
             sequence.drafts_in_bursts
             and self.width == 1
-            and sequence.sampler.is_temperature_only
+            and sequence.samples_in_passes
             and (self.model is None or self.model.drafts_in_bursts)
         )
         self._passes = [0.0]  # seconds of passes with 0, 1, ... drafts
@@ -451,7 +451,8 @@ def _accepted(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[int]:
             " beforehand",
             "the kernels choose the drafts of a sequence that runs alone within multi-step bursts,"
             " if they are copies or those of a drafter that reads the target's states, and the"
-            " sampler has no more than a temperature: chains of the most probable source",
+            " sampler has no more than a temperature, top-k, top-p and min-p: chains of the most"
+            " probable source",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted whenever drafts can pay",

@@ -195,6 +195,10 @@ static int multi_step(const Pass *pass, int threads) {
   double path = 1.0;
   for (int step = 0;;) {
     token = spec->token;
+    if (token < 0) {
+      pass->multi_step_tokens[step] = -1;
+      return OK;
+    }
     if (pass->step_probabilities) {
       double probability = probability_of(pass, spec->row, token);
       pass->step_probabilities[step] = (float)probability;
@@ -275,8 +279,16 @@ EXPORT double anydecode_logsumexp(const float *logits, int64_t n) {
 EXPORT int32_t anydecode_sample_gumbel(const float *logits, int64_t n, double inverse_temperature,
                                      uint64_t seed, uint32_t stream, uint32_t position,
                                      uint32_t attempt) {
-  SampleSpec spec = {inverse_temperature, seed, {position, stream, attempt}, 0, 0, 0};
+  SampleSpec spec = {inverse_temperature, seed, {position, stream, attempt}, 0, 0, 0, NULL};
   BestToken best;
   chosen->sample(&spec, logits, 0, n, &best);
   return (int32_t)best.token;
+}
+
+/* The token, or -1 where the caller must sample. */
+EXPORT int32_t anydecode_sample_truncated(const float *logits, int64_t n,
+                                          const Truncation *truncation, uint64_t seed,
+                                          uint32_t stream, uint32_t position, uint32_t attempt) {
+  SampleSpec spec = {1.0, seed, {position, stream, attempt}, 0, 0, 0, truncation};
+  return chosen->sample_truncated(&spec, logits, n);
 }

@@ -82,6 +82,7 @@ static int draft_chain(const Drafting *drafting, const Pass *target, SampleSpec 
     next.samples = &spec;
     if ((problem = run_once(&next, threads))) return problem;
     drafter->num_read = drafter->num_known;
+    if (spec.token < 0) return OK;
     int n = draft->count++;
     double probability = probability_of(&next, 0, spec.token);
     draft->tokens[n] = spec.token;
@@ -195,6 +196,10 @@ static int drafting_steps(const Pass *pass, int threads) {
     drafting->seconds[drafting->num_passes++] = now() - start;
     for (;; kept++) {
       int32_t token = specs[kept].token;
+      if (token < 0) {
+        pass->multi_step_tokens[step] = -1;
+        return OK;
+      }
       pass->multi_step_tokens[step++] = token;
       read_token(drafting, token);
       if (drafter) drafter->tokens[drafter->num_known++] = token;

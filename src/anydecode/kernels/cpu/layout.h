@@ -108,13 +108,22 @@ typedef struct {
   int64_t stride;
 } Capture;
 
+/* Top-k (0: all), then top-p, then min-p, over the scores logit / divisor in float32. */
+typedef struct {
+  double top_p;
+  float divisor, min_gap; /* min_gap: the logarithm of min-p; -inf: none */
+  int32_t top_k, reserved;
+} Truncation;
+
 /* A token to sample from row `row` of the logits: the argmax of logit * inverse_temperature + the
- * noise of this seed and counter, or the argmax of the logits where inverse_temperature is 0. */
+ * noise of this seed and counter, or the argmax of the logits where inverse_temperature is 0. With a
+ * truncation, the argmax of score + noise over the tokens that it keeps (truncate.h). */
 typedef struct {
   double inverse_temperature;
   uint64_t seed;
   uint32_t counter[3]; /* of Philox: position, stream, attempt */
-  int32_t row, token, reserved; /* token: the result */
+  int32_t row, token, reserved; /* token: the result; -1: left to the caller */
+  const Truncation *truncation; /* NULL: none */
 } SampleSpec;
 
 /* The best token of a range of ids, and its score. */
@@ -261,6 +270,7 @@ typedef struct {
   double (*logsumexp)(const float *logits, int64_t n);
   void (*sample)(const SampleSpec *spec, const float *logits, int64_t first, int64_t last,
                  BestToken *best);
+  int32_t (*sample_truncated)(const SampleSpec *spec, const float *logits, int64_t n);
 } Kernels;
 
 INLINE int has_min(int format) {

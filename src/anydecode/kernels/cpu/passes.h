@@ -68,7 +68,12 @@ static void reduce_samples(const Plan *plan) {
     const BestToken *candidates = plan->best_tokens + i * parts, *best = candidates;
     for (int j = 1; j < parts; j++)
       if (candidates[j].score > best->score || best->score != best->score) best = candidates + j;
-    pass->samples[i].token = (int32_t)best->token;
+    SampleSpec *spec = pass->samples + i;
+    spec->token = (int32_t)best->token;
+    if (!spec->truncation) continue;
+    const float *logits = pass->logits + (int64_t)spec->row * pass->head_size;
+    if (pass->head_tokens) logits = pass->spread;
+    spec->token = chosen->sample_truncated(spec, logits, sampled_tokens(pass));
   }
 }
 

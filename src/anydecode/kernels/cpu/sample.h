@@ -199,7 +199,7 @@ static void sample_token(const SampleSpec *spec, const float *logits, int64_t fi
                          BestToken *best) {
   int64_t top = first + argmax(logits + first, last - first), token = first;
   *best = (BestToken){logits[top], top};
-  if (spec->inverse_temperature == 0) return;
+  if (spec->inverse_temperature == 0 || spec->truncation) return;
   GumbelSearch search = {spec, logits, round_keys(spec->seed), -INFINITY, -1};
   i8 rows[4];
   uint32_t words[NOISE_TOKENS];

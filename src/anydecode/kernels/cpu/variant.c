@@ -1,5 +1,6 @@
 /* All kernels for one instruction set; compiled once per set with VARIANT naming it. */
 #include "interpreter.h"
+#include "truncate.h"
 
 #define NAME2(variant) kernels_##variant
 #define NAME(variant) NAME2(variant)
@@ -8,4 +9,5 @@
 
 const Kernels NAME(VARIANT);
 const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    prefetch, repack,    linear,
-                               unpack_row,    argmax, top_k,    logsumexp, sample_token};
+                               unpack_row,    argmax, top_k,    logsumexp, sample_token,
+                               sample_truncated};
