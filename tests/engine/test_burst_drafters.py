@@ -272,6 +272,27 @@ def test_truncated_samples_are_drawn_in_bursts(
         llm.engine.check_integrity()
 
 
+@pytest.mark.usefixtures("_fixed_records")
+def test_a_burst_ends_where_a_sample_is_left_to_the_sampler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Where the nucleus ends among very improbable tokens, rounding may decide which ones it has.
+    options = {**OPTIONS, "temperature": 0.3, "top_p": 0.9999}
+    with llm_with(eagle3_checkpoint) as llm, recorded(llm) as bursts:
+        for prompt in PROMPTS:
+            answer = llm.generate(prompt, decoder="auto", trace=True, **options)
+            steps = answer.trace
+            assert len(answer.tokens) == len(steps) + sum(len(step["accepted"]) for step in steps)
+            assert llm.generate(prompt, decoder="multi-step", **options).tokens == answer.tokens
+            with monkeypatch.context() as patch:
+                patch.setattr(NativeExecutor, "truncates", False)
+                patch.setattr(sampler, "sample_truncated", lambda *args: None)
+                assert llm.generate(prompt, decoder="auto", **options).tokens == answer.tokens
+        lengths = [len(burst.tokens) for burst in bursts]
+        assert lengths.count(0) > 20 and lengths.count(1) > 5 and max(lengths) > 2
+        llm.engine.check_integrity()
+
+
 @TEMPERATURES
 def test_bursts_end_where_a_stop_string_may(temperature: float) -> None:
     options = {**OPTIONS, "temperature": temperature}

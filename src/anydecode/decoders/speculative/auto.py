@@ -294,6 +294,8 @@ class _Session:
         """Record each step of a burst."""
         position = self.sequence.length
         for index, (draft, count) in enumerate(zip(drafts.drafts, accepted, strict=True)):
+            if not tokens:  # the last pass has left its token to the sampler
+                break
             is_copy = drafts.sources[index] < len(drafts.texts)
             parents, name = list(range(-1, len(draft) - 1)), "copy" if is_copy else "model"
             tree = TokenTree(draft, parents, sources=[name] * len(draft) or None)
