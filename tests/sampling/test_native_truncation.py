@@ -79,6 +79,6 @@ def test_what_rounding_may_decide_is_left_to_the_sampler() -> None:
     logits, key = np.zeros(4, np.float32), (1, 0, 0, 0)
     assert sample_truncated(logits, Truncation(1.0, 0, 0.5), *key) is None  # two of four, or three
     assert sample_truncated(logits, Truncation(1.0, 0, 0.6), *key) in (0, 1, 2)
-    many = np.zeros(2000, np.float32)
+    many = np.zeros(5000, np.float32)
     assert sample_truncated(many, Truncation(1.0, 0, 0.9), *key) is None
     assert sample_truncated(np.full(4, np.nan, np.float32), Truncation(1.0, 2), *key) is None

@@ -8,7 +8,7 @@
 
 #include <stdlib.h>
 
-enum { MAX_SCORED = 1024 };
+enum { MAX_SCORED = 4096, MAX_TOP = 128 };
 /* Sums of weights are compared up to this fraction of all: float32's rounding of exp, and numpy's. */
 #define WEIGHT_SLACK 1e-5
 
@@ -75,15 +75,26 @@ static int nucleus(const ScoredToken *tokens, int count, int is_whole, double to
   return is_whole ? -1 : 0;
 }
 
+/* The score of the token number `count`, at most MAX_TOP, in the order of scores. */
+static float score_at(const float *logits, int64_t n, int count, float divisor) {
+  int32_t ids[MAX_TOP];
+  float values[MAX_TOP];
+  top_k(logits, n, count, ids, values);
+  return values[count - 1] / divisor;
+}
+
 /* The token that `spec` samples with its truncation, or -1. */
 static int32_t sample_truncated(const SampleSpec *spec, const float *logits, int64_t n) {
   const Truncation *rule = spec->truncation;
   ScoredToken tokens[MAX_SCORED];
-  float max = max_of(logits, n) / rule->divisor;
-  int kept = 0;
+  float max = max_of(logits, n) / rule->divisor, bound = max + rule->min_gap, lowest = -INFINITY;
+  int kept = 0, has_few = rule->top_k && rule->top_k <= MAX_TOP && rule->top_k < n;
+  double whole = 0.0;
   if (!(fabsf(max) < INFINITY)) return -1;
-  for (float depth = 4.0f; !kept && depth <= 16.0f; depth *= 2.0f) {
-    float floor = max - depth, bound = max + rule->min_gap;
+  if (has_few) lowest = score_at(logits, n, rule->top_k, rule->divisor);
+  else if (rule->top_p < 1.0) whole = total_weight(logits, n, rule->divisor, max);
+  for (float depth = 4.0f; !kept && depth <= 16.0f; depth += 2.0f) {
+    float floor = has_few ? lowest : max - depth;
     int count = tokens_above(logits, n, rule->divisor, floor, tokens), is_whole = count == n;
     if (count < 0) return -1;
     qsort(tokens, (size_t)count, sizeof *tokens, by_score);
@@ -92,8 +103,7 @@ static int32_t sample_truncated(const SampleSpec *spec, const float *logits, int
     else if (rule->top_k && rule->top_k < n && !is_whole) continue;
     is_whole |= is_first;
     if (rule->top_p < 1.0) {
-      double total = 0.0;
-      if (!is_first) total = total_weight(logits, n, rule->divisor, max);
+      double total = is_first ? 0.0 : whole;
       for (int i = 0; is_first && i < count; i++) total += exp((double)(tokens[i].score - max));
       int size = nucleus(tokens, count, is_whole, rule->top_p, total);
       if (size < 0) return -1;
