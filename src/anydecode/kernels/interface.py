@@ -593,7 +593,8 @@ class Output:
     hidden_size]`. Both may be views of buffers that the next pass of the same model overwrites.
     `sampled` has the tokens of `output_spec.samples`, or is empty where the backend does not
     sample. After several steps it has all sampled tokens in order, up to one that the sampler is to
-    decide, and `logits` are those of the last one, or of that one if it is the first; `probabilities` has one entry per token if `OutputSpec.probabilities` is set.
+    decide, and `logits` are those of the last one, or of that one if it is the first;
+    `probabilities` has one entry per token if `OutputSpec.probabilities` is set.
     """
 
     logits: Array
