@@ -56,8 +56,9 @@ def test_certificate() -> None:
 def test_bursts_with_the_noise_of_the_next_position_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def late(row: int, *rest: float) -> SampleSpec:
-        return SampleSpec(row, *rest[:-1], rest[-1] + 1) if rest else SampleSpec(row)
+    def late(*fields: Any) -> SampleSpec:
+        spec = SampleSpec(*fields)
+        return spec._replace(position=spec.position + 1)
 
     monkeypatch.setattr(score, "SampleSpec", late)
     assert_rejected("auto")
