@@ -289,7 +289,7 @@ def test_a_burst_ends_where_a_sample_is_left_to_the_sampler(
                 patch.setattr(sampler, "sample_truncated", lambda *args: None)
                 assert llm.generate(prompt, decoder="auto", **options).tokens == answer.tokens
         lengths = [len(burst.tokens) for burst in bursts]
-        assert lengths.count(0) > 20 and lengths.count(1) > 5 and max(lengths) > 2
+        assert lengths.count(0) > 10 and lengths.count(1) > 1 and max(lengths) > 2
         llm.engine.check_integrity()
 
 
