@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.decoders.speculative.draft_sources import DraftRecord, ModelSource
 from anydecode.kernels.library import load_library
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
@@ -36,8 +38,12 @@ def chat(llm: LLM, question: str) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_auto_drafts_with_it_and_the_text_is_that_of_plain_decoding(
-    llm: LLM, temperature: float
+    llm: LLM, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With costs that do not depend on the clock."""
+    record = DraftRecord(3.0, 1.5, 6e-4, 2e-4)
+    monkeypatch.setattr(ModelSource, "expected", lambda self, seconds: replace(record))
+    llm.cost_model = FixedCosts(lambda rows, _: 3e-3 * (1 + 0.1 * rows))
     options: dict[str, Any] = {"max_tokens": 160, "temperature": temperature, "seed": 2}
     num_drafts = num_accepted = 0
     for question in QUESTIONS:
