@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from anydecode.certification.tiny import tiny_network  # noqa: E402
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError  # noqa: E402
 from anydecode.models.families import load_network  # noqa: E402
 from anydecode.models.loading import load_checkpoint  # noqa: E402
+from anydecode.models.network import GatedMlp, Network  # noqa: E402
+from anydecode.training.drafters import RECIPES, find_recipe  # noqa: E402
 from anydecode.training.target import TorchTarget, Turn, check_plain, open_target  # noqa: E402
 
 TEXTS = [[5, 9, 30, 2, 39], [7, 8, 9]]
@@ -100,13 +103,31 @@ def test_samples_follow_the_distribution(
     assert not fits(p**1.3) and not fits(p**0.7)  # other temperatures
 
 
+def test_texts_beyond_the_positions_are_refused(target: TorchTarget) -> None:
+    with pytest.raises(InvalidRequestError, match="256 positions: give fewer --tokens"):
+        target.write([Turn([1, 2], 255, 0.0)], [set()], 0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_everything_of_a_drafter_moves_to_the_device(recipe: str, model: Path) -> None:
+    network = load_network(load_checkpoint(model))
+    learner = find_recipe(recipe)(network, [1, 2, 3], find_recipe(recipe).default_depth, 0)
+    learner.to("meta")
+    for module in learner.modules():
+        tensors = [*module.parameters(), *module.buffers()]
+        for value in vars(module).values():
+            held = value.keywords.values() if isinstance(value, partial) else [value]
+            tensors += [one for one in held if isinstance(one, torch.Tensor)]
+        assert all(tensor.is_meta for tensor in tensors)
+
+
 def test_prompts_are_chats(target: TorchTarget) -> None:
     prompts = target.prompts(40, 3)
     assert prompts
     for prompt in prompts:
         text = target.tokenizer.decode(prompt)
         assert text.startswith("u") and text.endswith("b")
-        assert len(text) > 8
+        assert len(text) > 8 and text.count("b") == 1  # the end of a turn stands once
     assert prompts == target.prompts(40, 3) != target.prompts(40, 4)
 
 
@@ -117,6 +138,21 @@ def test_other_targets_and_devices_are_refused(model: Path) -> None:
         check_plain(network)
     checkpoint = load_checkpoint(model)
     network = load_network(checkpoint)
+    layer = network.weights.layers[1]
+    assert layer.output is not None and isinstance(layer.mlp, GatedMlp)
+    ones = np.ones(64, np.float32)
+    biased = [
+        replace(layer, output=replace(layer.output, bias=ones)),
+        replace(layer, mlp=replace(layer.mlp, down=replace(layer.mlp.down, bias=ones))),
+        replace(layer, query_norm=ones),
+    ]
+    for other in biased:
+        layers = [other, *network.weights.layers[1:]]
+        with pytest.raises(UnsupportedCombinationError, match="models of the kind of Llama"):
+            check_plain(Network(network.spec, replace(network.weights, layers=layers)))
+    with pytest.raises(UnsupportedCombinationError, match="models of the kind of Llama"):
+        check_plain(Network(network.spec, replace(network.weights, head_bias=ones[:40])))
+    check_plain(network)
     with pytest.raises(InvalidRequestError, match="has no tokenizer"):
         open_target(network, None, "m", "cpu")
     for device in ("gpu", "cuda:77"):

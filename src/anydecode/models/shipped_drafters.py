@@ -17,8 +17,9 @@ _DRAFTERS = {
 
 
 def norms_digest(network: Network) -> str:
-    """The SHA-256 of the norms of a network's layers, which no weight format rounds: models with
-    the same digest are the same but for their weight formats."""
+    """The SHA-256 of the norms of a network's layers, which no weight format rounds. Models that
+    were tuned with frozen norms (merged adapters) have the digest of their base: a drafter for that
+    one drafts for them too, with fewer right drafts."""
     digest = hashlib.sha256()
     for layer in network.weights.layers:
         for norm in (layer.attention_norm, layer.mlp_norm):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ from anydecode.training.transformer import rotate
 NUM_SLOTS, STEPS = 2048, 16
 #: Halvings of the interval in which the threshold of top-p is searched.
 HALVINGS = 20
+#: Part of the free memory of a GPU that the keys and values may take.
+MEMORY_SHARE = 0.5
+#: Weights of a model and of a layer of Llama's kind.
+_USED_BY_MODEL = {"embedding", "layers", "final_norm", "head"}
+_USED_BY_LAYER = {"attention_norm", "query", "key", "value", "output", "mlp_norm", "mlp"}
 #: Fields of a spec that models of Llama's kind differ in.
 _OWN = {"architecture", "vocab_size", "hidden_size", "max_positions", "norm_eps", "layers"}
 
@@ -37,7 +42,7 @@ class Turn:
         given: The tokens before it.
         max_tokens: The most tokens that are written.
         temperature: 0 for the most probable tokens.
-        ends: The name of the tokens that end it; see `TorchTarget.write`.
+        ends: The index of the tokens that end it among those given to `TorchTarget.write`.
     """
 
     given: Sequence[int]
@@ -69,11 +74,8 @@ class TorchTarget:
         num_slots: See `NUM_SLOTS`.
 
     Raises:
-        UnsupportedCombinationError: The target is of another kind, or torch has no such device.
+        UnsupportedCombinationError: The target is of another kind.
     """
-
-    #: See `Writer`.
-    chunk = 8 * NUM_SLOTS
 
     def __init__(
         self, network: Network, tokenizer: Tokenizer, device: str, num_slots: int = NUM_SLOTS
@@ -81,6 +83,7 @@ class TorchTarget:
         check_plain(network)
         self.shape, self.tokenizer = layer_shape(network), tokenizer
         self.device, self.num_slots = torch.device(device), num_slots
+        self.max_positions = network.spec.max_positions
         weights = network.weights
         self._embedding = self._matrix(as_tensor(weights.embedding))
         is_tied = weights.head is weights.embedding
@@ -117,6 +120,11 @@ class TorchTarget:
             self._matrix(as_tensor(mlp.down.weight)),
         )
 
+    @property
+    def chunk(self) -> int:
+        """See `Writer`."""
+        return 8 * self.num_slots
+
     # --- states
 
     @torch.no_grad()
@@ -145,12 +153,15 @@ class TorchTarget:
         sizes = range(tokenizer.vocab_size)
         over = {*tokenizer.eos_ids, *tokenizer.encode(end, special=False)[:1]}
         lines = {token for token in sizes if b"\n" in tokenizer.token_bytes(token)}
+        room = self.max_positions - len(given)
+        kinds = [(min(SHORT_TURN, room), 1), (min(LONG_TURN, room), 0)]
         turns = [
-            Turn(given, LONG_TURN if is_long(i) else SHORT_TURN, 1.0, 0 if is_long(i) else 1)
-            for i in range(count)
+            Turn(given, limit, 1.0, ends)
+            for limit, ends in (kinds[is_long(index)] for index in range(count))
         ]
         written = self.write(turns, [over, over | lines], seed, TOP_P)
-        texts = dict.fromkeys(tokenizer.decode(one[len(given) :]).strip() for one in written)
+        turns_without_ends = [one[len(given) : -1 if one[-1] in over else None] for one in written]
+        texts = dict.fromkeys(tokenizer.decode(one).strip() for one in turns_without_ends)
         chats = [
             tokenizer.render_chat([{"role": "user", "content": text}])
             for text in texts
@@ -187,15 +198,23 @@ class TorchTarget:
 
         Args:
             turns: What to write.
-            ends: Sets of tokens; a text ends behind the first of those that `Turn.ends` names.
+            ends: Sets of tokens; a text ends behind the first of those of the set `Turn.ends`.
             seed: Random seed. The texts also depend on the number of slots.
             top_p: As `SamplingParams.top_p`.
 
         Returns:
             The tokens of each text, those before it included.
+
+        Raises:
+            InvalidRequestError: A text may have more tokens than the model has positions.
         """
-        slots = min(self.num_slots, len(turns))
         size = max(len(turn.given) + turn.max_tokens for turn in turns)
+        if size > self.max_positions:
+            raise InvalidRequestError(
+                f"a prompt and its answer may have {size} tokens, but the model"
+                f" {self.max_positions} positions: give fewer --tokens"
+            )
+        slots = min(self._affordable_slots(size), len(turns))
         random = torch.Generator(self.device).manual_seed(seed)
         with self.device:
             shape = (len(self._layers), 2, slots, self.shape.kv_heads, size, self.shape.head_width)
@@ -239,6 +258,16 @@ class TorchTarget:
                 ended = (after >= given) & (is_end[kinds, chosen] | (after >= last))
                 positions = torch.where(active, after, positions)
                 active = active & ~ended
+
+    def _affordable_slots(self, size: int) -> int:
+        """The number of texts of `size` tokens that fit into memory together, at most
+        `num_slots`."""
+        if self.device.type != "cuda":
+            return self.num_slots
+        numbers = 2 * len(self._layers) * self.shape.kv_heads * self.shape.head_width
+        free = torch.cuda.mem_get_info(self.device)[0]
+        count = int(MEMORY_SHARE * free / (numbers * size * torch.bfloat16.itemsize))
+        return max(1, min(self.num_slots, count))
 
     def _step(
         self, tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor
@@ -295,18 +324,41 @@ class TorchTarget:
 
 
 def check_plain(network: Network) -> None:
-    """Raise UnsupportedCombinationError for a target that is not of Llama's kind."""
-    spec, last = network.spec, network.spec.layers[-1]
+    """Raise UnsupportedCombinationError for a target that is not of Llama's kind, or has weights
+    that `TorchTarget` does not use."""
+    spec, weights = network.spec, network.weights
+    last = spec.layers[-1]
     plain = vars(LayerSpec(last.attention, last.rope, interleaved_rope=last.interleaved_rope))
     others = {one.name: one.default for one in fields(ModelSpec) if one.name not in _OWN}
-    is_plain = all(getattr(spec, name) == value for name, value in others.items())
     attention = last.attention
-    is_full = attention is not None and attention.window is attention.softcap is None
-    if not (is_plain and is_full and all(vars(layer) == plain for layer in spec.layers)):
+    is_plain = (
+        all(getattr(spec, name) == value for name, value in others.items())
+        and attention is not None
+        and (attention.window, attention.softcap, attention.chunk) == (None, None, None)
+        and attention.slopes is None
+        and attention.latent_dim is None
+        and all(vars(layer) == plain for layer in spec.layers)
+        and _has_only(weights, _USED_BY_MODEL)
+        and all(_has_only(layer, _USED_BY_LAYER) for layer in weights.layers)
+        and all(linear.bias is None for layer in weights.layers for linear in _unbiased(layer))
+    )
+    if not is_plain:
         raise UnsupportedCombinationError(
             f"{spec.architecture}: texts can be written with --device only by models of the kind"
             " of Llama"
         )
+
+
+def _has_only(weights: Any, names: set[str]) -> bool:
+    """Whether no other fields are set."""
+    return all(value is None or name in names for name, value in vars(weights).items())
+
+
+def _unbiased(layer: LayerWeights) -> list[Linear]:
+    """The matrices whose biases `TorchTarget` does not add."""
+    mlp = layer.mlp
+    assert layer.output is not None and isinstance(mlp, GatedMlp)
+    return [layer.output, mlp.gate, mlp.up, mlp.down]
 
 
 def _bias(linear: Linear) -> np.ndarray:

@@ -9,10 +9,12 @@ own (flash noisy training). Layout: that of `models/longspec.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from anydecode.errors import UnsupportedCombinationError
@@ -41,6 +43,19 @@ MAX_SHIFTED = 1200
 MAX_LAG = 5
 
 
+class Fixed(nn.Module):
+    """A function of a weight of the target, which is not trained and not in the state."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], weight: torch.Tensor) -> None:
+        super().__init__()
+        self._function = function
+        self.weight: torch.Tensor
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x, weight=self.weight)
+
+
 class CrossAttention(Projections):
     """Queries and output of an attention to the keys and values of a layer of the target, which are
     not trained."""
@@ -49,8 +64,8 @@ class CrossAttention(Projections):
         super().__init__(shape, shape.width)
         assert layer.key is not None and layer.value is not None
         del self.k_proj, self.v_proj
-        self.k_proj: Any = partial(functional.linear, weight=as_tensor(layer.key.weight))
-        self.v_proj: Any = partial(functional.linear, weight=as_tensor(layer.value.weight))
+        self.k_proj: Any = Fixed(functional.linear, as_tensor(layer.key.weight))
+        self.v_proj: Any = Fixed(functional.linear, as_tensor(layer.value.weight))
 
 
 class LongSpec(Learner):
@@ -84,11 +99,9 @@ class LongSpec(Learner):
         self.post_attention_layernorm = layer.post_attention_layernorm
         copy_norm(self.cross_layernorm, last.attention_norm)
         copy_norm(self.norm, target.weights.final_norm)
-        self._state_norm = partial(
-            functional.rms_norm,
-            normalized_shape=(self.width,),
-            weight=torch.from_numpy(last.attention_norm).float(),
-            eps=eps,
+        self._state_norm = Fixed(
+            partial(functional.rms_norm, normalized_shape=(self.width,), eps=eps),
+            torch.from_numpy(last.attention_norm).float(),
         )
 
     @staticmethod
