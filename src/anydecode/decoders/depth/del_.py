@@ -175,6 +175,9 @@ def head_cost(model: Any) -> float:
             "a draft has at most the chosen length, and length 0 is plain decoding; in the released"
             " code the length does not limit the draft, which has at least one token",
             "the cost of a draft and of the verification includes the head by default",
+            "verification samples with the target's own noise instead of the rejection rule",
+            "drafting stops by the largest probability, not that of the drafted token, which is"
+            " another at a temperature",
             "without mismatches or matches of an exit there is no threshold of confidence",
             "the layers' tokens are compared at the positions that were drafted from; that of a"
             " round's last draft is not, since its states of the first layers are not kept",

@@ -41,6 +41,11 @@ class _Session(ExitSession):
             "a round has one failure if a draft was rejected, and the counts decay; the paper's"
             " constants are not known, nor the weight of the confidence in Calibration-TS, here 5"
             " drafts",
+            "verification samples with the target's own noise instead of comparing argmax tokens or"
+            " the rejection rule",
+            "Calibration-TS has no online factor",
+            "the first draft of a round is made in any case; the counts are those of one request",
+            "an adapter of Kangaroo, without an MLP, is taken too",
             "chains: the paper's trees are left out",
             "drafts end at a token that would end the text, and at the limit of tokens",
             "`anydecode train drafter --recipe early-exit` learns with the loss of the other"

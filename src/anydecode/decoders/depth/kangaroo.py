@@ -36,7 +36,10 @@ class _Session(ExitSession):
             "an early exit of EESD, whose layer has an MLP, is taken too",
             "`anydecode train drafter --recipe kangaroo` learns with the loss of the other recipes,"
             " not the cross-entropy alone, from the model's own answers",
-            "positions from the prefix cache are left out of the adapter's cache",
+            "positions from the prefix cache, and those before a restart, are left out of the"
+            " adapter's cache",
+            "the first round drafts the first token too, which the authors' code takes from the"
+            " pass over the prompt",
         ),
         remote={"size": Range(1, 64), "threshold": Range(0, 1)},
     )

@@ -43,7 +43,8 @@ class _Session(DepthSession):
         summary="The first layers propose draft tokens, the remaining layers verify them.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         deviations=(
-            "verification samples with the target's own noise instead of comparing argmax tokens",
+            "verification samples with the target's own noise instead of comparing argmax tokens or"
+            " the rejection rule",
             "the prompt runs through all layers at once, not first through those of the draft",
             "`anydecode train depth` continues the training of a model, on its own answers; it"
             " trains none from scratch, and has a loss behind the last layer in every step",

@@ -3,7 +3,7 @@ Decoding for Diffusion Language Models", arXiv:2601.02236).
 
 Each step unmasks the masks above a confidence threshold, up to a maximum number. An end of text is
 delayed until a share of the canvas is unmasked. The paper's distillation is
-`anydecode train diffusion --method cd4lm`.
+`anydecode train distil --method cd4lm`.
 """
 
 from __future__ import annotations

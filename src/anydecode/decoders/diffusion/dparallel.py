@@ -1,7 +1,7 @@
 """dParallel (Chen et al., "dParallel: Learnable Parallel Decoding for dLLMs", arXiv:2509.26488).
 
 Each step unmasks every mask with an entropy below a bound. The rule is made for models distilled to
-be certain early (`anydecode train diffusion --method dparallel`).
+be certain early (`anydecode train distil --method dparallel`).
 """
 
 from __future__ import annotations

@@ -99,7 +99,9 @@ class SelfReflection(RevisingDenoiser):
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             "tokens are ranked by the confidences of the second stream only where the model has one"
-            " (RemeDi's checkpoints), otherwise by their logits, as in the released inference",
+            " (RemeDi's checkpoints), otherwise by their logits; the released inference takes"
+            " the logits always",
+            "the training of that stream by reinforcement learning is left out",
             STATEFUL,
             "the mask token is never generated",
         ),

@@ -97,6 +97,10 @@ Searching = Generator[DecoderAction, ActionResult, Any]
             " there are too few others, as in the authors' code",
             "the last draw is from the larger cluster; the authors' code takes another one if that"
             " is the second",
+            "without an advantage above 0, the last draw is by advantage; the authors' code draws"
+            " by its negative",
+            "texts that form no clusters are drawn from the pool alone, at the end as in a round;"
+            " the authors' code draws from all",
             "random numbers do not depend on earlier requests",
         ),
         remote={

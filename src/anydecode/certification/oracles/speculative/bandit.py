@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from random import Random
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_lengths import latest_copy
@@ -122,7 +123,9 @@ class ExitForward:
         self.cache, self.after = Cache(), early_exit.config["exit_after"]
         offsets = self.layer.tensors["d2t"].astype(int)
         self.tokens, self.num_tokens = offsets + np.arange(len(offsets)), target.spec.vocab_size
-        self.head = target.weights.head.data[self.tokens].astype(np.float64)
+        # Rows of the target's head for a part of its tokens are read in bfloat16.
+        rows = target.weights.head.data[self.tokens].astype(bfloat16)
+        self.head = rows.astype(np.float64)
 
     def step(self, token: int) -> np.ndarray:
         """The logits of all tokens behind a further one; -inf for those that the head leaves
