@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.reading_drafts import (
@@ -106,7 +107,9 @@ class DraftLayer:
         x = self._norm(x + self.tensors["mlp.down_proj.weight"] @ inner, "norm")
         kept = self.tensors["d2t"].astype(int) + np.arange(len(self.tensors["d2t"]))
         logits = np.full(self.config["vocab_size"], -np.inf)
-        logits[kept] = self.target.weights.head.data[kept].astype(np.float64) @ x
+        # Rows of the target's head for a part of its tokens are read in bfloat16.
+        rows = self.target.weights.head.data[kept].astype(bfloat16)
+        logits[kept] = rows.astype(np.float64) @ x
         return logits
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
