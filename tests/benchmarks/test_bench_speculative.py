@@ -369,3 +369,10 @@ def test_answers_of_other_settings_are_refused(
     with pytest.raises(InvalidRequestError, match="no results of this benchmark"):
         _run_rows(tmp_path, keep)
     assert keep.read_text() == "something else\n"
+
+
+def test_a_question_may_hold_any_separator_of_lines(tmp_path: Path) -> None:
+    turns = ["a\u2028b", "c\u0085d"]
+    lines = [json.dumps({"category": "qa", "turns": [turn]}, ensure_ascii=False) for turn in turns]
+    (tmp_path / "question.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    assert [one.text for one in questions(tmp_path, None)] == turns

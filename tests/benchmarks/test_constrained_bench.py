@@ -141,3 +141,10 @@ def test_points_are_of_accepted_schemas(capsys: pytest.CaptureFixture[str]) -> N
 def test_an_unknown_engine_is_refused_with_the_names_of_all(data: Path) -> None:
     with pytest.raises(InvalidRequestError, match="unknown engines x; .* without narrowing"):
         run_bench("constrained", ["--data", str(data), "--engines", "anydecode,x"])
+
+
+def test_a_schema_may_hold_any_separator_of_lines_and_a_split_be_empty(tmp_path: Path) -> None:
+    row = {"id": "a\u2028b"}
+    (tmp_path / "one.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
+    (tmp_path / "two.jsonl").write_text("", "utf-8")
+    assert load_rows(tmp_path, None, "") == [("one", "a\u2028b", row)]

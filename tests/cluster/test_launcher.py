@@ -1,4 +1,4 @@
-"""Workers that end are started again, and one that cannot be costs the others nothing."""
+"""Workers that end are started again, and one that cannot be does not stop the others."""
 
 from __future__ import annotations
 

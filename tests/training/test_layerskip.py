@@ -159,12 +159,6 @@ def test_the_command_writes_a_model_and_a_curve(
     assert drafted.tokens == plain.tokens
 
 
-def test_an_unknown_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(["train", "depth", "--recipe", "nothing"])
-    assert ended.value.code and "choose layerskip" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_training_raises_the_agreement_of_exits(tmp_path: Path) -> None:
     recipe = LayerSkipRecipe(steps=120, answers=256, batch=8, rate=5e-4, exit_scale=1.0, every=1)

@@ -207,7 +207,8 @@ def load_rows(
         raise InvalidRequestError(f"no split {split!r} in {data}" if split else f"{data} is empty")
     rows = []
     for file in files:
-        for line in file.read_text().splitlines()[::every][:limit]:
+        lines = [line for line in file.read_text("utf-8").split("\n") if line.strip()]
+        for line in lines[::every][:limit]:
             row = json.loads(line)
             rows.append((file.stem, row["id"], row))
     return rows

@@ -2,7 +2,7 @@
 cost.
 
 A method that computes more rows than plain decoding is compared with best-of-n and majority vote of
-as many texts as these rows pay for.
+as many texts as come to these rows.
 """
 
 from __future__ import annotations

@@ -409,13 +409,6 @@ def train_depth(
     model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
         options.DEFAULT_MODEL
     ),
-    recipe: Annotated[
-        str,
-        typer.Option(
-            "--recipe",
-            help="layerskip: the whole model learns, with layer dropout and losses at its exits.",
-        ),
-    ] = "layerskip",
     out: Out = Path("trained-depth"),
     minutes: Minutes = None,
     steps: Steps = None,
@@ -438,20 +431,17 @@ def train_depth(
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train a model so that its first layers predict what all of them do, for the decoders
-    layerskip and del. A run with the same --out is resumed. The model is in the folder "model" of
-    --out.
+    """Train a whole model, with layer dropout and losses at its exits, so that its first layers
+    predict what all of them do, for the decoders layerskip and del. A run with the same --out is
+    resumed. The model is in the folder "model" of --out.
 
-    Example: anydecode train depth --recipe layerskip --minutes 60 --out my-model --plot curve.svg
+    Example: anydecode train depth --minutes 60 --out my-model --plot curve.svg
     """
-    from anydecode.errors import InvalidRequestError
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.layerskip import LayerSkipRecipe, LayerSkipRun
 
-    if recipe != "layerskip":
-        raise InvalidRequestError(f"no recipe {recipe!r}: choose layerskip")
     if minutes is None and steps is None:
         minutes = 60.0
     settings = LayerSkipRecipe(

@@ -182,4 +182,5 @@ class Launcher:
         except FleetError as error:
             logs.event("worker_not_restarted", worker=child.place.name, reason=str(error))
             self._children.remove(child)
+            return
         child.starts.append(now)

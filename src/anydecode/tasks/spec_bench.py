@@ -32,7 +32,9 @@ def questions(data: Path | None, limit: int | None) -> list[Question]:
     else:
         file = data / "question.jsonl" if data.is_dir() else data
         try:
-            lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line]
+            lines = [
+                json.loads(line) for line in file.read_text("utf-8").split("\n") if line.strip()
+            ]
             result = [Question(_category(line["category"]), line["turns"][0]) for line in lines]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise InvalidRequestError(

@@ -42,8 +42,12 @@ class PathRecipe:
         questions: Questions per round.
         answers: Answers per question.
         updates: Updates of the weights per round.
+        rate: Learning rate.
+        canvas: Canvas size in tokens.
+        temperature: Temperature of the answers.
         clip: The ratio of the policies is clipped to 1 - clip .. 1 + clip.
         penalty: The weight of the divergence from the model as it was.
+        seed: Random seed.
     """
 
     steps: int = 50

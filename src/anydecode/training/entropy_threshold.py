@@ -16,8 +16,8 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.teacher_forcing import score_tokens
 
-#: Inverse of the penalty of the squared weight, and the steps of Newton's method.
-_REGULARIZATION, _STEPS = 1.0, 100
+#: Steps of Newton's method.
+_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _logistic(inputs: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     count = len(labels)
     balance = np.where(labels, count / (2 * labels.sum()), count / (2 * (~labels).sum()))
     columns = np.stack([inputs, np.ones(count)], axis=1)
-    penalty = np.array([1 / _REGULARIZATION, 0.0])
+    penalty = np.array([1.0, 0.0])  # of the squared weight and bias
     solution = np.zeros(2)
     for _ in range(_STEPS):
         p = 1 / (1 + np.exp(-np.clip(columns @ solution, -500, 500)))

@@ -11,7 +11,7 @@ import pytest
 from anydecode import Regex, catalogue
 from anydecode.api.llm import LLM
 from anydecode.certification.certify import load_oracle_tests
-from anydecode.certification.oracles.search.adadec import moody_model
+from anydecode.certification.oracles.search.adadec import clear_or_uniform_model
 from anydecode.certification.oracles.search.beam import ShortTokenizer
 from anydecode.decoders.framework.rollouts import Rollouts
 from anydecode.decoders.search import adadec
@@ -86,7 +86,7 @@ def test_certificate_rejects_a_token_without_its_own_probability(
 
 def test_only_uncertain_tokens_cost_continuations() -> None:
     """Rows: the prompt, one per token, and those of the continuations where there are any."""
-    with LLM(moody_model(4), tokenizer=ShortTokenizer(), cache_positions=2048) as llm:
+    with LLM(clear_or_uniform_model(4), tokenizer=ShortTokenizer(), cache_positions=2048) as llm:
         plain = llm.generate([0, 1], decoder="adadec:threshold=64", max_tokens=12)
         found = llm.generate([0, 1], decoder="adadec:threshold=1,k=2,length=2", max_tokens=12)
         always = llm.generate([0, 1], decoder="adadec:threshold=0,k=2,length=2", max_tokens=12)

@@ -132,7 +132,7 @@ def test_worthwhile_keeps_more_nodes_when_rows_are_cheap() -> None:
 
     expensive, fair, cheap = (num_nodes(cost) for cost in (0.6, 0.1, 1e-6))
     assert (expensive, cheap) == (0, 5) and expensive < fair < cheap
-    assert num_nodes(0.1, num_others=6) < fair  # others pay for the rows too
+    assert num_nodes(0.1, num_others=6) < fair  # the rows delay the others too
 
 
 def test_nodes_that_pay_follow_the_measured_costs() -> None:

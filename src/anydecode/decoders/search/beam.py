@@ -56,7 +56,7 @@ class Beam(Decoder):
         self.requirements = Requirements(can_sample=False, max_texts=width)
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.sampler = greedy_sampler(sequence.sampler)
+        sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
         group = BeamGroup(self.rule, sequence, sequence.state.setdefault(_STATE, GroupState()))
@@ -66,7 +66,7 @@ class Beam(Decoder):
         emit_ranked(sequence, group.texts())
 
 
-def greedy_sampler(sampler: Sampler) -> Sampler:
+def whole_distribution_sampler(sampler: Sampler) -> Sampler:
     """`sampler` without temperature and truncations, which searches ignore."""
     return Sampler(1.0, pre_temperature=sampler.pre_temperature, combiner=sampler.combiner)
 

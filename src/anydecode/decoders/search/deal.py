@@ -11,7 +11,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.valuing import Valuing
-from anydecode.decoders.search.beam import greedy_sampler
+from anydecode.decoders.search.beam import whole_distribution_sampler
 from anydecode.decoders.search.looking_ahead import Looking
 from anydecode.errors import InvalidRequestError
 from anydecode.rewards import registry
@@ -82,7 +82,7 @@ class Deal(Decoder):
         return self.valuing.num_bytes
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.sampler = greedy_sampler(sequence.sampler)
+        sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.search.beam import emit_ranked, greedy_sampler
+from anydecode.decoders.search.beam import emit_ranked, whole_distribution_sampler
 from anydecode.decoders.search.beam_group import BeamGroup, GroupState, LengthRule
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.ranked import RankedText
@@ -90,7 +90,7 @@ class DiverseBeam(Decoder):
         self.requirements = Requirements(can_sample=False, max_texts=width)
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.sampler = greedy_sampler(sequence.sampler)
+        sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
         states = sequence.state.setdefault(_STATE, [GroupState() for _ in range(self.groups)])

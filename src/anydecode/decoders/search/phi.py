@@ -18,7 +18,7 @@ from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.clusters import k_means, word_vectors
 from anydecode.decoders.framework.rollouts import Rollout, Rollouts, StepRule
-from anydecode.decoders.search.beam import emit_ranked, greedy_sampler
+from anydecode.decoders.search.beam import emit_ranked, whole_distribution_sampler
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.ranked import RankedText
@@ -183,7 +183,7 @@ class Phi(Decoder):
         self.requirements = Requirements(can_sample=False, max_texts=width)
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.sampler = greedy_sampler(sequence.sampler)
+        sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
         begin = Beams([Rollout(sequence.noise)] * self.width, [0.0] * self.width)

@@ -15,7 +15,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, Text, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.numeric_codes import Digits, NumericCode, numeric_code
-from anydecode.decoders.search.beam import emit_ranked, greedy_sampler
+from anydecode.decoders.search.beam import emit_ranked, whole_distribution_sampler
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.scoring.ranked import RankedText
@@ -130,7 +130,7 @@ class Regression(Decoder):
                 "regression returns numbers from many texts, which have no log-probabilities: leave"
                 " logprobs out"
             )
-        sequence.sampler = greedy_sampler(sequence.sampler)
+        sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
         tokens = self._tokens(sequence)

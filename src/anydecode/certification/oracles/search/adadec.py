@@ -17,7 +17,7 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 PROMPT, END = [0, 1], 3
 
 
-def moody_model(seed: int) -> ScriptedModel:
+def clear_or_uniform_model(seed: int) -> ScriptedModel:
     """Four tokens that are clear after some texts and equally probable after others; the last one
     ends a text."""
 
@@ -30,7 +30,7 @@ def moody_model(seed: int) -> ScriptedModel:
     return ScriptedModel(script, vocab_size=4)
 
 
-def doubtful_model(seed: int) -> ScriptedModel:
+def high_entropy_model(seed: int) -> ScriptedModel:
     """257 tokens, of which 5 to 12 are probable after each text: entropies about the default
     threshold."""
 
@@ -93,7 +93,7 @@ def adadec() -> Iterator[Check]:
     for decoder, values in settings.items():
         wrong = paused = changed = 0
         for seed in range(12):
-            model = moody_model(seed)
+            model = clear_or_uniform_model(seed)
             with LLM(model, tokenizer=ShortTokenizer(), cache_positions=2048) as llm:
                 found = llm.generate(PROMPT, decoder=decoder, max_tokens=12)
                 plain = llm.generate(PROMPT, decoder="autoregressive", max_tokens=12).tokens
@@ -105,7 +105,7 @@ def adadec() -> Iterator[Check]:
         yield Check(f"{decoder} equals the oracle", wrong == 0 < paused and differs, detail)
     wrong = paused = greedy = 0
     for seed in range(6):
-        model = doubtful_model(seed)
+        model = high_entropy_model(seed)
         with LLM(model, tokenizer=ByteTokenizer(), cache_positions=2048) as llm:
             options: dict[str, Any] = {"max_tokens": 30}
             expected, count = adadec_oracle(model, 30, 1.75, prompt=[7, 9])
@@ -125,7 +125,7 @@ def adadec_gain(samples: int) -> float:
     """Per token, in nats."""
     losses = []
     for seed in range(samples):
-        model = moody_model(seed)
+        model = clear_or_uniform_model(seed)
         means = []
         with LLM(model, tokenizer=ShortTokenizer(), cache_positions=2048) as llm:
             for decoder in ("autoregressive", "adadec:threshold=0.5"):
