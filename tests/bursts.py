@@ -110,8 +110,8 @@ def drafts_by_rule(
 def followed(
     drafter: BurstDrafter, chain: Chain, costs: Sequence[float], room: int
 ) -> tuple[list[int], list[float]]:
-    """The part of a chain after which one more token is not expected to pay, and the acceptance
-    probabilities of its tokens."""
+    """The part of a chain after which one more token is not expected to save time, and the
+    acceptance probabilities of its tokens."""
     tokens: list[int] = []
     chances: list[float] = []
     path = expected = 1.0

@@ -55,7 +55,8 @@ def llm_with(drafter: Any, row_cost: float = 0.01, **options: Any) -> LLM:
 
 @pytest.fixture
 def _fixed_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are expected to pay however long they really take, so that every state is read."""
+    """Drafts are expected to save time, however long they really take, so that every state is
+    read."""
     record = DraftRecord(3.0, 1.5, 3e-4, 1e-4)
     monkeypatch.setattr(ModelSource, "expected", lambda self, seconds: replace(record))
 

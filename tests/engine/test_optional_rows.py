@@ -1,5 +1,5 @@
-"""Optional rows: the drafts of all requests that pay together, and texts that do not depend on
-which of them ran."""
+"""Optional rows: the drafts of all requests that save time together, and texts that do not depend
+on which of them ran."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_texts_do_not_depend_on_the_rows_that_are_left_out(
     assert verified[0] > verified[1] > verified[2] > verified[3] == 0
 
 
-def test_rows_of_a_pass_pay_beside_all_others() -> None:
-    """Each alone pays; with the drafts of all others, only the most probable ones do."""
+def test_rows_of_a_pass_save_time_beside_all_others() -> None:
+    """Each alone saves time; with the drafts of all others, only the most probable ones do."""
 
     def cost(rows: int, context: int) -> float:
         return 1.0 if rows <= 8 else 1.0 + 0.5 * (rows - 8)

@@ -1,4 +1,4 @@
-"""The choice of optional rows: of the drafted rows of all requests in a pass, those that pay.
+"""The choice of optional rows: of the drafted rows of all requests in a pass, those that save time.
 
 The objective is the goodput of all requests together (Liu et al., SmartSpec, arXiv:2406.14066): the
 expected tokens of the pass divided by its cost.
@@ -18,7 +18,7 @@ PassCost = Callable[[int, int], float]
 
 
 def without_useless_rows(scheduled: list[ScheduledSpan], cost: PassCost) -> list[ScheduledSpan]:
-    """Take from a pass the optional rows that do not pay.
+    """Take from a pass the optional rows that save no time.
 
     Args:
         scheduled: The pass. Requests that it runs whole lose optional rows.

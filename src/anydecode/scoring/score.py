@@ -36,7 +36,7 @@ class ScoreRequest:
             the sequence's own tokens.
         row_tokens: The token id of each output row.
         optional: The probabilities, falling, that the last rows are useful: drafts that may be left
-            out of the pass if they do not pay in it. The result then has fewer rows.
+            out of the pass if they save no time in it. The result then has fewer rows.
     """
 
     sequence: SequenceData

@@ -1,4 +1,4 @@
-"""The default decoder: token-exact, and drafts only when they pay."""
+"""The default decoder: token-exact, and drafts only where they save time."""
 
 from __future__ import annotations
 
@@ -281,16 +281,16 @@ def test_no_draft_without_gain() -> None:
 
 def test_min_useful_probability_is_the_threshold() -> None:
     random = np.random.default_rng(5)
-    pays = 0
+    num_useful = 0
     for _ in range(300):
         costs = [1.0, *(1 + np.cumsum(random.random(6) * 2))]
         others = int(random.integers(0, 5))
         bound = min_useful_probability(costs, others)
         assert best_count([0.999 * bound] * 6, costs, others, 0.0) == 0
         if bound < 1.0:
-            pays += 1
+            num_useful += 1
             assert best_count([1.001 * bound] * 6, costs, others, 0.0) > 0
-    assert 50 < pays < 250
+    assert 50 < num_useful < 250
     assert min_useful_probability([1.0, 2.0, 3.0], 0) > 1.0
 
 
@@ -336,7 +336,7 @@ def test_batch_without_useful_drafts_decodes_multi_step(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_batch_drafts_when_drafts_pay(temperature: float) -> None:
+def test_batch_drafts_where_drafts_save_time(temperature: float) -> None:
     plain, _, _ = run_batch("autoregressive", lambda n, _: 0.003, temperature)
     tokens, rows, drafts = run_batch("auto", lambda n, _: 0.003 * (1 + 0.01 * n), temperature)
     assert tokens == plain

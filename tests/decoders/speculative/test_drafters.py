@@ -147,7 +147,7 @@ def test_nodes_that_pay_follow_the_measured_costs() -> None:
 
 
 @pytest.mark.parametrize("key", ["token-recycling", "stand"])
-def test_the_cards_say_how_many_nodes_pay(key: str) -> None:
+def test_the_cards_say_how_many_nodes_save_time(key: str) -> None:
     tenth = worthwhile(PUBLISHED, RATES, lambda rows: 1 + 0.1 * (rows - 1))
     free = worthwhile(PUBLISHED, RATES, lambda rows: max(1.0, rows / 16))
     said = " ".join(catalogue.find(key).card.deviations)

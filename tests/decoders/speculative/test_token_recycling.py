@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anydecode.certification.rounds import accepted, rounds, scripted, wordy
-from anydecode.decoders.speculative.static_trees import PayingTree
+from anydecode.decoders.speculative.static_trees import WorthwhileTree
 from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
@@ -28,12 +28,12 @@ def test_certificate_rejects_the_same_tree_at_any_cost(
 
 
 def test_certificate_rejects_rates_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PayingTree, "rates", property(lambda self: self.priors))
+    monkeypatch.setattr(WorthwhileTree, "rates", property(lambda self: self.priors))
     assert_rejected("token-recycling")
 
 
 def test_matrix_keeps_the_last_of_equal_tokens() -> None:
-    drafter = TokenRecyclingDrafter(PayingTree([(0,)], [0.5]))
+    drafter = TokenRecyclingDrafter(WorthwhileTree([(0,)], [0.5]))
     drafter.successors.update(zip([4, 4], [[1], [2]], strict=True))
     assert drafter.successors[4] == [2]
 

@@ -1,8 +1,8 @@
 """S2D2 (Han et al., "S2D2: Fast Decoding for Diffusion LLMs via Training-Free Self-Speculation",
 arXiv:2603.25702).
 
-A block-diffusion model drafts the tokens of a block in one pass. If a router expects it to pay off,
-a second pass with block size 1 verifies them from the left by speculative sampling.
+A block-diffusion model drafts the tokens of a block in one pass. If a router expects it to
+save passes, a second pass with block size 1 verifies them from the left by speculative sampling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The default decoder: speculates when drafts pay, and decodes plainly when they do not.
+"""The default decoder: speculates where drafts save time, and decodes plainly elsewhere.
 
 It measures how often copies from the text, from earlier answers and from the caller's prediction of
 the answer are accepted, by match length.
@@ -11,12 +11,12 @@ second than the others are expected to.
 
 `draft_sources.py` has the sources, `draft_choice.py` the choice.
 
-The cost includes the rows of every running sequence, so drafts must pay for slowing the others
-down. Where the backend can, a sequence that runs alone has its copies drafted and verified within
-multi-step bursts (`kernels/interface.py: BurstDrafts`), which cost nothing but their rows; so do
-those of a drafter that reads the target's states, which cost its passes besides. Else drafts
-alternate with bursts as of the method `multi-step`. Where no draft can pay, none is searched
-for. Tokens forced by a constraint are drafted first, since they are always accepted."""
+The cost includes the rows of every running sequence, so the time that a draft adds to the others
+counts against it. Where the backend can, a sequence that runs alone has its copies drafted and
+verified within multi-step bursts (`kernels/interface.py: BurstDrafts`), which cost nothing but
+their rows; so do those of a drafter that reads the target's states, which cost its passes besides.
+Else drafts alternate with bursts as of the method `multi-step`. Where no draft can save time, none
+is searched for. Tokens forced by a constraint are drafted first, since they are always accepted."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ class _Session:
             or max_drafts < 1
             or sequence.length - sequence.kv_cache().length > 1
         ):
-            return _EMPTY_TREE  # no draft can pay, at the end, or before the prompt is scored
+            return _EMPTY_TREE  # no draft can save time, at the end, or before the prompt is scored
         self._catch_up()
         state = constraint_state(sequence.sampler) if self.is_constrained else None
         forced = state.forced_tokens()[:max_drafts] if state is not None else []
         costs = costs[: max_drafts + 1]
         candidates = CandidateTree([], [], [], [])
-        # Checked before growing a tree: growing trees that do not pay would make `auto` slower than
-        # plain decoding.
+        # Checked before growing a tree: growing trees that save no time would make `auto` slower
+        # than plain decoding.
         if forced or self._max_probability() >= self._min_useful_probability:
             candidates = self._candidates(forced, costs, num_others)
         count, rate = best_draft(candidates.probabilities, costs, num_others, self.draft_seconds)
@@ -182,7 +182,7 @@ class _Session:
             candidates = with_chain(candidates, chain, self.model.name)
             count = best_count(candidates.probabilities, costs, num_others, 0.0)
         if num_others and count and state is None:
-            # The pass takes those that pay beside the drafts of the others.
+            # The pass takes those that save time beside the drafts of the others.
             count = len(candidates.tokens)
             self.optional = candidates.probabilities
         tree = candidates.first(count)
@@ -201,7 +201,7 @@ class _Session:
         return model_rate(model.expected(self._passes[0]), costs) > rate
 
     def _min_path_probability(self, costs: Seq[float]) -> float:
-        """The probability of a path of the draft model from which one more draft does not pay."""
+        """The probability of a path of the draft model from which one more draft saves no time."""
         assert self.model is not None
         count = min(4, len(costs) - 1)
         row = (costs[count] - costs[0]) / count
@@ -279,7 +279,7 @@ class _Session:
         sequence.emit(tokens, request.sampler)
 
     def _burst_drafter(self, costs: Seq[float]) -> BurstDrafter | None:
-        """The drafter of the next burst, if its drafts may pay."""
+        """The drafter of the next burst, if its drafts may save time."""
         model = self.model
         if model is None:
             return None
@@ -368,13 +368,13 @@ class _Session:
             learn(text[root] if parent == ROOT else tree.tokens[parent], token, top_tokens)
 
     def _candidates(self, forced: list[int], costs: list[float], num_others: int) -> CandidateTree:
-        """`forced` and nodes after it that may pay."""
+        """`forced` and nodes after it that may save time."""
         sources = self.sources
         if forced:
             sources = [source.advanced(self.history.tokens, forced) for source in sources]
         sources = [source for source in sources if source.probability() >= MIN_PROBABILITY]
         max_nodes = len(costs) - 1 - len(forced)
-        # A node less probable than the cost of the cheapest row in tokens cannot pay.
+        # A node less probable than the cost of the cheapest row in tokens cannot save time.
         tokens_per_second = (num_others + 1) / costs[0]
         min_probability = (
             min((cost - costs[0]) / n for n, cost in enumerate(costs) if n) * tokens_per_second
@@ -441,7 +441,7 @@ def _accepted(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[int]:
         exactness="token-exact",
         summary=(
             "Chooses the draft source, chain or tree and size before every pass;"
-            " decodes plainly where no draft pays."
+            " decodes plainly where no draft saves time."
         ),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
@@ -457,14 +457,14 @@ def _accepted(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[int]:
             " probable source",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
-            "tokens forced by a constraint are drafted whenever drafts can pay",
+            "tokens forced by a constraint are drafted wherever drafts can save time",
             "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
         remote={"max_drafts": Range(0, 64)},
     )
 )
 class Auto(Decoder):
-    """The default decoder: drafts that pay, chosen before every pass.
+    """The default decoder: drafts that save time, chosen before every pass.
 
     Args:
         max_drafts: Maximum number of drafts per pass.

@@ -84,7 +84,7 @@ class BlockDrafter(Drafter):
             "7 drafted tokens at most, in a block of as many rows as these need (the papers: the"
             " block that the drafter was trained with, often 16 rows)",
             "drafts end where the estimated probability that they are accepted falls below 0.1,"
-            " which pays on processors (threshold=0: they do not)",
+            " which is faster on processors (threshold=0: they do not)",
             "DSpark's confidences end drafts where their product along the path falls below that"
             " threshold; its scheduler maximises the tokens of all requests of a batch",
             "verified token-exactly, and above temperature 0 a slot's token is sampled with the"

@@ -217,8 +217,8 @@ def best_draft(
 
 
 def min_useful_probability(costs: Seq[float], num_others: int) -> float:
-    """The smallest probability of the most probable node with which any number of nodes can pay;
-    above 1 if no draft pays. Arguments as for `best_count`."""
+    """The smallest probability of the most probable node with which any number of nodes can
+    save time; above 1 if no draft can. Arguments as for `best_count`."""
     num_tokens = num_others + 1.0
     return min(
         (MIN_GAIN * num_tokens * cost / costs[0] - num_tokens) / count

@@ -42,8 +42,8 @@ RATE_MEMORY = 60.0
 #: Depths of a draft model's chain whose tokens have acceptance rates of their own; greater ones
 #: have those of the last one.
 NUM_DEPTHS = 4
-#: Number of tokens after which a draft model drafts again where it has not paid, which doubles each
-#: time, and number of such drafts in a burst.
+#: Number of tokens after which a draft model drafts again where it has saved no time, which
+#: doubles each time, and number of such drafts in a burst.
 MODEL_INTERVAL, NUM_TRIALS = 64, 4
 #: If a drafter has read more tokens before a draft, the time of the draft says little of others.
 MAX_UNREAD = 16
@@ -211,7 +211,7 @@ class LearnedDrafts:
 
 class ModelSource:
     """Drafts chains with the runner "draft" for one sequence, as long as its confidence lets them
-    pay.
+    save time.
 
     Args:
         sequence: The sequence.

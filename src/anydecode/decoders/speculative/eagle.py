@@ -73,7 +73,7 @@ class EagleDrafter(TreeDrafter):
             " acceptance probability given the noise that the target will use; the rule of EAGLE-2"
             " and 3, with weights by draft probability, is acceptance='rejection'",
             "8 nodes in 4 levels of 4 by default (the papers: 60 nodes in 8 levels of 10), which"
-            " pays on processors",
+            " is faster on processors",
             "with a draft model that reads no states, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),

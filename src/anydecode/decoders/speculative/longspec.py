@@ -126,8 +126,8 @@ class _WindowSession(TreeSession):
             "in training the target's states are those of the texts' own positions, and only its"
             " keys have the shifted ones; texts are the target's own, and the loss is that of the"
             " other recipes of drafters",
-            "4 levels of 2 beams by default, which pays on processors (the paper: 4 beams, then 4"
-            " levels of 16)",
+            "4 levels of 2 beams by default, which is faster on processors (the paper: 4 beams,"
+            " then 4 levels of 16)",
             "verified token-exactly, and above temperature 0 a beam's weight is its estimated"
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, as in the paper, and the rule is"

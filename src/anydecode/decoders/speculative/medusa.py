@@ -77,7 +77,7 @@ class MedusaDrafter(BestTreeDrafter):
             "verified token-exactly; the paper's rule is acceptance='typical'",
             "the tree has the nodes with the largest products of head probabilities (the paper: a"
             " fixed tree of 63 nodes)",
-            "8 nodes of up to 4 heads by default, which pays on processors",
+            "8 nodes of up to 4 heads by default, which is faster on processors",
             "above temperature 0 a node's weight is its estimated acceptance probability given the"
             " noise that the target will use",
             "blocks of a head that shared one matrix in training are read as stored, a copy each",

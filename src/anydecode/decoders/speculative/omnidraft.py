@@ -224,8 +224,8 @@ class _Session(DraftSession):
             self._rows.append((hidden, row))
             self._drafts.append(token)
             draft_bytes.append(self.draft_tokenizer.token_bytes(token))
-            is_doubtful = 1 - all_accepted_probability > self.drafter.bound
-            if is_doubtful and len(self._drafts) >= MIN_DRAFTS:
+            rejection_probability = 1 - all_accepted_probability
+            if rejection_probability > self.drafter.bound and len(self._drafts) >= MIN_DRAFTS:
                 break
         self._runs = self.drafter.translation.translate(self._drafts, draft_bytes)[:size]
         self._drafted = TokenTree.chain([token for token, _ in self._runs])

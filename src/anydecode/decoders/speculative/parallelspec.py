@@ -30,7 +30,7 @@ from anydecode.decoders.speculative.dflash import BlockDrafter
             "a mask token is an unused token's embedding beside a learned state of its own (the"
             " paper: an embedding of its own), which the projection makes the same inputs of",
             "of the product of the positions' candidates, the 8 nodes with the largest products of"
-            " probabilities, and none below 0.1, which pays on processors (threshold=0: all)",
+            " probabilities, and none below 0.1, which is faster on processors (threshold=0: all)",
             "verified token-exactly, and above temperature 0 a node's weight is its estimated"
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, and the rule is that for chosen"

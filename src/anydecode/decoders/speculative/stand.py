@@ -19,7 +19,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
     TextDraftSession,
 )
-from anydecode.decoders.speculative.static_trees import PayingTree
+from anydecode.decoders.speculative.static_trees import WorthwhileTree
 from anydecode.decoders.speculative.token_recycling import chosen_tree
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -65,9 +65,9 @@ class StandDrafter(Drafter):
     """Drafts from one table for all requests, so that samples of one problem share it."""
 
     def __init__(
-        self, paying: PayingTree, longest: int = 4, rule: Acceptance | None = None
+        self, tree: WorthwhileTree, longest: int = 4, rule: Acceptance | None = None
     ) -> None:
-        self.paying = paying
+        self.tree = tree
         self.reads_probabilities = rule is not None and rule.reads_probabilities
         self.table = NgramProbabilities(longest)
 
@@ -76,7 +76,7 @@ class StandDrafter(Drafter):
 
     def clear(self) -> None:
         self.table.rows.clear()
-        self.paying.clear()
+        self.tree.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +100,7 @@ class _Session(TextDraftSession):
             depth = len(tails[node]) - len(tails[ROOT])
             return self._draw(row, position + depth, node)
 
-        shape = self.drafter.paying.shape(self.sequence)
+        shape = self.drafter.tree.shape(self.sequence)
         tree = shape.fill(candidates, size, kind="wor")
         tops = [max(row.values()) for node, row in rows.items() if tree.children(node)]
         tree.confidence = sum(tops) / len(tops) if tops else None
@@ -133,7 +133,7 @@ class _Session(TextDraftSession):
         for position, token in enumerate(tokens, len(text)):
             row = self.drafter.table.longest_match(tail)
             if row:
-                self.drafter.paying.record(self._draw(row, position, ROOT), token)
+                self.drafter.tree.record(self._draw(row, position, ROOT), token)
             tail = [*tail, token]
 
     def _draw(self, row: dict[int, float], position: int, node: int) -> list[int]:
@@ -171,10 +171,10 @@ class _Session(TextDraftSession):
             "verified token-exactly, with draws from the noise that the target will use; the"
             " paper's rule is acceptance='rejection'",
             "stored probabilities are normalised over the ten most probable tokens",
-            "the tree is the part of token recycling's that pays, by the measured costs of passes"
-            " and by the acceptance rate of each rank, which is counted: at the prior rates 2 nodes"
-            " where a row costs a tenth of a pass, 15 where up to 16 rows cost one pass; the paper"
-            " fits a tree of 80 nodes to 30 problems",
+            "the tree is the part of token recycling's that saves time, by the measured costs of"
+            " passes and by the acceptance rate of each rank, which is counted: at the prior rates"
+            " 2 nodes where a row costs a tenth of a pass, 15 where up to 16 rows cost one pass;"
+            " the paper fits a tree of 80 nodes to 30 problems",
             "one table for all requests; probabilities are those at the temperature of the request"
             " that updated them",
         ),
@@ -200,6 +200,6 @@ def stand(
     if max_ngram < 2:
         raise InvalidRequestError("stand needs n-grams of at least 2 tokens")
     rule = acceptance_rule(acceptance)
-    paying = chosen_tree("worthwhile", row_cost, rule)
-    drafter = StandDrafter(paying, max_ngram, rule)
-    return Speculative(drafter, len(paying.paths), rule)
+    tree = chosen_tree("worthwhile", row_cost, rule)
+    drafter = StandDrafter(tree, max_ngram, rule)
+    return Speculative(drafter, len(tree.paths), rule)

@@ -18,7 +18,7 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 RankPath = tuple[int, ...]
-#: A shape that pays is computed again after so many tokens.
+#: A shape that saves time is computed again after so many tokens.
 REFRESH = 64
 #: Number of observations that the prior of a rate counts as.
 PRIOR_WEIGHT = 32
@@ -82,7 +82,8 @@ class TreeShape:
 def worthwhile(
     paths: Seq[RankPath], rates: Seq[float], cost: Callable[[int], float], num_others: int = 0
 ) -> TreeShape:
-    """The part of a shape with the most expected tokens per cost of a pass; empty if none pays.
+    """The part of a shape with the most expected tokens per cost of a pass; empty if none
+    saves time.
 
     Args:
         paths: Rank paths of the shape.
@@ -104,9 +105,9 @@ def worthwhile(
     return TreeShape.of(ordered[:best])
 
 
-class PayingTree:
-    """The part of a shape that pays: by the measured costs of passes, and by acceptance rates of
-    ranks that are counted while texts are generated.
+class WorthwhileTree:
+    """The part of a shape that saves time: by the measured costs of passes, and by acceptance rates
+    of ranks that are counted while texts are generated.
 
     Args:
         paths: Rank paths of the shape.

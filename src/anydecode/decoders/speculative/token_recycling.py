@@ -3,7 +3,7 @@ into Treasure: Accelerating Inference of Large Language Models with Token Recycl
 arXiv:2408.08696).
 
 An adjacency matrix stores the most probable successors of each token when it was last scored. They
-fill the part of a static draft tree that pays.
+fill the part of a static draft tree that saves time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
     TextDraftSession,
 )
-from anydecode.decoders.speculative.static_trees import PayingTree
+from anydecode.decoders.speculative.static_trees import WorthwhileTree
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.cost import DEFAULT_ROW_COST
 from anydecode.scoring.sequence import Sequence
@@ -42,17 +42,17 @@ PUBLISHED = [
 RATES = (0.37, 0.09, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01)
 
 
-def chosen_tree(tree: str, row_cost: float | None, rule: Acceptance) -> PayingTree:
-    """The tree named `tree`: "published" (80 nodes), or "worthwhile", the part of it that pays. So
-    that no text depends on measured times, `DEFAULT_ROW_COST` stands for them if the text depends
-    on what is drafted."""
+def chosen_tree(tree: str, row_cost: float | None, rule: Acceptance) -> WorthwhileTree:
+    """The tree named `tree`: "published" (80 nodes), or "worthwhile", the part of it that saves
+    time. So that no text depends on measured times, `DEFAULT_ROW_COST` stands for them if the text
+    depends on what is drafted."""
     if tree not in ("published", "worthwhile"):
         raise InvalidRequestError(
             f"tree={tree!r}: token recycling has the trees 'published' and 'worthwhile'"
         )
     if row_cost is None and not isinstance(rule, TokenExact):
         row_cost = DEFAULT_ROW_COST
-    return PayingTree(PUBLISHED, RATES, 0.0 if tree == "published" else row_cost)
+    return WorthwhileTree(PUBLISHED, RATES, 0.0 if tree == "published" else row_cost)
 
 
 #: Memory of one entry of the matrix, in bytes.
@@ -64,8 +64,8 @@ class TokenRecyclingDrafter(Drafter):
     scored.
     """
 
-    def __init__(self, paying: PayingTree, width: int = 8) -> None:
-        self.paying = paying
+    def __init__(self, tree: WorthwhileTree, width: int = 8) -> None:
+        self.tree = tree
         self.width = width
         self.successors: dict[int, list[int]] = {}
 
@@ -74,7 +74,7 @@ class TokenRecyclingDrafter(Drafter):
 
     def clear(self) -> None:
         self.successors.clear()
-        self.paying.clear()
+        self.tree.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +92,7 @@ class _Session(TextDraftSession):
         def candidates(tree: TokenTree, node: int) -> list[int]:
             return successors.get(last if node == ROOT else tree.tokens[node], [])
 
-        return self.drafter.paying.shape(self.sequence).fill(candidates, size)
+        return self.drafter.tree.shape(self.sequence).fill(candidates, size)
 
     def observe(self, round: SpeculationRound) -> None:
         """Count the ranks of the generated tokens, then update the successors of every scored node,
@@ -100,7 +100,7 @@ class _Session(TextDraftSession):
         successors, tokens = self.drafter.successors, round.result.tokens
         for before, token in zip([round.scores.tokens[0], *tokens], tokens, strict=False):
             if before in successors:
-                self.drafter.paying.record(successors[before], token)
+                self.drafter.tree.record(successors[before], token)
         best = round.scores.top(self.drafter.width)[0].tolist()
         successors.update(zip(round.scores.tokens, best, strict=True))
 
@@ -115,7 +115,7 @@ class _Session(TextDraftSession):
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "tokens that were never scored draft nothing, where the paper drafts token 0",
-            "the tree is the part of the paper's 80 nodes that pays, by the measured costs of"
+            "the tree is the part of the paper's 80 nodes that saves time, by the measured costs of"
             " passes and by the acceptance rate of each rank, which is counted: at the prior rates"
             " 2 nodes where a row costs a tenth of a pass, 15 where up to 16 rows cost one pass;"
             " tree='published' takes all nodes",

@@ -12,8 +12,9 @@ INLINE int is_row_op(int code) {
 
 INLINE int column_pairs(const Matrix *w) { return (w->out_features + 2 * LANES - 1) / (2 * LANES); }
 
-/* Pairs of column groups in one part of a product: enough work to pay for claiming it. With
- * many rows a part has more columns, so that the rows are read fewer times. */
+/* Pairs of column groups in one part of a product: enough work that claiming it takes
+ * little beside it. With many rows a part has more columns, so that the rows are read fewer
+ * times. */
 INLINE int pairs_per_part(const Matrix *w, int rows, int threads) {
   int64_t each = 12000 / (2 * w->group_bytes), pairs = column_pairs(w);
   int64_t max_parts = rows > 16 ? 4 : 64; /* per thread */

@@ -83,7 +83,7 @@ def passes(cost: Callable[[int, int], float], others: int = 0, tokens: int = 60)
 @oracle_test("auto")
 def auto() -> Iterator[Check]:
     """The text of plain decoding in company; matches, rates and choices against oracles. Drafts are
-    accepted where rows are cheap, and not proposed where they do not pay."""
+    accepted where rows are cheap, and not proposed where they save no time."""
     for temperature in (0.0, 0.8):
         yield from _company(temperature)
     random = np.random.default_rng(6)

@@ -10,8 +10,8 @@ import numpy as np
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.copied_chains import PROMPTS
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
-from anydecode.certification.oracles.speculative.paying_trees import PayingRanks, seconds
 from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
+from anydecode.certification.oracles.speculative.worthwhile_trees import WorthwhileRanks, seconds
 from anydecode.certification.rounds import Logits, TracedRound, accepted, rounds, scripted, wordy
 from anydecode.decoders.speculative.stand import NgramProbabilities
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
@@ -21,8 +21,8 @@ from anydecode.sampling.noise import Noise
 @oracle_test("stand")
 def stand() -> Iterator[Check]:
     """Running averages over ten tokens, longest n-gram first, Gumbel samples without replacement,
-    for the part of the published tree that pays and for the whole tree. Samples under the paper's
-    rejection rule follow the target."""
+    for the part of the published tree that saves time and for the whole tree. Samples under the
+    paper's rejection rule follow the target."""
     table = NgramProbabilities(width=2)
     table.update((1,), [5, 6], [0.6, 0.4])
     table.update((1,), [6, 7], [0.8, 0.2])
@@ -40,8 +40,8 @@ def stand() -> Iterator[Check]:
                     for prompt in PROMPTS
                     for one in rounds(llm, key, prompt, temperature=temperature)
                 ]
-            paying = PayingRanks(PUBLISHED) if key == "stand" else None
-            wrong = _stand_mistakes(trace, logits, temperature, paying)
+            chosen = WorthwhileRanks(PUBLISHED) if key == "stand" else None
+            wrong = _stand_mistakes(trace, logits, temperature, chosen)
             name = f"{key} at T={temperature}"
             yield Check(f"{name} equals the oracle", wrong == 0, f"{len(trace)} rounds")
             yield Check(f"{name}: drafts are accepted", accepted(trace) > 0)
@@ -49,10 +49,10 @@ def stand() -> Iterator[Check]:
 
 
 def _stand_mistakes(
-    trace: list[TracedRound], logits: Logits, temperature: float, paying: PayingRanks | None
+    trace: list[TracedRound], logits: Logits, temperature: float, chosen: WorthwhileRanks | None
 ) -> int:
-    """The number of rounds with another tree than that of the paths that pay; None: all paths."""
-    replay, wrong = StandReplay(logits, temperature, paying), 0
+    """The number of rounds with another tree than that of the paths that save time (None: all)."""
+    replay, wrong = StandReplay(logits, temperature, chosen), 0
     for one in trace:
         wrong += one.paths != replay.tree(one.text)
         replay.learn(one)
@@ -63,16 +63,16 @@ class StandReplay:
     """The trees of STAND. `confidence` is the mean, over the nodes with children, of the largest
     average probability."""
 
-    def __init__(self, logits: Logits, temperature: float, paying: PayingRanks | None) -> None:
+    def __init__(self, logits: Logits, temperature: float, chosen: WorthwhileRanks | None) -> None:
         self.logits = logits
         self.temperature = temperature
-        self.paying = paying
+        self.chosen = chosen
         self.confidence = 0.0
         self._averages: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}
 
     def tree(self, text: list[int], size: int = len(PUBLISHED)) -> list[tuple[int, ...]]:
         """The tree that is drafted after a text."""
-        shape = PUBLISHED if self.paying is None else self.paying.choose(len(text))
+        shape = PUBLISHED if self.chosen is None else self.chosen.choose(len(text))
         tree: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
         samples: dict[tuple[int, ...], list[int]] = {}
         tops = {}
@@ -94,8 +94,8 @@ class StandReplay:
         """Reads the ranks of the generated tokens, then the rows of a round."""
         for number, token in enumerate(one.generated):
             candidates = self._drawn([*one.text, *one.generated[:number]])
-            if candidates and self.paying is not None:
-                self.paying.saw(candidates, token)
+            if candidates and self.chosen is not None:
+                self.chosen.saw(candidates, token)
         for path in [(), *one.paths]:
             _learn(self._averages, [*one.text, *path], self.logits, self.temperature)
 

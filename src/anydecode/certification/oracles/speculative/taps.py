@@ -14,10 +14,10 @@ import numpy as np
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.oracles.speculative.eagle import Cache, Drafting
-from anydecode.certification.oracles.speculative.paying_trees import PayingRanks, seconds
 from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
 from anydecode.certification.oracles.speculative.stand import StandReplay
 from anydecode.certification.oracles.speculative.state_drafters import TargetStates, shares
+from anydecode.certification.oracles.speculative.worthwhile_trees import WorthwhileRanks, seconds
 from anydecode.certification.rounds import (
     Logits,
     TracedRound,
@@ -106,7 +106,7 @@ def _replay(
     temperature: float,
 ) -> Iterator[dict[Path, str]]:
     """The paths of each round's tree in order, with the drafter that each came from."""
-    stand = StandReplay(LOGITS, temperature, PayingRanks(PUBLISHED))
+    stand = StandReplay(LOGITS, temperature, WorthwhileRanks(PUBLISHED))
     request: Any = SimpleNamespace(prompt=trace[0].text[:num_prompt], tokens=[], prediction=None)
     session: Any = SuffixDrafter().open(request)
     for one in trace:

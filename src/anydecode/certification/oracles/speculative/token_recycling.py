@@ -11,7 +11,7 @@ import numpy as np
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.copied_chains import PROMPTS
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
-from anydecode.certification.oracles.speculative.paying_trees import PayingRanks, seconds
+from anydecode.certification.oracles.speculative.worthwhile_trees import WorthwhileRanks, seconds
 from anydecode.certification.rounds import TracedRound, accepted, rounds, scripted, wordy
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
 
@@ -32,7 +32,7 @@ def token_recycling() -> Iterator[Check]:
 
 def _compare(key: str, is_whole: bool) -> Iterator[Check]:
     logits = wordy()
-    paying = PayingRanks(PUBLISHED)
+    chosen = WorthwhileRanks(PUBLISHED)
     with scripted(logits) as llm:
         llm.cost_model = FixedCosts(seconds)
         trace: list[TracedRound] = []
@@ -41,13 +41,13 @@ def _compare(key: str, is_whole: bool) -> Iterator[Check]:
     matrix: dict[int, list[int]] = {}
     wrong, sizes = 0, set()
     for one in trace:
-        paths = PUBLISHED if is_whole else paying.choose(len(one.text))
+        paths = PUBLISHED if is_whole else chosen.choose(len(one.text))
         sizes.add(len(paths))
         expected = {tuple(_follow(matrix, one.text[-1], path)) for path in paths} - {()}
         wrong += set(one.paths) != expected
         for before, token in zip([one.text[-1], *one.generated], one.generated, strict=False):
             if before in matrix:
-                paying.saw(matrix[before], token)
+                chosen.saw(matrix[before], token)
         for path in [(), *one.paths]:
             row = logits((*one.text, *path))
             last = (*one.text, *path)[-1]

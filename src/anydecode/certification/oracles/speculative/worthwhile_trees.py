@@ -1,5 +1,5 @@
-"""The part of a tree of rank paths that pays, for oracle tests: by the costs of passes, and by the
-acceptance rate of each rank."""
+"""The part of a tree of rank paths that saves time, for oracle tests: by the costs of passes, and
+by the acceptance rate of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def seconds(rows: int, context: int) -> float:
     return 1 + 0.02 * rows + 0.2 * max(0, rows - 12) + 0.0001 * rows * context
 
 
-class PayingRanks:
+class WorthwhileRanks:
     """A replay of the choice: `outcomes` are the ranks of the generated tokens so far, 99 for one
     that was no candidate."""
 
