@@ -179,17 +179,19 @@ def parameters(key: str) -> list[str]:
         kind = one.type.replace(" | ", " or ")
         value = f"`{one.default}`" if one.default else "required"
         remote = escaped(one.remote) or "not allowed"
-        rows.append(f"| `{one.name}` | {kind} | {value} | {remote} | {escaped(one.description)} |")
+        cells = (f"`{one.name}`", kind, value, one.bounds, remote, escaped(one.description))
+        rows.append(f"| {' | '.join(cells)} |")
     if not rows:
         return []
     return [
         "## Parameters",
         "",
-        "They follow the key: `key:name=value,name=value`. Requests to a server may set those with"
+        "They follow the key: `key:name=value,name=value`. Other numbers than those in the column"
+        " *allowed* are refused. Requests to a server may set those with"
         " values in the column *requests*; `anydecode serve --allow-decoder` allows more.",
         "",
-        "| name | type | default | requests | |",
-        "|---|---|---|---|---|",
+        "| name | type | default | allowed | requests | |",
+        "|---|---|---|---|---|---|",
         *rows,
         "",
     ]

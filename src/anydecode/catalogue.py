@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
+from numbers import Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, quoted
 
 FAMILIES = (
     "speculative",
@@ -57,12 +58,12 @@ class Range:
     max: float
 
     def __str__(self) -> str:
-        return f"{self.min:g} to {self.max:g}"
+        ends = (f"{end:g}" if isinstance(end, float) else str(end) for end in (self.min, self.max))
+        return " to ".join(ends)
 
     def allows(self, value: object) -> bool:
         """Whether `value` is a number of this range."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and self.min <= value <= self.max  # type: ignore[operator]
+        return _is_number(value) and self.min <= value <= self.max  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ class Nested:
         return True
 
 
+#: The default bounds of integers that requests may not set: above the length of any context.
+_OPERATOR_BOUNDS = Range(0, 1 << 20)
+
 Bounds = Range | Flag | Words | Text | Nested
 
 
@@ -151,6 +155,9 @@ class Card:
         use: How a method that is no decoder, sampler or constraint is selected.
         missing: The parts of the paper's distinguishing idea that are not implemented. With any,
             the method is partial; without, it is complete.
+        bounds: The numbers that anyone may set parameters to, where they differ from the default.
+            By default integers of `remote` have its lower bound, and 16 times its upper bound, at
+            least 1024; other integers may be 0 to 2**20; and other numbers any finite number.
         remote: The parameters that a remote caller (a request to the server) may set, with the
             values allowed to it: those whose cost is small. Booleans are always allowed, and
             parameters that name files never.
@@ -167,6 +174,7 @@ class Card:
     deviations: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     use: str = ""
+    bounds: Mapping[str, Range] = field(default_factory=dict, hash=False)
     remote: Mapping[str, Bounds] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -197,13 +205,15 @@ class Card:
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a method: its name, type and default value as text, and a description. A
-    parameter without a default has the default "". `remote` are the values that requests to a
+    parameter without a default has the default "". `bounds` are the numbers that it may be, ""
+    if it is no integer and has no bounds of its own. `remote` are the values that requests to a
     server may give it, "" if none."""
 
     name: str
     type: str
     default: str
     description: str
+    bounds: str = ""
     remote: str = ""
 
 
@@ -316,13 +326,25 @@ def parameters(key: str) -> list[Parameter]:
             inspect.formatannotation(one.annotation).strip("'"),
             "" if one.default is one.empty else repr(one.default),
             descriptions.get(name, ""),
-            str(_bounds(entry, name) or ""),
+            str(bounds(entry, name) or ""),
+            str(_remote_bounds(entry, name) or ""),
         )
         for name, one in inspect.signature(method).parameters.items()
     ]
 
 
-def _bounds(entry: Entry, name: str) -> Bounds | None:
+def bounds(entry: Entry, name: str) -> Range | None:
+    """The numbers that anyone may set a parameter to: see `Card.bounds`. None if it is no number,
+    or any finite number is allowed."""
+    declared, remote = entry.card.bounds.get(name), entry.card.remote.get(name)
+    if declared is not None or int not in _kinds(entry.build).get(name, ()):
+        return declared
+    if isinstance(remote, Range):
+        return Range(remote.min, max(1024, 16 * remote.max))
+    return _OPERATOR_BOUNDS
+
+
+def _remote_bounds(entry: Entry, name: str) -> Bounds | None:
     """What remote callers may set a parameter to: what its card says, or its type if that is a
     boolean; None if they may not set it."""
     is_flag = set(_kinds(entry.build).get(name, ())) in ({bool}, {bool, type(None)})
@@ -352,7 +374,8 @@ def build(key: str, /, **parameters: Any) -> Any:
         **parameters: Parameters of the method's factory.
 
     Raises:
-        InvalidRequestError: If the key or a parameter is unknown, or a value has a wrong type.
+        InvalidRequestError: If the key or a parameter is unknown, or a value has a wrong type or is
+            out of bounds.
     """
     entry = find(key)
     method = entry.build
@@ -364,7 +387,12 @@ def build(key: str, /, **parameters: Any) -> Any:
     for name, value in parameters.items():
         if not _fits(value, kinds.get(name, ())):
             allowed = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds[name])
-            raise InvalidRequestError(f"method {key!r}: {name} takes {allowed}, not {value!r}")
+            raise InvalidRequestError(
+                f"method {key!r}: {name} takes {allowed}, not {quoted(value)}"
+            )
+        range = bounds(entry, name)
+        if range is not None and _is_number(value) and not range.allows(value):
+            raise InvalidRequestError(f"{key!r}: {name} is {quoted(value)}; allowed are {range}")
     built = method(**parameters)
     if getattr(built, "card", None) is not entry.card:
         # The class that a factory builds has no card, or another method's. It may be frozen.
@@ -462,12 +490,12 @@ def check_remote(choice: str) -> None:
             raise InvalidRequestError(f"{key!r}: {name} names a file: {_OPERATOR_ONLY}")
         if value is None and type(None) in _kinds(entry.build).get(name, ()):
             continue
-        bounds = _bounds(entry, name)
-        if bounds is None:
+        allowed = _remote_bounds(entry, name)
+        if allowed is None:
             raise InvalidRequestError(f"{key!r} has the parameter {name}: {_OPERATOR_ONLY}")
-        if not bounds.allows(value):
+        if not allowed.allows(value):
             raise InvalidRequestError(
-                f"{key!r}: {name} is {value!r}; requests to a server may set {bounds}"
+                f"{key!r}: {name} is {quoted(value)}; requests to a server may set {allowed}"
             )
 
 
@@ -537,6 +565,10 @@ def _kinds(method: Callable[..., Any]) -> dict[str, tuple[type, ...]]:
 def _is_open(kind: Any) -> bool:
     """Whether `isinstance` cannot check for `kind`."""
     return kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _fits(value: object, kinds: tuple[type, ...]) -> bool:

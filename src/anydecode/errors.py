@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 def one_line(text: object, max_length: int = 300) -> str:
     """A text, or an error's message, on one line of at most `max_length` characters."""
     line = " ".join(str(text)[: 2 * max_length].split())
     return line if len(line) <= max_length else f"{line[: max_length - 3]}..."
+
+
+def quoted(value: object) -> str:
+    """A value as Python writes it, on one line, shortened."""
+    try:
+        return one_line(reprlib.repr(value))
+    except ValueError:  # more digits than Python writes
+        return "an integer of thousands of digits"
 
 
 class AnydecodeError(Exception):

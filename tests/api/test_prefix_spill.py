@@ -62,7 +62,7 @@ def test_certificate_rejects_an_engine_that_announces_nothing(
     [
         (1000, 1000), ("1000", 1000), ("3B", 3), ("2k", 2048), ("1.5 KiB", 1536), ("1mb", 1 << 20),
         (" 512MiB ", 512 << 20), ("4g", 4 << 30), ("4GiB", 4 << 30), ("2TB", 2 << 40),
-        ("0.5t", 1 << 39),
+        ("0.5t", 1 << 39), (0, 0), (2**63 - 1, 2**63 - 1), (str(2**63 - 1), 2**63 - 1),
     ],
 )  # fmt: skip
 def test_sizes(text: str | int, size: int) -> None:

@@ -136,7 +136,9 @@ def test_parameters_are_described_by_the_docstring() -> None:
     catalogue.register(card)(build)
     try:
         assert catalogue.parameters("x-test") == [
-            catalogue.Parameter("first", "int", "", "A text: with a colon, on two lines."),
+            catalogue.Parameter(
+                "first", "int", "", "A text: with a colon, on two lines.", "0 to 1048576"
+            ),
             catalogue.Parameter("second", "str", "'a'", "Another."),
         ]
     finally:

@@ -19,7 +19,7 @@ from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import verify_tree
 from anydecode.decoders.speculative.auto import MAX_BURST_TOKENS
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
-from anydecode.decoders.speculative.draft_sources import DraftRecord, ModelSource
+from anydecode.decoders.speculative.draft_sources import DraftRecord, LearnedDrafts, ModelSource
 from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import MAX_MATCH, NUM_BINS, BurstDrafter, BurstDrafts, CopyText
 from anydecode.kernels.library import load_library
@@ -283,7 +283,8 @@ def test_a_burst_ends_where_a_sample_is_left_to_the_sampler(
         for prompt in PROMPTS:
             answer = llm.generate(prompt, decoder="auto", trace=True, **options)
             steps = answer.trace
-            assert len(answer.tokens) == len(steps) + sum(len(step["accepted"]) for step in steps)
+            assert [token for step in steps for token in step["tokens"]] == answer.tokens
+            assert answer.stats.passes == len(steps)
             assert llm.generate(prompt, decoder="multi-step", **options).tokens == answer.tokens
             with monkeypatch.context() as patch:
                 patch.setattr(NativeExecutor, "truncates", False)
@@ -292,6 +293,47 @@ def test_a_burst_ends_where_a_sample_is_left_to_the_sampler(
         lengths = [len(burst.tokens) for burst in bursts]
         assert lengths.count(0) > 10 and lengths.count(1) > 1 and max(lengths) > 2
         llm.engine.check_integrity()
+
+
+def test_a_pass_whose_sample_is_left_to_the_sampler_is_no_rejection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(ModelSource, "_record", lambda self, values, _: rounds.append(values[1]))
+    learned = LearnedDrafts()
+    source = ModelSource.__new__(ModelSource)
+    source.learned = learned
+    drafts = BurstDrafts([], np.array([1e-3, 2e-3]), 1.0, 0.0)
+    drafts.drafts, drafts.sources, drafts.probabilities = [[5, 6]] * 2, [0, 0], [[0.95, 0.95]] * 2
+    drafter = BurstDrafter.__new__(BurstDrafter)
+    drafter.num_due, drafter.draft_seconds, drafter.num_drafted = 0, [1e-4] * 2, [2] * 2
+    drafter.num_unread = [1, 1]
+
+    def taught(tokens: list[list[int]]) -> list[list[float]]:
+        """The hits and the tries that passes with these tokens teach, at depths 0 and 1."""
+        rates, kinds = learned.rates, [learned.kind(depth, 0.95) for depth in (0, 1)]
+        before = [[rates.hits[kind], rates.tries[kind]] for kind in kinds]
+        source.observe_burst(drafter, drafts, tokens)
+        after = [[rates.hits[kind], rates.tries[kind]] for kind in kinds]
+        return np.subtract(after, before).tolist()
+
+    assert taught([[5, 7], [5]]) == [[2, 2], [0, 1]] and rounds == [1]
+    assert taught([[5, 7], [5, 7]]) == [[2, 2], [0, 2]] and rounds == [1, 1, 1]
+    assert taught([[7], []]) == [[0, 1], [0, 0]] and rounds == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("max_model_drafts", "is_read"), [(0, False), (8, True)])
+def test_states_are_read_for_a_drafter_that_runs(max_model_drafts: int, is_read: bool) -> None:
+    with llm_with(eagle3_checkpoint) as llm:
+        run, layers = llm.model.run, []
+
+        def running(rows: Any, cache: Any, spec: Any) -> Any:
+            layers.extend(spec.hidden)
+            return run(rows, cache, spec)
+
+        llm.model.run = running  # type: ignore[method-assign]
+        llm.generate(PROMPTS[0], decoder=f"auto:max_model_drafts={max_model_drafts}", **OPTIONS)
+    assert bool(layers) == is_read
 
 
 @TEMPERATURES

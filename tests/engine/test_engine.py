@@ -121,7 +121,10 @@ class _MultiStepModel(_SamplingModel):
             output = _SamplingModel.run(self, row, cache, next_spec)
             tokens += output.sampled
         return Output(
-            output.logits, output.hidden, tokens if output_spec.num_steps > 1 else output.sampled
+            output.logits,
+            output.hidden,
+            tokens if output_spec.num_steps > 1 else output.sampled,
+            num_passes=len(tokens) if output_spec.num_steps > 1 else 1,
         )
 
 

@@ -51,5 +51,5 @@ def test_an_indivisible_span_runs_whole_or_waits() -> None:
 
 def test_a_budget_needs_a_row() -> None:
     assert RowBudget(1).left == 1
-    with pytest.raises(InvalidRequestError, match="the budget is 0"):
+    with pytest.raises(InvalidRequestError, match="the row budget is 0"):
         RowBudget(0)

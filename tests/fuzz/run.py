@@ -2,8 +2,9 @@
 
 Each surface runs in a process of its own for so many seconds of processor time, those that reach
 the kernels with the sanitizers. A finding is a crash, a case of more than `MAX_SECONDS` of
-processor time or `MAX_WALL_SECONDS` in all, an error that is not documented, or memory that grows.
-Its input is kept in `tests/fuzz/findings/SURFACE`, which the test suite runs again.
+processor time in this process or `MAX_WALL_SECONDS` in all, an error that is not documented, or
+memory that grows. Its input is kept in `tests/fuzz/findings/SURFACE`, which the test suite runs
+again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -125,7 +127,7 @@ class Fuzzer:
         """Run one case under the limits."""
         self.current.write_bytes(case)
         self.report["cases"] += 1
-        peak, start = peak_bytes(), processor_seconds()
+        peak, start = peak_bytes(), time.process_time()
         faulthandler.dump_traceback_later(MAX_WALL_SECONDS, exit=True)
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
         try:
@@ -143,7 +145,9 @@ class Fuzzer:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             faulthandler.cancel_dump_traceback_later()
-        longest = max(self.report["longest"], processor_seconds() - start)
+        # As the timer above: without worker processes, which have limits of their own and count
+        # when they end, often in another case.
+        longest = max(self.report["longest"], time.process_time() - start)
         self.report["longest"] = round(longest, 2)
         if peak_bytes() > peak + MAX_CASE_BYTES:
             path = keep(self.name, case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -50,6 +51,20 @@ def test_memory_that_grows_and_the_longest_case_are_reported(
     (finding,) = fuzzer.report["findings"]
     assert finding.startswith("memory grew from")
     assert len(fuzzer.report["memory"]) > 5 and fuzzer.report["longest"] >= 0.01
+
+
+def test_the_time_of_an_ended_process_is_not_that_of_the_case_in_which_it_ends(
+    tmp_path: Path,
+) -> None:
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+
+    def wait(case: bytes) -> None:
+        subprocess.run([sys.executable, "-c", busy], check=True)
+
+    fuzzer = run.Fuzzer("patterns", wait, SURFACES["patterns"], tmp_path / "case", seed=0)
+    start = run.processor_seconds()
+    fuzzer.try_case(b"")
+    assert run.processor_seconds() - start > 0.5 > fuzzer.report["longest"]
 
 
 @pytest.mark.parametrize("name", SURFACES)

@@ -74,7 +74,7 @@ class TestByName:
             ({"dola_layers": [1.5]}, "dola_layers must be low, high or layers"),
             ({"decoder": "dola", "guidance_scale": 2}, "cannot be combined"),
             ({"decoder": "layerskip", "sampler": "dola:layers=low"}, "reads early layers"),
-            ({"decoder": "contrastive-search:k=0"}, "k >= 1"),
+            ({"decoder": "contrastive-search:k=0"}, "k is 0; allowed are 1 to 1024"),
             ({"decoder": "contrastive-search", "guidance_scale": 2}, "guidance"),
             ({"decoder": "autodeco"}, "heads are for states of 576 numbers; this model's have 4"),
             ({"autodeco": "x.safetensors", "temperature": 1}, "autodeco must be heads"),

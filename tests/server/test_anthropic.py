@@ -336,6 +336,8 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"tools": [{"name": "f"}]}, "tools.0 needs an input_schema"),
         ({"tools": [{**TOOL, "wings": 2}]}, "unknown field tools.0.wings"),
         ({"tool_choice": {"type": "any"}}, "tool_choice requires a call, but no tools are given"),
+        ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "weather"}},
+         "tool_choice.name is given with type auto; only tool has a name"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type must be 'auto', 'any'"),
         ({"thinking": {"type": "on"}}, "thinking.type must be 'enabled', 'disabled'"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),

@@ -36,6 +36,25 @@ def test_streamed_logprobs_add_up_to_the_response(echo: bool) -> None:
         assert joined["text_offset"] == list(range(8 + 3 * echo))  # one character per token
 
 
+def test_a_resumed_stream_has_each_logprob_once() -> None:
+    fields: dict[str, Any] = {
+        "prompt": "abc", "seed": 3, "max_tokens": 8, "logprobs": 1, "ignore_eos": True,
+        "decoder": "autoregressive", "logit_bias": {str(letter): 20 for letter in b"abcdefgh"},
+    }  # fmt: skip
+    with scripted_llm() as llm, served(llm) as client:
+        whole = client.ask(COMPLETIONS, **fields)["choices"][0]
+        start = client.ask(COMPLETIONS, **fields, segment=3)
+        resume = start["anydecode"]["resume"]
+        chunks = client.single_chunks(llm, COMPLETIONS, **fields, resume=resume)
+    parts = [one for chunk in chunks for one in chunk["choices"]]
+    values = [
+        value for part in parts if part["logprobs"] for value in part["logprobs"]["token_logprobs"]
+    ]
+    assert len(parts) >= 3 and values == whole["logprobs"]["token_logprobs"][3:]
+    text = start["choices"][0]["text"] + "".join(part["text"] for part in parts)
+    assert text == whole["text"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_token_has_a_logprob_and_no_text(stream: bool) -> None:
     """lm-eval scores a text by the log-probabilities before that of the one generated token."""

@@ -156,6 +156,12 @@ def test_fields_without_effect_are_listed(client: Client) -> None:
     tool = {"type": "function", "items": {}, "function": {"name": "f", "wings": 2}}
     found = post(client, CHAT, tools=[tool], options={"num_predict": 4})
     assert found["anydecode"]["ignored"] == ["tools.function.wings", "tools.items"]
+    call = {"id": "1", "wing": 2, "function": {"name": "f", "arguments": {}, "wings": 2}}
+    messages = [*ASK, {"role": "assistant", "tool_calls": [call], "name": None, "x": 0}, *ASK]
+    found = post(client, CHAT, messages=messages, options={"num_predict": 4})
+    assert found["anydecode"]["ignored"] == [
+        "messages.tool_calls.function.wings", "messages.tool_calls.wing", "messages.x"
+    ]  # fmt: skip
 
 
 def test_formats_are_enforced(client: Client) -> None:

@@ -335,7 +335,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "tools",
         "a tool's parameters",
     ),
-    "tool choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice", "not one of the given"),
+    "tool choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice", "must be function or"),
     "format": ({"text": {"format": {"type": "xml"}}}, "text.format", "text.format has type 'xml'"),
     "text": ({"text": {"size": 1}}, "text.size", "unknown field text.size"),
     "reasoning": ({"reasoning": {"a": 1}}, "reasoning.a", "unknown field reasoning.a"),

@@ -630,7 +630,8 @@ def test_fields_of_messages_that_the_template_does_not_read_are_listed() -> None
             ({"reasoning_content": "b"}, None),
             ({"name": "me", "cache_control": {"type": "ephemeral"}}, ["cache_control", "name"]),
             (
-                {"content": [{"type": "text", "text": "a", "cache_control": {}, "x": 1}]},
+                {"content": [{"type": "text", "text": "a", "cache_control": {"a": 1}, "x": 1,
+                              "annotations": [], "y": None}]},
                 ["content.cache_control", "content.x"],
             ),
             (

@@ -343,8 +343,53 @@ def test_choices_of_tools() -> None:
         ):
             error = client.refused(CHAT, tools=offered(), tool_choice=choice)
             assert problem in error["message"] and error["param"] == "tool_choice"
-        error = client.refused(CHAT, tools=offered(), tool_choice={**named, "strict": True})
-        assert (error["code"], error["param"]) == ("unknown_parameter", "tool_choice.strict")
+        # The tools that are allowed may be whole definitions: their names count.
+        definitions = {"type": "allowed_tools", "allowed_tools": None, "tools": offered()}
+        answer = client.ask(CHAT, **FIELDS, tools=offered(), tool_choice=definitions)
+        assert answer["anydecode"]["ignored"] == ["tool_choice.tools.parameters"]
+
+
+GO = {"type": "function", "function": {"name": "go"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({**GO, "strict": True}, "tool_choice.strict"),
+        ({**GO, "name": "go"}, "tool_choice.name"),
+        ({**GO, "mode": "auto"}, "tool_choice.mode"),
+        ({"type": "function", "function": {"name": "go", "arguments": {}}},
+         "tool_choice.function.arguments"),
+        ({"type": "function", "name": "go", "tools": [GO]}, "tool_choice.tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [GO], "tool": 0}},
+         "tool_choice.allowed_tools.tool"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [GO], "name": "go"},
+         "tool_choice.name"),
+    ],
+)  # fmt: skip
+def test_unknown_fields_of_a_choice_are_refused(llm: Any, choice: Any, param: str) -> None:
+    with served(llm) as client:
+        for fields in (choice, {**choice, "server_label": None}):  # null is no field
+            error = client.refused(CHAT, tools=offered(), tool_choice=fields)
+            assert (error["code"], error["param"]) == ("unknown_parameter", param)
+            assert error["message"] == f"unknown field {param}"
+
+
+@pytest.mark.parametrize(
+    ("choice", "problem"),
+    [
+        ({"type": "custom", "custom": {"name": "go"}}, "it must be function or allowed_tools"),
+        ({"type": ["function"], "name": "go"}, "it must be function or allowed_tools"),
+        ({"type": "function", "function": "go"}, "tool_choice.function must be an object"),
+        ({"type": "allowed_tools", "allowed_tools": [GO]}, "allowed_tools must be an object"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "go"}]},
+         "is not one of the given tools"),
+    ],
+)  # fmt: skip
+def test_choices_of_other_kinds_are_refused(llm: Any, choice: Any, problem: str) -> None:
+    with served(llm) as client:
+        error = client.refused(CHAT, tools=offered(), tool_choice=choice)
+        assert problem in error["message"] and error["param"] == "tool_choice"
 
 
 @pytest.mark.parametrize("stream", [False, True])

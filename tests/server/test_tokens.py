@@ -167,6 +167,25 @@ def test_a_gap_is_filled_in_mistrals_form() -> None:
             assert "".join(delta["content"] for delta in deltas) == text
 
 
+def test_the_log_probabilities_of_a_gap_are_those_of_a_chat() -> None:
+    fields = {"prompt": "def f(x):", "suffix": "return x", "max_tokens": 8, "logprobs": 2}
+    fields |= {"seed": 3, "temperature": 1.0}
+    with scripted_llm(fills_in=True) as llm, served(llm) as client:
+        direct = client.ask(COMPLETIONS, **fields)["choices"][0]["logprobs"]
+        choice = client.ask(FILL_IN, **fields)["choices"][0]
+        entries = choice["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+        values = [entry["logprob"] for entry in entries]
+        assert values and values == direct["token_logprobs"][: len(values)]
+        for entry, tops in zip(entries, direct["top_logprobs"], strict=False):
+            assert len(entry["top_logprobs"]) == 2
+            assert {one["logprob"] for one in entry["top_logprobs"]} <= {*tops.values()}
+        chunks = client.single_chunks(llm, FILL_IN, patience=0.02, **fields)
+        parts = [chunk["choices"][0]["logprobs"]["content"] for chunk in chunks]
+        assert sum(parts, []) == entries and len(parts) > 2
+        assert client.ask(FILL_IN, **{**fields, "logprobs": None})["choices"][0]["logprobs"] is None
+
+
 def test_the_limit_of_a_gap_is_the_context_length() -> None:
     def without_end(path: tuple[int, ...]) -> np.ndarray:
         return np.eye(FillInTokenizer.vocab_size)[ord("m")] * 20.0

@@ -10,28 +10,34 @@ import hashlib
 import json
 import re
 from collections.abc import Hashable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.costs import identity
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, quoted
 from anydecode.kernels.interface import KeyValues
 from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
 from anydecode.version import __version__
 
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*")
+_BYTES = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(?:i?b)?\s*")
+_MAX_BYTES = (1 << 63) - 1
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_bytes(text: str | int) -> int:
-    """A number of bytes: 1000000, "512MiB", "4g". Raises `InvalidRequestError`."""
-    if isinstance(text, int):
-        return text
+    """A number of bytes from 0 to 2**63 - 1: 1000000, "512MiB", "4g". Raises
+    `InvalidRequestError`."""
     found = _BYTES.fullmatch(text.lower()) if isinstance(text, str) else None
-    if found is None:
-        raise InvalidRequestError(f"{text!r} is not a number of bytes such as 4GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    size = text if type(text) is int else -1
+    if found is not None:
+        size = int(Decimal(found[1]) * _UNITS[found[2]])
+    if not 0 <= size <= _MAX_BYTES:
+        raise InvalidRequestError(
+            f"{quoted(text)} is not a number of bytes such as 4GiB; allowed are 0 to 2**63 - 1"
+        )
+    return size
 
 
 @register(

@@ -40,7 +40,7 @@ from anydecode.certification.checks import (
     scripted_llm,
 )
 from anydecode.certification.chi_square import distribution_fits
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import AnydecodeError, InvalidRequestError, MissingPackageError
 from anydecode.results_log import ResultsLog
 from anydecode.sampling.preset import SamplerPreset
@@ -188,6 +188,28 @@ def _is_own(key: str) -> bool:
     return entry is not None and entry.build.__module__.partition(".")[0] == "anydecode"
 
 
+def small_model(card: Card, needs: Requirements) -> tuple[str, Callable[[], LLM]]:
+    """What a small model on which a method runs is called, and what opens it."""
+    if HEADS in card.needs:
+        return "tiny-diffusion", partial(LLM, "tiny-diffusion")
+    open_llm: Callable[[], LLM]
+    if needs.reads_weights:
+        from anydecode.certification.denoising import random_model as open_llm
+    elif needs.drafts_blocks:
+        from anydecode.certification.tiny_blocks import block_drafting_model as open_llm
+    elif needs.drafts_exit:
+        from anydecode.certification.tiny import early_exit_model as open_llm
+    else:
+        return "scripted", partial(
+            scripted_llm,
+            causal=needs.causal is not False,
+            fills_in=FILLS_IN in card.needs,
+            draft_causal=needs.draft_causal,
+            block_size=4 if BLOCKS in card.needs else None,
+        )
+    return "random weights", open_llm
+
+
 def claim(
     card: Card, make: Callable[[], Decoder], open_llm: Callable[[], LLM] | None = None
 ) -> Iterator[Check]:
@@ -196,35 +218,10 @@ def claim(
     card: batched and restarted runs are equal to the run alone."""
     method = make()
     needs = method.requirements
-    causal = needs.causal is not False
-    where = "model" if open_llm else "scripted"
-    length = 48
-    fills_in = FILLS_IN in card.needs
-    if open_llm is None and HEADS in card.needs:
-        where, open_llm = "tiny-diffusion", partial(LLM, "tiny-diffusion")
-    if open_llm is None and needs.reads_weights:
-        from anydecode.certification.denoising import random_model
-
-        where, open_llm = "random weights", random_model
-        length = 24
-    if open_llm is None and needs.drafts_blocks:
-        from anydecode.certification.tiny_blocks import block_drafting_model
-
-        where, open_llm = "random weights", block_drafting_model
-        length = 24
-    if open_llm is None and needs.drafts_exit:
-        from anydecode.certification.tiny import early_exit_model
-
-        where, open_llm = "random weights", early_exit_model
-        length = 24
-    open_llm = open_llm or (
-        lambda: scripted_llm(
-            causal=causal,
-            fills_in=fills_in,
-            draft_causal=needs.draft_causal,
-            block_size=4 if BLOCKS in card.needs else None,
-        )
-    )
+    where = "model"
+    if open_llm is None:
+        where, open_llm = small_model(card, needs)
+    length = 24 if where == "random weights" else 48
     exact = {"token-exact": (0.0, 0.8), "greedy-exact": (0.0,), "distribution-exact": (0.0,)}
     plain = exact.get(card.exactness, ())
     if where == "scripted":

@@ -105,6 +105,8 @@ def print_card(card: Card, parameters: Sequence[Parameter]) -> None:
         default = f" = {one.default}" if one.default else ", required"
         print(wrapped(f"{one.name}: {one.type}{default}", width, "  ", " " * 6))
         print(wrapped(one.description, width, " " * 6))
+        if one.bounds:
+            print(wrapped(f"allowed: {one.bounds}", width, " " * 6))
         print(wrapped(f"in requests to a server: {one.remote or 'not allowed'}", width, " " * 6))
     if card.missing:
         print("\npartial: not implemented")

@@ -239,7 +239,7 @@ class ModelRunner:
             plan.multi_step.probabilities = output.probabilities
             drafts = plan.output_spec.drafts
             rows = drafts.rows if drafts is not None else []
-            plan.num_passes = len(rows) or max(1, len(output.sampled))
+            plan.num_passes = output.num_passes
             plan.num_further_rows = sum(rows) - 1 if rows else plan.num_passes - 1
         if plan.num_rows == plan.num_passes or plan.multi_step is not None:
             self._seconds_per_step = plan.seconds / plan.num_passes

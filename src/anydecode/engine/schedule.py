@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, quoted
 from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import Span
@@ -56,10 +56,13 @@ class DecodesFirst(Schedule):
     Args:
         row_budget: Maximum number of rows per pass.
         short: Requests of more rows count as prompts.
+
+    Raises:
+        InvalidRequestError: `row_budget` is no integer of 1 or more.
     """
 
     def __init__(self, row_budget: int = 512, short: int = 64) -> None:
-        self.row_budget = row_budget
+        self.row_budget = RowBudget(row_budget).left
         self.short = short
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
@@ -76,8 +79,10 @@ class RowBudget:
     started: bool = False
 
     def __post_init__(self) -> None:
-        if self.left < 1:
-            raise InvalidRequestError(f"the budget is {self.left}; a pass needs at least one row")
+        if type(self.left) is not int or self.left < 1:
+            raise InvalidRequestError(
+                f"the row budget is {quoted(self.left)}; allowed are whole numbers of 1 or more"
+            )
 
     def take(self, span: Span) -> int:
         """Take rows of `span` from the budget. Returns how many run in the pass."""

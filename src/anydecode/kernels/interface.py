@@ -594,13 +594,15 @@ class Output:
     `sampled` has the tokens of `output_spec.samples`, or is empty where the backend does not
     sample. After several steps it has all sampled tokens in order, up to one that the sampler is to
     decide, and `logits` are those of the last one, or of that one if it is the first;
-    `probabilities` has one entry per token if `OutputSpec.probabilities` is set.
+    `probabilities` has one entry per token if `OutputSpec.probabilities` is set. `num_passes` is
+    the number of passes of all steps, with one whose sample is left to the sampler.
     """
 
     logits: Array
     hidden: dict[int, Array]
     sampled: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
+    num_passes: int = 1
 
 
 class Backend(ABC):

@@ -266,19 +266,24 @@ class NativeExecutor:
         self._pass.drafting = None if bound is None else bound.address
         self._call(start, stop, output_spec.logits, captures, len(samples), num_steps)
         sampled = [specs[i].token for i in range(len(samples))]
+        num_passes = 1
         if num_steps > 1:
             sampled = self._multi_step_tokens[:num_steps].tolist()
-        if output_spec.num_steps > 1 and -1 in sampled:
-            sampled = sampled[: sampled.index(-1)]
+        if output_spec.num_steps > 1:
+            count = next((i for i, token in enumerate(sampled) if token < 0), len(sampled))
+            num_passes = count + (sampled[count : count + 1] == [-1])
+            sampled = sampled[:count]
         if num_steps > 1:
             if output_spec.probabilities:
                 probabilities = self._step_probabilities[: len(sampled)].tolist()
-            if bound is not None:
+            if bound is not None and drafts is not None:
                 bound.store()
+                num_passes = len(drafts.rows)
             if self._states is not None and len(sampled) > 1:
                 slot = rows.tables[rows.table[-1]][rows.positions[-1] + len(sampled) - 1]
                 cache.states.move(self._states.last_state, int(slot))
-        return Output(self._logits(len(output_spec.logits)), hidden, sampled, probabilities)
+        logits = self._logits(len(output_spec.logits))
+        return Output(logits, hidden, sampled, probabilities, num_passes)
 
     @property
     def truncates(self) -> bool:

@@ -47,8 +47,8 @@ class Length(Reward):
     is_fast = True
     bounds = (0.0, 1.0)
     remote: ClassVar[Mapping[str, Bounds] | None] = {
-        "min_words": Range(0, 1e6),
-        "max_words": Range(1, 1e6),
+        "min_words": Range(0, 1_000_000),
+        "max_words": Range(1, 1_000_000),
     }
 
     def __init__(self, min_words: float = 0, max_words: float = 50) -> None:

@@ -252,7 +252,8 @@ class _CompletionAnswer:
 
 
 class _FillInAnswer(_CompletionAnswer):
-    """An answer of `/v1/fim/completions`: its text is a message, as in Mistral's API."""
+    """An answer of `/v1/fim/completions`: its text is a message, as in Mistral's API, with the
+    log-probabilities of a chat."""
 
     RESPONSE, CHUNK = "chat.completion", "chat.completion.chunk"
     ID_PREFIX = "fim"
@@ -261,3 +262,12 @@ class _FillInAnswer(_CompletionAnswer):
         part = "delta" if self.body.stream else "message"
         message = {"role": "assistant", "content": text}
         return {"index": index, part: message, "logprobs": entries, "finish_reason": reason}
+
+    def _new_logprobs(self, index: int) -> dict[str, list[Any]] | None:
+        """Log-probabilities of the tokens since the last call, without the prompt's."""
+        if self.body.logprobs is None:
+            return None
+        request, number = self.run.choices[index]
+        entries = logprobs.generated(request.jobs[number].sequence, self._num_logprobs_sent[index])
+        self._num_logprobs_sent[index] += len(entries)
+        return {"content": logprobs.chat_entries(entries, self.service.tokenizer)}

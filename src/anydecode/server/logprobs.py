@@ -22,9 +22,9 @@ FLOOR = -9999.0
 def generated(
     sequence: Sequence, start: int = 0, *, with_stop: bool = False
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of the tokens of `sequence` from index `start` on, without those of earlier
-    calls that this call resumes, and without a stop token at the end unless `with_stop` is set."""
-    entries = require_all(sequence.logprobs[max(start, sequence.state.get(RESUMED, 0)) :])
+    """Log-probabilities of the tokens that this call generated, which may resume earlier ones, from
+    index `start` on; without a stop token at the end unless `with_stop` is set."""
+    entries = require_all(sequence.logprobs[sequence.state.get(RESUMED, 0) + start :])
     if entries and not with_stop and sequence.finished and sequence.stops_at(entries[-1].token):
         entries.pop()
     return entries

@@ -99,7 +99,8 @@ def ignored_fields(body: Options, template: str | None) -> list[str]:
         if effort is not None and not effort_variables(effort, template):
             names.append(name)
     if isinstance(body, ChatRequest):
-        names += sorted({f"messages.{name}" for name in _unread_fields(body, template)})
+        names += {f"messages.{name}" for name in _unread_fields(body, template)}
+    names += {f"tool_choice.tools.{name}" for name in _unread_of_choice(body)}
     return sorted(names)
 
 
@@ -115,12 +116,25 @@ def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
                 function.keys() - {"name", "arguments"} if isinstance(function, dict) else set()
             )
             yield from (f"tool_calls.{name}" for name in names if not _is_read(name, template))
-        if isinstance(message.content, list):
-            parts = (part.keys() - {"type", "text"} for part in message.content)
-            yield from (f"content.{name}" for names in parts for name in names)
+        for part in message.content if isinstance(message.content, list) else ():
+            names = part.keys() - {"type", "text"}
+            yield from (f"content.{name}" for name in names if part[name])
         for name, value in (message.model_extra or {}).items():
             if value and name != "tool_call_id" and not _is_read(name, template):
                 yield name
+
+
+def _unread_of_choice(body: Options) -> Iterator[str]:
+    """Fields of the tools that a `tool_choice` allows, besides their names: those of the tools
+    themselves apply."""
+    choice = getattr(body, "tool_choice", None)
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return
+    for tool in (choice.get("allowed_tools") or choice)["tools"]:
+        function = tool.get("function")
+        inner = function if isinstance(function, dict) else {}
+        for part, read in ((tool, {"type", "name", "function"}), (inner, {"name"})):
+            yield from (name for name in part.keys() - read if part[name])
 
 
 def check_tools(tools: list[Tool], template: str | None) -> None:

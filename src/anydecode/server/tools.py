@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,10 +15,12 @@ from anydecode.server.protocol import StructuredOutputs, Tool
 
 #: The fields that describe a schema in a response format.
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
-#: The fields of a `tool_choice`, in all the forms that it has in OpenAI's APIs.
-_FIELDS_OF_CHOICE = frozenset(
-    {"type", "name", "function", "allowed_tools", "mode", "tools", "server_label"}
-)
+#: The fields of a `tool_choice` that is an object, by its type, in responses. In chats they are in
+#: an object of their own, whose name is the type.
+_FIELDS_OF_CHOICE: dict[str, Set[str]] = {
+    "function": frozenset({"name"}),
+    "allowed_tools": frozenset({"mode", "tools"}),
+}
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -198,14 +200,10 @@ def select_tools(
             " function or allowed_tools",
             param="tool_choice",
         )
-    if unknown := sorted(choice.keys() - _FIELDS_OF_CHOICE):
-        field = f"tool_choice.{unknown[0]}"
-        raise ApiError(400, f"unknown field {field}", code="unknown_parameter", param=field)
-    if choice.get("type") != "allowed_tools":
-        return _named_tools(offered, [choice], choice), True
-    allowed = choice.get("allowed_tools", choice)
-    names = allowed.get("tools") if isinstance(allowed, dict) else None
-    mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+    kind, fields = _fields_of_choice(choice)
+    if kind == "function":
+        return _named_tools(offered, [fields], choice), True
+    names, mode = fields.get("tools"), fields.get("mode", "auto")
     if not isinstance(names, list) or not names or mode not in ("auto", "required"):
         raise ApiError(
             400,
@@ -213,6 +211,28 @@ def select_tools(
             param="tool_choice",
         )
     return _named_tools(offered, names, choice), mode == "required"
+
+
+def _fields_of_choice(choice: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The type of a `tool_choice`, and its fields. Raises `ApiError` if it has others."""
+    kind = choice.get("type", "function")
+    if kind not in tuple(_FIELDS_OF_CHOICE):
+        message = f"tool_choice has type {kind!r}; it must be {' or '.join(_FIELDS_OF_CHOICE)}"
+        raise ApiError(400, message, param="tool_choice")
+    known = _FIELDS_OF_CHOICE[kind]
+    is_nested = choice.get(kind) is not None
+    names: Set[str] = {"type", kind} if is_nested else {"type", *known}
+    parts = [("tool_choice", choice, names)]
+    if is_nested:
+        if not isinstance(choice[kind], dict):
+            raise ApiError(400, f"tool_choice.{kind} must be an object", param="tool_choice")
+        parts.append((f"tool_choice.{kind}", choice[kind], known))
+    for path, part, names in parts:
+        for name in sorted(part.keys() - names):
+            if part[name] is not None:
+                field = f"{path}.{name}"
+                raise ApiError(400, f"unknown field {field}", code="unknown_parameter", param=field)
+    return kind, parts[-1][1]
 
 
 def allows_parallel(choice: str | dict[str, Any] | None, parallel: bool | None) -> bool:
@@ -228,7 +248,8 @@ def _named_tools(
     """The tools among `offered` that `references` name. Raises `ApiError` if one is missing."""
     selected = []
     for reference in references:
-        named = reference.get("function", reference) if isinstance(reference, dict) else None
+        is_function = isinstance(reference, dict) and reference.get("type") in (None, "function")
+        named = reference.get("function", reference) if is_function else None
         name = named.get("name") if isinstance(named, dict) else None
         matching = [tool for tool in offered if tool.function.name == name]
         if not matching:

@@ -28,7 +28,7 @@ from anydecode.training.data import sample_texts
 from anydecode.training.denoising import denoise
 from anydecode.training.draft_distillation import (
     check_target,
-    drafted_part,
+    cut,
     masked_continuation,
     missed_streak,
     refined_continuation,
@@ -189,18 +189,18 @@ def drafting(
 ) -> torch.Tensor:
     """The loss of `deer`, whose second stage is the second half of the training, or of
     `specdiff-2`."""
-    total, size = torch.zeros(()), recipe.block
+    total = torch.zeros(())
     for part in canvases:
+        size = recipe.block
+        if recipe.method == "deer" and progress >= 0.5:
+            size = int(torch.randint(1, size + 1, (1,), generator=generator))
+        draft = cut(part.tokens, part.start, part.lengths, size, generator)
         if recipe.method == "specdiff-2":
-            rows = drafted_part(part.tokens, part.start, size, generator)
-            loss = missed_streak(student, rows, size)
+            loss = missed_streak(student, draft)
         elif progress < 0.5:
-            rows = drafted_part(part.tokens, part.start, size, generator)
-            loss = masked_continuation(student, rows, size, generator)
+            loss = masked_continuation(student, draft, generator)
         else:
-            length = int(torch.randint(1, size + 1, (1,), generator=generator))
-            rows = drafted_part(part.tokens, part.start, length, generator)
-            loss = refined_continuation(student, rows, length)
+            loss = refined_continuation(student, draft)
         total = total + loss * len(part.tokens)
     return total / sum(len(part.tokens) for part in canvases)
 

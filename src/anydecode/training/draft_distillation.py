@@ -11,6 +11,7 @@ distillation). A draft is `block` masks behind a text, as the decoders of these 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -50,52 +51,81 @@ def check_target(target: LLM, student: Transformer) -> None:
         )
 
 
-def drafted_part(
-    tokens: torch.Tensor, start: int, size: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Texts that are cut at a random position of their answers and the `size` tokens behind it,
-    `[batch, cut + size]`.
+@dataclass(frozen=True)
+class Draft:
+    """Texts that are cut at one position of their answers, and what follows: `tokens[batch, cut +
+    size]`. `counts[batch]` are the first ones of the last `size` tokens that belong to the answer,
+    including its EOS; the rest is padding and has no loss."""
+
+    tokens: torch.Tensor
+    size: int
+    counts: torch.Tensor
+
+    @property
+    def drafted(self) -> torch.Tensor:
+        """The last `size` tokens, `[batch, cut + size]`."""
+        drafted = torch.zeros(self.tokens.shape, dtype=torch.bool)
+        drafted[:, -self.size :] = True
+        return drafted
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """Those of the last `size` tokens that belong to the answer, `[batch, size]`."""
+        return torch.arange(self.size) < self.counts[:, None]
+
+
+def cut(
+    tokens: torch.Tensor,
+    start: int,
+    lengths: torch.Tensor,
+    size: int,
+    generator: torch.Generator,
+) -> Draft:
+    """The draft of `size` tokens at a random position of the answers.
 
     Args:
-        tokens: Prompts of one length with their answers, `[batch, length]`.
+        tokens: Prompts of one length with their padded answers, `[batch, length]`.
         start: The prompts' length.
+        lengths: Tokens of each answer, including its EOS, `[batch]`; the position is within the
+            longest one.
         size: See above.
         generator: For the position.
     """
-    cut = int(torch.randint(start, tokens.shape[1] - size + 1, (1,), generator=generator))
-    return tokens[:, : cut + size]
+    last = min(start + int(lengths.max()) - 1, tokens.shape[1] - size)
+    position = int(torch.randint(start, last + 1, (1,), generator=generator))
+    counts = (start + lengths - position).clamp(0, size)
+    return Draft(tokens[:, : position + size], size, counts)
 
 
 def masked_continuation(
-    student: Transformer, part: torch.Tensor, size: int, generator: torch.Generator
+    student: Transformer, draft: Draft, generator: torch.Generator
 ) -> torch.Tensor:
-    """The loss of DEER's first stage: the cross-entropy of masked ones of the last `size` tokens,
+    """The loss of DEER's first stage: the cross-entropy of masked ones of the drafted tokens,
     divided by the share that is masked, per token."""
-    count = len(part)
+    count = len(draft.tokens)
     shares = MIN_SHARE + (1 - MIN_SHARE) * torch.rand(count, 1, generator=generator)
-    masked = torch.zeros(part.shape, dtype=torch.bool)
-    masked[:, -size:] = torch.rand(count, size, generator=generator) < shares
-    losses = _losses(student, part, masked)
-    return (losses / shares.expand_as(part)[masked]).sum() / (count * size)
+    masked = draft.drafted
+    masked[:, -draft.size :] = torch.rand(count, draft.size, generator=generator) < shares
+    losses = _losses(student, draft.tokens, masked)
+    shares = shares.expand(count, draft.size)[masked[:, -draft.size :]]
+    counted = draft.counted[masked[:, -draft.size :]]
+    return (losses / shares * counted).sum() / draft.counted.sum()
 
 
-def refined_continuation(student: Transformer, part: torch.Tensor, size: int) -> torch.Tensor:
-    """The loss of DEER's second stage: the cross-entropy of the last `size` tokens, all masked. The
+def refined_continuation(student: Transformer, draft: Draft) -> torch.Tensor:
+    """The loss of DEER's second stage: the cross-entropy of the drafted tokens, all masked. The
     weight of each is `ALPHA` to the power of the number of tokens behind it."""
-    masked = torch.zeros(part.shape, dtype=torch.bool)
-    masked[:, -size:] = True
-    losses = _losses(student, part, masked).view(len(part), size)
-    weights = ALPHA ** torch.arange(size - 1, -1, -1, dtype=torch.float32)
-    return (losses * weights).sum() / (len(part) * weights.sum())
+    losses = _losses(student, draft.tokens, draft.drafted).view(-1, draft.size)
+    weights = ALPHA ** torch.arange(draft.size - 1, -1, -1, dtype=torch.float32) * draft.counted
+    return (losses * weights).sum() / weights.sum()
 
 
-def missed_streak(student: Transformer, part: torch.Tensor, size: int) -> torch.Tensor:
+def missed_streak(student: Transformer, draft: Draft) -> torch.Tensor:
     """The loss of SpecDiff-2: minus the expected number of accepted tokens, the sum over m of the
-    product of the probabilities of the first m of the last `size` tokens, all masked; per token."""
-    masked = torch.zeros(part.shape, dtype=torch.bool)
-    masked[:, -size:] = True
-    losses = _losses(student, part, masked).view(len(part), size)
-    return -(-losses.cumsum(-1)).exp().sum() / (len(part) * size)
+    product of the probabilities of the first m drafted tokens, all masked; per token."""
+    losses = _losses(student, draft.tokens, draft.drafted).view(-1, draft.size)
+    streaks = (-losses.cumsum(-1)).exp() * draft.counted
+    return -streaks.sum() / draft.counted.sum()
 
 
 def _losses(student: Transformer, part: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

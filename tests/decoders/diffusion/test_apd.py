@@ -74,5 +74,5 @@ def test_a_cached_window_needs_a_model_without_blocks() -> None:
     with bidirectional(dense(), block_size=4, draft=draft) as llm:
         with pytest.raises(AnydecodeError, match="see blocks of 4"):
             llm.generate([5, 6], decoder="apd:recent=4", max_tokens=8)
-        with pytest.raises(AnydecodeError, match="recent must be at least 1"):
+        with pytest.raises(AnydecodeError, match="recent is 0; allowed are 1 to 65536"):
             llm.generate([5, 6], decoder="apd:recent=0", max_tokens=8)

@@ -46,7 +46,8 @@ def test_certificate_rejects_temperatures_that_rise(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("parameters", "message"), [("steps=0", "at least one step"), ("bound=-1", "0 or more")]
+    ("parameters", "message"),
+    [("steps=0", "steps is 0; allowed are 1 to 65536"), ("bound=-1", "0 or more")],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):

@@ -41,7 +41,8 @@ def test_certificate_rejects_a_canvas_of_one_token(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("parameters", "message"), [("kappa=2", "between 0 and 1"), ("steps=0", "at least one step")]
+    ("parameters", "message"),
+    [("kappa=2", "between 0 and 1"), ("steps=0", "steps is 0; allowed are 1 to 65536")],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):

@@ -66,7 +66,7 @@ def test_the_cache_of_sub_blocks_survives_restarts_and_batches() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("sub_block=0", "at least one position"),
+        ("sub_block=0", "sub_block is 0; allowed are 1 to 65536"),
         ("threshold=2", "between 0 and 1"),
         ("cache=prefix", "one of none, dual"),
     ],

@@ -50,7 +50,7 @@ def test_certificate_rejects_drafts_of_the_next_block_before_those_of_this_one(
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("ahead=-1", "0 or more"),
+        ("ahead=-1", "ahead is -1; allowed are 0 to 1024"),
         ("ahead=1,cache=dual", "cache=none or cache=block"),
         ("threshold=2", "between 0 and 1"),
         ("threshold=0.9,remasking=margin", "remasking=confidence"),

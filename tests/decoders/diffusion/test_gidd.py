@@ -56,8 +56,8 @@ def test_a_posterior_of_masks_is_that_of_masked_diffusion() -> None:
     ("parameters", "message"),
     [
         ("uniform=1", "below 1"),
-        ("steps=0", "at least one step"),
-        ("corrections=-1", "0 or more"),
+        ("steps=0", "steps is 0; allowed are 1 to 65536"),
+        ("corrections=-1", "corrections is -1; allowed are 0 to 16384"),
         ("cache=dual", "none, block"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_expected_share_of_tokens_is_kept(strategy: str) -> None:
     [
         ("strategy=none", "cap, rescale"),
         ("eta=2", "between 0 and 1"),
-        ("steps=0", "at least one step"),
+        ("steps=0", "steps is 0; allowed are 1 to 65536"),
     ],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:

@@ -61,7 +61,10 @@ def test_a_tree_has_the_drafts_that_follow_each_part_of_the_trunk() -> None:
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
-    [("width=0", "width must be at least 1"), ("cache=window", "none, prefix, dual, block")],
+    [
+        ("width=0", "width is 0; allowed are 1 to 1024"),
+        ("cache=window", "none, prefix, dual, block"),
+    ],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:
     with pytest.raises(AnydecodeError, match=message):

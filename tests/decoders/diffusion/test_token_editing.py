@@ -149,8 +149,8 @@ def test_what_is_no_token_cannot_be_edited(kind: str) -> None:
     [
         ("threshold=2", "threshold must be between 0 and 1"),
         ("edit=-1", "edit must be between 0 and 1"),
-        ("max_post_steps=-1", "0 or more"),
-        ("revisit=-1", "revisit must be 0 or more"),
+        ("max_post_steps=-1", "max_post_steps is -1; allowed are 0 to 1024"),
+        ("revisit=-1", "revisit is -1; allowed are 0 to 1024"),
     ],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:

@@ -127,7 +127,7 @@ def test_rewards_outside_of_their_range_are_refused() -> None:
     [
         ({"n": 0}, "n is 0"),
         ({"n": 200}, "their product at most 4095"),
-        ({"step_tokens": 0}, "step_tokens of at least 1"),
+        ({"step_tokens": 0}, "step_tokens is 0; allowed are 1 to 65536"),
         ({"temperature": 0.0}, "temperature above 0"),
         ({"weights": "x"}, "replace or increment"),
         ({"answer": "x"}, "best or draw"),

@@ -132,7 +132,7 @@ def test_constraints_and_log_probabilities() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"k": 0}, "at least 1"),
+        ({"k": 0}, "k is 0; allowed are 1 to 1024"),
         ({"step": ""}, "phi needs a step"),
         ({"share": 2.0}, "a share from 0 to 1"),
         ({"rounds": 200}, "make more than 4095 texts"),

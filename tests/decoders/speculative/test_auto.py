@@ -358,9 +358,10 @@ def test_one_token_answer() -> None:
         assert len(llm.generate([0, 1, 0, 1, 0], decoder="auto", max_tokens=1).tokens) == 1
 
 
-def test_invalid_parameters_are_rejected() -> None:
+@pytest.mark.parametrize("wrong", [{"max_drafts": 0}, {"memory": -1}, {"max_model_drafts": -1}])
+def test_invalid_parameters_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidRequestError):
-        Auto(max_drafts=0)
+        Auto(**wrong)
 
 
 def test_cost_table_interpolates_and_extrapolates() -> None:
@@ -598,6 +599,16 @@ def test_a_drafter_is_used_without_changing_the_text(temperature: float) -> None
     assert certain.tokens == plain.tokens
     assert all(model_rounds(answer.trace or []) for answer in alone)
     assert sum(answer.stats.passes for answer in alone) < 0.9 * sum(map(len, expected))
+
+
+def test_a_drafter_drafts_no_more_tokens_than_allowed() -> None:
+    with drafted_llm() as llm:
+        for count in (0, 1, 2):
+            decoder = f"auto:max_model_drafts={count}"
+            answers = [llm.generate(p, decoder=decoder, max_tokens=60, trace=True) for p in PROMPTS]
+            rounds = [one for answer in answers for one in model_rounds(answer.trace or [])]
+            longest = max((one["sources"].count("model") for one in rounds), default=0)
+            assert longest == count
 
 
 def test_a_drafter_that_is_never_right_is_left_after_some_rounds(

@@ -64,7 +64,7 @@ def test_batch_equals_single_requests(backend: str) -> None:
 
 
 def test_unsupported_requests_are_rejected() -> None:
-    with pytest.raises(InvalidRequestError, match="at least two layers"):
+    with pytest.raises(InvalidRequestError, match="group is 1; allowed are 2 to 1024"):
         LLM(ScriptedModel(), tokenizer=ByteTokenizer()).decoder("easyspec:group=1")
     with (
         LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm,

@@ -93,6 +93,7 @@ class EntropyBoundedRenoising(UniformDenoiser):
             " samplers",
             STATEFUL,
         ),
+        bounds={"first_temperature": Range(0, 10), "last_temperature": Range(0, 10)},
         remote={
             "steps": Range(1, 4096),
             "bound": Range(0, 1000),

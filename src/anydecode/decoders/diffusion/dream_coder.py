@@ -110,6 +110,7 @@ class VariableInfilling(Denoiser):
             "an end of text removes the masks behind it too, as an option of DreamOn's code does",
             "the temperature is the request's (0.1 in the paper)",
         ),
+        bounds={"expand": Range(0, 1 << 20)},
         remote={"steps": Range(1, 4096), "expand": Range(1, 4096)},
     )
 )

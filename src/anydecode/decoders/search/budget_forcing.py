@@ -82,7 +82,7 @@ class NeverStops:
             "forced tokens have no log-probability (None), so the server refuses logprobs",
         ),
         remote={
-            "limit": Range(0, 1e6),
+            "limit": Range(0, 1_000_000),
             "extensions": Range(0, 64),
             "wait": Text(64),
             "end": Text(64),

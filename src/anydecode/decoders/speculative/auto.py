@@ -51,6 +51,7 @@ from anydecode.decoders.speculative.draft_sources import (
     LearnedDrafts,
     ModelSource,
     SuccessorPredictor,
+    num_accepted,
 )
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
@@ -76,8 +77,6 @@ MAX_MULTI_STEP = {True: 4, False: 8}
 COST_TOKENS, COST_CONTEXT = 16, 64
 #: Weight of a round in the average of what rounds take beside their passes.
 ROUND_RATE = 0.05
-#: Maximum number of tokens that a draft model drafts in a round.
-MAX_MODEL_DRAFTS = 8
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
 #: Maximum number of tokens of a burst in which the backend drafts.
@@ -108,7 +107,11 @@ class _Session:
         self.draft_seconds = 0.0
         self.model: ModelSource | None = None
         if DRAFT in sequence.optional_runners:
-            self.model = ModelSource(sequence, decoder.learned_drafts[sequence.sampler.is_greedy])
+            model = ModelSource(sequence, decoder.learned_drafts[sequence.sampler.is_greedy])
+            if decoder.max_model_drafts:
+                self.model = model
+            else:
+                model.pause(True)
         self._decoder = decoder
         self._draft_frequency = DRAFT_FREQUENCY[sequence.sampler.is_greedy]
         self._num_undrafted = 1
@@ -177,7 +180,7 @@ class _Session:
                 self._awaits_states = True
                 return _EMPTY_TREE
             chain = yield from self.model.draft(
-                min(MAX_MODEL_DRAFTS, max_drafts), self._min_path_probability(costs)
+                min(self._decoder.max_model_drafts, max_drafts), self._min_path_probability(costs)
             )
             candidates = with_chain(candidates, chain, self.model.name)
             count = best_count(candidates.probabilities, costs, num_others, 0.0)
@@ -261,7 +264,7 @@ class _Session:
         request = sequence.multi_step(room, drafts)
         tokens = yield request
         seconds = perf_counter() - start_time
-        accepted = _accepted(drafts.drafts, tokens)
+        tokens_of_steps = _tokens_of_steps(drafts.drafts, tokens)
         drafter = drafts.drafter
         if drafter is not None:
             seconds -= sum(drafter.draft_seconds)
@@ -269,11 +272,11 @@ class _Session:
             extra = sum(steps[rows - 1] - steps[0] for rows in drafts.rows)
             decoder.record_step((seconds - extra) / len(drafts.rows), passes[0])
         if self.model is not None and drafter is not None:
-            self.model.observe_burst(drafter, drafts, accepted)
+            self.model.observe_burst(drafter, drafts, tokens_of_steps)
         elif self.model is not None:
             self.model.num_undrafted += len(tokens)
         if sequence.trace is not None:
-            self._trace_burst(tokens, drafts, accepted)
+            self._trace_burst(drafts, tokens_of_steps)
             if not drafts.rows:  # the backend has not drafted
                 self._trace_undrafted(tokens, seconds)
         sequence.emit(tokens, request.sampler)
@@ -288,14 +291,14 @@ class _Session:
         model.pause(not pays)
         if not pays:
             return None
-        return model.in_burst(rate, self._passes[0], MAX_MODEL_DRAFTS, MAX_BURST_TOKENS)
+        return model.in_burst(
+            rate, self._passes[0], self._decoder.max_model_drafts, MAX_BURST_TOKENS
+        )
 
-    def _trace_burst(self, tokens: Seq[int], drafts: BurstDrafts, accepted: Seq[int]) -> None:
+    def _trace_burst(self, drafts: BurstDrafts, tokens_of_steps: Seq[Seq[int]]) -> None:
         """Record each step of a burst."""
         position = self.sequence.length
-        for index, (draft, count) in enumerate(zip(drafts.drafts, accepted, strict=True)):
-            if not tokens:  # the last pass has left its token to the sampler
-                break
+        for index, (draft, tokens) in enumerate(zip(drafts.drafts, tokens_of_steps, strict=True)):
             is_copy = drafts.sources[index] < len(drafts.texts)
             parents, name = list(range(-1, len(draft) - 1)), "copy" if is_copy else "model"
             tree = TokenTree(draft, parents, sources=[name] * len(draft) or None)
@@ -305,8 +308,9 @@ class _Session:
                 "draft_seconds": drafting,
                 "verify_seconds": drafts.seconds[index],
             }
-            self.sequence.record(tree, list(range(count)), tokens[: count + 1], **facts)
-            position, tokens = position + count + 1, tokens[count + 1 :]
+            accepted = list(range(num_accepted(draft, tokens)))
+            self.sequence.record(tree, accepted, tokens, **facts)
+            position += len(tokens)
 
     def _trace_undrafted(self, tokens: Seq[int], seconds_per_token: float) -> None:
         """Record steps without drafts."""
@@ -420,17 +424,16 @@ class _Session:
             decoder.round_seconds += rate * (excess - decoder.round_seconds)
 
 
-def _accepted(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[int]:
-    """How many tokens of the draft of each pass are among `tokens`: those of all passes, with one
-    more token each."""
-    counts: list[int] = []
+def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
+    """The tokens of each pass of a burst, given those of all: the accepted ones of its draft and
+    the one after them. The last pass has none after them where the text has ended, or where its
+    sample is left to the sampler."""
+    parts: list[Seq[int]] = []
     for draft in drafts:
-        count = 0
-        while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
-            count += 1
-        counts.append(count)
-        tokens = tokens[count + 1 :]
-    return counts
+        count = num_accepted(draft, tokens) + 1
+        parts.append(tokens[:count])
+        tokens = tokens[count:]
+    return parts
 
 
 @register(
@@ -460,7 +463,7 @@ def _accepted(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[int]:
             "tokens forced by a constraint are drafted wherever drafts can save time",
             "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
-        remote={"max_drafts": Range(0, 64)},
+        remote={"max_drafts": Range(0, 64), "max_model_drafts": Range(0, 64)},
     )
 )
 class Auto(Decoder):
@@ -469,15 +472,22 @@ class Auto(Decoder):
     Args:
         max_drafts: Maximum number of drafts per pass.
         memory: Number of tokens of earlier answers that are kept to copy from.
+        max_model_drafts: Maximum number of tokens that a draft model drafts in a round; 0: it does
+            not run.
     """
 
     requirements = Requirements(takes_prediction=True, optional_runners=(DRAFT,), reads_states=True)
 
-    def __init__(self, max_drafts: int = 32, memory: int = 100_000) -> None:
-        if max_drafts < 1 or memory < 0:
-            raise InvalidRequestError("auto needs max_drafts >= 1 and memory >= 0")
+    def __init__(
+        self, max_drafts: int = 32, memory: int = 100_000, max_model_drafts: int = 8
+    ) -> None:
+        if max_drafts < 1 or memory < 0 or max_model_drafts < 0:
+            raise InvalidRequestError(
+                "auto needs max_drafts >= 1, memory >= 0 and max_model_drafts >= 0"
+            )
         self.max_drafts = max_drafts
         self.memory = memory
+        self.max_model_drafts = max_model_drafts
         self.acceptance = TokenExact()
         self.multi_step_cost = 1.0  # of a multi-step token, relative to a pass over one row
         self.round_seconds = 0.0  # that a round with drafts takes beside its pass

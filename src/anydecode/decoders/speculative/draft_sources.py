@@ -65,6 +65,14 @@ def class_of(length: int) -> int:
     return _CLASSES[min(length, MATCH_LENGTHS[-1])]
 
 
+def num_accepted(draft: Seq[int], tokens: Seq[int]) -> int:
+    """The number of first tokens of a draft that equal those of the text after it."""
+    pairs = zip(draft, tokens, strict=False)
+    return next(
+        (i for i, (one, other) in enumerate(pairs) if one != other), min(len(draft), len(tokens))
+    )
+
+
 class AcceptanceRates:
     """Acceptance rates by kind of draft; old observations decay."""
 
@@ -308,17 +316,23 @@ class ModelSource:
             NUM_TRIALS * self.is_due,
         )
 
-    def observe_burst(self, drafter: BurstDrafter, drafts: BurstDrafts, accepted: Seq[int]) -> None:
-        """Record the passes of a burst, of which each has accepted so many drafts."""
+    def observe_burst(
+        self, drafter: BurstDrafter, drafts: BurstDrafts, tokens_of_steps: Seq[Seq[int]]
+    ) -> None:
+        """Record the passes of a burst, and the tokens of each. Of a last pass without a token
+        after the accepted ones, it is unknown how many would have been accepted: it counts for
+        none of what rounds bring."""
         self._interval = 2 * self._interval if drafter.num_due else MODEL_INTERVAL
-        for index, (draft, count) in enumerate(zip(drafts.drafts, accepted, strict=True)):
+        for index, (draft, tokens) in enumerate(zip(drafts.drafts, tokens_of_steps, strict=True)):
             is_own = drafts.sources[index] == len(drafts.texts)
             if not is_own:
-                self.num_undrafted += count + 1
+                self.num_undrafted += len(tokens)
                 continue
-            self.num_undrafted = 0
-            for depth, probability in enumerate(drafts.probabilities[index][: count + 1]):
+            self.num_undrafted, count = 0, num_accepted(draft, tokens)
+            for depth, probability in enumerate(drafts.probabilities[index][: len(tokens)]):
                 self.learned.rates.record(self.learned.kind(depth, probability), depth < count)
+            if count == len(tokens):
+                continue
             seconds, num_drafted = drafter.draft_seconds[index], drafter.num_drafted[index]
             if drafter.num_unread[index] > MAX_UNREAD:
                 seconds = num_drafted * drafter.seconds

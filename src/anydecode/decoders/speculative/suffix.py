@@ -343,6 +343,7 @@ class _Session(TextDraftSession):
             "earlier answers are kept in eight parts within `memory` bytes, and the oldest part is"
             " dropped when they are full",
         ),
+        bounds={"memory": Range(0, 1 << 40)},
         remote={
             "size": Range(0, 64),
             "factor": Range(0, 16),

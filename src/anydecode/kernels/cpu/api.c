@@ -208,7 +208,7 @@ static int multi_step(const Pass *pass, int threads) {
     spec->row = 0;
     if (step == pass->num_steps) return OK;
     if (is_end_token(pass, token) || path < pass->min_probability) {
-      pass->multi_step_tokens[step] = -1;
+      pass->multi_step_tokens[step] = NO_MORE;
       return OK;
     }
     prefix = ++position + 1;

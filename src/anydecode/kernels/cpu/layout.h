@@ -132,6 +132,7 @@ typedef struct {
   int64_t token;
 } BestToken;
 
+enum { NO_MORE = -2 };
 enum { MAX_DRAFTS = 32, MAX_MATCH = 64, NUM_BINS = 10 };
 
 /* A text that drafts are copied from. What generation continues has just matched the `match` tokens
@@ -207,7 +208,8 @@ struct Pass {
   SampleSpec *samples;
   /* The tokens of a multi-step pass: the pass's only sample, of its last row, then the sample of a
    * pass over that token at the next position, and so on. It stops after one of `end_tokens`, or
-   * after `num_steps` tokens. Where there are fewer, -1 follows the last. */
+   * after `num_steps` tokens. Where there are fewer, -1 follows the last if another pass has run
+   * whose sample is left to the caller, else NO_MORE. */
   int32_t *multi_step_tokens;
   const int32_t *end_tokens;
   /* The probability of each of these tokens (at temperature 1), or NULL. It also stops after the

@@ -85,6 +85,9 @@ def _unread_of_blocks(body: CountTokensRequest) -> set[str]:
 
 def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
     if choice.type != "tool":
+        if choice.name is not None:
+            message = f"tool_choice.name is given with type {choice.type}; only tool has a name"
+            raise ApiError(400, message, param="tool_choice")
         return _CHOICES[choice.type]
     return {"type": "function", "function": {"name": choice.name}}
 

@@ -25,6 +25,8 @@ from anydecode.server.translation import chat_request, thinking_variables
 LATEST = ":latest"
 #: Ollama's defaults. Its repetition penalty is left out: it is not one of the last 64 tokens here.
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+#: The fields of an earlier call that have an effect.
+_READ_OF_CALL: Any = {"id": True, "function": {"name", "arguments"}}
 #: Options of the engine that have no effect here: these APIs have fields for them, or one answer.
 _NO_OPTIONS = ("logprobs", "model", "n", "stream", "stream_options")
 
@@ -51,17 +53,13 @@ def chat_form(body: OllamaChatRequest, service: Service) -> tuple[ChatRequest, l
     """The chat request of `body`, and the names of the fields without effect."""
     messages = [_message(message) for message in body.messages or ()]
     is_continued = bool(messages) and messages[-1].role == "assistant"
-    form, ignored = _form(
+    return _form(
         body,
         service,
         messages=messages,
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
         continue_final_message=is_continued,
     )
-    for tool in body.tools or ():
-        ignored += (f"tools.{name}" for name in tool.model_extra or ())
-        ignored += (f"tools.function.{name}" for name in tool.function.model_extra or ())
-    return form, ignored
 
 
 def generate_form(body: GenerateRequest, service: Service) -> tuple[ChatRequest, list[str]]:
@@ -132,7 +130,7 @@ def _message(message: OllamaMessage) -> Message:
     }
     if message.tool_calls:
         extra["tool_calls"] = [
-            {"type": "function", **call.model_dump(exclude_none=True)}
+            {"type": "function", **call.model_dump(exclude_none=True, include=_READ_OF_CALL)}
             for call in message.tool_calls
         ]
     set_extra = {name: value for name, value in extra.items() if value is not None}
@@ -146,13 +144,22 @@ def is_zero(keep_alive: float | str | None) -> bool:
 
 def ignored_names(body: BaseModel, service: Service) -> Iterator[str]:
     """The names of the fields that are set but have no effect; "options.a" is a part of options."""
-    for name, value in (body.model_extra or {}).items():
-        if value is not None:
-            yield name
+    yield from _unknown_names(body)
     keep_alive = getattr(body, "keep_alive", None)
     if keep_alive is not None and not (service.can_be_unloaded and is_zero(keep_alive)):
         yield "keep_alive"
     options = getattr(body, "options", None)
     if options is not None:
-        names = [*_NO_OPTIONS, *(options.model_extra or ())]
-        yield from (f"options.{name}" for name in names if getattr(options, name) is not None)
+        yield from (f"options.{one}" for one in _NO_OPTIONS if getattr(options, one) is not None)
+
+
+def _unknown_names(body: BaseModel, path: str = "") -> Iterator[str]:
+    """The names of the unknown fields of a body and its parts that are not null."""
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield path + name
+    for name in body.model_fields_set & type(body).model_fields.keys():
+        value = getattr(body, name)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, BaseModel):
+                yield from _unknown_names(part, f"{path}{name}.")

@@ -50,7 +50,7 @@ class GeneratingBody(OllamaBody):
 class CalledFunction(Body):
     """A function that the model has called."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     name: Name
     arguments: dict[str, Any] | None = None
 
@@ -58,7 +58,7 @@ class CalledFunction(Body):
 class Call(Body):
     """A call of a tool in an earlier message."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     function: CalledFunction
     id: Name | None = None
 
@@ -66,7 +66,7 @@ class Call(Body):
 class OllamaMessage(Body):
     """One turn of a conversation."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
