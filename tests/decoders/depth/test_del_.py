@@ -21,7 +21,9 @@ def test_certificate() -> None:
     assert_certified("del")
 
 
-@pytest.mark.parametrize("defaults", [{"size": 3}, {"memory": 1.0}, {"head": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "defaults", [{"size": 3}, {"memory": 1.0}, {"head": 2.0}, {"head": 0.0}], ids=str
+)
 def test_other_defaults_are_rejected(
     monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
 ) -> None:
