@@ -639,7 +639,7 @@ def test_fields_of_messages_that_the_template_does_not_read_are_listed() -> None
                     {"id": "1", "index": 0, "type": "function", "x": 1,
                      "function": {"name": "f", "arguments": "{}", "y": 1}}
                 ]},
-                ["tool_calls.x", "tool_calls.y"],
+                ["tool_calls.function.y", "tool_calls.x"],
             ),
         ):  # fmt: skip
             answer = client.ask(CHAT, messages=[{**message, **extra}, message], max_tokens=2)

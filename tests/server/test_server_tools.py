@@ -346,7 +346,7 @@ def test_choices_of_tools() -> None:
         # The tools that are allowed may be whole definitions: their names count.
         definitions = {"type": "allowed_tools", "allowed_tools": None, "tools": offered()}
         answer = client.ask(CHAT, **FIELDS, tools=offered(), tool_choice=definitions)
-        assert answer["anydecode"]["ignored"] == ["tool_choice.tools.parameters"]
+        assert answer["anydecode"]["ignored"] == ["tool_choice.tools.function.parameters"]
 
 
 GO = {"type": "function", "function": {"name": "go"}}

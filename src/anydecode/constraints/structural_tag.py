@@ -35,9 +35,7 @@ class StructuralTag(Constraint):
             raise ConstraintError("a structural tag needs a format, or structures and triggers")
         known = {"format"} if "format" in value else {"structures", "triggers"}
         if unknown := sorted(value.keys() - {"type", *known}):
-            raise ConstraintError(
-                f"a structural tag has the unknown field {one_line(unknown[0], 80)}"
-            )
+            raise _unknown_field("a structural tag", unknown[0])
         self._formats = FormatGrammar(
             value["format"] if "format" in value else _triggered_tags(value), **options
         )
@@ -67,6 +65,9 @@ class StructuralTag(Constraint):
 def _triggered_tags(value: dict[str, Any]) -> dict[str, Any]:
     """The format of a structural tag with structures and triggers."""
     try:
+        for number, one in enumerate(value["structures"]):
+            if unknown := sorted(one.keys() - {"begin", "schema", "end"}):
+                raise _unknown_field(f"structures.{number} of a structural tag", unknown[0])
         tags = [
             {
                 "type": "tag",
@@ -77,8 +78,12 @@ def _triggered_tags(value: dict[str, Any]) -> dict[str, Any]:
             for one in value["structures"]
         ]
         return {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
-    except (KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError):
         raise ConstraintError(
             "a structural tag needs structures, a list of objects with begin, schema and end, and"
             " triggers, a list of texts"
         ) from None
+
+
+def _unknown_field(subject: str, name: str) -> ConstraintError:
+    return ConstraintError(f"{subject} has the unknown field {one_line(name, 80)}")

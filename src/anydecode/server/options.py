@@ -100,7 +100,9 @@ def ignored_fields(body: Options, template: str | None) -> list[str]:
             names.append(name)
     if isinstance(body, ChatRequest):
         names += {f"messages.{name}" for name in _unread_fields(body, template)}
-    names += {f"tool_choice.tools.{name}" for name in _unread_of_choice(body)}
+        predicted = None if body.prediction is None else body.prediction.content
+        names += {f"prediction.content.{name}" for name in _unread_of_parts(predicted)}
+    names += set(_unread_of_choice(body))
     return sorted(names)
 
 
@@ -111,30 +113,42 @@ def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
     for message in body.messages:
         for call in message.tool_calls or ():
             function = call.get("function")
-            names = call.keys() - _FIELDS_OF_CALL
-            names |= (
-                function.keys() - {"name", "arguments"} if isinstance(function, dict) else set()
-            )
-            yield from (f"tool_calls.{name}" for name in names if not _is_read(name, template))
-        for part in message.content if isinstance(message.content, list) else ():
-            names = part.keys() - {"type", "text"}
-            yield from (f"content.{name}" for name in names if part[name])
+            inner = function if isinstance(function, dict) else {}
+            for path, part, read in (
+                ("tool_calls", call, _FIELDS_OF_CALL),
+                ("tool_calls.function", inner, {"name", "arguments"}),
+            ):
+                for name in part.keys() - read:
+                    if part[name] and not _is_read(name, template):
+                        yield f"{path}.{name}"
+        yield from (f"content.{name}" for name in _unread_of_parts(message.content))
         for name, value in (message.model_extra or {}).items():
             if value and name != "tool_call_id" and not _is_read(name, template):
                 yield name
 
 
+def _unread_of_parts(content: str | list[dict[str, Any]] | None) -> Iterator[str]:
+    """Fields of the text parts of a content besides their texts."""
+    for part in content if isinstance(content, list) else ():
+        yield from (name for name in part.keys() - {"type", "text"} if part[name])
+
+
 def _unread_of_choice(body: Options) -> Iterator[str]:
-    """Fields of the tools that a `tool_choice` allows, besides their names: those of the tools
-    themselves apply."""
+    """Fields of the tools that a `tool_choice` allows, besides their names, as
+    "tool_choice.tools.parameters": those of the tools themselves apply."""
     choice = getattr(body, "tool_choice", None)
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return
-    for tool in (choice.get("allowed_tools") or choice)["tools"]:
+    nested = choice.get("allowed_tools")
+    path = "tool_choice.allowed_tools.tools" if nested else "tool_choice.tools"
+    for tool in (nested or choice)["tools"]:
         function = tool.get("function")
         inner = function if isinstance(function, dict) else {}
-        for part, read in ((tool, {"type", "name", "function"}), (inner, {"name"})):
-            yield from (name for name in part.keys() - read if part[name])
+        for place, part, read in (
+            (path, tool, {"type", "name", "function"}),
+            (f"{path}.function", inner, {"name"}),
+        ):
+            yield from (f"{place}.{name}" for name in part.keys() - read if part[name])
 
 
 def check_tools(tools: list[Tool], template: str | None) -> None:

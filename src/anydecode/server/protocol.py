@@ -143,6 +143,7 @@ class StreamOptions(Body):
 class ResumedSample(Body):
     """A sample of an earlier answer that is to be continued."""
 
+    model_config = ConfigDict(extra="forbid")
     number: Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]
     tokens: Tokens
 
@@ -150,6 +151,7 @@ class ResumedSample(Body):
 class Resume(Body):
     """The `anydecode.resume` of an earlier answer."""
 
+    model_config = ConfigDict(extra="forbid")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
     samples: Annotated[list[ResumedSample], Field(fail_fast=True, max_length=MAX_SAMPLES)]
 

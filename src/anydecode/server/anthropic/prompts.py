@@ -74,12 +74,15 @@ def translate(body: CountTokensRequest, template: str | None) -> tuple[ChatReque
 
 def _unread_of_blocks(body: CountTokensRequest) -> set[str]:
     """The fields of blocks that have no effect, as "messages.content.citations"."""
-    contents = [("messages.content", message.content) for message in body.messages]
+    contents: list[tuple[str, Any]] = [("system", body.system)]
+    contents += (("messages.content", message.content) for message in body.messages)
     found: set[str] = set()
-    for path, content in [("system", body.system), *contents]:
+    for path, content in contents:
         for block in content if isinstance(content, list) else ():
             unread = block.keys() - _READ_OF_BLOCK.get(block["type"], set()) - _UNNAMED_OF_BLOCK
             found.update(f"{path}.{name}" for name in unread if block[name])
+            if block["type"] == "tool_result":
+                contents.append((f"{path}.content", block.get("content")))
     return found
 
 
