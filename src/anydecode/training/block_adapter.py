@@ -10,7 +10,6 @@ predicted by the clean block before it. A token that texts do not use is the mas
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +41,7 @@ from anydecode.training.checkpoint import (
     save_json,
     save_state,
 )
+from anydecode.training.run import LossRun
 from anydecode.training.transformer import Shape, Transformer, stream_mask
 
 #: Range of the mask rates: near 0 and 1 little is learned (BD3-LM's clipped schedules).
@@ -325,7 +325,7 @@ def _length(pair: Pair) -> int:
     return len(pair[0]) + len(pair[1])
 
 
-class AdapterRun:
+class AdapterRun(LossRun):
     """A training run of an adapter in a folder, from which it can be resumed.
 
     It trains on the tasks, and on `own` answers of the model itself; `base` is the name of the
@@ -347,7 +347,8 @@ class AdapterRun:
             raise CheckpointError(
                 f"{checkpoint.name}: training needs a tokenizer with an end of text"
             )
-        self.tokenizer, self.folder, self.recipe = tokenizer, folder, recipe
+        super().__init__(folder, recipe)
+        self.tokenizer, self.recipe = tokenizer, recipe
         self.base, self.end = base or str(checkpoint.path), min(tokenizer.eos_ids)
         self.mask = choose_mask_token(tokenizer) if mask is None else mask
         state = load_state(folder / "state.pt")
@@ -367,38 +368,9 @@ class AdapterRun:
         self.optimizer = torch.optim.AdamW(
             self.trainable, recipe.rate, (0.9, 0.98), weight_decay=0.01
         )
-        self.step, self.seconds, self.best = 0, 0.0, math.inf
-        self.history: list[dict[str, Any]] = []
+        self.best = math.inf
         if state is not None:
             self._restore(state)
-
-    @property
-    def progress(self) -> float:
-        """The fraction of the budget that is spent."""
-        if self.recipe.minutes is not None:
-            return min(1.0, self.seconds / (60 * self.recipe.minutes))
-        return min(1.0, self.step / (self.recipe.steps or 1))
-
-    def train(self, report: Callable[[float, float], None] = lambda *_: None) -> None:
-        """Train until the budget is spent; calls `report(fraction of the budget, loss)` after every
-        step. Ctrl-C saves too."""
-        if not self.step:
-            self.save()
-        last, saved = time.monotonic(), self.seconds
-        losses: list[float] = []
-        try:
-            while self.progress < 1.0:
-                losses.append(self._update())
-                now = time.monotonic()
-                self.seconds, last = self.seconds + now - last, now
-                if self.step % 10 == 0:
-                    self._record(loss=_mean(losses[-10:]))
-                if self.seconds - saved > self.recipe.save_seconds:
-                    self.save()
-                    last, saved = time.monotonic(), self.seconds
-                report(self.progress, losses[-1])
-        finally:
-            self.save()
 
     def _update(self) -> float:
         recipe = replace(self.recipe, block=self.recipe.block_at(self.progress), first_block=None)
@@ -424,9 +396,6 @@ class AdapterRun:
         for average, weight in zip(self.average, self.trainable, strict=True):
             average.lerp_(weight.detach(), 1 - best_weights)
         return total / num_masked
-
-    def _record(self, **values: Any) -> None:
-        self.history.append({"step": self.step, "seconds": round(self.seconds, 1), **values})
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

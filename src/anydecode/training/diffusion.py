@@ -9,7 +9,6 @@ The noise may be random tokens instead of masks, for the decoders of uniform-sta
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from anydecode.tasks.tasks import TASKS, examples
 from anydecode.training import checkpoint, denoising
 from anydecode.training.data import batches
 from anydecode.training.objectives import NOISES, causal_loss, diffusion_loss, uniform_loss
+from anydecode.training.run import TrainingRun
 from anydecode.training.tokenizer import build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
@@ -61,7 +61,7 @@ class DiffusionRecipe:
             )
 
 
-class DiffusionRun:
+class DiffusionRun(TrainingRun[float]):
     """A training run in a folder, from which it can be resumed.
 
     `state.pt` is the state to resume from, `log.json` the history; `diffusion/` and
@@ -69,7 +69,8 @@ class DiffusionRun:
     """
 
     def __init__(self, folder: Path, recipe: DiffusionRecipe, shape: Shape | None = None) -> None:
-        self.folder, self.recipe = folder, recipe
+        super().__init__(folder, recipe)
+        self.recipe = recipe
         tokenizer_file = folder / "tokenizer.json"
         self.tokenizer = (
             Tokenizer.from_file(str(tokenizer_file))
@@ -79,8 +80,7 @@ class DiffusionRun:
         self.shape = shape or Shape(vocab=self.tokenizer.get_vocab_size())
         torch.manual_seed(recipe.seed)
         self.model = Transformer(self.shape)
-        self.step, self.seconds, self.stage, self.stage_step = 0, 0.0, 0, 0
-        self.history: list[dict[str, Any]] = []
+        self.stage, self.stage_step = 0, 0
         self._start_stage()
         state = checkpoint.load_state(folder / "state.pt")
         if state is not None:
@@ -97,36 +97,18 @@ class DiffusionRun:
         ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
-    @property
-    def progress(self) -> float:
-        """The fraction of the budget that is spent."""
-        if self.recipe.minutes is not None:
-            return min(1.0, self.seconds / (60 * self.recipe.minutes))
-        return min(1.0, self.step / (self.recipe.steps or 1))
-
     def train(self, report: Callable[[DiffusionRun], None] = lambda run: None) -> None:
         """Train until the budget is spent; calls `report` after every step. Ctrl-C saves too."""
+        losses: list[float] = []
         try:
-            self._train(report)
+            for loss in self._updates():
+                losses.append(loss)
+                if self.step % 20 == 0:
+                    self._record(loss=sum(losses) / len(losses))
+                    losses.clear()
+                report(self)
         finally:
             self.save()
-
-    def _train(self, report: Callable[[DiffusionRun], None]) -> None:
-        last, saved = time.monotonic(), self.seconds
-        losses: list[float] = []
-        while self.progress < 1.0:
-            if self.stage == 0 and self.progress >= FIRST_STAGE_FRACTION:
-                self._end_first_stage()
-            losses.append(self._update())
-            now = time.monotonic()
-            self.seconds, last = self.seconds + now - last, now
-            if self.step % 20 == 0:
-                self._record(loss=sum(losses) / len(losses))
-                losses.clear()
-            if self.seconds - saved > self.recipe.save_seconds:
-                self.save()
-                last, saved = time.monotonic(), self.seconds
-            report(self)
 
     def _end_first_stage(self) -> None:
         self.save()
@@ -135,6 +117,8 @@ class DiffusionRun:
         self._start_stage()
 
     def _update(self) -> float:
+        if self.stage == 0 and self.progress >= FIRST_STAGE_FRACTION:
+            self._end_first_stage()
         recipe = self.recipe
         parts = batches(self.tokenizer, recipe.batch, recipe.seed, self.step)
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + self.step)
@@ -173,8 +157,7 @@ class DiffusionRun:
         return self.recipe.rate * schedule * min(1.0, (self.stage_step + 1) / self.recipe.warmup)
 
     def _record(self, **values: Any) -> None:
-        entry = {"step": self.step, "seconds": round(self.seconds, 1), "stage": STAGES[self.stage]}
-        self.history.append({**entry, **values})
+        super()._record(stage=STAGES[self.stage], **values)
 
     def save(self) -> None:
         """Evaluate the averaged weights, then write them, the history and the state."""

@@ -8,7 +8,6 @@ and how it learns is its recipe's (`training/drafters/`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from anydecode.training.drafter_data import NUM_HELD_OUT, DrafterData, EngineWri
 from anydecode.training.drafter_evaluation import measure
 from anydecode.training.drafters import find_recipe
 from anydecode.training.drafters.learner import Learner, StepLosses
+from anydecode.training.run import TrainingRun
 from anydecode.training.target import TorchTarget, open_target
 
 #: Calls with the stage of a run and the fraction of it that is done, and a detail to print.
@@ -89,7 +89,7 @@ class DrafterOptions:
             raise InvalidRequestError(f"training needs more than {NUM_HELD_OUT} texts")
 
 
-class DrafterRun:
+class DrafterRun(TrainingRun[list[float]]):
     """A training run of a drafter in a folder.
 
     Args:
@@ -109,7 +109,8 @@ class DrafterRun:
         dtype: str | None = None,
         data: Path | None = None,
     ) -> None:
-        self.model_path, self.folder, self.dtype = model, folder, dtype
+        super().__init__(folder, options)
+        self.model_path, self.dtype = model, dtype
         self.recipe = find_recipe(options.recipe)
         self.options = replace(
             options,
@@ -129,8 +130,6 @@ class DrafterRun:
                 self.network, self.target.tokenizer, self.target.name, options.device
             )
         self.vocabulary: list[int] = []
-        self.step, self.seconds = 0, 0.0
-        self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
 
     @property
@@ -142,13 +141,6 @@ class DrafterRun:
     def depth(self) -> int:
         """Number of tokens that the drafter learns to draft."""
         return self.options.depth or self.recipe.default_depth
-
-    @property
-    def progress(self) -> float:
-        """The fraction of the training's budget that is spent."""
-        if self.options.minutes is not None:
-            return min(1.0, self.seconds / (60 * self.options.minutes))
-        return min(1.0, self.step / (self.options.steps or 1))
 
     def run(self, report: Report = lambda *_: None) -> None:
         """Write texts, collect states, train, and evaluate the drafter; what a run before has done
@@ -182,22 +174,16 @@ class DrafterRun:
     def train(self, report: Report = lambda *_: None) -> None:
         """Train until the budget is spent. Ctrl-C saves too."""
         self.prepare()
-        last, saved = time.monotonic(), self.seconds
         sums: list[list[float]] = []
         if not self.step:
             self._record(held_out=self._held_out())
         try:
-            while self.progress < 1.0:
-                sums.append(self._update())
-                now = time.monotonic()
-                self.seconds, last = self.seconds + now - last, now
+            for accepted in self._updates():
+                sums.append(accepted)
                 if self.step % 10 == 0:
                     self._record(acceptance=_means(sums[-10:]))
                 if self.step % 200 == 0:
                     self._record(held_out=self._held_out())
-                if self.seconds - saved > self.options.save_seconds:
-                    self.save()
-                    last, saved = time.monotonic(), self.seconds
                 first = _means(sums[-10:])[0]
                 report("training", self.progress, f"accepted first drafts: {first:.3f}")
             self._record(held_out=self._held_out())
@@ -296,7 +282,7 @@ class DrafterRun:
 
     def _record(self, **values: list[float]) -> None:
         rounded = {name: [round(one, 4) for one in value] for name, value in values.items()}
-        self.history.append({"step": self.step, "seconds": round(self.seconds, 1), **rounded})
+        super()._record(**rounded)
 
     def save(self) -> None:
         """Write the state, the log and the drafter."""

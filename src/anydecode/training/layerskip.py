@@ -12,8 +12,7 @@ A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and `m
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -29,10 +28,8 @@ from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
 from anydecode.training.nested import own_answers, padded
+from anydecode.training.run import LossRun
 from anydecode.training.transformer import Transformer
-
-#: Calls with the fraction of the budget that is spent, and the loss of the last step.
-Report = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def _states(model: Transformer, tokens: torch.Tensor, is_kept: torch.Tensor) -> 
         yield x
 
 
-class LayerSkipRun:
+class LayerSkipRun(LossRun):
     """A training run in a folder.
 
     Args:
@@ -165,15 +162,14 @@ class LayerSkipRun:
         tokenizer = checkpoint.tokenizer
         if not isinstance(tokenizer, HFTokenizer):
             raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
-        self.tokenizer, self.folder, self.recipe = tokenizer, folder, recipe
+        super().__init__(folder, recipe)
+        self.tokenizer, self.recipe = tokenizer, recipe
         self.model = open_llama(checkpoint).requires_grad_(True)
         if self.num_layers < 2:
             raise InvalidRequestError(f"{checkpoint.name} has one layer, and no exit before it")
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), recipe.rate, (0.9, 0.95), weight_decay=0.0
         )
-        self.step, self.seconds = 0, 0.0
-        self.history: list[dict[str, Any]] = []
         state = load_state(folder / "state.pt")
         if state is None:
             count = recipe.answers
@@ -194,35 +190,6 @@ class LayerSkipRun:
     def model_folder(self) -> Path:
         """The folder of the trained model."""
         return self.folder / "model"
-
-    @property
-    def progress(self) -> float:
-        """The fraction of the budget that is spent."""
-        if self.recipe.minutes is not None:
-            return min(1.0, self.seconds / (60 * self.recipe.minutes))
-        return min(1.0, self.step / (self.recipe.steps or 1))
-
-    def train(self, report: Report = lambda *_: None) -> None:
-        """Train until the budget is spent, and write the model. Ctrl-C saves too."""
-        if not self.step:
-            self._evaluate()
-        last, saved = time.monotonic(), self.seconds
-        losses: list[float] = []
-        try:
-            while self.progress < 1.0:
-                losses.append(self._update())
-                now = time.monotonic()
-                self.seconds, last = self.seconds + now - last, now
-                if self.step % 10 == 0:
-                    self._record(loss=sum(losses[-10:]) / len(losses[-10:]))
-                if self.seconds - saved > self.recipe.save_seconds:
-                    self._evaluate()
-                    self.save()
-                    last, saved = time.monotonic(), self.seconds
-                report(self.progress, losses[-1])
-        finally:
-            self._evaluate()
-            self.save()
 
     def _update(self) -> float:
         recipe = self.recipe
@@ -265,11 +232,9 @@ class LayerSkipRun:
         shares = [round(total / count, 4) for total in totals]
         self._record(agreement=shares, held_out_loss=loss / count)
 
-    def _record(self, **values: Any) -> None:
-        self.history.append({"step": self.step, "seconds": round(self.seconds, 1), **values})
-
     def save(self) -> None:
-        """Write the state, the log and the model."""
+        """Evaluate, and write the state, the log and the model."""
+        self._evaluate()
         state = {
             "weights": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
