@@ -3,10 +3,13 @@ and the frames on their way."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import count
 from typing import Any
 
 from anydecode.cluster.fleet import (
+    MAX_QUARANTINE_DEATHS,
+    SUSPECT_DEATHS,
     Deliver,
     Expel,
     Fail,
@@ -52,17 +55,34 @@ class SimulatedWorker:
                 self.ledger.ended(key, finish="stop")
 
 
+class CountingFleet(Fleet):
+    """A fleet that counts on how many lost workers a task was, and had one for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crashes: Counter[int] = Counter()
+        self.lone_crashes: Counter[int] = Counter()
+
+    def leave(self, incarnation: str, now: float) -> None:
+        on_worker = list(self.members[incarnation].tasks) if incarnation in self.members else []
+        self.crashes.update(on_worker)
+        if len(on_worker) == 1:
+            self.lone_crashes.update(on_worker)
+        super().leave(incarnation, now)
+
+
 class World:
     """A fleet, its workers, the frames on their way, and what clients have received."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.fleet = Fleet()
+        self.fleet = CountingFleet()
         self.workers: dict[str, SimulatedWorker] = {}
         self.frames: list[tuple[str, bool, Frame]] = []  # incarnation, to the worker, frame
         self.received: dict[int, list[int]] = {}
         self.ends: dict[int, list[Any]] = {}
         self.cancelled: set[int] = set()
+        self.poison: set[int] = set()  # tasks that crash the worker that computes them
         self._numbers = count()
 
     def join(self, role: str = "mixed", group: str = "g", positions: int = 2000) -> str:
@@ -78,8 +98,20 @@ class World:
         self.fleet.leave(incarnation, self.now)
         self.act()
 
-    def submit(self, num_blocks: int = 0, is_resumable: bool = True) -> int:
+    def progress(self, worker: SimulatedWorker) -> None:
+        """A pass of a worker; one that crashes is started again."""
+        if any(key[0] in self.poison for key in (*worker.running, *worker.prefilling)):
+            self.crash(worker.facts.incarnation)
+            self.join(worker.facts.role, worker.facts.group, worker.facts.positions)
+        else:
+            worker.progress(self.now)
+
+    def submit(
+        self, num_blocks: int = 0, is_resumable: bool = True, is_poison: bool = False
+    ) -> int:
         number = next(self._numbers)
+        if is_poison:
+            self.poison.add(number)
         prompt = [number] * (BLOCK * num_blocks + 1)
         task = Task(
             number,
@@ -161,7 +193,7 @@ class World:
         while self.now < stop:
             self.advance(0.5)
             for worker in list(self.workers.values()):
-                worker.progress(self.now)
+                self.progress(worker)
             self.act()
             while self.frames:
                 self.deliver(0)
@@ -175,8 +207,16 @@ class World:
             assert has_ended == (number not in self.fleet.tasks)
             if self.ends[number] and isinstance(self.ends[number][0], Finish):
                 assert tokens == text(number)
+            if self.ends[number] and "may be the cause" in getattr(
+                self.ends[number][0], "message", ""
+            ):
+                assert self.fleet.lone_crashes[number] >= MAX_QUARANTINE_DEATHS
+            assert self.fleet.crashes[number] <= SUSPECT_DEATHS + MAX_QUARANTINE_DEATHS
         on_workers = [task for one in self.fleet.members.values() for task in one.tasks.values()]
         assert len(on_workers) == len({task.number for task in on_workers})
         for member in self.fleet.members.values():
+            assert len(member.tasks) == 1 or not any(
+                task.is_quarantined for task in member.tasks.values()
+            )
             for task in member.tasks.values():
                 assert task.worker == member.facts.incarnation

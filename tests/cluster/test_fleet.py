@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 from anydecode.cluster import fleet as fleet_module
 from anydecode.cluster.fleet import (
     DEAD_SECONDS,
-    MAX_DEATHS,
     MAX_LOSSES,
+    MAX_QUARANTINE_DEATHS,
     MIN_BLOCKS,
+    SUSPECT_DEATHS,
     Fail,
     Fleet,
     SendTo,
@@ -44,9 +45,13 @@ class FleetMachine(RuleBasedStateMachine):
         self.world.join("mixed")
         self.world.join("prefill")
 
-    @rule(num_blocks=st.sampled_from([0, MIN_BLOCKS]), is_resumable=st.booleans())
-    def submit(self, num_blocks: int, is_resumable: bool) -> None:
-        self.world.submit(num_blocks, is_resumable)
+    @rule(
+        num_blocks=st.sampled_from([0, MIN_BLOCKS]),
+        is_resumable=st.booleans(),
+        is_poison=st.sampled_from([False, False, False, True]),
+    )
+    def submit(self, num_blocks: int, is_resumable: bool, is_poison: bool) -> None:
+        self.world.submit(num_blocks, is_resumable, is_poison)
 
     @precondition(lambda self: self.world.fleet.tasks)
     @rule(data=st.data())
@@ -60,7 +65,7 @@ class FleetMachine(RuleBasedStateMachine):
         world = self.world
         for worker in list(world.workers.values()):
             if random.random() < 0.8:
-                worker.progress(world.now)
+                world.progress(worker)
         world.act()
         late = []
         while world.frames:
@@ -111,14 +116,25 @@ TestFleet.settings = settings(max_examples=100, stateful_step_count=40, deadline
 _ON_TOKENS = Fleet._on_tokens
 
 
+def _counts_all_deaths(self: Fleet, task: Task, now: float, reason: str) -> None:
+    task.num_deaths += 1
+    task.num_quarantine_deaths = task.num_deaths - 1
+    self._restart(task, now, reason)
+
+
 def _takes_all_tokens(self: Fleet, member: Any, task: Task, frame: Frame, now: float) -> None:
     _ON_TOKENS(self, member, task, {**frame, "start": task.num_received}, now)
 
 
 @pytest.mark.parametrize(
     ("name", "twin"),
-    [("_on_tokens", _takes_all_tokens), ("_lose", lambda *_: None)],
-    ids=["tokens twice", "losses ignored"],
+    [
+        ("_on_tokens", _takes_all_tokens),
+        ("_lose", lambda *_: None),
+        ("_die", _counts_all_deaths),
+        ("_isolate", lambda *arguments: Fleet._place(*arguments) and None),
+    ],
+    ids=["tokens twice", "losses ignored", "chance is a cause", "quarantine in company"],
 )
 def test_wrong_twins_are_found(name: str, twin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fleet, name, twin)
@@ -183,14 +199,52 @@ def test_an_answer_never_changes_its_group() -> None:
     assert "no worker of the group that has begun the answer" in end.message
 
 
-def test_a_task_that_is_on_dying_workers_is_given_up() -> None:
+def test_a_task_that_crashes_workers_is_given_up_and_those_beside_it_are_not() -> None:
+    world = World()
+    world.join()
+    poison = world.submit(is_poison=True)
+    others = [world.submit() for _ in range(2)]
+    world.settle(10)
+    [end] = world.ends[poison]
+    assert isinstance(end, Fail) and "may be the cause" in end.message
+    assert world.fleet.crashes[poison] == SUSPECT_DEATHS + MAX_QUARANTINE_DEATHS
+    assert all(world.received[one] == text(one) for one in others)
+
+
+def test_workers_that_are_lost_by_chance_fail_no_answer() -> None:
     world = World()
     number = world.submit()
-    for _ in range(MAX_DEATHS):
+    for _ in range(SUSPECT_DEATHS):
         world.crash(world.join())
+    home = world.join()
+    beside = world.submit()
+    assert world.fleet.tasks[number].worker == home
+    assert world.fleet.tasks[beside].worker is None
+    world.crash(home)
     world.join()
-    [end] = world.ends[number]
-    assert isinstance(end, Fail) and "the worker" in end.message
+    world.settle(10)
+    assert world.received[number] == text(number) and world.received[beside] == text(beside)
+    assert world.fleet.counts["quarantines"] == 1
+
+
+def test_a_quarantined_task_gets_a_worker_although_new_tasks_come() -> None:
+    world = World()
+    world.join()
+    world.join()
+    number = world.submit()
+    for _ in range(SUSPECT_DEATHS):
+        for _ in range(2):
+            world.submit()
+        world.crash(world.fleet.tasks[number].worker or "")
+        world.join()
+    assert world.fleet.tasks[number].is_quarantined
+    assert all(one.tasks for one in world.fleet.members.values())
+    while not world.ends[number]:
+        for _ in range(3):
+            world.submit()
+        world.settle(0.5)
+        assert world.now < 60
+    assert world.received[number] == text(number)
 
 
 def test_a_task_whose_frames_are_always_lost_is_given_up() -> None:

@@ -31,8 +31,11 @@ DEAD_SECONDS = 15.0
 HANG_SECONDS = 120.0
 #: How long a task waits for a worker that could run it, if there is none.
 PATIENCE_SECONDS = 60.0
-#: A task that was on so many workers when they were lost is not tried again: it may be the cause.
-MAX_DEATHS = 3
+#: A task that was on so many workers when they were lost may be the cause: it is then quarantined,
+#: which means that it runs alone on a worker.
+SUSPECT_DEATHS = 2
+#: A quarantined task that was on so many workers when they were lost is not tried again.
+MAX_QUARANTINE_DEATHS = 2
 #: How often a task is started again because a frame was lost.
 MAX_LOSSES = 16
 #: Shorter prompts, in blocks that the decoding worker would have to compute, are not handed over.
@@ -84,6 +87,8 @@ class Task:
         started: When that happened.
         number_sent: The number of the frame that started it on its worker.
         rows: Rows of the prompt that its worker has to compute, until its first token.
+        num_deaths: How many workers were lost while it was on them.
+        num_quarantine_deaths: How many of them it had for itself, in quarantine.
     """
 
     number: int
@@ -104,8 +109,14 @@ class Task:
     rows: int = 0
     num_received: int = 0
     num_deaths: int = 0
+    num_quarantine_deaths: int = 0
     num_losses: int = 0
     stranded_since: float | None = None
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether it may be the cause of lost workers, and runs alone on its next one."""
+        return self.num_deaths >= SUSPECT_DEATHS
 
     @property
     def num_positions(self) -> int:
@@ -161,6 +172,10 @@ class Member:
 
     def __post_init__(self) -> None:
         self.role = self.role or self.facts.role
+
+    @property
+    def is_quarantine(self) -> bool:
+        return any(task.is_quarantined for task in self.tasks.values())
 
     @property
     def pending_rows(self) -> int:
@@ -236,7 +251,16 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.actions: list[FleetAction] = []
         self.counts = dict.fromkeys(
-            ("tasks", "handovers", "restarts", "lost_workers", "refusals", "role_changes"), 0
+            (
+                "tasks",
+                "handovers",
+                "restarts",
+                "lost_workers",
+                "quarantines",
+                "refusals",
+                "role_changes",
+            ),
+            0,
         )
         self._handlers: dict[str, Callable[[Member, Task, Frame, float], None]] = {
             "refused": self._on_refused,
@@ -282,8 +306,7 @@ class Fleet:
             return
         self.counts["lost_workers"] += not member.is_stopped
         for task in list(member.tasks.values()):
-            task.num_deaths += 1
-            self._restart(task, now, f"the worker {member.facts.name} was lost")
+            self._die(task, now, f"the worker {member.facts.name} was lost")
         for task in self.tasks.values():
             if task.lease is not None and task.lease[0] == incarnation:
                 task.lease = None
@@ -437,8 +460,7 @@ class Fleet:
         if frame["is_final"]:
             self._fail(task, frame["kind"], frame["message"], now)
         else:
-            task.num_deaths += 1
-            self._restart(task, now, frame["message"])
+            self._die(task, now, frame["message"])
 
     # Transitions of tasks.
 
@@ -455,12 +477,27 @@ class Fleet:
         task.num_losses += 1
         self._restart(task, now, "its frames were lost")
 
+    def _die(self, task: Task, now: float, reason: str) -> None:
+        """The worker of a task was lost, by chance or because of the task. Only a task that had the
+        worker for itself is held to be the cause."""
+        task.num_quarantine_deaths += task.is_quarantined
+        task.num_deaths += 1
+        self.counts["quarantines"] += task.num_deaths == SUSPECT_DEATHS
+        self._restart(task, now, reason)
+
     def _restart(self, task: Task, now: float, reason: str) -> None:
         """Start a task again, with the tokens that it has."""
         self.counts["restarts"] += 1
         self._release(task, now)
         self._requeue(task)
-        if task.num_deaths >= MAX_DEATHS or task.num_losses > MAX_LOSSES:
+        if task.num_quarantine_deaths >= MAX_QUARANTINE_DEATHS:
+            message = (
+                f"{task.num_deaths} workers were lost while they computed the answer, the last"
+                f" {task.num_quarantine_deaths} of them nothing else: the request may be the"
+                f" cause; at last {reason}"
+            )
+            self._fail(task, "fleet", message, now)
+        elif task.num_losses > MAX_LOSSES:
             message = f"the answer was started {task.attempt + 1} times; at last {reason}"
             self._fail(task, "fleet", message, now)
 
@@ -564,10 +601,23 @@ class Fleet:
     # Placement.
 
     def _dispatch(self, now: float) -> None:
-        """Give tasks to workers, in order, until one has to wait for a free worker."""
+        """Give tasks to workers, in order, until one has to wait for a free worker. The first
+        quarantined task that waits keeps the worker with the fewest tasks from new ones."""
+        emptied: Member | None = None
         for task in self._waiting():
-            able = [one for one in self._able(task) if now - one.last_beat < SUSPECT_SECONDS]
-            if able and not self._place(task, able, now):
+            able = [
+                one
+                for one in self._able(task)
+                if now - one.last_beat < SUSPECT_SECONDS
+                and one is not emptied
+                and not one.is_quarantine
+            ]
+            if not able:
+                continue
+            if task.is_quarantined:
+                if emptied is None:
+                    emptied = self._isolate(task, able, now)
+            elif not self._place(task, able, now):
                 return
 
     def _waiting(self) -> Iterator[Task]:
@@ -606,6 +656,16 @@ class Fleet:
                 return True
         self._run(task, best, now)
         return True
+
+    def _isolate(self, task: Task, able: list[Member], now: float) -> Member | None:
+        """Start a quarantined task on a worker without tasks, or return the worker that is to
+        become one."""
+        decoding = [one for one in able if one.role != "prefill"] or able
+        best = min(decoding, key=lambda one: (len(one.tasks), one.refused_until, one.facts.name))
+        if best.tasks or best.refused_until > now:
+            return best
+        self._run(task, best, now)
+        return None
 
     def _cost(self, task: Task, member: Member) -> tuple[int, str]:
         rows = rows_before(self._num_uncached(task, member), member.pending_rows, len(member.tasks))

@@ -18,6 +18,7 @@ _COUNTS = {
     "handovers": "Prompts whose keys and values went from one worker to another.",
     "restarts": "Answers that went on, or started again, at another worker.",
     "lost_workers": "Workers that were lost.",
+    "quarantines": "Samples that ran alone on a worker, because others were lost under them.",
     "refusals": "Tasks that a worker refused.",
     "role_changes": "Changes of the role of a worker.",
 }
