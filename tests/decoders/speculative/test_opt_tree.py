@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anydecode.decoders.speculative.draft_trees import DraftCandidates
+from anydecode.decoders.framework.draft_candidates import DraftCandidates
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from anydecode.certification.rounds import accepted, blurred, rounds, scripted, wordy
-from anydecode.decoders.speculative import draft_trees
+from anydecode.decoders.framework import draft_candidates
 from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.pool import KVPool
@@ -137,7 +137,7 @@ def test_trees_without_a_draft_model_are_rejected() -> None:
 
 
 def test_cut_distributions_keep_token_exactness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_trees, "NUM_CANDIDATES", 4)
+    monkeypatch.setattr(draft_candidates, "NUM_CANDIDATES", 4)
     with scripted(TARGET, DRAFT) as llm:
         found = rounds(llm, "fixed-tree", "abcabc", 20, temperature=0.8)
         plain = llm.generate("abcabc", max_tokens=20, temperature=0.8, seed=5, ignore_eos=True)

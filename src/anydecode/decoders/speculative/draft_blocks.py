@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, causal_span, score_canvas
-from anydecode.decoders.speculative.draft_model import DRAFT
-from anydecode.decoders.speculative.draft_trees import DraftCandidates, draft_candidates
+from anydecode.decoders.framework.draft_candidates import DraftCandidates, draft_candidates
+from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
 from anydecode.kernels.interface import Rows
 from anydecode.models.spec import BlockSpec
 from anydecode.sampling.sampler import Sampler
@@ -185,7 +185,7 @@ class BlockTree:
             if step.bias is not None:
                 row = row.copy()
                 row[self._head_tokens] += step.bias
-        position = self.sequence.length + slot
+        row, position = fit_vocab(self.sequence, row), self.sequence.length + slot
         return draft_candidates(
             self.sequence, self._samplers[node], row, position, has_noise=self.has_noise
         )

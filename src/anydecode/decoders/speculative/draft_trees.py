@@ -6,13 +6,13 @@ from abc import abstractmethod
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.draft_candidates import DraftCandidates, draft_candidates
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -20,44 +20,12 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
 )
 from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
-from anydecode.sampling.candidates import Distribution, largest
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 TreeNoise = Literal["target", "own", "none"]
-#: Number of most probable tokens of a draft distribution that are used; the rest is cut off.
-NUM_CANDIDATES = 64
-
-
-@dataclass(eq=False)
-class DraftCandidates:
-    """A draft model's candidates for the tokens after a node.
-
-    `tokens` are in the order of draws without replacement. `probabilities` are float64 and sum to
-    one. `keys`, in falling order, are log-probabilities plus the Gumbel noise at the position.
-    Without noise this is the order of probability. There may be none.
-    """
-
-    tokens: np.ndarray
-    probabilities: np.ndarray
-    keys: np.ndarray
-
-    def dense(self, size: int) -> np.ndarray:
-        """The distribution over the vocabulary, float64 `[size]`."""
-        row = np.zeros(size)
-        row[self.tokens] = self.probabilities
-        return row
-
-    @property
-    def acceptance_probabilities(self) -> np.ndarray:
-        """The estimated probability that the target samples each token with this noise: softmax of
-        the keys. It assumes that the target's logits differ from the draft model's by standard
-        Gumbel errors."""
-        weights: np.ndarray = np.exp(self.keys - self.keys[:1])
-        weights /= weights.sum()
-        return weights
 
 
 class GrowingTree:
@@ -165,58 +133,13 @@ class GrowingTree:
         position = self.sequence.length + (0 if node == ROOT else self.depths[node])
         draw = node + 1 if self.noise == "own" else None
         self.candidates[node] = draft_candidates(
-            self.sequence, self._samplers[node], row, position, draw, self.noise != "none"
+            self.sequence,
+            self._samplers[node],
+            fit_vocab(self.sequence, row),
+            position,
+            draw,
+            self.noise != "none",
         )
-
-
-def draft_candidates(
-    sequence: Sequence,
-    sampler: Sampler,
-    row: np.ndarray,
-    position: int,
-    draw: int | None = None,
-    has_noise: bool = True,
-) -> DraftCandidates:
-    """The candidates for the token at `position`.
-
-    Args:
-        sequence: The sequence to draft for.
-        sampler: Its sampler, advanced by all tokens before.
-        row: The draft model's logits, float32 `[vocab_size]`.
-        position: The position of the token.
-        draw: The number of a draw with noise of its own, as rejection sampling requires; None: the
-            target's noise.
-        has_noise: False leaves the noise out.
-    """
-    distribution = draft_distribution(sampler, fit_vocab(sequence, row))
-    tokens, scores = distribution.tokens, distribution.scores
-    possible = np.flatnonzero(scores > -np.inf)
-    if not len(possible):  # a head with fewer tokens may have none that is allowed
-        none = np.empty(0)
-        return DraftCandidates(none.astype(np.int64), none, none)
-    if len(possible) < len(scores):
-        scores = scores[possible]
-        tokens = possible if tokens is None else tokens[possible]
-    if len(scores) > NUM_CANDIDATES:
-        indices = largest(scores, NUM_CANDIDATES)
-        tokens, scores = indices if tokens is None else tokens[indices], scores[indices]
-    ids = np.arange(len(scores)) if tokens is None else np.asarray(tokens, np.int64)
-    shifted = scores.astype(np.float64) - float(scores.max())
-    log_probabilities = shifted - np.log(np.exp(shifted).sum())
-    keys = log_probabilities
-    if has_noise and not sequence.sampler.is_greedy:
-        noise = sequence.noise if draw is None else sequence.noise.with_purpose("draft")
-        keys = log_probabilities + noise.gumbel(ids, position, draw or 0)
-    order = np.argsort(-keys, kind="stable")
-    return DraftCandidates(ids[order], np.exp(log_probabilities[order]), keys[order])
-
-
-def draft_distribution(sampler: Sampler, row: np.ndarray) -> Distribution:
-    """The distribution that a tree drafts from: the sampler's; at temperature 0, where that is a
-    single token, the distribution at temperature 1."""
-    if sampler.is_greedy:
-        return Sampler(1.0, sampler.pre_temperature).distribution(row)
-    return sampler.distribution(row)
 
 
 class TreeSession(DraftSession):

@@ -17,6 +17,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.draft_candidates import draft_distribution
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -32,7 +33,6 @@ from anydecode.decoders.speculative.draft_model import (
     draft_chain,
     sampled_chain,
 )
-from anydecode.decoders.speculative.draft_trees import draft_distribution
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
