@@ -284,7 +284,9 @@ def test_native_kernels_of_every_kind_of_layer_are_bit_equal(name: str, threads:
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-@pytest.mark.parametrize("decoder", ["prompt-lookup", "lookahead", "jump-forward", "multi-step"])
+@pytest.mark.parametrize(
+    "decoder", ["prompt-lookup", "lookahead", "space", "jump-forward", "multi-step"]
+)
 def test_drafts_may_end_after_the_position_embeddings(decoder: str, backend: str) -> None:
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")

@@ -308,6 +308,7 @@ class Request:
     ) -> Job:
         resources, params = self.resources, self.params
         tokenizer, spec = resources.tokenizer, resources.model.spec
+        mask = tokenizer.mask_id
         segment = self.segment.tokens or self.limit
         output_processor = OutputProcessor(
             tokenizer,
@@ -348,7 +349,7 @@ class Request:
             compute_logprobs=self._compute_logprobs if params.logprobs is not None else None,
             adapter=adapter,
             priority=priority,
-            mask_token=tokenizer.mask_id,
+            mask_token=mask if mask is not None and mask < spec.vocab_size else None,
             num_layers=spec.num_layers,
             namespace=namespace,
             shares_prefix=resources.prefix_cache,

@@ -28,6 +28,7 @@ from anydecode.certification.checks import (
     BLOCKS,
     FILLS_IN,
     HEADS,
+    MASKS,
     NOT_RUN,
     ORACLE_TESTS,
     PROMPTS,
@@ -119,7 +120,7 @@ def _checks(key: str, card: Card, make: Callable[[], Any], model: Any) -> Iterat
         yield from guarded("claim", lambda: claim(card, make))
         needs = built.requirements
         has_draft = needs.draft_causal and not (needs.drafts_blocks or needs.drafts_exit)
-        fits = not {FILLS_IN, HEADS} & set(card.needs)
+        fits = not {FILLS_IN, HEADS, MASKS} & set(card.needs)
         if model is not None and fits and has_draft:
             draft = _draft_for(built, model)
             open_llm = partial(LLM, model, draft=draft)

@@ -64,6 +64,8 @@ FILLS_IN = "fill-in-the-middle model"
 BLOCKS = "block-diffusion model"
 #: The card's `needs` of a method that works only with the model that its heads were trained for.
 HEADS = "trained heads"
+#: The card's `needs` of a method that works only with models that were trained with mask tokens.
+MASKS = "mask token"
 OracleTest = Callable[[], Iterable[Check]]
 #: The registered oracle tests by method key.
 ORACLE_TESTS: dict[str, OracleTest] = {}

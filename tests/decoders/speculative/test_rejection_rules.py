@@ -22,6 +22,7 @@ from anydecode.certification.oracles.speculative.rejection_rules import (
     REPEATING,
     rejection_checks,
     small_diffusion_llm,
+    small_masked_llm,
 )
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
@@ -65,6 +66,7 @@ MODEL_FREE = (
     "taps",
 )
 DIFFUSION = ("deer", "diffuspec", "specdiff-2")
+MASKED = ("space",)
 #: Methods whose rule is their idea, or whose drafts rest on the noise that the target will use.
 ONE_RULE = {
     "auto",
@@ -94,6 +96,8 @@ def setting(key: str) -> tuple[Callable[[], LLM], tuple[int, ...]]:
     """The models and the prompt on which `key` drafts."""
     if key in DIFFUSION:
         return small_diffusion_llm, tuple(PROMPT)
+    if key in MASKED:
+        return small_masked_llm, tuple(PROMPT)
     if key == "omnidraft":
         return translating_llm, tuple(PROMPT)
     return small_llm, REPEATING if key in MODEL_FREE else tuple(PROMPT)
@@ -103,7 +107,7 @@ def setting(key: str) -> tuple[Callable[[], LLM], tuple[int, ...]]:
     "key",
     [
         key if key in ("rsd", "eagle", "stand") else pytest.param(key, marks=pytest.mark.slow)
-        for key in (*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, "pearl")
+        for key in (*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED, "pearl")
     ],
 )
 def test_samples_follow_the_target(key: str) -> None:
@@ -112,7 +116,7 @@ def test_samples_follow_the_target(key: str) -> None:
     assert not failed
 
 
-@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION])
+@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED])
 def test_lossy_rules_run(key: str) -> None:
     open_llm, prompt = setting(key)
     with open_llm() as llm:
@@ -133,7 +137,7 @@ def test_every_speculative_method_takes_a_rule_or_has_one() -> None:
     assert without == ONE_RULE
 
 
-@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, "dflash", "pearl"])
+@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED, "dflash", "pearl"])
 def test_unknown_rules_are_refused_in_one_line(key: str) -> None:
     with pytest.raises(InvalidRequestError, match="unknown acceptance rule 'none'") as refusal:
         catalogue.build(key, acceptance="none")

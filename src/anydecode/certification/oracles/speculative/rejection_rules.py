@@ -65,6 +65,19 @@ def small_diffusion_llm() -> LLM:
     return LLM(target, tokenizer=_MaskTokenizer(), draft=drafting, cache_positions=8192)
 
 
+def small_masked_llm() -> LLM:
+    """A target over five tokens and a mask, whose masks predict from another distribution."""
+
+    def logits(path: tuple[int, ...]) -> np.ndarray:
+        text = tuple(token for token in path if token < VOCABULARY)
+        if len(text) == len(path):
+            return np.append(TARGET_SCRIPT(text), np.float32(-np.inf))
+        return np.append(DRAFT_SCRIPT(text), np.float32(9.0))
+
+    target = ScriptedModel(logits, vocab_size=VOCABULARY + 1)
+    return LLM(target, tokenizer=_MaskTokenizer(), cache_positions=8192)
+
+
 def rejection_checks(
     key: str,
     open_llm: Callable[[], LLM] = small_llm,

@@ -1,0 +1,80 @@
+"""SPACE: candidates and mask tokens share one pass, which verifies and drafts.
+
+Yi et al., "Generation Meets Verification: Accelerating Large Language Model Inference with Smart
+Parallel Auto-Correct Decoding", arXiv:2402.11809.
+
+With k masks, a pass has the last token and k masks, then each of k candidates and k masks:
+(k + 1)^2 rows. The masks behind the last accepted candidate give the k candidates of the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.draft_candidates import draft_candidates
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.mask_groups import MaskDrafter
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import ROOT, TokenTree
+
+
+class SpaceDrafter(MaskDrafter):
+    """A chain of the best candidate of each mask; of a sample of each mask if the acceptance rule
+    compares drafts with their distributions."""
+
+    def __init__(self, num_masks: int, rule: Acceptance) -> None:
+        super().__init__(num_masks)
+        self.draws = rule.reads_probabilities
+
+    def candidates(self, sequence: Sequence, rows: Seq[np.ndarray], size: int) -> TokenTree:
+        tree, node, sampler = TokenTree(kind="iid"), ROOT, sequence.sampler.fork()
+        for offset, row in enumerate(rows[:size]):
+            position = sequence.length + offset
+            found = draft_candidates(sequence, sampler, row, position, 0 if self.draws else None)
+            if not len(found.tokens):
+                break
+            if self.draws:
+                tree.probabilities[node] = found.dense(len(row))
+            node = tree.add(int(found.tokens[0]), node)
+            sampler.advance(tree.tokens[node])
+        return tree
+
+
+@register(
+    Card(
+        "space",
+        "speculative",
+        paper="SPACE (arXiv:2402.11809)",
+        exactness="token-exact",
+        summary="Mask tokens behind each candidate draft the next ones in the pass that verifies.",
+        needs=("mask token",),
+        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        deviations=(
+            "exact for the model that has learned the masks, as in the paper, not for the model"
+            " that it was trained from",
+            "above temperature 0 a candidate is sampled with the noise that the target will use,"
+            " and verified token-exactly; with acceptance='rejection' it is drawn from the mask's"
+            " distribution, and after a rejection the token comes from the residual distribution"
+            " (the paper's code: from the target's, which is biased)",
+            "2 masks by default, 9 rows, which is faster on processors (the paper: 5, 36 rows)",
+            "all masks are one token, the paper's default",
+            "the first pass has no candidates (the paper's code: masks, which are rejected)",
+        ),
+        bounds={"masks": Range(1, 32)},
+        remote={"masks": Range(1, 8), "acceptance": ACCEPTANCE_WORDS},
+    )
+)
+def space(masks: int = 2, acceptance: str | Acceptance = "token-exact") -> Speculative:
+    """SPACE.
+
+    Args:
+        masks: Number of mask tokens of a group, and of candidates; a pass has (masks + 1)^2 rows.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+    """
+    rule = acceptance_rule(acceptance)
+    return Speculative(SpaceDrafter(masks, rule), masks * (masks + 2), rule)
