@@ -29,6 +29,7 @@ from anydecode.certification.oracles.diffusion.diffusion_cfg import (
 )
 from anydecode.cli.main import app
 from anydecode.constraints.grammar.byte_grammar import byte_grammar
+from anydecode.constraints.grammar.byte_regex import read_regex
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.errors import AnydecodeError
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
@@ -61,6 +62,16 @@ def test_certificate() -> None:
 
 def test_certificate_rejects_a_canvas_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CanvasGrammar, "is_completable", lambda self, canvas: True)
+    assert_rejected("diffusion-cfg")
+
+
+def test_certificate_rejects_a_schema_whose_bounds_are_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "anydecode.constraints.json.schema_grammar._number",
+        lambda schema, is_integer: read_regex("-?(0|[1-9][0-9]*)"),
+    )
     assert_rejected("diffusion-cfg")
 
 
@@ -259,7 +270,8 @@ def test_several_regions_are_infilled_so_that_the_whole_parses() -> None:
         (Choice(["abcdefghijkl", "bcdefghijklm"]), "at most 8 tokens .* max_tokens is too small"),
         (Grammar('start: start "a"'), "cannot be met"),
         (Grammar("start: %json {}"), "unexpected '%'"),
-        (JsonSchema({"type": "object"}), "supports Grammar"),
+        (JsonSchema({"type": "string", "format": "date"}), "does not support format in a JSON"),
+        (JsonSchema({"type": "integer"}, engine="xgrammar"), "engine llguidance"),
         (Regex("(a|b)*a(a|b){25}"), "too large"),
     ],
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
+from collections.abc import Callable
 
 from anydecode.constraints.byte_cache import ByteCache
 from anydecode.constraints.grammar.byte_regex import (
@@ -478,7 +479,8 @@ class ByteGrammar:
                     if other not in nodes:
                         nodes.add(other)
                         stack.append(other)
-            return frozenset(nodes)
+            # Others only lead on: without them, equal states are found to be equal.
+            return frozenset(node for node in nodes if edges[node] or node == end)
 
         states: dict[frozenset[int], int] = {}
         queue: deque[frozenset[int]] = deque()
@@ -602,7 +604,16 @@ def _read_grammar(description: str) -> ByteGrammar:
             )
         text = grammars[0]["lark_grammar"]
     text = re.sub(r"^%llguidance\s*\{\s*\}[ \t]*$", "", text, flags=re.MULTILINE)
+    return grammar_of(lambda: Rules(text).expanded())
+
+
+def grammar_of(rules: Callable[[], dict[str, Expression]]) -> ByteGrammar:
+    """The automata of the rules that `rules` returns, with non-recursive rules inlined.
+
+    Raises:
+        ConstraintError: The grammar is not supported or too large.
+    """
     try:
-        return ByteGrammar(_inlined(Rules(text).expanded()))
+        return ByteGrammar(_inlined(rules()))
     except RecursionError:
         raise ConstraintError("the grammar is nested too deeply") from None

@@ -12,8 +12,9 @@ import numpy as np
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.constraints.byte_cache import ByteCache
 from anydecode.constraints.constraint import ConstraintState
-from anydecode.constraints.grammar.byte_grammar import MAX_CACHED_BYTES, byte_grammar
+from anydecode.constraints.grammar.byte_grammar import MAX_CACHED_BYTES
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.json.schema_grammar import canvas_grammar_of
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
@@ -48,7 +49,7 @@ def _compiled(
     key = described, vocabulary, ends, mask
     found = _grammars.get(key)
     if found is None:
-        automata = byte_grammar(described)
+        automata = canvas_grammar_of(described)
         found = CanvasGrammar(automata, vocabulary, ends, -1 if mask is None else mask)
         _grammars.put(key, found, automata.num_bytes + _BYTES_PER_TOKEN * vocabulary.size)
     return found
@@ -115,10 +116,12 @@ class GrammaticalDenoiser(Denoiser):
                 " the text before a position do not work with it"
             )
         described = getattr(part.state, "origin", None)
+        if isinstance(described, tuple):  # with a forced completion: a completion exists here too
+            described = described[0]
         if not isinstance(described, str):
             raise ConstraintError(
-                "diffusion-cfg supports Grammar, Regex and Choice with the engine llguidance, and"
-                " not after reasoning"
+                "diffusion-cfg supports JsonSchema, Grammar, Regex and Choice with the engine"
+                " llguidance, and not after reasoning"
             )
         tokenizer = sequence.tokenizers["target"]
         if not tokenizer.decode(sequence.prompt).endswith(self.begun):
@@ -246,9 +249,11 @@ class GrammaticalDenoiser(Denoiser):
             "grammars use Lark's notation without templates; terminals need not be the longest"
             " match, and ignored text may also come first and last; the engine xgrammar is refused",
             "a complete text may also end at the last position without an end of text",
+            "of a JSON Schema, strings have only the short escapes, additional property names none,"
+            " and numbers no exponents; format, multipleOf, patternProperties, minProperties,"
+            " maxProperties, a pattern with a length, and an allOf that is not merged are refused",
         ),
         missing=(
-            "JSON Schema, which is refused",
             "long tokens of vocabularies with very many different spellings: a canvas that only"
             " these can complete may be refused",
         ),
@@ -267,7 +272,8 @@ def diffusion_cfg(
     begun: str = "",
     mask: int | None = None,
 ) -> Denoiser:
-    """Denoises under a constraint; the request needs `constraint=` Grammar, Regex or Choice.
+    """Denoises under a constraint; the request needs `constraint=` JsonSchema, Grammar,
+    Regex or Choice.
 
     Args:
         block: Positions per block (0: the whole canvas; default: up to 32).

@@ -1,16 +1,18 @@
 """Oracle test of diffusion-cfg (Constrained Decoding of Diffusion LLMs with Context-Free Grammars,
-arXiv:2508.10111): which canvases can be completed, by an enumeration of all completions."""
+arXiv:2508.10111): which canvases can be completed, by an enumeration of all completions; and which
+JSON values a schema allows, by a validator of schemas."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import permutations, product
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 
 from anydecode.api.llm import LLM
@@ -18,8 +20,10 @@ from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import PROMPT, bidirectional, dense, softmax
 from anydecode.constraints.grammar.byte_grammar import byte_grammar
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.json.schema_grammar import canvas_grammar_of
 from anydecode.constraints.languages import Choice, Grammar
-from anydecode.models.scripted import EOS, MASK
+from anydecode.models.scripted import EOS, MASK, ByteTokenizer
 from anydecode.tasks.tasks import examples
 
 RECORD = r"""
@@ -98,9 +102,77 @@ def fits(canvas: tuple[int, ...], complete: set[tuple[int, ...]]) -> bool:
     )
 
 
+#: Schemas whose values are tested, of several kinds each.
+SCHEMAS: tuple[Any, ...] = (
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+     "required": ["b"], "additionalProperties": False},
+    {"type": "object", "properties": {"a": {"type": "null"}, "ab": {"type": "boolean"}},
+     "additionalProperties": {"type": "integer", "minimum": 0}},
+    {"type": "array", "items": {"type": "integer", "minimum": -2, "maximum": 11},
+     "minItems": 1, "maxItems": 2},
+    {"type": "array", "prefixItems": [{"type": "number"}, {"enum": ["a", None]}], "minItems": 1},
+    {"type": "array", "prefixItems": [{}, {"type": "integer"}], "items": False},
+    {"type": "number", "exclusiveMinimum": -2, "maximum": 3},
+    {"type": ["string", "null"], "minLength": 1, "maxLength": 2},
+    {"type": "string", "pattern": "^(a|b)"},
+    {"anyOf": [{"const": {"a": [1]}}, {"$ref": "#/$defs/list"}],
+     "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}}}},
+    {"type": "object", "properties": {"b": {}}, "required": ["a"], "additionalProperties": True},
+)  # fmt: skip
+
+
+def values() -> Iterator[Any]:
+    """JSON values: scalars, and lists and objects of them."""
+    numbers = [*range(-12, 13), 99, 100, 1.5, -1.5, -2.5, 3.5, 2.25]
+    scalars = [None, True, False, *numbers, "", "a", "b", "ab", "ba", "c", "aé", '"', "a\n", "abc"]
+    yield from scalars
+    few: list[Any] = [None, True, 1, -2, 12, 2.5, "a", "", [], [[]], {}, {"a": [1]}]
+    for length in range(4):
+        yield from (list(one) for one in product(few, repeat=length))
+    for length in range(4):
+        for names in permutations(("a", "ab", "b", "é"), length):
+            for members in product(few[:7], repeat=length):
+                yield dict(zip(names, members, strict=True))
+
+
+def _wrong_values(schema: Any) -> tuple[int, int, int]:
+    """The number of values that the grammar of a schema judges wrongly, of valid values, and of all
+    values. An object whose properties are in another order than the schema's need not be
+    allowed."""
+    tokenizer = ByteTokenizer()
+    state: Any = JsonSchema(schema, extra_properties=True).start(tokenizer, tokenizer.vocab_size)
+    tokens: Any = SimpleNamespace(token_bytes=[bytes([byte]) for byte in range(256)], size=256)
+    grammar = CanvasGrammar(canvas_grammar_of(state.origin), tokens, frozenset())
+    validator = jsonschema_rs.validator_for(schema)
+    names = [*schema.get("properties", ()), *schema.get("required", ())]
+    wrong = num_valid = total = 0
+    for value in values():
+        is_valid = validator.is_valid(value)
+        is_allowed = grammar.is_completable(
+            [*json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()]
+        )
+        order = (
+            [names.index(name) if name in names else 99 for name in value]
+            if (isinstance(value, dict))
+            else []
+        )
+        wrong += is_allowed != is_valid and (is_allowed or order == sorted(order))
+        num_valid, total = num_valid + is_valid, total + 1
+    for twice in ('{"a":1,"a":"x","b":"x"}', '{"a":null,"a":3}', '{"b":"x","b":1}'):
+        wrong += grammar.is_completable([*twice.encode()])
+    return wrong, num_valid, total
+
+
 @oracle_test("diffusion-cfg")
 def diffusion_cfg() -> Iterator[Check]:
     """A canvas is accepted if and only if it has a completion."""
+    for schema in SCHEMAS:
+        wrong, num_valid, total = _wrong_values(schema)
+        yield Check(
+            f"allows the values that a validator finds valid: {json.dumps(schema)}",
+            not wrong and 0 < num_valid < total,
+            f"{wrong} wrong of {total} values, {num_valid} valid",
+        )
     for grammar, is_text in LANGUAGES:
         rules, wrong, num_completable, total = verifier(grammar), 0, 0, 0
         for length in (1, 2, 3):
@@ -218,6 +290,41 @@ def unparsed(samples: int) -> float:
             total += len(answers)
             wrong += sum(not _is_record(answer.text) for answer in answers)
     return wrong / total
+
+
+@measure("diffusion-cfg", "answers that are invalid under their schema", samples=48, margin=0.0)
+def invalid(samples: int) -> float:
+    """Records, lists and recursive objects, at temperatures at which the model itself errs."""
+    wrong = total = 0
+    node = {"type": "object", "properties": {"a": {"$ref": "#"}, "age": {"type": "integer"}}}
+    record = {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}}
+    schemas: list[dict[str, Any]] = [
+        {"type": "object", "properties": record, "required": ["name", "age"]},
+        {"type": "array", "items": {"enum": ["Ada", 31, None]}, "minItems": 2},
+        node,
+    ]
+    with LLM("tiny-diffusion", threads=1) as llm:
+        for schema in schemas:
+            for temperature in (0.0, 1.5):
+                answers = llm.generate(
+                    [one.prompt for one in examples("json", samples // 6, seed=7)],
+                    decoder="diffusion-cfg",
+                    constraint=JsonSchema(schema),
+                    max_tokens=20,
+                    temperature=temperature,
+                    seed=3,
+                )
+                validator = jsonschema_rs.validator_for(schema)
+                total += len(answers)
+                wrong += sum(not _is_valid(validator, answer.text) for answer in answers)
+    return wrong / total
+
+
+def _is_valid(validator: Any, text: str) -> bool:
+    try:
+        return bool(validator.is_valid(json.loads(text)))
+    except ValueError:
+        return False
 
 
 @measure("diffusion-cfg", "correct records lost because of the constraint", samples=48, margin=0.02)
