@@ -10,7 +10,14 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.rounds import VOCABULARY, TracedRound, plain_token, rounds, wordy
+from anydecode.certification.rounds import (
+    VOCABULARY,
+    Logits,
+    TracedRound,
+    plain_token,
+    rounds,
+    wordy,
+)
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
@@ -22,8 +29,8 @@ TARGET = wordy()
 class _RecordingModel(ScriptedModel):
     """Records (position, first layer, last layer) of every row it runs."""
 
-    def __init__(self) -> None:
-        super().__init__(TARGET, vocab_size=VOCABULARY, num_layers=LAYERS, seed=3)
+    def __init__(self, target: Logits) -> None:
+        super().__init__(target, vocab_size=VOCABULARY, num_layers=LAYERS, seed=3)
         self.ran: list[tuple[int, int, int]] = []
 
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
@@ -32,10 +39,10 @@ class _RecordingModel(ScriptedModel):
         return super().run(rows, cache, output_spec)
 
 
-def early_logits(seen: tuple[int, ...], layers: int) -> np.ndarray:
-    """The logits of the scripted model after its first `layers` layers."""
+def early_logits(seen: tuple[int, ...], layers: int, target: Logits = TARGET) -> np.ndarray:
+    """The logits of the scripted model of `target` after its first `layers` layers."""
     error = np.random.default_rng((3, 2, *seen[-4:])).normal(size=VOCABULARY) / layers
-    row: np.ndarray = (TARGET(seen) + error).astype(np.float32)
+    row: np.ndarray = (target(seen) + error).astype(np.float32)
     return row
 
 
@@ -79,10 +86,15 @@ def _run(
 
 
 def traced(
-    decoder: str, prompt: str, temperature: float, length: int, **options: Any
+    decoder: str,
+    prompt: str,
+    temperature: float,
+    length: int,
+    target: Logits = TARGET,
+    **options: Any,
 ) -> tuple[list[TracedRound], list[tuple[int, int, int]]]:
     """The rounds of a generation, and the rows that it computed."""
-    model = _RecordingModel()
+    model = _RecordingModel(target)
     with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as llm:
         trace = rounds(llm, decoder, prompt, length, temperature=temperature, **options)
         return trace, model.ran
