@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from gguf_models import CLASSES
 from parity_cases import first_cases, parity_module
 
-#: What `transformers` does not have: what the logits are compared with, by model type.
+#: What has no classes in `transformers`: what the logits are compared with, by model type.
 OTHER_REFERENCES = {
     "minicpm": "Granite of `transformers`",
     "rwkv7": "the paper's equations",
@@ -21,9 +21,10 @@ OTHER_REFERENCES = {
     "nemotron_labs_diffusion_ar": "an implementation of its repository, tokens alone",
     "mimo": "Qwen2 of `transformers`",
     "kimi_k2": "DeepSeek-V3 of `transformers`",
+    "internlm3": "Llama of `transformers`",
 }
 #: Families that differ from another one in names alone.
-SAME_AS = {"minicpm": "granite", "mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+SAME_AS = {"minicpm": "granite", "mimo": "qwen2", "kimi_k2": "deepseek_v3", "internlm3": "llama"}
 #: The diffusion models' tests have it.
 ELSEWHERE = {"nemotron_labs_diffusion_ar": "tokens of drafts"}
 

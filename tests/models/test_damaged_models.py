@@ -417,9 +417,25 @@ def test_learned_positions_bound_the_context() -> None:
         spec_from_config(config, max_positions=300)
 
 
-def test_layer_norms_of_queries_and_keys_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="use_qk_norm"):
-        spec_from_config({**CONFIG, "model_type": "cohere", "num_experts": 0, "use_qk_norm": True})
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("olmo", {"clip_qkv": -1}, "clip_qkv is -1"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk is .*the same number for every layer"),
+        ("hunyuan_v1_moe", {"moe_topk": []}, "moe_topk is"),
+        ("minimax_m2", {"rotary_dim": 99}, "rotary_dim is 99; allowed is"),
+        ("minimax_m2", {"num_local_experts": 2, "rotary_dim": 3}, "rotary size is 3"),
+        ("bamba", {"attn_layer_indices": "x"}, "attn_layer_indices"),
+    ],
+)
+def test_settings_of_families_that_are_refused(
+    model_type: str, change: dict[str, Any], message: str
+) -> None:
+    config = {**CONFIG, "num_experts": 0, "model_type": model_type, **change}
+    with pytest.raises(CheckpointError, match=message):
+        spec_from_config(config)
 
 
 def test_replaced_specs_are_checked() -> None:

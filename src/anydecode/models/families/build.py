@@ -12,6 +12,7 @@ from anydecode.kernels.interface import Attention
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.experts import read_expert_norms, read_experts
+from anydecode.models.families.family import Family
 from anydecode.models.families.latent import read_latent
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.sambay import read_differential, read_memory_unit
@@ -97,7 +98,7 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
     final = family.names.get("norm", "norm")
     norm = None
     if spec.has_final_norm:
-        norm = reader.vector(f"{final}.weight", spec.hidden_size, family.norm_offset)
+        norm = read_norm(reader, family, final, spec.hidden_size)
     bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
     has_bias = family.has_norm_bias and spec.has_final_norm
     norm_bias = reader.vector(f"{final}.bias", spec.hidden_size) if has_bias else None
@@ -126,6 +127,13 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
     if spec.has_canvas:
         weights.self_conditioning = _read_self_conditioning(reader, spec, config)
     return weights
+
+
+def read_norm(reader: TensorReader, family: Family, name: str, size: int) -> np.ndarray:
+    """The weights of the norm `name`: ones if the family's norms have none."""
+    if not family.has_norm_weights:
+        return np.ones(size, np.float32)
+    return reader.vector(f"{name}.weight", size, family.norm_offset)
 
 
 def _read_unmasking(reader: TensorReader, spec: ModelSpec) -> UnmaskingHead:
@@ -229,6 +237,8 @@ class _LayerReader:
             if has_first:
                 layer.attention_norm = self._norm("input_layernorm")
             second = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
+            if self._family.shares_norm and self._spec.is_parallel:
+                second = "input_layernorm"
             if has_mlp:
                 layer.mlp_norm = self._norm(second)
             if self._family.has_norm_bias:
@@ -347,8 +357,7 @@ class _LayerReader:
         return f"{self._name}.{self._family.names.get(module, module)}"
 
     def _norm(self, name: str, size: int | None = None) -> np.ndarray:
-        full = f"{self._full(name)}.weight"
-        return self._reader.vector(full, size or self._hidden, self._family.norm_offset)
+        return read_norm(self._reader, self._family, self._full(name), size or self._hidden)
 
     def _norm_bias(self, name: str) -> np.ndarray:
         return self._reader.vector(f"{self._full(name)}.bias", self._hidden)

@@ -152,8 +152,9 @@ def spec_from_config(
         raise refusal("is_causal", False, "true: bidirectional attention is not supported")
     if config["model_type"] == "minicpm" and config.get("sparse_config") is not None:
         raise CheckpointError("sparse attention (sparse_config) is not supported")
-    if config.get("use_qk_norm") and family.qk_norm is None:
-        raise CheckpointError("layer norms of queries and keys (use_qk_norm) are not supported")
+    for key in ("use_qk_norm", "qk_layernorm"):
+        if config.get(key) and family.qk_norm is None:
+            raise CheckpointError(f"layer norms of queries and keys ({key}) are not supported")
     if config.get("clip_qkv") is not None and not family.has_qkv_limit:
         raise refusal("clip_qkv", config["clip_qkv"], "null")
     if config.get("moe_layer_freq") not in (None, 1):

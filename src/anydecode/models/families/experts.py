@@ -19,6 +19,7 @@ from anydecode.models.network import ExpertNorms, Experts, GatedMlp, PlainMlp
 
 _ROUTERS = (
     "mlp.gate",
+    "mlp.gate.wg",
     "mlp.router",
     "block_sparse_moe.gate",
     "block_sparse_moe.router",
@@ -52,7 +53,8 @@ def read_experts(
     weight = reader.matrix(router, shape, keep_format=True)
     has_bias = family.moe.has_biases
     bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
-    block = router.removesuffix(".layer").removesuffix(".proj").rpartition(".")[0]
+    module = router.removesuffix(".layer").removesuffix(".proj").removesuffix(".wg")
+    block = module.rpartition(".")[0]
     inner, is_plain = int_value(config, family.moe.inner_size), family.mlp == "plain"
     latent = int_value(config, "moe_latent_size", shape[1])
     expert_reader = _ExpertReader(reader, family.moe, block, shape[0], latent, inner)
@@ -85,7 +87,8 @@ def _selection_bias(reader: TensorReader, router: str, block: str, count: int) -
         name = f"{module}.moe_statics.e_score_correction_bias"  # ERNIE
         if reader.has(name):
             return reader.tensor(name, (1, count)).ravel()
-    names = (f"{block}.expert_bias", f"{router}.expert_bias")
+    names = [f"{module}.expert_bias" for module in (block, router)]
+    names.append(f"{block}.e_score_correction_bias")
     name = next(filter(reader.has, names), f"{router}.e_score_correction_bias")
     return reader.vector(name, count)
 

@@ -127,8 +127,10 @@ class Family:
             the attention type of each layer; None: all have.
         norm: See `ModelSpec.norm`.
         has_norm_bias: Whether norms have biases.
+        has_norm_weights: Whether norms have weights.
         mlp: See `LayerSpec.mlp`.
         is_parallel: See `LayerSpec.is_parallel`; the key `use_parallel_residual` may turn it off.
+        shares_norm: Whether MLP and attention of a parallel layer read the same norm.
         has_position_table: See `ModelSpec.has_position_table`.
         scales: Returns the factors of embeddings, scores, sublayers and logits; None: the usual
             ones.
@@ -184,8 +186,10 @@ class Family:
     scales: Callable[[Config], Scales] | None = None
     norm: str = "rms"
     has_norm_bias: bool = False
+    has_norm_weights: bool = True
     mlp: str = "gated"
     is_parallel: bool = False
+    shares_norm: bool = False
     has_position_table: bool = False
     moe: MixtureOfExperts | None = None
     has_sinks: bool = False

@@ -125,13 +125,12 @@ _ERNIE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 500_000.0,
     "rms_norm_eps": 1e-5,
 }
-#: Both MLP and attention read the only norm of a layer.
 _COHERE: dict[str, Any] = {
     "norm": "layer",
     "is_parallel": True,
+    "shares_norm": True,
     "interleaved_rope": True,
     "scales": cohere_scales,
-    "names": {"post_attention_layernorm": "input_layernorm"},
     "defaults": {"tie_word_embeddings": True, "rope_theta": 500_000.0},
 }
 
