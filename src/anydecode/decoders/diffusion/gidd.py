@@ -176,11 +176,7 @@ def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:
             "tokens are sampled by the request's sampler (min_p is the released code's filter)",
             STATEFUL,
         ),
-        missing=(
-            "the time input of GIDD's own checkpoints, which are not read",
-            "a measure of self-correction on a model that is trained with random tokens as noise"
-            " (tiny-diffusion, trained with masks only, loses accuracy by it)",
-        ),
+        missing=("the time input of GIDD's own checkpoints, which are not read",),
         remote={
             "steps": Range(1, 4096),
             "uniform": Range(0, 0.9),

@@ -4,11 +4,19 @@ self-correction, and accuracy on tasks."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
-from anydecode.certification.denoising import CONFIDENT, dense, softmax
+from anydecode.certification.denoising import (
+    CONFIDENT,
+    PROMPT,
+    VOCABULARY,
+    Logits,
+    dense,
+    softmax,
+)
 from anydecode.certification.oracles.diffusion.revised_canvases import (
     IDEAL_CHI_SQUARE,
     MAX_CHI_SQUARE,
@@ -23,6 +31,9 @@ from anydecode.certification.oracles.diffusion.task_losses import DETERMINED, re
 from anydecode.certification.oracles.diffusion.token_editing import drifting
 from anydecode.models.scripted import MASK
 from anydecode.sampling.noise import Noise
+
+#: The share of random tokens in the noise of `ideal`.
+_SHARE = 0.2
 
 
 def marginal(t: float, uniform: float, size: int) -> tuple[float, np.ndarray]:
@@ -107,6 +118,50 @@ def gidd() -> Iterator[Check]:
 def gidd_distribution(samples: int) -> float:
     """Of ancestral sampling, by any number of steps, here 3; corrections seek likelier tokens."""
     return ideal_chi_square("gidd:steps=3,corrections=0", samples)
+
+
+@measure(
+    "gidd", "wrong texts that self-correction leaves, relative to before", samples=60, margin=0.2
+)
+def gidd_corrections(samples: int) -> float:
+    """Of texts that 3 steps sample from the ideal model of the noise: the posterior of 24 known
+    texts given a canvas of masks and random tokens."""
+    texts = np.random.default_rng(5).integers(97, 105, (24, 10))
+    known = {tuple(text) for text in texts.tolist()}
+    wrong = []
+    for corrections in (0, 128):
+        decoder = f"gidd:steps=3,uniform={_SHARE},corrections={corrections}"
+        answers = [
+            traced(decoder, ideal(texts), 10, temperature=1.0, seed=seed)[-1]
+            for seed in range(samples)
+        ]
+        wrong.append(sum(tuple(answer) not in known for answer in answers))
+    return wrong[1] / wrong[0]
+
+
+def ideal(texts: np.ndarray) -> Logits:
+    """The logits of the model that knows the noise: log p(token | canvas), for equally likely
+    `texts`, int `[count, length]`, and a time that is not known."""
+    levels = [marginal(t, _SHARE, VOCABULARY) for t in np.linspace(0.05, 0.95, 10)]
+
+    @cache
+    def posterior(held: tuple[int, ...]) -> np.ndarray:
+        """The probability of each text."""
+        canvas = np.array(held)
+        total = np.zeros(len(texts))
+        for share, noise in levels:
+            total += (share * (texts == canvas) + noise[canvas]).prod(1)
+        result: np.ndarray = total / total.sum()
+        return result
+
+    def logits(path: tuple[int, ...]) -> np.ndarray:
+        *seen, position = path
+        weights = posterior(tuple(seen[len(PROMPT) :]))
+        row = np.full(VOCABULARY, 1e-9)
+        np.add.at(row, texts[:, position - len(PROMPT)], weights)
+        return np.log(row).astype(np.float32)
+
+    return logits
 
 
 register_losses(
