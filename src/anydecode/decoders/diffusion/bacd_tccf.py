@@ -2,11 +2,16 @@
 Diffusion Language Models for Test-Time Scaling", arXiv:2602.09555).
 
 The confidence threshold is the mean confidence of the tokens committed in the block so far, within
-two bounds. Blocks are large while the model is thinking and small for the answer. Models are
-trained for that with block sizes that double: `anydecode train block-adapter --first-block`.
+two bounds. Blocks are large while the model is thinking. Instead of the end of the thinking, a
+sentence that asks for mistakes is put on the canvas, and what follows is denoised in small blocks.
+Models are trained for that with block sizes that double: `anydecode train block-adapter
+--first-block`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +27,11 @@ from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import TARGET, Sequence
+
+#: The sentence of the released code with which the second phase begins.
+CRITIC = "Let's check if there are any mistakes and give the final answer."
+#: In `Canvas.policy_state`: whether the second phase has begun.
+_IS_FINE = "is fine"
 
 
 class BoundedAdaptiveThreshold(UnmaskPolicy):
@@ -50,13 +60,11 @@ class BoundedAdaptiveThreshold(UnmaskPolicy):
 
 
 class TwoPhaseBlocks(BlockPolicy):
-    """Blocks of `coarse` positions until the marker is generated, of `fine` positions after it.
-
-    The marker's tokens are in `canvas.policy_state["marker"]`.
+    """Blocks of `coarse` positions in the first phase, of `fine` positions in the second.
 
     Args:
-        coarse: Positions per block before the marker.
-        fine: Positions per block after it.
+        coarse: Positions per block in the first phase.
+        fine: Positions per block in the second phase.
         is_grid: Whether these are the blocks that rows see: then they are counted from the first
             position of the text, and the end of the prompt is part of the first one.
     """
@@ -71,9 +79,7 @@ class TwoPhaseBlocks(BlockPolicy):
         self.is_grid = is_grid
 
     def window_end(self, canvas: Canvas) -> int:
-        marker: list[int] = canvas.policy_state["marker"]
-        committed = canvas.tokens[canvas.policy_state["start"] : canvas.frontier].tolist()
-        is_fine = _contains(marker, committed)
+        is_fine = canvas.policy_state[_IS_FINE]
         if not self.is_grid:
             size = self.fine if is_fine else self.coarse
             return min(canvas.frontier + size, len(canvas))
@@ -83,13 +89,69 @@ class TwoPhaseBlocks(BlockPolicy):
 
 
 class TwoPhaseDenoiser(Denoiser):
-    """Encodes the marker into tokens when the canvas is created."""
+    """Begins the second phase as soon as the text before the first mask contains the marker.
+
+    If there is a critic, it takes the place of the marker and of all that was unmasked behind it;
+    else the second phase begins with the next block.
+    """
 
     marker = "</think>"
+    critic = CRITIC
 
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
-        canvas.policy_state["marker"] = sequence.tokenizers[TARGET].encode(self.marker)
+        tokenizer = sequence.tokenizers[TARGET]
+        canvas.policy_state["marker"] = tokenizer.encode(self.marker, special=False)
+        canvas.policy_state["critic"] = tokenizer.encode(self.critic, special=False)
+        canvas.policy_state[_IS_FINE] = False
         super().begin(sequence, canvas)
+
+    def finish_step(
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        predictions: Predictions,
+        chosen: Iterable[int],
+        **trace_fields: Any,
+    ) -> None:
+        if not canvas.policy_state[_IS_FINE]:
+            first = _find(canvas.policy_state["marker"], self._answer(canvas, canvas.frontier))
+            if first is not None:
+                canvas.policy_state[_IS_FINE] = True
+                if self._has_critic(canvas):
+                    self._criticize(sequence, canvas, canvas.policy_state["start"] + first)
+        super().finish_step(sequence, canvas, predictions, chosen, **trace_fields)
+
+    def emitted_stop(self, canvas: Canvas) -> int:
+        """Before the second phase, what may be the beginning of the marker is not final."""
+        stop = super().emitted_stop(canvas)
+        state = canvas.policy_state
+        if state[_IS_FINE] or not self._has_critic(canvas) or not len(canvas.masks):
+            return stop
+        marker, answer = state["marker"], self._answer(canvas, stop)
+        sizes = range(min(len(marker) - 1, len(answer)), 0, -1)
+        return stop - next((size for size in sizes if answer[-size:] == marker[:size]), 0)
+
+    def _criticize(self, sequence: Sequence, canvas: Canvas, first: int) -> None:
+        """Put the critic on the canvas from `first` on, followed by masks."""
+        length = len(canvas)
+        canvas.splice(first, length, length - first)
+        for position, token in enumerate(canvas.policy_state["critic"][: length - first], first):
+            canvas.fix(position, token)
+        canvas.block = None
+        canvas.policy_state.pop("window", None)  # the cached window holds other tokens
+        kv_cache = sequence.kv_cache()
+        if self.cache.is_exact_blocks and kv_cache.length > canvas.block_start(first):
+            kv_cache.truncate(canvas.block_start(first))
+
+    @staticmethod
+    def _has_critic(canvas: Canvas) -> bool:
+        """Whether a critic may replace tokens: never in infilling, where text follows the masks."""
+        return bool(canvas.policy_state["critic"]) and not canvas.is_fixed_length
+
+    @staticmethod
+    def _answer(canvas: Canvas, stop: int) -> list[int]:
+        tokens: list[int] = canvas.tokens[canvas.policy_state["start"] : stop].tolist()
+        return tokens
 
 
 @register(
@@ -103,7 +165,8 @@ class TwoPhaseDenoiser(Denoiser):
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             "with another cache than block, a model's own blocks limit what a row sees",
-            "the second phase begins after the marker",
+            "the critic takes the place of the marker within one generation; the released code"
+            " generates a second time, with the blocks of the second phase for the prompt too",
             "by default (cache='none') every pass computes the whole canvas; the paper's models"
             " cache finished blocks (cache='block')",
             "the training with growing blocks (`anydecode train block-adapter --first-block`) is"
@@ -115,6 +178,7 @@ class TwoPhaseDenoiser(Denoiser):
             "coarse": Range(1, 256),
             "fine": Range(1, 256),
             "marker": Text(64),
+            "critic": Text(1024),
             "cache": CACHE_WORDS,
         },
     )
@@ -125,6 +189,7 @@ def bacd_tccf(
     coarse: int = 16,
     fine: int = 4,
     marker: str = "</think>",
+    critic: str = CRITIC,
     cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
@@ -136,6 +201,7 @@ def bacd_tccf(
         coarse: Positions per block until `marker` is generated.
         fine: Positions per block after that.
         marker: The text that ends the thinking.
+        critic: The text that replaces the marker ("": the marker stays).
         cache: "block": rows see the blocks of both phases, and finished blocks are cached exactly,
             for models that were trained with several block sizes; or "none", "prefix", "dual",
             "vicinity", "window".
@@ -151,9 +217,11 @@ def bacd_tccf(
         BlockCausalCache(coarse) if is_grid else cache_named(cache),
         mask=mask,
     )
-    decoder.marker = marker
+    decoder.marker, decoder.critic = marker, critic
     return decoder
 
 
-def _contains(part: list[int], tokens: list[int]) -> bool:
-    return any(tokens[i : i + len(part)] == part for i in range(len(tokens) - len(part) + 1))
+def _find(part: list[int], tokens: list[int]) -> int | None:
+    """Where `tokens` contain `part` first, or None."""
+    starts = range(len(tokens) - len(part) + 1)
+    return next((i for i in starts if tokens[i : i + len(part)] == part), None)

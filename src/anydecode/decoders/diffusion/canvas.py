@@ -155,7 +155,10 @@ class Canvas:
 
     def block_end(self, position: int) -> int:
         """The end of the model's block that `position` is in."""
-        return self.block_start(position) + self._grid(position)[1]
+        end = self.block_start(position) + self._grid(position)[1]
+        if self.later_blocks is not None and position < self.later_blocks[0]:
+            end = min(end, self.later_blocks[0])
+        return end
 
     def _grid(self, position: int) -> tuple[int, int]:
         """The position from which the blocks around `position` are counted, and their size."""
