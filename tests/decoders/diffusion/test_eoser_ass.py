@@ -11,7 +11,7 @@ import pytest
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.eoser_ass import EarlyEosRejection
 from anydecode.decoders.diffusion.rankings import Confidence
-from certificates import assert_certified, assert_rejected, ignore_parameter
+from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
 
 
 @pytest.mark.slow
@@ -24,6 +24,25 @@ def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ignore_parameter(monkeypatch, "eoser-ass", parameter)
+    assert_rejected("eoser-ass")
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"min_factor": 0.0}, {"min_factor": 0.012}, {"min_factor": 0.4}, {"blocks": 2}],
+)
+def test_certificate_rejects_other_defaults(
+    defaults: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_defaults(monkeypatch, "eoser-ass", **defaults)
+    assert_rejected("eoser-ass")
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.02])
+def test_certificate_rejects_another_factor_of_the_ascending_schedule(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anydecode.decoders.diffusion.eoser_ass.ASCENDING_FACTOR", factor)
     assert_rejected("eoser-ass")
 
 
