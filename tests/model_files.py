@@ -55,15 +55,20 @@ def tokenizer_json() -> dict[str, Any]:
 
 
 def run_if_valid(path: Path) -> bool:
-    """Whether a model can be opened, which then also runs; an error must be one line."""
+    """Whether a model can be opened, which then also runs; an error must be one line, and name the
+    file or the model if it cannot be opened."""
+    is_open = False
     try:
         with LLM(path, threads=2) as llm:
+            is_open = True
             if llm.model.spec.is_encoder:
                 llm.embed([5, 6, 7])
             else:
                 assert len(llm.generate([5, 6, 7], max_tokens=2).tokens) <= 2
             assert isinstance(llm.tokenizer.decode(llm.encode("ab")), str)
     except AnydecodeError as error:
-        assert "\n" not in str(error) and 0 < len(str(error)) <= 1000
+        message = str(error)
+        assert "\n" not in message and 0 < len(message) <= 1000
+        assert is_open or message.startswith((str(path), f"{path.stem}: ")), message
         return False
     return True

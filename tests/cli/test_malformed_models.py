@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from anydecode.benchmarks import compare
 from anydecode.cli import main
+from anydecode.cli.bench import BENCHES
 from gguf_models import write_folder
 from model_files import EXPERT_CONFIG, expert_tensors, tokenizer_json
 
-#: By the command, its arguments; MODEL is the folder or file, OUT a path that it may write.
+#: By the command, its arguments; MODEL is the folder or file, OUT a path that it may write, TEXT a
+#: file, PAIRS and NUMBERS files of examples, and SCHEMAS a folder of schemas.
 COMMANDS = {
     "generate": "--model MODEL --prompt a",
     "generate-draft": "--model tiny-autoregressive --draft MODEL --decoder draft-model --prompt a",
@@ -22,6 +30,15 @@ COMMANDS = {
     "cluster up": "MODEL --workers 1 --port 0",
     "certify": "--model MODEL",
     "quantize": "MODEL OUT",
+    "cluster worker": "MODEL --secret-file TEXT --patience 0",
+    "bench constrained": "--data SCHEMAS --model MODEL",
+    "bench reasoning": "--model MODEL --count 1",
+    "bench baselines": "--model MODEL --engines anydecode",
+    "bench compare": "--ref HEAD --model MODEL",
+    "bench footprint": "--model MODEL",
+    "bench kernels": "--model MODEL",
+    "bench batched": "--bench TEXT --model MODEL",
+    "bench speculative": "--model MODEL --limit 1",
     "bench cost": "--model MODEL",
     "bench perplexity": "--models MODEL --text TEXT",
     "bench divergence": "--model MODEL",
@@ -35,7 +52,34 @@ COMMANDS = {
     "train block-adapter": "--model MODEL --out OUT --steps 1 --mask 1",
     "train nested": "--model MODEL --out OUT --steps 1",
     "train autodeco": "--model MODEL --out OUT --count 2",
+    "train cj-grpo": "--model MODEL --out OUT --steps 1",
+    "train depth": "--model MODEL --out OUT --answers 2",
+    "train adadec": "--model MODEL --data PAIRS",
+    "train regression": "--model MODEL --data NUMBERS --out OUT",
 }
+#: Commands that start processes, each of which imports the package: tested with one model.
+SLOW = {"bench compare", "bench footprint"}
+#: Commands whose model is the name of one to download, or of one on another server.
+NAMED = {"pull", "bench serving"}
+
+
+def parameters(command: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
+    """The names of all commands of the command line, and of the parameters of each."""
+    if hasattr(command, "commands"):
+        for part, one in command.commands.items():
+            yield from parameters(one, f"{name} {part}".strip())
+    elif name.startswith("bench "):
+        module, _, function = BENCHES[name.removeprefix("bench ")].target.partition(":")
+        function = getattr(importlib.import_module(module), function)
+        yield name, set(inspect.signature(function).parameters)
+    else:
+        yield name, {one.name for one in command.params}
+
+
+def test_all_commands_with_a_model_are_tested() -> None:
+    commands = dict(parameters(typer.main.get_command(main.app)))
+    with_model = {name for name, found in commands.items() if found & {"model", "models"}}
+    assert with_model - NAMED == {name.removesuffix("-draft") for name in COMMANDS}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         (path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
         return path
 
-    found = [folder("heads", num_attention_heads=0), folder("layers", num_hidden_layers=2**40)]
+    found = [folder("m1", num_attention_heads=0), folder("m2", num_hidden_layers=2**40)]
     for name, content in (
         ("config.json", b'{"a":' * 100_000),
         ("tokenizer.json", b"\xff" * 64),
@@ -63,13 +107,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_malformed_model_is_one_line(
-    command: str, models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    models: list[Path],
+    tmp_path: Path,
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if command.startswith("train"):
         pytest.importorskip("torch")
-    (tmp_path / "text").write_text("a text " * 100)
-    names = {"OUT": str(tmp_path / "out.gguf"), "TEXT": str(tmp_path / "text")}
-    for model in models:
+    if command == "bench compare":  # with itself
+        monkeypatch.setattr(compare, "git", lambda *arguments, **options: str(repository))
+        monkeypatch.setattr(compare, "checkout", lambda ref, root: nullcontext(root))
+    (tmp_path / "schemas").mkdir()
+    row = {"id": "a", "schema": {}, "tests": []}
+    (tmp_path / "schemas" / "one.jsonl").write_text(json.dumps(row))
+    names = {"OUT": str(tmp_path / "out.gguf"), "SCHEMAS": str(tmp_path / "schemas")}
+    for name, content in (
+        ("TEXT", "a text " * 100),
+        ("PAIRS", json.dumps({"prompt": "a", "canonical_solution": "b"})),
+        ("NUMBERS", json.dumps({"prompt": "a", "number": 1})),
+    ):
+        (tmp_path / name).write_text(content)
+        names[name] = str(tmp_path / name)
+    for model in models[:1] if command in SLOW else models:
         names["MODEL"] = str(model)
         arguments = [names.get(one, one) for one in COMMANDS[command].split()]
         with pytest.raises(SystemExit) as ended:

@@ -694,7 +694,7 @@ def test_weights_must_match_the_spec() -> None:
     ("change", "message"),
     [
         ({"r": "x"}, "has rank 2, but its config has 'x'"),
-        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
+        ({"lora_alpha": "x"}, "adapter_config.json: lora_alpha is 'x'"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\]"),
     ],

@@ -4,6 +4,7 @@ no list that grows with a number in a file."""
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,35 @@ def test_any_values_in_a_config(
     path = copied(folder, tmp_path_factory.getbasetemp() / "config")
     (path / "config.json").write_text(json.dumps({**EXPERT_CONFIG, **changes}))
     run_if_valid(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("config.json", "num_attention_heads", 0),
+        ("config.json", "hidden_size", None),
+        ("config.json", "model_type", "abc"),
+        ("config.json", "hidden_act", "abc"),
+        ("config.json", "rope_scaling", {"rope_type": "abc"}),
+        ("config.json", "eos_token_id", "abc"),
+        ("config.json", "mask_token_id", "abc"),
+        ("generation_config.json", "eos_token_id", [2, "abc"]),
+        ("sentence_bert_config.json", "max_seq_length", 0),
+        ("1_Pooling/config.json", "pooling_mode", "abc"),
+    ],
+)
+def test_a_wrong_value_names_its_file(copy: Path, file: str, key: str, value: Any) -> None:
+    modules = [{"type": "models.Transformer"}, {"type": "models.Pooling", "path": "1_Pooling"}]
+    write_json(copy / "modules.json", modules)
+    write_json(copy / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
+    content = EXPERT_CONFIG if file == "config.json" else {}
+    write_json(copy / file, {**content, key: value})
+    refused(copy, f"^{re.escape(str(copy / file))}: ")
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
 
 
 @some

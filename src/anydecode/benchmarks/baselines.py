@@ -183,6 +183,9 @@ def compare(
                 workers.append(worker)
             else:
                 missing[engine] = worker.missing
+        if ANYDECODE in missing or not workers:
+            reasons = "; ".join(f"{engine}: {reason}" for engine, reason in missing.items())
+            raise InvalidRequestError(f"{model} cannot be measured: {reasons}")
         results = measure(workers, texts, tokens, rounds, missing)
         for worker in workers if rows else ():
             if worker.engine in results:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from anydecode.errors import AnydecodeError, CheckpointError
+from anydecode.models.limits import ConfigError
 
 #: What code raises that meets a value of an unexpected type, size or structure.
 _FAULTS = (
@@ -19,21 +21,33 @@ _FAULTS = (
 
 
 @contextmanager
-def untrusted(source: object) -> Iterator[None]:
-    """Turn any exception that a malformed file causes within the block into a `CheckpointError`.
+def untrusted(path: Path, what: str = "", config: str = "config.json") -> Iterator[None]:
+    """Turn any exception that a malformed file causes within the block into a `CheckpointError`
+    that names the file.
 
     The checks of single values say what is allowed. This is the net under them, so that no file
-    ends in another exception.
+    ends in another exception, or in one that does not say where the fault is.
 
     Args:
-        source: The name of the file, folder or checkpoint, for the message.
+        path: The file or folder that is read.
+        what: The part of it, for the message.
+        config: The file in the folder `path` that `ConfigError`s are about.
     """
+    start = f"{what}: " if what else ""
     try:
         yield
+    except CheckpointError as error:
+        names = "|".join(re.escape(name) for name in (str(path), f"{path.name}:", f"{path.stem}:"))
+        if re.match(rf"({names})(?!\w)", str(error)):
+            raise
+        file = path / config
+        source = file if isinstance(error, ConfigError) and file.is_file() else path
+        raise CheckpointError(f"{source}: {start}{error}") from error
     except AnydecodeError:
         raise
     except _FAULTS as error:
-        raise CheckpointError(f"{source} is malformed: {type(error).__name__}: {error}") from error
+        message = f"{path}: {start}malformed: {type(error).__name__}: {error}"
+        raise CheckpointError(message) from error
 
 
 def read_text(path: Path) -> str:

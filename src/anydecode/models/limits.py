@@ -27,11 +27,15 @@ MAX_STREAMS = 64
 MIN_FACTOR, MAX_FACTOR = 1e-9, 1e9
 
 
+class ConfigError(CheckpointError):
+    """A value of a model's config is missing, wrong or not supported."""
+
+
 def integer(name: str, value: Any, low: int = 1, high: int = MAX_SIZE) -> int:
     """`value`, checked to be an integer from `low` to `high`.
 
     Raises:
-        CheckpointError: It is not; the message names the value and the range.
+        ConfigError: It is not; the message names the value and the range.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise refusal(name, value, f"an integer from {low} to {high}")
@@ -42,7 +46,7 @@ def number(name: str, value: Any, low: float = MIN_FACTOR, high: float = MAX_FAC
     """`value`, checked to be a finite number from `low` to `high`.
 
     Raises:
-        CheckpointError: It is not; the message names the value and the range.
+        ConfigError: It is not; the message names the value and the range.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or not math.isfinite(value):
@@ -50,6 +54,6 @@ def number(name: str, value: Any, low: float = MIN_FACTOR, high: float = MAX_FAC
     return float(value)
 
 
-def refusal(name: str, value: Any, allowed: str) -> CheckpointError:
+def refusal(name: str, value: Any, allowed: str) -> ConfigError:
     """The error for a value that is not allowed."""
-    return CheckpointError(f"{name} is {reprlib.repr(value)}; allowed is {allowed}")
+    return ConfigError(f"{name} is {reprlib.repr(value)}; allowed is {allowed}")

@@ -82,7 +82,7 @@ def read_factors(path: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
     Raises:
         CheckpointError: Files are missing or corrupt, or the adapter is not plain LoRA.
     """
-    with untrusted(path):
+    with untrusted(path, config="adapter_config.json"):
         return _read_factors(path)
 
 

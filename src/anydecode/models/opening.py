@@ -24,6 +24,7 @@ from anydecode.kernels.packing import Packer
 from anydecode.models import through_transformers
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.classification import read_classifier
+from anydecode.models.files import untrusted
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
 from anydecode.models.network import Network
@@ -287,15 +288,17 @@ def open_checkpoint(
     executor = choose_executor(backend, threads, device)
     pooling, limit = checkpoint.pooling, None
     if pooling is not None and pooling.max_tokens is not None:
-        limit = min(pooling.max_tokens, spec_from_config(checkpoint.config).max_positions)
+        with untrusted(checkpoint.path):
+            limit = min(pooling.max_tokens, spec_from_config(checkpoint.config).max_positions)
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
-    model.reranker = read_classifier(checkpoint, model.spec) or read_yes_no(checkpoint)
     model.path, model.dtype = checkpoint.path, dtype
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
-    if mask is not None and mask >= size and not model.spec.causal:
-        raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")
+    with untrusted(checkpoint.path):
+        model.reranker = read_classifier(checkpoint, model.spec) or read_yes_no(checkpoint)
+        if mask is not None and mask >= size and not model.spec.causal:
+            raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")
     return model, None if tokenizer is None else with_mask(tokenizer, model.spec)
 
 

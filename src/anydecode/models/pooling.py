@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.models.files import read_json, read_text
+from anydecode.models.files import read_json, read_text, untrusted
 from anydecode.models.limits import MAX_SIZE, integer
 
 #: The poolings, by their names in the configs of sentence-transformers.
@@ -132,15 +132,21 @@ def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:
     default = settings.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(f"{folder}: default_prompt_name {default!r} is not in prompts")
-    length = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
     return Pooling(
         mode=_mode(folder / place / "config.json"),
         is_normalized="Normalize" in kinds,
         prompts=prompts,
         default_prompt=default,
         dimensions=_dimensions(config),
-        max_tokens=None if length is None else integer("max_seq_length", length),
+        max_tokens=_max_tokens(folder / "sentence_bert_config.json"),
     )
+
+
+def _max_tokens(path: Path) -> int | None:
+    """The maximum number of tokens of an input."""
+    length = read_json(path).get("max_seq_length")
+    with untrusted(path):
+        return None if length is None else integer("max_seq_length", length)
 
 
 def _mode(path: Path) -> str:

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import (
     RULES,
     Activation,
@@ -26,6 +25,7 @@ from anydecode.models.limits import (
     MAX_STREAMS,
     MAX_TOKENS,
     MAX_WINDOW,
+    ConfigError,
     integer,
     number,
     refusal,
@@ -367,7 +367,7 @@ class ModelSpec:
         if self.block_size is not None:
             integer("block_size", self.block_size)
         elif self.has_causal_context or self.has_prompt_block:
-            raise CheckpointError("blocks that start at the end of the prompt need a size")
+            raise ConfigError("blocks that start at the end of the prompt need a size")
         if self.mask_token is not None:
             integer("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
@@ -376,7 +376,7 @@ class ModelSpec:
             _check_cache_layer(f"layer {index}: ", self.layers, index)
             _check_mixes(f"layer {index}: ", self, layer)
             if size and not isinstance(layer.activation, str):
-                raise CheckpointError(f"layer {index}: per_layer_size is set with a clamped SwiGLU")
+                raise ConfigError(f"layer {index}: per_layer_size is set with a clamped SwiGLU")
         num_experts = sum(layer.num_experts for layer in self.layers)
         integer("the number of experts of all layers", num_experts, 0, MAX_EXPERTS)
 
@@ -431,19 +431,19 @@ def _check_memory(spec: ModelSpec) -> None:
         if spec.memory_size != spec.hidden_size:
             raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of a stream")
         if any(x.attention is None or x.memory in ("makes", "reads") for x in spec.layers):
-            raise CheckpointError("side layers and those beside them have attention")
+            raise ConfigError("side layers and those beside them have attention")
     elif len(makers) != (spec.memory_size > 0) or any(reader < makers[0] for reader in readers):
-        raise CheckpointError("memory units need one layer before them that makes the memory")
+        raise ConfigError("memory units need one layer before them that makes the memory")
     for layer in (spec.layers[i] for i in readers):
         if layer.attention is not None or layer.recurrence is not None:
-            raise CheckpointError("a memory unit takes the place of attention and recurrence")
+            raise ConfigError("a memory unit takes the place of attention and recurrence")
     for layer in (spec.layers[i] for i in makers):
         size = 0 if layer.recurrence is None else layer.recurrence.shape.width_out
         has_norm = layer.recurrence is not None and layer.recurrence.norm is not None
         if layer.attention is not None or size != spec.memory_size or has_norm:
             raise refusal("memory_size", spec.memory_size, f"the {size} outputs of a recurrence")
     if spec.memory_size and (spec.num_streams > 1 or any(x.norms != "pre" for x in spec.layers)):
-        raise CheckpointError("a memory needs one stream of hidden states, normed before sublayers")
+        raise ConfigError("a memory needs one stream of hidden states, normed before sublayers")
 
 
 def _check_streams(spec: ModelSpec) -> None:
@@ -453,11 +453,11 @@ def _check_streams(spec: ModelSpec) -> None:
             layer.attention is not None and layer.recurrence is None and not layer.num_experts
         )
         if not is_plain or layer.norms != "both" or layer.mlp != "gated" or layer.has_scale:
-            raise CheckpointError(
+            raise ConfigError(
                 f"layer {index}: streams need attention and a gated MLP, normed before and after"
             )
     if not spec.per_layer_size or spec.residual_scale != 1.0 or spec.has_position_table:
-        raise CheckpointError("streams need embeddings of tokens in every layer")
+        raise ConfigError("streams need embeddings of tokens in every layer")
 
 
 def _check_states(states: StateSpec, hidden_size: int) -> None:
@@ -478,7 +478,7 @@ def _check_states(states: StateSpec, hidden_size: int) -> None:
             "the number of norms of the target's states", states.num_target_norms, allowed
         )
     if states.has_normed_residual and not (states.has_norms and states.joins == "attention"):
-        raise CheckpointError("a normed residual needs norms, and states that the attention reads")
+        raise ConfigError("a normed residual needs norms, and states that the attention reads")
 
 
 def _check_layer(prefix: str, layer: LayerSpec) -> None:
@@ -516,9 +516,9 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         shape = layer.attention
         is_plain = layer.rope is None and layer.query_rope is None and layer.qk_norm is None
         if shape is None or layer.latent is not None or not is_plain or layer.has_attention_gate:
-            raise CheckpointError(f"{prefix}differential attention is without positions and norms")
+            raise ConfigError(f"{prefix}differential attention is without positions and norms")
         if shape.num_heads % 2 or shape.head_dim % 2:
-            raise CheckpointError(f"{prefix}differential attention needs an even number of heads")
+            raise ConfigError(f"{prefix}differential attention needs an even number of heads")
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
@@ -555,7 +555,7 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     if routing.scoring == "given" and (used != count or routing.scales_inputs):
         raise refusal(f"{prefix}experts_per_token", used, f"{count} with given weights")
     if layer.mlp == "plain" and not isinstance(layer.activation, str):
-        raise CheckpointError(f"{prefix}plain experts have no clamped SwiGLU")
+        raise ConfigError(f"{prefix}plain experts have no clamped SwiGLU")
     number(f"{prefix}jitter", routing.jitter, 0.0)
     number(f"{prefix}scale", routing.scale)
     groups = integer(f"{prefix}num_groups", routing.num_groups, 1, count)
@@ -595,7 +595,7 @@ def _check_attention(prefix: str, shape: Attention) -> None:
 def _check_latent(prefix: str, layer: LayerSpec) -> None:
     latent, shape = layer.latent, layer.attention
     if latent is None or shape is None or shape.latent_dim is None or layer.rope is None:
-        raise CheckpointError(
+        raise ConfigError(
             f"{prefix}latent attention lacks one of latent, attention, latent_dim and rope"
         )
     heads, rotary = shape.num_heads, 2 * layer.rope.frequencies.size
@@ -662,9 +662,9 @@ def _check_mixes(prefix: str, spec: ModelSpec, layer: LayerSpec) -> None:
         allowed = f"heads of {spec.hidden_size} numbers together, the hidden size"
         raise refusal(f"{prefix}num_heads * head_dim", shape.width_out, allowed)
     if first is None or first.shape != shape:
-        raise CheckpointError(f"{prefix}its recurrence is not that of the first layer")
+        raise ConfigError(f"{prefix}its recurrence is not that of the first layer")
     if layer.attention is not None or layer.mlp == "none" or layer.norms != "pre":
-        raise CheckpointError(f"{prefix}time mixing needs an MLP, and norms before both")
+        raise ConfigError(f"{prefix}time mixing needs an MLP, and norms before both")
 
 
 def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:
@@ -675,7 +675,7 @@ def _check_rope(prefix: str, rope: Rope, head_dim: int) -> None:
     with np.errstate(over="ignore"):
         is_finite = bool(np.isfinite(frequencies.astype(np.float32)).all())
     if not is_finite:
-        raise CheckpointError(f"{prefix}rotary frequencies are not all finite")
+        raise ConfigError(f"{prefix}rotary frequencies are not all finite")
     number(f"{prefix}rope factor", rope.factor)
     number(f"{prefix}rope growth", rope.growth, 0.0)
     integer(f"{prefix}rope growth_period", rope.growth_period)

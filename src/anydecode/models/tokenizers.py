@@ -13,9 +13,9 @@ import tokenizers
 
 from anydecode.errors import AnydecodeError, CheckpointError, InvalidRequestError
 from anydecode.models import chat
-from anydecode.models.files import read_json, read_text
+from anydecode.models.files import read_json, read_text, untrusted
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
-from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer
+from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer, refusal
 from anydecode.models.qwen2_tokenizer import qwen2_tokenizer, token_text
 from anydecode.models.tokenizer import MESSAGE_TAGS, REASONING_TAGS, TOOL_TAGS
 
@@ -104,13 +104,13 @@ class HFTokenizer:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
             if (text := token_text(settings.get(name))) is not None
         }
-        eos_ids: list[int | None] = [_token_id(tokenizer, texts.get("eos_token"))]
+        end = _token_id(tokenizer, texts.get("eos_token"))
+        eos_ids = [] if end is None else [end]
         for file in ("generation_config.json", "config.json"):
-            ids = read_json(folder / file).get("eos_token_id")
-            eos_ids.extend(ids if isinstance(ids, list) else [ids])
+            eos_ids += _end_ids(folder / file)
         return cls(
             tokenizer,
-            eos_ids=[token for token in eos_ids if isinstance(token, int)],
+            eos_ids=eos_ids,
             bos_id=_token_id(tokenizer, texts.get("bos_token")),
             mask_id=_mask_id(tokenizer, texts.get("mask_token"), folder),
             templates=_folder_templates(folder, settings),
@@ -290,6 +290,20 @@ def _library_calls(kind: type[AnydecodeError], what: str) -> Iterator[None]:
 
 def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
     return None if text is None else tokenizer.token_to_id(text)
+
+
+def _end_ids(path: Path) -> list[int]:
+    """The tokens at which a config says that a text ends.
+
+    Raises:
+        CheckpointError: They are no integers.
+    """
+    value = read_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    with untrusted(path):
+        if not all(type(token) is int for token in ids):
+            raise refusal("eos_token_id", value, "an integer or a list of integers")
+    return ids
 
 
 def _mask_id(tokenizer: tokenizers.Tokenizer, text: str | None, folder: Path) -> int | None:

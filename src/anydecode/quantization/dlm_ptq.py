@@ -18,6 +18,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model, spec_from_config
 from anydecode.models.families.weights import DTYPES
+from anydecode.models.files import untrusted
 from anydecode.models.gptq import quantize_checkpoint
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
@@ -111,7 +112,9 @@ class PostTraining(WeightFormat):
         if not isinstance(model, str | os.PathLike):
             raise InvalidRequestError(f"{KEY} needs the name or the file of a model")
         checkpoint = load_checkpoint(model if isinstance(model, str) else Path(model))
-        if spec_from_config(checkpoint.config).causal:
+        with untrusted(checkpoint.path):
+            spec = spec_from_config(checkpoint.config)
+        if spec.causal:
             raise UnsupportedCombinationError(
                 f"{KEY} is for diffusion models; for a causal model use dtype={self.dtype}"
             )

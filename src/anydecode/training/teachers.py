@@ -18,7 +18,7 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import spec_from_config, text_config
 from anydecode.models.families.values import bool_value, head_dim
-from anydecode.models.files import read_json
+from anydecode.models.files import read_json, untrusted
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.llada import is_llada
 from anydecode.models.opening import with_mask
@@ -45,8 +45,9 @@ def open_teacher(folder: Path) -> Teacher:
         CheckpointError: The folder holds another model, or one with other layers.
     """
     checkpoint = load_checkpoint(folder)
-    name, spec = checkpoint.name, spec_from_config(checkpoint.config)
-    config = text_config(checkpoint.config)
+    name = checkpoint.name
+    with untrusted(checkpoint.path):
+        spec, config = spec_from_config(checkpoint.config), text_config(checkpoint.config)
     if not checkpoint.path.is_dir():
         raise CheckpointError(f"{name}: training needs a folder of safetensors")
     if spec.causal:

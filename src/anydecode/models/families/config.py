@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
 from anydecode.models.families.advice import advice
@@ -45,6 +44,7 @@ from anydecode.models.limits import (
     MAX_EXPERTS,
     MAX_SIZE,
     MAX_TOKENS,
+    ConfigError,
     integer,
     number,
     refusal,
@@ -95,14 +95,14 @@ def text_config(config: Config) -> dict[str, Any]:
     if model_type is None:
         name = ", ".join(class_names(config)) or "no architecture"
         hint = advice(given)
-        raise CheckpointError(
+        raise ConfigError(
             f"model type {given!r} ({name}) is not supported; "
             + (hint or f"supported are {', '.join(FAMILIES)}")
         )
     family = FAMILIES[model_type]
     _check_architecture(text, given, family.architectures)
     if family.moe is None and any(text.get(key) for key in _NUM_EXPERTS):
-        raise CheckpointError(f"a mixture of experts of model type {given!r} is not supported")
+        raise ConfigError(f"a mixture of experts of model type {given!r} is not supported")
     text["model_type"] = model_type
     for key, targets in family.keys.items():
         if key in text:
@@ -121,7 +121,7 @@ def _check_architecture(config: Config, model_type: Any, supported: tuple[str, .
     """Raise CheckpointError if the config names classes and none of them is supported."""
     names = class_names(config)
     if names and not set(names) & set(supported):
-        raise CheckpointError(
+        raise ConfigError(
             f"architecture {', '.join(names)} of model type {model_type!r} is not supported;"
             f" supported is {', '.join(supported)}"
         )
@@ -147,14 +147,14 @@ def spec_from_config(
     denoising = family.denoising
     shifts = denoising is not None and denoising.shift == 1
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise CheckpointError("bidirectional attention in a Gemma config is not supported")
+        raise ConfigError("bidirectional attention in a Gemma config is not supported")
     if family.causal and config.get("is_causal") is False:
         raise refusal("is_causal", False, "true: bidirectional attention is not supported")
     if config["model_type"] == "minicpm" and config.get("sparse_config") is not None:
-        raise CheckpointError("sparse attention (sparse_config) is not supported")
+        raise ConfigError("sparse attention (sparse_config) is not supported")
     for key in ("use_qk_norm", "qk_layernorm"):
         if config.get(key) and family.qk_norm is None:
-            raise CheckpointError(f"layer norms of queries and keys ({key}) are not supported")
+            raise ConfigError(f"layer norms of queries and keys ({key}) are not supported")
     if config.get("clip_qkv") is not None and not family.has_qkv_limit:
         raise refusal("clip_qkv", config["clip_qkv"], "null")
     if config.get("moe_layer_freq") not in (None, 1):
@@ -222,7 +222,7 @@ def _block_size(config: Config, denoising: Denoising | None) -> int | None:
     if config.get(key) is not None:
         return int_value(config, key)
     if denoising.needs_block_size and denoising.default_block_size is None:
-        raise CheckpointError(
+        raise ConfigError(
             f"the config lacks {key!r}, the block size, which is not known for"
             f" {config['model_type']} models: give block= (--block) when the model is opened"
         )
@@ -330,7 +330,7 @@ def _latent_attention(config: Config) -> Attention:
 def _activation(config: Config, family: Family) -> Activation:
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise CheckpointError(f"activation {name!r} is not supported")
+        raise ConfigError(f"activation {name!r} is not supported")
     if not family.has_clamped_swiglu:
         return _ACTIVATIONS[name]
     default = ClampedSwiglu()
@@ -354,7 +354,7 @@ def _layers(
     if family.rope_layers is not None:
         has_rope = family.rope_layers(config, layer_types)
     if len(layer_types) < count or len(has_rope) < count:
-        raise CheckpointError(
+        raise ConfigError(
             f"layer_types or no_rope_layers has fewer entries than the config's {count} layers"
         )
     activation = _activation(config, family)
@@ -501,7 +501,7 @@ def _attention(
     if layer_type not in (SLIDING, FULL, CHUNKED) and (
         layer_type != HYBRID or family.recurrent is None
     ):
-        raise CheckpointError(f"attention of type {layer_type!r} is not supported")
+        raise ConfigError(f"attention of type {layer_type!r} is not supported")
     return Attention(
         num_heads=heads,
         num_kv_heads=int_value(config, "num_key_value_heads", heads, high=MAX_COUNT),

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.models.families.family import Scales
 from anydecode.models.families.values import (
@@ -22,7 +21,7 @@ from anydecode.models.families.values import (
     optional_number,
     value_or,
 )
-from anydecode.models.limits import number, refusal
+from anydecode.models.limits import ConfigError, number, refusal
 
 SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 #: The types of layers that are an MLP, or experts, only.
@@ -213,7 +212,7 @@ def cache_layers(config: Config, layer_types: list[str]) -> list[int | None]:
     own = layer_types[: count - num_shared]
     missing = {SLIDING, FULL, CHUNKED} & (set(layer_types) - set(own))
     if missing:
-        raise CheckpointError(
+        raise ConfigError(
             f"num_kv_shared_layers is {num_shared}: there is no earlier layer of type"
             f" {', '.join(sorted(missing))}"
         )

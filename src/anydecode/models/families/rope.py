@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Rope
-from anydecode.models.limits import integer, number, refusal
+from anydecode.models.limits import ConfigError, integer, number, refusal
 
 _ALIASES = {"su": "longrope", "mrope": "default"}
 
@@ -45,7 +44,7 @@ def make_rope(
     """
     scaling = rope_type(parameters)
     if scaling not in _SCALINGS:
-        raise CheckpointError(f"rope scaling {scaling!r} is not supported")
+        raise ConfigError(f"rope scaling {scaling!r} is not supported")
     fraction = parameters.get("partial_rotary_factor")
     dim = (
         head_dim if fraction is None else int(head_dim * number("partial_rotary_factor", fraction))
@@ -63,7 +62,7 @@ def make_rope(
     try:
         return _SCALINGS[scaling](checked, dim, trained_positions, max_positions)
     except KeyError as error:
-        raise CheckpointError(f"rope scaling {scaling!r} lacks {error.args[0]!r}") from None
+        raise ConfigError(f"rope scaling {scaling!r} lacks {error.args[0]!r}") from None
 
 
 #: The minimum and maximum of each parameter that is a number. Factors of single frequencies may be
@@ -176,7 +175,7 @@ def yarn_scale(parameters: Mapping[str, Any]) -> float:
     if rope_type(parameters) == "default" or weight is None:
         return 1.0
     if parameters.get("factor") is None:
-        raise CheckpointError("rope scaling with 'mscale_all_dim' lacks 'factor'")
+        raise ConfigError("rope scaling with 'mscale_all_dim' lacks 'factor'")
     factor = _checked_parameter("factor", parameters["factor"])
     return _yarn_mscale(factor, _checked_parameter("mscale_all_dim", weight))
 
@@ -196,7 +195,7 @@ def _longrope(p: Mapping[str, Any], dim: int, trained_positions: int, max_positi
     factors = np.array(p[f"{length}_factor"], np.float32)
     powers = _powers(p["rope_theta"], dim)
     if factors.shape != powers.shape:
-        raise CheckpointError(
+        raise ConfigError(
             f"rope scaling 'longrope' has {len(factors)} factors for {len(powers)} frequencies"
         )
     return Rope(1.0 / (factors * powers), float(attention_factor))

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Recurrence, WkvWeights
 from anydecode.models.families.recurrent import RecurrentLayout
 from anydecode.models.families.values import (
@@ -18,7 +17,7 @@ from anydecode.models.families.values import (
     value_or,
 )
 from anydecode.models.families.weights import TensorReader
-from anydecode.models.limits import MAX_COUNT, number, refusal
+from anydecode.models.limits import MAX_COUNT, ConfigError, number, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.spec import RecurrentSpec
 from anydecode.models.time_mix import LowRankProduct, TimeMixWeights
@@ -50,7 +49,7 @@ def rwkv7_sizes(config: Config) -> dict[str, Any]:
         if not bool_value(config, key, True):
             raise refusal(key, False, "true")
     if config.get("attn") is not None:
-        raise CheckpointError("layers with attention (attn) are not supported in RWKV-7")
+        raise ConfigError("layers with attention (attn) are not supported in RWKV-7")
     values = config.get("value_dim")
     values = list_value(config, "value_dim", int) if isinstance(values, list) else [values]
     if any(value not in (None, hidden) for value in values or ()):

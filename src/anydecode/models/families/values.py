@@ -6,8 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from anydecode.errors import CheckpointError
-from anydecode.models.limits import MAX_COUNT, MAX_LAYERS, MAX_SIZE, integer, number, refusal
+from anydecode.models.limits import (
+    MAX_COUNT,
+    MAX_LAYERS,
+    MAX_SIZE,
+    ConfigError,
+    integer,
+    number,
+    refusal,
+)
 
 Config = Mapping[str, Any]
 
@@ -22,7 +29,7 @@ def int_value(
     """
     value = value_or(config, key, default)
     if value is None:
-        raise CheckpointError(f"the config lacks {key!r}")
+        raise ConfigError(f"the config lacks {key!r}")
     return integer(key, value, low, high)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Weight
+from anydecode.models.limits import ConfigError
 from anydecode.models.loading.lazy import MissingTensorError, Reader
 
 _KEYS = {
@@ -45,10 +45,10 @@ def to_hf_layout(
     """
     for key in ("time_conditioning", "causal"):
         if config.get(key):
-            raise CheckpointError(f"{key}=true is not supported in a {config['model_type']} config")
+            raise ConfigError(f"{key}=true is not supported in a {config['model_type']} config")
     has_blocks = config["model_type"] == "bd3lm" and config.get("cross_attn", True)
     if has_blocks and config.get("block_size") is None:
-        raise CheckpointError("the config lacks 'block_size'")
+        raise ConfigError("the config lacks 'block_size'")
     hf_config = {_KEYS.get(key, key): value for key, value in config.items()}
     hf_config |= {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
     hf_config |= {"tie_word_embeddings": False}

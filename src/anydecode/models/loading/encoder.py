@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
 from anydecode.models.families.values import int_value
+from anydecode.models.limits import ConfigError
 from anydecode.models.loading.lazy import Reader
 
 
@@ -200,9 +200,7 @@ def to_hf_layout(
     layout = _LAYOUTS[model_type]
     for key, value in layout.fixed.items():
         if config.get(key) not in (None, value):
-            raise CheckpointError(
-                f"{key} {config[key]!r} is not supported in a {model_type} config"
-            )
+            raise ConfigError(f"{key} {config[key]!r} is not supported in a {model_type} config")
     usual = dict(config)
     for key, other in layout.keys.items():
         if config.get(key) is not None:

@@ -18,7 +18,7 @@ from anydecode.models.families.values import (
     rotary_share,
     value_or,
 )
-from anydecode.models.limits import MAX_COUNT, integer, number, refusal
+from anydecode.models.limits import MAX_COUNT, ConfigError, integer, number, refusal
 from anydecode.models.loading.lazy import Reader
 
 
@@ -303,9 +303,7 @@ def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], model_type
     """Raise CheckpointError if an option has another value than the one supported."""
     for key, value in fixed.items():
         if config.get(key) not in (None, value):
-            raise CheckpointError(
-                f"{key} {config[key]!r} is not supported in a {model_type} config"
-            )
+            raise ConfigError(f"{key} {config[key]!r} is not supported in a {model_type} config")
 
 
 def _usual_config(config: dict[str, Any], layout: _Layout) -> dict[str, Any]:
@@ -345,10 +343,10 @@ def _complete_mpt(config: dict[str, Any]) -> None:
     elif kind == "grouped_query_attention":
         config["num_key_value_heads"] = attention.get("kv_n_heads")
     elif kind != "multihead_attention":
-        raise CheckpointError(f"attn_type {kind!r} is not supported in an mpt config")
+        raise ConfigError(f"attn_type {kind!r} is not supported in an mpt config")
     norm = str(value_or(config, "norm_type", "layernorm")).lower()
     if norm not in ("layernorm", "low_precision_layernorm"):
-        raise CheckpointError(f"norm_type {norm!r} is not supported in an mpt config")
+        raise ConfigError(f"norm_type {norm!r} is not supported in an mpt config")
     for key in ("alibi_bias_max", "clip_qkv", "softmax_scale"):
         config[key] = attention.get(key)
     ratio = number("expansion_ratio", value_or(config, "expansion_ratio", 4))

@@ -32,7 +32,7 @@ class LazyTensors(Mapping[str, "np.ndarray | Weight"]):
         reader = self._readers.get(name)
         if reader is None:
             raise MissingTensorError(f"{self.path}: the checkpoint has no tensor {name!r}")
-        with untrusted(f"{self.path}: {name!r}"):
+        with untrusted(self.path, repr(name)):
             return reader()
 
     def __contains__(self, name: object) -> bool:

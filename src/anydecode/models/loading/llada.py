@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.diffusion.remedi import BEFORE_SIDE, SIDE_LAYERS
-from anydecode.models.limits import MAX_LAYERS, integer
+from anydecode.models.limits import MAX_LAYERS, ConfigError, integer
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def to_hf_layout(
     """
     for key, allowed in _FIXED.items():
         if config.get(key, allowed[0]) not in allowed:
-            raise CheckpointError(f"{key} {config[key]!r} is not supported in a llada config")
+            raise ConfigError(f"{key} {config[key]!r} is not supported in a llada config")
     hf_config = {_KEYS.get(key, key): value for key, value in config.items()}
     hf_config["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
     hf_config["num_key_value_heads"] = config.get("n_kv_heads") or config.get("n_heads")

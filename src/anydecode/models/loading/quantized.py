@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.interface import Weight
 from anydecode.models.files import read_json
 from anydecode.models.loading import (
     awq,
@@ -90,7 +89,7 @@ def dequantizing_readers(
             for part in layout.parts:
                 result.pop(f"{module}.{part}", None)
             read = partial(layout.read, get, readers.__contains__, module, settings)
-            result[f"{module}.weight"] = partial(_read_weight, path, module, read)
+            result[f"{module}.weight"] = read
     return result
 
 
@@ -100,13 +99,3 @@ def _read_plain(path: Path, readers: dict[str, Reader], name: str) -> np.ndarray
     tensor = readers[name]()
     assert isinstance(tensor, np.ndarray), "safetensors hold plain tensors"
     return tensor
-
-
-def _read_weight(path: Path, module: str, read: Callable[[], Weight]) -> Weight:
-    """Read one module's weight; errors name the checkpoint."""
-    try:
-        return read()
-    except MissingTensorError:
-        raise
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None

@@ -93,8 +93,6 @@ def open_torch_file(file: Path) -> dict[str, Reader]:
             with zipfile.ZipFile(file) as archive:
                 root, tensors = _unpickle(archive)
                 members = {info.filename: info for info in archive.infolist()}
-        except CheckpointError as error:
-            raise CheckpointError(f"{file}: {error}") from None
         except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
             raise CheckpointError(f"{file}: truncated or corrupt: {error}") from None
         data = np.memmap(file, np.uint8, mode="c")

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from anydecode.errors import CheckpointError
 from anydecode.models.families.family import Denoising, MixtureOfExperts
 from anydecode.models.families.like import diffusion_family
 from anydecode.models.families.values import Config, bool_value
+from anydecode.models.limits import ConfigError
 
 
 def _checked(config: Config) -> dict[str, Any]:
     """Refuse what the supported models do not have."""
     if config.get("expert_capacity") is not None:
-        raise CheckpointError(
+        raise ConfigError(
             "experts that are chosen per block (expert_capacity, LLaDA2.2) are not supported"
         )
     for key in ("norm_head", "use_bias", "use_qkv_bias"):
         if bool_value(config, key):
-            raise CheckpointError(f"{key}=true is not supported in a llada2_moe config")
+            raise ConfigError(f"{key}=true is not supported in a llada2_moe config")
     return {}
 
 

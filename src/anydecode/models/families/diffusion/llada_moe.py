@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from anydecode.errors import CheckpointError
 from anydecode.models.families.family import Denoising, MixtureOfExperts
 from anydecode.models.families.like import diffusion_family
 from anydecode.models.families.values import Config, bool_value, list_value, num_layers
-from anydecode.models.limits import refusal
+from anydecode.models.limits import ConfigError, refusal
 
 
 def _layers(config: Config) -> dict[str, Any]:
     """Which layers have experts, and the keys that the published code ignores."""
     if bool_value(config, "moe_router_enable_expert_bias"):
-        raise CheckpointError(
+        raise ConfigError(
             "moe_router_enable_expert_bias=true is not supported in a llada_moe config"
         )
     if config.get("shared_expert_intermediate_size"):
-        raise CheckpointError("shared experts are not supported in a llada_moe config")
+        raise ConfigError("shared experts are not supported in a llada_moe config")
     flags = config.get("moe_layer_freq")
     dense: list[int] = []
     if isinstance(flags, list):
