@@ -21,6 +21,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.written_tokens import is_written
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.candidates import Distribution, log_sum_exp
@@ -30,8 +31,6 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: Number of tokens before a cover that are tokenized together with it.
-_NUM_CONTEXT_TOKENS = 4
 #: Maximum number of nodes of the tree of covers.
 _MAX_NODES = 128
 
@@ -136,17 +135,6 @@ def covers(
                 if len(vocab.token_bytes[token]) == len(text) - start:
                     tree.add(token, node)
     return tree, found_covers
-
-
-def is_written(tokenizer: Tokenizer, before: Seq[int], tokens: list[int]) -> bool:
-    """Whether the tokenizer produces `tokens` for their text after `before`. True if the tokens end
-    inside a UTF-8 character, so that there is no text to tokenize."""
-    context = [*before[-_NUM_CONTEXT_TOKENS:], *tokens]
-    try:
-        text = b"".join(map(tokenizer.token_bytes, context)).decode()
-    except UnicodeDecodeError:
-        return True
-    return tokenizer.encode(text, special=False)[-len(tokens) :] == tokens
 
 
 def log_probabilities(row: np.ndarray) -> np.ndarray:

@@ -1,10 +1,12 @@
 """Oracle test of anchored (He et al., arXiv:2602.07120): mixtures by bisection, the divergence of
 all texts by enumeration, the law of samples, and 1,000 texts whose tokens are replayed and whose
-divergence is added up."""
+divergence is added up. Over bytes, models with different tokens, whose distributions of the next
+byte are sums over all tokenizations of the whole text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from anydecode.certification.chi_square import (
     small_llm,
 )
 from anydecode.certification.oracles.scripted_rows import log_softmax
-from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.scripted import ByteTokenizer, PieceTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
 
 #: What the decoder may differ from the oracle, in nats: the width of its solver times the slope.
@@ -131,6 +133,100 @@ def replayed(
     return same, spent, max(0.0, len(text) * budget - owed)
 
 
+#: The pieces of the risky and the safe model.
+PIECES, SAFE_PIECES = ("a", "b", "ab", "aab", " "), ("b", "a", " ", "ba", "bb", " a")
+LETTERS = "ab "
+
+
+def piece_scripts() -> tuple[Script, Script]:
+    """Pseudo-random models of the pieces and an end token."""
+
+    def script(size: int, seed: int) -> Script:
+        @cache
+        def row(seen: Text) -> np.ndarray:
+            drawn = np.random.default_rng([seed, *seen[-2:]]).normal(size=size)
+            return np.asarray(1.5 * drawn, np.float32)
+
+        return row
+
+    return script(len(PIECES) + 1, 5), script(len(SAFE_PIECES) + 1, 6)
+
+
+def piece_llm() -> LLM:
+    """The models with the tokenizers of their pieces."""
+    tokenizers = PieceTokenizer(*PIECES), PieceTokenizer(*SAFE_PIECES)
+    risky, safe = (
+        ScriptedModel(script, vocab_size=one.vocab_size)
+        for script, one in zip(piece_scripts(), tokenizers, strict=True)
+    )
+    safe.tokenizer = tokenizers[1]  # type: ignore[attr-defined]
+    return LLM(risky, tokenizer=tokenizers[0], draft=safe, cache_positions=8192)
+
+
+def byte_law(script: Script, pieces: tuple[str, ...], text: str) -> np.ndarray:
+    """The probabilities of `LETTERS` and of the end after `text`: the sum over all beginnings of it
+    that are whole tokens, as the tokenizer writes them, of the next token."""
+    tokenizer, law = PieceTokenizer(*pieces), np.zeros(len(LETTERS) + 1)
+    first = len(tokenizer.token_bytes(tokenizer.encode(text)[0]))
+    for length in range(first, len(text) + 1):
+        tokens = tokenizer.encode(text[:length])
+        if tokens[0] != tokenizer.encode(text)[0]:
+            continue
+        logs = [log_softmax(script(tuple(tokens[:i]))) for i in range(1, len(tokens) + 1)]
+        weight = sum(row[token] for row, token in zip(logs, tokens[1:], strict=False))
+        for token, log in enumerate(logs[-1]):
+            rest, piece = text[length:], (*pieces, None)[token]
+            if piece is None:
+                law[-1] += np.exp(weight + log) if not rest else 0.0
+            elif piece.startswith(rest) and len(piece) > len(rest):
+                law[LETTERS.index(piece[len(rest)])] += np.exp(weight + log)
+    result: np.ndarray = law / law.sum()
+    return result
+
+
+def byte_texts_law(prompt: str, budget: float) -> dict[str, tuple[float, float]]:
+    """The probability of every text of up to `LENGTH` bytes after `prompt`, "." for the end, and
+    the divergence that its bytes use."""
+    scripts = tuple(zip(piece_scripts(), (PIECES, SAFE_PIECES), strict=True))
+    ratios = []
+    first = max(len(one[PieceTokenizer(*one).encode(prompt)[0]]) for _, one in scripts)
+    for i in range(first, len(prompt)):
+        risky, safe = (byte_law(*one, prompt[:i])[:-1] for one in scripts)
+        letter = LETTERS.index(prompt[i])
+        ratio = np.log(risky[letter] / risky.sum()) - np.log(safe[letter] / safe.sum())
+        ratios.append(max(0.0, float(ratio)))
+    owed = 4 * float(np.mean(sorted(ratios, reverse=True)[:5]))
+    law: dict[str, tuple[float, float]] = {"": (1.0, 0.0)}
+    ended: dict[str, tuple[float, float]] = {}
+    for step in range(LENGTH):
+        longer: dict[str, tuple[float, float]] = {}
+        for text, (p, spent) in law.items():
+            logs = [np.log(byte_law(*one, prompt + text)) for one in scripts]
+            granted = max(0.0, (step + 1) * budget - owed - spent)
+            q, used = mixture(logs[0], logs[1], granted)
+            for byte, share in zip(LETTERS + ".", q, strict=True):
+                kept = ended if byte == "." else longer
+                kept[text + byte] = p * float(share), spent + used
+        law = longer
+    return law | ended
+
+
+def byte_checks() -> Iterator[Check]:
+    """The law of samples over bytes."""
+    for prompt, budget in (("ab a", 0.15), ("baab", 0.5), ("baab", 1.5), ("ab a", 50.0)):
+        law = byte_texts_law(prompt, budget)
+        with piece_llm() as llm:
+            samples = llm.generate(
+                prompt, decoder=f"anchored:unit=byte,budget={budget}", n=400, seed=5,
+                temperature=1.0, max_tokens=LENGTH,
+            ).samples  # fmt: skip
+        found = [one.text + "." * (one.finish_reason == "stop") for one in samples]
+        outcomes: dict[str, Text] = {text: (number,) for number, text in enumerate(law)}
+        expected = {outcomes[text]: p for text, (p, _) in law.items()}
+        result = fit([outcomes.get(text, (-1,)) for text in found], expected)
+        yield Check(f"law of bytes after {prompt!r}, budget {budget:g}", result.passed, str(result))
+
+
 @oracle_test("anchored")
 def anchored() -> Iterator[Check]:
     """The law of samples, the divergence of all texts, and 1,000 replayed texts."""
@@ -165,6 +261,7 @@ def anchored() -> Iterator[Check]:
                 spent_share.append(spent / allowed if allowed else 0.0)
     detail = f"{wrong} texts wrong, {over} over budget, mean use {np.mean(spent_share):.0%}"
     yield Check("1,200 texts equal their replays within the budget", wrong == over == 0, detail)
+    yield from byte_checks()
 
 
 @measure("anchored", "how often the memorized text is copied, against the risky model",
