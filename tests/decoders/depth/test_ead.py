@@ -35,14 +35,32 @@ def test_certificate_rejects_other_defaults(
     assert_rejected("ead")
 
 
+def test_certificate_rejects_a_first_entropy_that_counts_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    switched = Ead.switched
+
+    def twice(self: Ead, before: Switch, bits: float) -> Switch:
+        first = before if before.entropies else Switch(entropies=(bits,))
+        return switched(self, first, bits)
+
+    monkeypatch.setattr(Ead, "switched", twice)
+    assert_rejected("ead")
+
+
 def test_certificate_rejects_a_switch_that_comes_a_token_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     switched = Ead.switched
 
     def late(self: Ead, before: Switch, bits: float) -> Switch:
-        first = before if before.entropies else Switch(entropies=(bits,))
-        return switched(self, first, bits)
+        """The mean without the newest entropy decides."""
+        after = switched(self, replace(before, entropies=()), bits)
+        entropies = (*before.entropies, bits)[-self.window :]
+        if before.entropies:
+            after = switched(self, replace(before, entropies=before.entropies[:-1]),
+                             before.entropies[-1])  # fmt: skip
+        return replace(after, entropies=entropies)
 
     monkeypatch.setattr(Ead, "switched", late)
     assert_rejected("ead")
@@ -60,7 +78,7 @@ def test_certificate_rejects_a_first_switch_that_waits(monkeypatch: pytest.Monke
     assert_rejected("ead")
 
 
-def test_certificate_rejects_the_entropy_of_the_other_model(
+def test_certificate_rejects_the_min_entropy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ead, "entropy", lambda log_p, p: float(-log_p.max()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from anydecode import Regex, catalogue
 from anydecode.decoders.depth import foreal
 from anydecode.decoders.depth.foreal import Foreal, Sentence
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from certificates import assert_certified, assert_rejected, replace_defaults
 from toy_models import letters_llm, toy_llm
 
@@ -31,8 +32,33 @@ def test_certificate_rejects_sentences_that_end_within_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        foreal, "ends_sentence", lambda sequence: bytes(sequence.tokens[-1:]) in (b".", b"?", b"\n")
+        foreal,
+        "ends_sentence",
+        lambda sequence: (
+            sequence.tokenizers[TARGET]
+            .token_bytes(sequence.tokens[-1])
+            .endswith((b".", b"?", b"!", b"\n"))
+        ),
     )
+    assert_rejected("foreal")
+
+
+def test_certificate_rejects_sentences_without_exclamations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreal, "_ENDS", (b".", b"?", b"\n"))
+    assert_rejected("foreal")
+
+
+def test_certificate_rejects_sentences_that_end_within_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def within(sequence: Sequence) -> bool:
+        text = b"".join(map(sequence.tokenizers[TARGET].token_bytes, sequence.all_tokens))
+        last = sequence.tokenizers[TARGET].token_bytes(sequence.tokens[-1])
+        return re.search(rb"[?!\n]|(?<![0-9])\.", text[len(text) - len(last) :]) is not None
+
+    monkeypatch.setattr(foreal, "ends_sentence", within)
     assert_rejected("foreal")
 
 

@@ -27,7 +27,7 @@ def test_certificate() -> None:
 @pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["phi"]())
-    assert len(checks) == 4 and all(check.passed for check in checks), checks
+    assert len(checks) == 5 and all(check.passed for check in checks), checks
 
 
 @pytest.mark.slow
@@ -67,6 +67,15 @@ def test_certificate_rejects_a_pool_with_losses(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_certificate_rejects_draws_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Phi, "_clusters", lambda *given: None)
+    assert_rejected("phi")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
+def test_certificate_rejects_another_number_of_last_clusters(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(phi, "_LAST_CLUSTERS", count)
     assert_rejected("phi")
 
 

@@ -21,7 +21,7 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.state import StateKey
 
-_ENDS = b".?!\n"
+_ENDS = (b".", b"?", b"!", b"\n")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Foreal(Decoder):
 def ends_sentence(sequence: Sequence) -> bool:
     """Whether the last generated token ends a sentence."""
     tokenizer = sequence.tokenizers[TARGET]
-    text = b"".join(tokenizer.token_bytes(token) for token in sequence.tokens[-2:])
-    if not tokenizer.token_bytes(sequence.tokens[-1]).endswith(tuple(bytes([c]) for c in _ENDS)):
+    before, last = map(tokenizer.token_bytes, sequence.all_tokens[-2:])
+    if not last.endswith(_ENDS):
         return False
-    return not (text.endswith(b".") and text[-2:-1].isdigit())
+    return not (last.endswith(b".") and (before + last)[-2:-1].isdigit())

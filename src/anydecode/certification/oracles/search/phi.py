@@ -223,6 +223,8 @@ def phi() -> Iterator[Check]:
         "phi:sigma=0,share=0.3": {"sigma": 0.0, "share": 0.3},
         "phi:width=3,k=2,rounds=2": {"width": 3, "k": 2, "rounds": 2},
         "phi:min_rounds=1,share=0.4,temperature=1": {"min_rounds": 1, "share": 0.4, "heat": 1.0},
+        # Many last texts, so that some are in the smaller cluster.
+        "phi:width=12,k=1,rounds=1": {"width": 12, "k": 1, "rounds": 1},
     }
     model = color_model()
     for decoder, values in settings.items():
