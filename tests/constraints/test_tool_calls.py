@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import jsonschema_rs
@@ -171,7 +172,7 @@ def feed(constraint: ToolCalls, text: str) -> tuple[list[int | None], Any]:
 @pytest.mark.parametrize(
     "format_name", sorted(TOOL_FORMATS.keys() - {"gpt-oss", "gigachat"})
 )  # one call
-def test_only_the_invalid_call_is_sampled_again(format_name: str) -> None:
+def test_only_the_invalid_value_is_sampled_again(format_name: str) -> None:
     constraint = tool_calls({"f": SCHEMAS["uniqueItems"]}, format_name)
     good, bad = ("f", {"xs": [1, 2, 3]}), ("f", {"xs": [7, 8, 7]})
     text = "é " * (not constraint.call_format.start_trigger)
@@ -179,10 +180,15 @@ def test_only_the_invalid_call_is_sampled_again(format_name: str) -> None:
     found, validator = feed(constraint, text)
     kept = next(count for count in found if count is not None)
     assert text.encode()[kept:].startswith(b"[7")
-    # A call that fails again is generated anew; the one before it stays.
+    # A value that fails again is generated anew, or the call with it where arguments are not
+    # written as JSON; what is before it stays.
     settled = text.encode()[: validator.num_settled]
     assert settled.decode() == validator.settled_text
-    assert parsed(validator.settled_text, constraint)[1] == [("f", '{"xs": [1, 2, 3]}')]
+    calls = [("f", '{"xs": [1, 2, 3]}')]
+    if constraint.call_format.writes_json:
+        calls.append(("f", '{"xs": '))
+        assert text.encode()[validator.num_settled :].startswith(b"[7")
+    assert parsed(validator.settled_text, constraint)[1] == calls
     narrowed = constraint.narrowed(0)
     assert narrowed is not None
     state = narrowed.with_prefix(validator.settled_text).start(TOKENIZER, TOKENIZER.vocab_size)
@@ -197,10 +203,70 @@ def test_calls_without_validated_rules_settle_as_they_grow() -> None:
     text = 'so <tool_call>\n{"name": "g", "arguments": {"x": '
     assert feed(constraint, text)[1].num_settled == len(text)
     text = 'so <tool_call>\n{"name": "f", "arguments": {"xs": '
-    assert feed(constraint, text)[1].num_settled == len("so ")
+    assert feed(constraint, text + "[1, 2")[1].num_settled == len(text)
+    assert feed(constraint, text + "[1, 2, 3]}")[1].num_settled == len(text + "[1, 2, 3]}")
     reasoning = AfterReasoning(constraint, "<t>", "</t>", True)
-    found, validator = feed(reasoning, "why</t>" + text)
-    assert validator.num_settled == len("why</t>so ") and set(found) == {None}
+    found, validator = feed(reasoning, "why</t>" + text + "[1")
+    assert validator.num_settled == len("why</t>" + text) and set(found) == {None}
+
+
+def test_arguments_that_are_validated_whole_are_held_behind_the_name() -> None:
+    schema = {
+        **object_schema(a={"type": "integer"}, b={"type": "integer"}),
+        "if": {"properties": {"a": {"multipleOf": 3}}},
+        "then": {"properties": {"b": {"multipleOf": 2}}},
+    }
+    constraint = tool_calls({"f": schema})
+    start = '<tool_call>\n{"name": "f", "arguments": '
+    assert feed(constraint, start + '{"a": 3, "b": 4')[1].num_settled == len(start)
+    found, validator = feed(constraint, start + '{"a": 3, "b": 5}')
+    assert found[-1] == len(start) and validator.settled_text == start
+    narrowed = constraint.narrowed(0)
+    assert narrowed is not None
+    state = narrowed.with_prefix(start).start(TOKENIZER, TOKENIZER.vocab_size)
+    text = start + '{"a": 3, "b": 4}}\n</tool_call>'
+    assert state.allows_sequence(list(text.encode()))
+    assert not state.allows_sequence(list(text.replace("4", "5").encode()))
+
+
+def test_an_answer_beside_tools_settles_up_to_the_value_that_is_validated() -> None:
+    answer = JsonSchema(
+        SCHEMAS["uniqueItems"]
+        | {"properties": {"a": DIGIT, "xs": SCHEMAS["uniqueItems"]["properties"]["xs"]}},
+        whitespace=None,
+    )
+    constraint = tool_calls({"f": object_schema(x=DIGIT)}, answer=answer)
+    start = '{"a": 1, "xs": '
+    assert feed(constraint, start[:8])[1].num_settled == 8
+    found, validator = feed(constraint, start + "[1, 2, 1]")
+    assert validator.settled_text == start and found[-1] == len(start)
+    narrowed = constraint.narrowed(0)
+    assert narrowed is not None
+    state = narrowed.with_prefix(start).start(TOKENIZER, TOKENIZER.vocab_size)
+    assert state.allows_sequence(list((start + "[1, 2, 3]}").encode()))
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "mistral-args", "kimi", "qwen3-coder"])
+def test_streamed_calls_are_those_of_the_whole_answer(llm: LLM, format_name: str) -> None:
+    """Before the list, everything is sent while the model generates; the list when it is valid."""
+    schema = object_schema(x=DIGIT, xs=SCHEMAS["uniqueItems"]["properties"]["xs"])
+    options: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0}
+    num_tries = 0
+    for seed in range(6):
+        constraint = tool_calls({"f": schema}, format_name, is_required=True, is_parallel=False)
+        whole = llm.generate("to", constraint=constraint, seed=seed, **options)
+        *parts, last = llm.stream("to", constraint=constraint, seed=seed, **options)
+        sent = ["", *accumulate(part.text for part in parts)]
+        assert sent[-1] + last.text == whole.text
+        num_tries += whole.constraint["tries"]
+        [(_, arguments)] = parsed(whole.text, constraint)[1]
+        xs = json.loads(arguments)["xs"]
+        assert len(set(xs)) == len(xs)
+        before, separator, _ = whole.text.partition(f"[{xs[0]}")
+        assert not any(before + separator in one and str(xs) not in one for one in sent)
+        if constraint.call_format.writes_json:
+            assert before.startswith(sent[1]) and "f" in sent[1]
+    assert num_tries
 
 
 def test_settled_tokens_are_streamed_before_the_answer_is_valid() -> None:

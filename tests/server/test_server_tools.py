@@ -226,11 +226,16 @@ FORECAST = object_schema(days={"type": "array", "items": INTEGER}, town={"type":
 UNIQUE = {**FORECAST, "properties": {**FORECAST["properties"]}}
 UNIQUE["properties"]["days"] = {**UNIQUE["properties"]["days"], "uniqueItems": True}
 CALLS = [("forecast", {"days": [1, 2, 3], "town": "Tromsø"}), ("go", {"to": 'a \\ "b"'})]
+SCHEMAS_OF_CALLS = {"forecast": FORECAST, "go": object_schema(to={"type": "string"})}
+#: Formats of which an answer has at most one call.
+SINGLE = ("gpt-oss", "gigachat")
+#: Formats of different kinds.
+FAST = ("gpt-oss", "llama4", "mistral-args", "qwen3-coder")
 TEXT = "Let me look.\n" + TOOL_FORMATS["hermes"].render(CALLS)
 
 
 def offered(forecast: dict[str, Any] = FORECAST) -> list[dict[str, Any]]:
-    schemas = {"forecast": forecast, "go": object_schema(to={"type": "string"})}
+    schemas = {**SCHEMAS_OF_CALLS, "forecast": forecast}
     return [
         {"type": "function", "function": {"name": name, "parameters": schema}}
         for name, schema in schemas.items()
@@ -266,12 +271,7 @@ def test_arguments_are_streamed_as_they_are_generated() -> None:
         assert (content.strip(), reason) == ("Let me look.", "tool_calls")
         assert [(call["name"], json.loads(call["arguments"])) for call in calls] == CALLS
         assert len({call["id"] for call in calls}) == 2
-        parts = [
-            call["function"]["arguments"]
-            for chunk in chunks
-            for choice in chunk["choices"]
-            for call in choice["delta"].get("tool_calls", [])
-        ]
+        parts = [part for index in range(2) for part in argument_parts(chunks, index)]
         assert len(parts) > 20 and max(map(len, parts)) < 10
         message = client.ask(CHAT, **FIELDS, tools=offered())["choices"][0]["message"]
         assert message["content"].strip() == "Let me look."
@@ -282,23 +282,60 @@ def test_arguments_are_streamed_as_they_are_generated() -> None:
         assert plain == [(call["name"], call["arguments"]) for call in calls]
 
 
-@pytest.mark.slow
-def test_only_a_call_that_is_validated_is_held_back() -> None:
-    with replaying_llm(TEXT) as llm, served(llm) as client:
+def argument_parts(chunks: list[dict[str, Any]], index: int) -> list[str]:
+    """The parts of the arguments of a call in a stream."""
+    return [
+        call["function"]["arguments"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for call in choice["delta"].get("tool_calls", [])
+        if call["index"] == index
+    ]
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "qwen3-coder"])
+def test_only_a_value_that_is_validated_is_held_back(format_name: str) -> None:
+    """Or the call with it, where arguments are not written as JSON."""
+    call_format = TOOL_FORMATS[format_name]
+    text = "Let me look.\n" + call_format.render(CALLS, SCHEMAS_OF_CALLS)
+    with replaying_llm(text) as llm, served(llm, tool_parser=format_name) as client:
         chunks = client.single_chunks(llm, CHAT, patience=0.02, **FIELDS, tools=offered(UNIQUE))
-        content, calls, reason = joined(chunks)
+        _, calls, _ = joined(chunks)
         assert [(call["name"], json.loads(call["arguments"])) for call in calls] == CALLS
-        numbers = [
-            call["index"]
-            for chunk in chunks
-            for choice in chunk["choices"]
-            for call in choice["delta"].get("tool_calls", [])
-        ]
-        assert numbers.count(0) < 4 < numbers.count(1)
+        parts = argument_parts(chunks, 0)
+        assert any("[1, 2, 3" in part for part in parts)
+        assert (len(parts) > 8) == call_format.writes_json
+        assert len(argument_parts(chunks, 1)) > 4
         contents = [
             one for chunk in chunks for one in chunk["choices"] if one["delta"].get("content")
         ]
         assert len(contents) > 5
+
+
+@pytest.mark.parametrize(
+    "format_name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in sorted(TOOL_FORMATS)
+    ],
+)
+def test_arguments_are_streamed_in_every_format(format_name: str) -> None:
+    """`--tool-parser` chooses the format."""
+    call_format = TOOL_FORMATS[format_name]
+    text = call_format.render(CALLS, SCHEMAS_OF_CALLS)
+    with replaying_llm(text) as llm, served(llm, tool_parser=format_name) as client:
+        fields = {**FIELDS, "max_tokens": 800, "tools": offered()}
+        chunks = client.single_chunks(llm, CHAT, patience=0.02, **fields)
+        content, calls, reason = joined(chunks)
+        assert (content.strip(), reason) == ("", "tool_calls")
+        found = [(call["name"], json.loads(call["arguments"])) for call in calls]
+        assert found == CALLS[: len(calls)] and (len(calls) == 2 or format_name in SINGLE)
+        parts = argument_parts(chunks, 0)
+        assert len(parts) > 8
+        [choice] = client.ask(CHAT, **fields)["choices"]
+        plain = [one["function"] for one in choice["message"]["tool_calls"]]
+        streamed = [{"name": one["name"], "arguments": one["arguments"]} for one in calls]
+        assert plain == streamed and choice["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("forecast", [FORECAST, UNIQUE])

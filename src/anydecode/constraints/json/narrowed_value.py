@@ -27,14 +27,21 @@ class NarrowedValue(CompletedConstraint):
         prefix: The text of the answer before the value.
         value: Returns the schema of the value for the mask, for a tokenizer and the width of the
             logits. Raises `ConstraintError` if there is none.
+        is_whole: Whether the value is a whole JSON text, and not in another value.
     """
 
     def __init__(
-        self, whole: CompletedConstraint, prefix: str, value: Callable[[Tokenizer, int], Any]
+        self,
+        whole: CompletedConstraint,
+        prefix: str,
+        value: Callable[[Tokenizer, int], Any],
+        *,
+        is_whole: bool = False,
     ) -> None:
         self.whole = whole
         self.prefix = prefix
         self.value = value
+        self.is_whole = is_whole
         self.finish = whole.finish
 
     @property
@@ -48,7 +55,7 @@ class NarrowedValue(CompletedConstraint):
         rules = (
             f"start: {json.dumps(self.prefix, ensure_ascii=False)} value REST?",
             f"value: %json {json.dumps(self.value(tokenizer, vocab_size))}",
-            r"REST: /[\]},\s](?s:.*)/",
+            "REST: /(?s:.+)/" if self.is_whole else r"REST: /[\]},\s](?s:.*)/",
         )
         grammar = Grammar("\n".join(rules)).guidance()
         return _BothStates(

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.tools.stream import Steps, TextStream
@@ -59,6 +59,8 @@ class ToolFormat(ABC):
     answer_tags: tuple[str, ...] = field(default=(), kw_only=True)
     text_openings: tuple[str, ...] = field(default=(), kw_only=True)
     text_start: str = field(default="", kw_only=True)
+    #: Whether arguments are written as JSON, as the events of `parse` have them.
+    writes_json: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -120,6 +122,7 @@ class JsonCalls(ToolFormat):
     layout: tuple[str, str, str] = ("", " ", "")
     object_layout: tuple[str, str, str] = ("", " ", "")
     is_single: bool = False
+    writes_json = True
 
     @property
     def trigger(self) -> str:
@@ -244,6 +247,7 @@ class NamedCalls(ToolFormat):
     separator: str = ""
     is_numbered: bool = False
     id_end: str = ""
+    writes_json = True
 
     @property
     def trigger(self) -> str:

@@ -8,6 +8,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from anydecode.constraints.constraint import (
 from anydecode.constraints.guidance_engine import GuidanceState, tokenizer_binding
 from anydecode.constraints.json.forced_completion import CompletedConstraint
 from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.json.narrowed_value import NarrowedValue
 from anydecode.constraints.languages import Grammar
 from anydecode.constraints.tools.formats import CallRules, ToolFormat, literal, regex_literal
 from anydecode.constraints.tools.stream import Event, Steps, TextStream
@@ -74,6 +76,8 @@ class ToolCalls(CompletedConstraint):
         self._text = ""  # of the grammar, once it has been made
         self._base_text = ""  # of the grammar that this is a narrowed form of
         self._validated: Set[str] = frozenset()  # names of the tools with validated calls
+        self._whole: ToolCalls | None = None  # the constraint that this is a narrowed form of
+        self._index = 0  # of the narrowed form
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
         self._text = self._text or self._grammar(tokenizer, vocab_size)
@@ -129,9 +133,16 @@ class ToolCalls(CompletedConstraint):
             answer or self.answer,
         )
         other._base_text = self._text
+        other._whole, other._index = self, index
         return other
 
-    def with_prefix(self, prefix: str) -> ToolCalls:
+    def with_prefix(self, prefix: str) -> CompletedConstraint:
+        whole = self._whole
+        opened = None if whole is None else whole._open_value(prefix)
+        if whole is not None and opened is not None:
+            schema, text = opened
+            value = partial(schema.narrowed_value, text, self._index)
+            return NarrowedValue(whole, prefix, value, is_whole=not text.strip())
         other = self._with(self.schemas, self.answer)
         other._prefix, other._base_text = prefix, self._base_text
         return other
@@ -156,6 +167,22 @@ class ToolCalls(CompletedConstraint):
             has_answer=self.answer is not None,
             is_required=self.is_required,
         )
+
+    def _open_value(self, prefix: str) -> tuple[JsonSchema, str] | None:
+        """The schema and the text so far of the arguments, or of the answer under a schema, within
+        which `prefix` ends; None if it ends outside, or if they are not validated."""
+        stream, value = TextStream(), "{"  # parsers wait for the start of the arguments
+        schema, opened, answer = None, "", self.answer if prefix.strip() else None
+        for kind, text in stream.run(self.parse(stream), prefix + value):
+            if kind == "call":
+                schema, opened, answer = self.schemas[text], "", None
+                schema = schema if text in self._validated else None
+            elif kind == "end":
+                schema = None
+            elif kind == "content" and answer is not None:
+                schema = answer if answer.needs_validation else None
+            opened += text if kind in ("arguments", "content") else ""
+        return None if schema is None else (schema, opened.removesuffix(value))
 
     def _with(self, schemas: Mapping[str, JsonSchema], answer: JsonSchema | None) -> ToolCalls:
         return ToolCalls(
@@ -346,20 +373,22 @@ class _Parts:
 
 @dataclass
 class _Value:
-    """A JSON text that is validated: its validator, its parts, and the tokens they belong to."""
+    """A JSON text that is validated: its validator, its parts, the tokens they belong to, and the
+    number of characters before it."""
 
-    validator: IncrementalValidator
+    validator: Any
     parts: _Parts
     tokens: list[int]
+    start: int = 0
 
 
 class _CallsValidator:
     """Validates the arguments of calls, as soon as a value in them is complete.
 
     Attributes:
-        num_settled: The number of tokens that no retry removes: those before a call that may
-            still become invalid.
-        settled_text: The text up to that call.
+        num_settled: The number of tokens that no retry removes: those before a value that may
+            still become invalid, or before the call with it if its format does not write JSON.
+        settled_text: The text up to there.
     """
 
     def __init__(self, constraint: ToolCalls, validated: Set[str], tokenizer: Tokenizer) -> None:
@@ -398,8 +427,7 @@ class _CallsValidator:
         invalid = self._read("", True)
         if invalid is not None or self._answer is None or self._answer is not self._value:
             return invalid
-        tokens = self._value.tokens
-        return tokens[0] if tokens and self._value.validator.end() is not None else None
+        return self._end(self._value)
 
     def _read(self, text: str, final: bool) -> int | None:
         for event in self._stream.run(self._steps, text, final):
@@ -411,6 +439,7 @@ class _CallsValidator:
     def _handle(self, event: Event) -> int | None:
         kind, text = event
         if kind == "call":
+            self._answer = None
             schema = self._constraint.schemas.get(text)
             self._value = (
                 self._new_value(schema) if schema is not None and text in self._validated else None
@@ -420,19 +449,32 @@ class _CallsValidator:
                 return self._push(text)
         elif kind == "end":
             value, self._value = self._value, None
-            if value is not None and value.validator.end() is not None:
-                return value.tokens[0]
+            if value is not None and (invalid := self._end(value)) is not None:
+                return invalid
         elif kind == "content" and self._answer is not None:
-            self._value = self._answer
+            if self._value is not self._answer:
+                self._value = self._answer
+                self._value.start = self._stream.num_taken - len(text)
             return self._push(text)
-        if self._value is None:
-            self._num_settled_characters = self._stream.num_taken
+        self._settle()
         return None
 
-    @staticmethod
-    def _new_value(schema: JsonSchema) -> _Value:
+    def _settle(self) -> None:
+        value = self._value
+        if value is None:
+            self._num_settled_characters = self._stream.num_taken
+        elif value is self._answer or self._constraint.call_format.writes_json:
+            self._num_settled_characters = value.start + len(value.validator.settled_text)
+
+    def _new_value(self, schema: JsonSchema) -> _Value:
         parts = _Parts()
-        return _Value(schema.full_validator(parts), parts, [])  # type: ignore[arg-type]
+        return _Value(schema.full_validator(parts), parts, [], self._stream.num_taken)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _end(value: _Value) -> int | None:
+        """Validates a complete value. Returns the same as `push`."""
+        num_valid = value.validator.end() if value.tokens else None
+        return None if num_valid is None else value.tokens[min(num_valid, len(value.tokens) - 1)]
 
     def _push(self, text: str) -> int | None:
         value = self._value
@@ -441,4 +483,7 @@ class _CallsValidator:
         value.parts.parts.append(text.encode())
         value.tokens.append(len(self._ends) - 1)
         num_valid = value.validator.push(len(value.tokens) - 1)
-        return None if num_valid is None else value.tokens[num_valid]
+        if num_valid is not None:
+            return value.tokens[num_valid]
+        self._settle()
+        return None
