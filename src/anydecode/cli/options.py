@@ -119,7 +119,7 @@ Family = Annotated[
 ]
 Mask = Annotated[
     int | None,
-    typer.Option("--mask", min=0, help="Mask token of a diffusion model. Default: the model's."),
+    typer.Option("--mask", min=0, help="Mask token of the model. Default: its tokenizer's."),
 ]
 Block = Annotated[
     int | None,

@@ -474,6 +474,74 @@ def train_depth(
     print(run.model_folder)
 
 
+@app.command("masks")
+def train_masks(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
+        options.DEFAULT_MODEL
+    ),
+    out: Out = Path("trained-masks"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    masks: Annotated[
+        int, typer.Option("--masks", min=1, help="Number of masks, which predict a token each.")
+    ] = 2,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of masks per text and step.")
+    ] = 16,
+    answers: Annotated[
+        int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
+    ] = 256,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-3,
+    mask: Annotated[
+        int | None,
+        typer.Option("--mask", help="Id of the mask token. Default: an unused special token."),
+    ] = None,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a model to predict several tokens at mask tokens behind its text, for the decoder
+    space. A run with the same --out is resumed. The model is in the folder "model" of --out.
+
+    Example: anydecode train masks --minutes 60 --out my-model --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.masks import MaskRecipe, MaskRun
+
+    if minutes is None and steps is None:
+        minutes = 60.0
+    recipe = MaskRecipe(
+        minutes,
+        steps,
+        masks=masks,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rank=rank,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    with progress("training", 1.0, unit="percent") as bar:
+        bar.begin("answers")
+        run = MaskRun(load_checkpoint(model), out, recipe, mask)
+        run.train(lambda done, loss: bar.update(done, step="masks", detail=f"loss {loss:.3f}"))
+    if plot is not None:
+        curve.draw_acceptance(run.log(), plot)
+    if json:
+        print_json({"path": str(run.model_folder), **run.log()})
+        return
+    (text, _), *_, (last, shares) = run.shares()
+    note(f"tokens of held-out answers that the text's rows predict: {text:.3f} -> {last:.3f}")
+    note("and each mask: " + " ".join(f"{share:.3f}" for share in shares))
+    print(run.model_folder)
+
+
 @app.command("drafter")
 def train_drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (

@@ -91,14 +91,24 @@ def save_block_llama(
 
 
 def save_nested_llama(
-    folder: Path, weights: dict[str, torch.Tensor], shape: Shape, tokenizer: HFTokenizer
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    shape: Shape,
+    tokenizer: HFTokenizer,
+    mask: int | None = None,
 ) -> None:
     """Write `weights`, a state dict of `Transformer`, as an autoregressive checkpoint with the
-    tokenizer of the model that they come from."""
+    tokenizer of the model that they come from, and its chat template; `mask` is its mask token."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama_config(shape)}
     config |= {"eos_token_id": [*tokenizer.eos_ids]}
+    special = dict(tokenizer.special_texts)
+    if tokenizer.chat_template is not None:
+        special["chat_template"] = tokenizer.chat_template
+    if mask is not None:
+        config["mask_token_id"] = mask
+        special["mask_token"] = tokenizer.token_text(mask)
     tensors = {llama_name(name): weights[name] for name in weights}
-    _save(folder, config, tensors, tokenizer.backend, tokenizer.special_texts)
+    _save(folder, config, tensors, tokenizer.backend, special)
 
 
 def _llama_config(shape: Shape) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""Training with groups of masks: what their rows see, the labels, runs that go on, and a model
+whose masks predict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.nn import functional
+
+from anydecode import LLM
+from anydecode.cli.main import run
+from anydecode.errors import InvalidRequestError
+from anydecode.models.loading import load_checkpoint
+from anydecode.training.masks import MaskRecipe, MaskRun, mask_logits
+from anydecode.training.transformer import Shape, Transformer
+
+SHAPE = Shape(50, width=32, layers=3, heads=2, hidden=48)
+TEXT, MASK = [5, 6, 7, 8, 9, 10], 3
+
+
+def _separate(model: Transformer, end: int, masks: int) -> torch.Tensor:
+    """The logits of the masks of one group, in a causal pass over the text before it."""
+    return model(torch.tensor([[*TEXT[:end], *[MASK] * masks]]), causal=True)[0, end:]
+
+
+def test_masks_see_the_text_before_their_group_and_their_group() -> None:
+    torch.manual_seed(0)
+    model = Transformer(SHAPE).eval()
+    ends = torch.tensor([2, 3, 6])
+    clean, masked = mask_logits(model, torch.tensor(TEXT), ends, 2, MASK)
+    torch.testing.assert_close(clean, model(torch.tensor([TEXT]), causal=True)[0])
+    for group, end in zip(masked, ends.tolist(), strict=True):
+        torch.testing.assert_close(group, _separate(model, end, 2))
+
+
+def test_the_loss_is_the_mean_over_the_text_and_the_masks(tmp_path: Path) -> None:
+    """The mask behind n tokens at distance i predicts the token n + i + 1."""
+    recipe = MaskRecipe(steps=1, answers=4, tokens=6, groups=2)
+    made = MaskRun(load_checkpoint("tiny-autoregressive"), tmp_path, recipe)
+    pair, ends = (TEXT[:3], TEXT[3:] + [11]), torch.tensor([3, 4])
+    loss = made.loss(pair, ends)
+    text = [*pair[0], *pair[1]]
+    clean = made.model(torch.tensor([text]), causal=True)[0]
+    rows = [(clean[at], text[at + 1]) for at in (2, 3, 4, 5)]
+    for end in (3, 4):
+        tokens = torch.tensor([[*text[:end], made.mask, made.mask]])
+        logits = made.model(tokens, causal=True)[0, end:]
+        rows += [(logits[index], text[end + index + 1]) for index in range(2)]
+    expected = sum(functional.cross_entropy(row, torch.tensor(label)) for row, label in rows)
+    torch.testing.assert_close(loss, expected / len(rows))
+    drawn = [made.draw_ends(pair, Random(seed)).tolist() for seed in range(20)]
+    assert {tuple(ends) for ends in drawn} == {(3, 4)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"steps": 1, "minutes": 1.0}, {"steps": 0}, {"steps": 1, "masks": 0},
+     {"steps": 1, "answers": 1}, {"steps": 1, "rank": 0}],
+    ids=str,
+)  # fmt: skip
+def test_bad_recipes_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        MaskRecipe(**options)
+
+
+def test_a_mask_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint("tiny-autoregressive")
+    with pytest.raises(InvalidRequestError, match="the mask token is 99999; allowed are 0 to"):
+        MaskRun(checkpoint, tmp_path, MaskRecipe(steps=1, answers=2), mask=99999)
+
+
+def test_a_run_in_two_parts_gives_the_model_of_one(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint("tiny-autoregressive")
+    recipe = MaskRecipe(steps=3, answers=8, tokens=8, batch=2)
+
+    def train(folder: str, stop: int | None = None, mask: int | None = None) -> MaskRun:
+        made = MaskRun(checkpoint, tmp_path / folder, recipe, mask)
+
+        def report(done: float, loss: float) -> None:
+            if made.step == stop:
+                raise KeyboardInterrupt
+
+        made.train(report)
+        return made
+
+    whole = train("whole")
+    with pytest.raises(KeyboardInterrupt):
+        train("parts", stop=2)
+    resumed = train("parts")
+    assert resumed.step == 3
+    for one, other in zip(whole.trained, resumed.trained, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(InvalidRequestError, match="another rank, mask or model"):
+        train("parts", mask=1)
+
+
+def test_the_command_writes_a_model_and_a_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "run", tmp_path / "curve.svg"
+    with pytest.raises(SystemExit) as ended:
+        run(
+            ["train", "masks", "--model", "tiny-autoregressive", "--answers", "8", "--steps", "2",
+             "--masks", "1", "--out", str(out), "--plot", str(plot), "--json"]
+        )  # fmt: skip
+    assert not ended.value.code
+    log = json.loads(capsys.readouterr().out)
+    assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
+    with LLM(log["path"]) as llm:
+        assert llm.tokenizer.mask_id == log["mask"]
+        plain, drafted = (
+            llm.generate("copy Ada Ben Carl:", decoder=key, max_tokens=8, temperature=0.8, seed=1)
+            for key in ("autoregressive", "space:masks=1")
+        )
+    assert drafted.tokens == plain.tokens
+
+
+def test_the_model_has_the_chat_template_of_its_base(model: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(model))
+    made = MaskRun(checkpoint, tmp_path, MaskRecipe(steps=1, answers=4, tokens=8, rank=1), mask=3)
+    made.train()
+    trained = load_checkpoint(str(made.model_folder)).tokenizer
+    assert checkpoint.tokenizer is not None and trained is not None
+    assert trained.chat_template == checkpoint.tokenizer.chat_template is not None
+
+
+@pytest.mark.slow
+def test_training_makes_masks_predict(tmp_path: Path) -> None:
+    recipe = MaskRecipe(steps=100, answers=128, batch=8, rate=2e-3)
+    made = MaskRun(load_checkpoint("tiny-autoregressive"), tmp_path, recipe)
+    made.train()
+    (_, first), *_, (_, last) = made.shares()
+    assert sum(last) > 0.15 + sum(first), (first, last)
