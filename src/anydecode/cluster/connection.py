@@ -197,7 +197,10 @@ class Connection:
         self._num_received += 1
         if not hmac.compare_digest(tag, _mac(self._receive_key, number, sizes, text, payload)):
             raise FleetConnectionError("a frame was changed on its way")
-        frame: Any = json.loads(text)
+        try:
+            frame: Any = json.loads(text)
+        except (ValueError, RecursionError):
+            raise FleetConnectionError("a frame is not JSON") from None
         return frame, payload
 
     def close(self) -> None:

@@ -223,9 +223,10 @@ class Fail:
 
 @dataclass(frozen=True)
 class Expel:
-    """Close the connection to a worker that was given up."""
+    """Close the connection to a worker that was given up. `name`: the worker's, for people."""
 
     incarnation: str
+    name: str
     reason: str
 
 
@@ -531,7 +532,7 @@ class Fleet:
     # Workers.
 
     def _expel(self, member: Member, reason: str, now: float) -> None:
-        self.actions.append(Expel(member.facts.incarnation, reason))
+        self.actions.append(Expel(member.facts.incarnation, member.facts.name, reason))
         self.leave(member.facts.incarnation, now)
 
     def _stop_drained(self, now: float) -> None:

@@ -315,15 +315,20 @@ class FleetDriver(Driver):
             return
         logs.event("worker_joined", worker=worker.name, role=worker.role, group=worker.group)
         self._perform()
+        reason = "the fleet is closed"
         try:
             while True:
                 frame, _ = await connection.receive()
                 self.fleet.receive(incarnation, frame, time.monotonic())
                 self._perform()
+        except FleetConnectionError as error:
+            reason = str(error)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"it has sent no frame of a worker: {error!r}"
         finally:
-            self._connections.pop(incarnation, None)
+            if self._connections.pop(incarnation, None) is not None:  # it was not given up
+                logs.event("worker_left", worker=worker.name, reason=reason)
             self.fleet.leave(incarnation, time.monotonic())
-            logs.event("worker_left", worker=worker.name)
             self._perform()
 
     @staticmethod
@@ -392,7 +397,7 @@ class FleetDriver(Driver):
                     logs.event("worker_unreachable", reason=str(error))
                     connection.close()
         elif isinstance(action, Expel):
-            logs.event("worker_given_up", reason=action.reason)
+            logs.event("worker_given_up", worker=action.name, reason=action.reason)
             if (connection := self._connections.pop(action.incarnation, None)) is not None:
                 connection.close()
         elif isinstance(action, Deliver):

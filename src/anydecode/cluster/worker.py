@@ -473,7 +473,8 @@ class _Session:
         try:
             await asyncio.wait_for(self._fetch(key, source, frame), PULL_SECONDS)
         except (FleetConnectionError, asyncio.TimeoutError) as error:
-            logs.event("handover_failed", reason=str(error))  # the prompt is computed again
+            reason = str(error) or f"the blocks did not come within {PULL_SECONDS:g} s"
+            logs.event("handover_failed", reason=reason)  # the prompt is computed again
         self._ledger.pulled(key)
         self._perform()
 
