@@ -12,7 +12,7 @@ def test_certificate() -> None:
     assert_certified("dimple")
 
 
-@pytest.mark.parametrize("parameter", ["threshold", "priors", "steps", "prefill"])
+@pytest.mark.parametrize("parameter", ["threshold", "priors", "steps", "prefill", "cache"])
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from anydecode.api.llm import LLM
 from anydecode.certification.checks import Restarts, scripted_llm
 from anydecode.certification.denoising import random_model
 from anydecode.certification.oracles.diffusion.elastic_cache import engine_run, oracle
-from anydecode.decoders.diffusion.elastic_cache import ElasticDenoiser
+from anydecode.decoders.diffusion.elastic_policy import ElasticCachePolicy
 from anydecode.errors import UnsupportedCombinationError
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
@@ -54,13 +54,13 @@ def _never(since: int, num_layers: int) -> int:
 def test_a_refresh_from_a_wrong_layer_is_detected(
     mistake: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = ElasticDenoiser._drifted
+    right = ElasticCachePolicy._drifted
 
     def wrong(*args: Any) -> tuple[int, list[np.ndarray]]:
         since, current_rows = right(*args)
         return mistake(since, 4), current_rows
 
-    monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
+    monkeypatch.setattr(ElasticCachePolicy, "_drifted", wrong)
     with random_model(layers=4) as llm:
         found = engine_run(llm, 16, window=6, threshold=0.4, drift=0.99)
         expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.99)
@@ -68,13 +68,13 @@ def test_a_refresh_from_a_wrong_layer_is_detected(
 
 
 def test_attention_of_a_wrong_layer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ElasticDenoiser._drifted
+    right = ElasticCachePolicy._drifted
 
     def wrong(*args: Any) -> tuple[int, list[np.ndarray]]:
         since, current_rows = right(*args)
         return since, current_rows[::-1]
 
-    monkeypatch.setattr(ElasticDenoiser, "_drifted", wrong)
+    monkeypatch.setattr(ElasticCachePolicy, "_drifted", wrong)
     with random_model(layers=4) as llm:
         found = engine_run(llm, 16, window=6, threshold=0.4, drift=0.9)
         expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.9)
@@ -82,13 +82,13 @@ def test_attention_of_a_wrong_layer_is_detected(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wrong_tracked_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ElasticDenoiser._track
+    right = ElasticCachePolicy._track
 
     def wrong(*args: Any) -> tuple[np.ndarray, list[np.ndarray]]:
         tracked, attention = right(*args)
         return np.zeros_like(tracked), attention
 
-    monkeypatch.setattr(ElasticDenoiser, "_track", wrong)
+    monkeypatch.setattr(ElasticCachePolicy, "_track", wrong)
     with random_model(layers=4) as llm:
         found = engine_run(llm, 16, window=6, threshold=0.4, drift=0.9)
         expected = oracle(llm.engine.runners["target"].model, 16, 6, 0.4, 0.9)
@@ -111,11 +111,11 @@ def test_restarts_do_not_change_the_text_with_packed_weights() -> None:
 
 
 def test_wrong_states_after_a_restart_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ElasticDenoiser._rebuild
+    right = ElasticCachePolicy._rebuild
     with LLM("tiny-diffusion", threads=1) as llm:
         expected = answers(llm)
         monkeypatch.setattr(
-            ElasticDenoiser,
+            ElasticCachePolicy,
             "_rebuild",
             lambda self, sequence, canvas, states: right(
                 self, sequence, canvas, np.zeros_like(states)

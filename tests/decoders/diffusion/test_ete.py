@@ -12,7 +12,7 @@ def test_certificate() -> None:
     assert_certified("ete")
 
 
-@pytest.mark.parametrize("parameter", ["candidates", "block", "reward"])
+@pytest.mark.parametrize("parameter", ["candidates", "block", "reward", "cache"])
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

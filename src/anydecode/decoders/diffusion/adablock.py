@@ -111,8 +111,8 @@ def adablock(
         threshold: Masks with at least this confidence are unmasked.
         delimiter_threshold: The smallest probability of a predicted delimiter.
         delimiters: The delimiters, one character each.
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if not delimiters:

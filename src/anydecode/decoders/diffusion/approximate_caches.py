@@ -124,6 +124,9 @@ class WindowCachePolicy(CachePolicy):
             or len(canvas) != state["length"]
         )
 
+    def on_replaced(self, canvas: Canvas) -> None:
+        canvas.policy_state.pop("window", None)
+
     def refresh_end(self, canvas: Canvas, region: tuple[int, int]) -> int:
         """The end of a refresh: the position after the last mask of the window."""
         return max(int(canvas.masks[: self.window][-1]) + 1, region[1])

@@ -138,7 +138,7 @@ class TwoPhaseDenoiser(Denoiser):
         for position, token in enumerate(canvas.policy_state["critic"][: length - first], first):
             canvas.fix(position, token)
         canvas.block = None
-        canvas.policy_state.pop("window", None)  # the cached window holds other tokens
+        self.cache.on_replaced(canvas)
         kv_cache = sequence.kv_cache()
         if self.cache.is_exact_blocks and kv_cache.length > canvas.block_start(first):
             kv_cache.truncate(canvas.block_start(first))
@@ -204,7 +204,7 @@ def bacd_tccf(
         critic: The text that replaces the marker ("": the marker stays).
         cache: "block": rows see the blocks of both phases, and finished blocks are cached exactly,
             for models that were trained with several block sizes; or "none", "prefix", "dual",
-            "vicinity", "window".
+            "vicinity", "window", "elastic".
         mask: The mask token (default: the tokenizer's).
     """
     if not marker:

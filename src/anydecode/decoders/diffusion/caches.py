@@ -6,7 +6,8 @@ Those of this file are exact; those in `approximate_caches.py` are not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import CANVAS
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
+from anydecode.scoring.score import ScoreRequest, Scores
+from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import ChainSpan, Span
 
 #: Returns input embeddings for positions, float32 `[rows, hidden_size]`; None: use their tokens.
@@ -35,6 +38,8 @@ class CachePolicy(ABC):
     needs_replay = False
     #: Whether the cache holds the finished blocks, exactly, and passes compute the open one only.
     is_exact_blocks = False
+    #: Whether the policy reads the model's weights.
+    reads_weights = False
 
     def block_size(self, spec: ModelSpec) -> int | None:
         """The size of the blocks in which rows see each other; by default the model's own."""
@@ -73,6 +78,21 @@ class CachePolicy(ABC):
 
     def on_pass(self, canvas: Canvas, region: tuple[int, int]) -> None:  # noqa: B027  most keep nothing
         """Called when a pass over `region` has run."""
+
+    def on_replaced(self, canvas: Canvas) -> None:  # noqa: B027  most keep nothing
+        """Called when tokens before the last mask have been replaced by others, between two
+        blocks."""
+
+    def run(
+        self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
+    ) -> Generator[ScoreRequest, Scores, Scores] | None:
+        """The passes of a step that predicts `positions`, for a policy that runs them itself and
+        counts them; None for one that gives the spans of one pass."""
+        return None
+
+    def trace_fields(self, canvas: Canvas) -> dict[str, Any]:
+        """What is added to the trace record of a step."""
+        return {}
 
     def spans(
         self,

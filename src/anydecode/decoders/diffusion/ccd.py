@@ -178,8 +178,8 @@ def ccd(
         depth: For "averaged", the number of passes.
         keep: For "averaged", how many of the most confident masks each pass records.
         block: Positions per block (0: the whole canvas).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if rule == "agreement":

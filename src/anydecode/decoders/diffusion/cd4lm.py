@@ -79,8 +79,8 @@ def cd4lm(
         max_per_step: The largest number of tokens per step.
         min_filled: The share of the canvas that must be unmasked before an end of text.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if max_per_step < 1:

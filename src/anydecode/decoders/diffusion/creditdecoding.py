@@ -95,8 +95,8 @@ def creditdecoding(
         decay: The factor of older credits, between 0 and 1.
         power: The exponent of the probability, at least 0.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if power < 0:

@@ -87,7 +87,11 @@ class Denoiser(Decoder):
         self.mask = mask
         self.length = length
         self.tempered = tempered
-        self.requirements = replace(self.requirements, causal=self.cache.causal)
+        self.requirements = replace(
+            self.requirements,
+            causal=self.cache.causal,
+            reads_weights=self.requirements.reads_weights or self.cache.reads_weights,
+        )
 
     def prepare(self, sequence: Sequence) -> None:
         mask = self.mask_token(sequence)
@@ -185,6 +189,9 @@ class Denoiser(Decoder):
         else:
             positions = np.arange(*region)
             block = min(block[0], region[0]), max(block[1], region[1])
+        passes = self.cache.run(sequence, canvas, positions)
+        if passes is not None:
+            return [self.predictions(sequence, canvas, (yield from passes))]
         spans = self.cache.spans(
             canvas,
             sequence.kv_cache(),
@@ -301,6 +308,7 @@ class Denoiser(Decoder):
             start=canvas.policy_state["start"],
             filled=[int(position) for position in chosen],
             meter=canvas.meter.to_dict(),
+            **self.cache.trace_fields(canvas),
             **trace_fields,
         )
         logprobs = [canvas.logprobs.pop(position, None) for position in range(first, stop)]

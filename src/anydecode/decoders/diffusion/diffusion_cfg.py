@@ -278,8 +278,8 @@ def diffusion_cfg(
     Args:
         block: Positions per block (0: the whole canvas; default: up to 32).
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         begun: The end of the prompt, before its first mask, that belongs to the constrained text.
         mask: The mask token (default: the tokenizer's).
     """

@@ -13,9 +13,11 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import WholeCanvas
-from anydecode.decoders.diffusion.caches import CachePolicy, NoCache, uncached_span
+from anydecode.decoders.diffusion.caches import CachePolicy, uncached_span
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, ranking
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, top_k
@@ -125,6 +127,7 @@ class PriorDenoiser(Denoiser):
             "threshold": Range(0, 1),
             "steps": Range(1, 4096),
             "remasking": RANKING_WORDS,
+            "cache": CACHE_WORDS,
         },
     )
 )
@@ -133,6 +136,7 @@ def dimple(
     steps: int | None = None,
     remasking: str = "confidence",
     prefill: bool = False,
+    cache: str = "none",
     priors: Mapping[int, str | list[int]] | None = None,
     mask: int | None = None,
 ) -> Denoiser:
@@ -144,14 +148,20 @@ def dimple(
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
         prefill: Compute the prompt only once, without attention to the canvas. This is exact for
             models trained in this way, and an approximation for others.
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         priors: Texts or tokens that are fixed at offsets from the prompt's end.
         mask: The mask token (default: the tokenizer's).
     """
+    if prefill and cache != "none":
+        raise InvalidRequestError(
+            f"prefill=True is a cache of its own and needs cache=none, not cache={cache}"
+        )
     decoder = PriorDenoiser(
         WholeCanvas(),
         ranking(remasking),
         ThresholdOrTimeGrid(threshold, steps),
-        PromptCachePolicy() if prefill else NoCache(),
+        PromptCachePolicy() if prefill else cache_named(cache),
         mask=mask,
     )
     decoder.priors = priors or {}

@@ -44,8 +44,8 @@ def dparallel(
     Args:
         entropy: Masks with at most this entropy, in nats, are unmasked.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     return Denoiser(

@@ -97,8 +97,8 @@ def dream(
         alg_temperature: Above 0, positions are sampled instead of taking the best-ranked ones.
         block: Positions per block (0: the whole canvas).
         length: The number of masks of a canvas (default: max_tokens).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if alg_temperature < 0:

@@ -9,7 +9,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
+from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.posteriors import (
     NoiseLevel,
@@ -91,7 +91,7 @@ class Duo(UniformDenoiser):
             "steps": Range(1, 4096),
             "kappa": Range(0, 1),
             "block": Range(0, 4096),
-            "cache": REVISING_WORDS,
+            "cache": EXACT_WORDS,
         },
     )
 )
@@ -115,6 +115,6 @@ def duo(
     if not 0 <= kappa <= 1:
         raise InvalidRequestError(f"kappa must be between 0 and 1, not {kappa}")
     check_steps(steps)
-    decoder = Duo(FixedBlocks(block), cache=cache_named(cache, REVISING_CACHES), mask=mask)
+    decoder = Duo(FixedBlocks(block), cache=cache_named(cache, EXACT_CACHES), mask=mask)
     decoder.steps, decoder.kappa = steps, kappa
     return decoder

@@ -73,8 +73,8 @@ def eb_sampler(
         gamma: The bound, in nats, of the sum of entropies without the largest.
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     blocks, unmask = FixedBlocks(block), EntropyBoundedUnmasking(gamma)

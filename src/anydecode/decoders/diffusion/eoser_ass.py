@@ -139,8 +139,8 @@ def eoser_ass(
             "ascending", 0.4 for "uniform").
         blocks: For "ascending", the number of blocks.
         steps: For "uniform", the number of steps (default: one per mask).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if schedule == "ascending":

@@ -15,6 +15,8 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
+from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding
@@ -145,6 +147,7 @@ class ExploringDenoiser(Denoiser):
             "reward": Range(0, 100),
             "ahead": Range(0, 16),
             "block": Range(0, 4096),
+            "cache": EXACT_WORDS,
         },
     )
 )
@@ -155,6 +158,7 @@ def ete(
     reward: float = 1.0,
     ahead: int = 1,
     block: int | None = None,
+    cache: str = "none",
     mask: int | None = None,
 ) -> Denoiser:
     """Denoises several blocks at once, and explores one mask if too few are confident.
@@ -166,6 +170,7 @@ def ete(
         reward: The value of each mask that a candidate makes confident.
         ahead: How many blocks after the current one are predicted.
         block: Positions per block (default: up to 32).
+        cache: "none", or "block" with a model that has blocks.
         mask: The mask token (default: the tokenizer's).
     """
     if candidates < 1 or min_confident < 1:
@@ -173,7 +178,9 @@ def ete(
             f"ete needs at least one candidate and min_confident >= 1, not candidates={candidates},"
             f" min_confident={min_confident}"
         )
-    decoder = ExploringDenoiser(LookaheadBlocks(block, ahead), mask=mask)
+    decoder = ExploringDenoiser(
+        LookaheadBlocks(block, ahead), cache=cache_named(cache, EXACT_CACHES), mask=mask
+    )
     decoder.threshold, decoder.candidates, decoder.enough, decoder.reward = (
         threshold,
         candidates,

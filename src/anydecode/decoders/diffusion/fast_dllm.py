@@ -58,8 +58,8 @@ def fast_dllm(
         factor: If given, replaces the threshold: the n most confident masks are unmasked, for the
             largest n with (n + 1) (1 - confidence of the n-th) < `factor`.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         length: The number of masks of a canvas (default: max_tokens).
         mask: The mask token (default: the tokenizer's).
     """

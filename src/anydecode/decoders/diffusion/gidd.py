@@ -14,7 +14,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
+from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.posteriors import (
     NoiseLevel,
@@ -183,7 +183,7 @@ def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:
             "corrections": Range(0, 1024),
             "temperature": Range(0, 10),
             "block": Range(0, 4096),
-            "cache": REVISING_WORDS,
+            "cache": EXACT_WORDS,
         },
     )
 )
@@ -217,7 +217,7 @@ def gidd(
             "corrections and temperature must be 0 or more, not"
             f" corrections={corrections}, temperature={temperature}"
         )
-    policy = cache_named(cache, REVISING_CACHES)
+    policy = cache_named(cache, EXACT_CACHES)
     decoder = Interpolating(RevisedBlocks(block), cache=policy, mask=mask)
     decoder.steps, decoder.uniform = steps, uniform
     decoder.corrections, decoder.temperature = corrections, temperature

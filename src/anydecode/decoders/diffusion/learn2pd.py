@@ -218,8 +218,8 @@ def learn2pd(
             the included one, for tiny-diffusion).
         threshold: Masks that are final with a probability above it are unmasked.
         foresee_end: Cut the canvas where an end of text is predicted.
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     loaded = load(SHIPPED if filter is None else Path(filter))

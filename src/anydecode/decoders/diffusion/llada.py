@@ -122,8 +122,8 @@ def llada(
             difference (0: not at all; a pass then scores one canvas).
         end: Tokens that end the text are "allowed", unmasked "last", or "never" predicted.
         length: The number of masks of a canvas (default: max_tokens).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if not 0 <= guidance <= 1e6:

@@ -76,8 +76,8 @@ def localleap(
         relaxed: The threshold near an anchor.
         radius: The largest distance from an anchor, in positions.
         block: Positions per block (0: the whole canvas; default: up to 32).
-        cache: "none", "prefix", "dual", "vicinity", "window" or, with a model that has blocks,
-            "block".
+        cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
+            has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     unmask = AnchorUnmasking(threshold, relaxed, radius)

@@ -17,7 +17,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
+from anydecode.decoders.diffusion.named_caches import EMBEDDED_CACHES, EMBEDDED_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Entropy
@@ -129,7 +129,7 @@ def divergence(p: np.ndarray, q: np.ndarray) -> float:
             "nucleus": Range(0, 1),
             "settled": Range(0, 100),
             "block": Range(0, 4096),
-            "cache": CACHE_WORDS,
+            "cache": EMBEDDED_WORDS,
         },
     )
 )
@@ -162,7 +162,11 @@ def lrd(
             f" nucleus={nucleus}"
         )
     decoder = LatentDenoiser(
-        FixedBlocks(block), Entropy(), ThresholdUnmasking(math.inf), cache_named(cache), mask=mask
+        FixedBlocks(block),
+        Entropy(),
+        ThresholdUnmasking(math.inf),
+        cache_named(cache, EMBEDDED_CACHES),
+        mask=mask,
     )
     decoder.mixture, decoder.nucleus, decoder.settled = mixture, nucleus, settled
     return decoder

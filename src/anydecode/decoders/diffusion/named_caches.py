@@ -12,6 +12,7 @@ from anydecode.decoders.diffusion.approximate_caches import (
     WindowCachePolicy,
 )
 from anydecode.decoders.diffusion.caches import BlockCausalCache, CachePolicy, NoCache
+from anydecode.decoders.diffusion.elastic_policy import ElasticCachePolicy
 from anydecode.errors import UnsupportedCombinationError
 
 #: "block" is exact and for models with blocks of their own; "none" is exact.
@@ -21,14 +22,18 @@ CACHES: dict[str, Callable[[], CachePolicy]] = {
     "dual": DualCachePolicy,
     "vicinity": VicinityCachePolicy,
     "window": WindowCachePolicy,
+    "elastic": ElasticCachePolicy,
     "block": BlockCausalCache,
 }
 CACHE_WORDS = Words(tuple(CACHES))
+#: The caches whose passes read embeddings that a method gives.
+EMBEDDED_CACHES = tuple(name for name in CACHES if name != "elastic")
+EMBEDDED_WORDS = Words(EMBEDDED_CACHES)
 #: The caches with which a pass can score several canvases at any time.
 DRAFT_CACHES = ("none", "prefix", "dual", "block")
-#: The caches whose rows do not depend on tokens that may change.
-REVISING_CACHES = ("none", "block")
-REVISING_WORDS = Words(REVISING_CACHES)
+#: The caches that change no logits: for methods that revise tokens, or predict several blocks.
+EXACT_CACHES = ("none", "block")
+EXACT_WORDS = Words(EXACT_CACHES)
 
 
 def cache(name: str, allowed: tuple[str, ...] = CACHE_WORDS.words) -> CachePolicy:

@@ -15,7 +15,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
+from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
@@ -170,7 +170,7 @@ class PathPlanning(RevisingDenoiser):
             "remasking": RANKING_WORDS,
             "eta": Range(0, 100),
             "planner": Words(PLANNERS),
-            "cache": REVISING_WORDS,
+            "cache": EXACT_WORDS,
         },
     )
 )
@@ -205,7 +205,7 @@ def p2(
         raise InvalidRequestError(
             f"a planner ranks by confidence; remasking={remasking!r} needs planner=self"
         )
-    policy = cache_named(cache, REVISING_CACHES)
+    policy = cache_named(cache, EXACT_CACHES)
     decoder = PathPlanning(RevisedBlocks(block), ranking(remasking), cache=policy, mask=mask)
     decoder.steps, decoder.eta = steps, eta
     if planner == "draft":

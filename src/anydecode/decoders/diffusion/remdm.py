@@ -8,7 +8,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
+from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.revising import STATEFUL, RevisedBlocks, RevisingDenoiser
@@ -112,7 +112,7 @@ class Remasking(RevisingDenoiser):
             "eta": Range(0, 1),
             "steps": Range(1, 4096),
             "block": Range(0, 4096),
-            "cache": REVISING_WORDS,
+            "cache": EXACT_WORDS,
         },
     )
 )
@@ -145,7 +145,7 @@ def remdm(
     if eta is not None and not 0 <= eta <= 1:
         raise InvalidRequestError(f"eta must be between 0 and 1, not {eta}")
     check_steps(steps)
-    policy = cache_named(cache, REVISING_CACHES)
+    policy = cache_named(cache, EXACT_CACHES)
     decoder = Remasking(RevisedBlocks(block), cache=policy, mask=mask)
     decoder.strategy, decoder.steps = strategy, steps
     decoder.eta = ETAS[strategy] if eta is None else eta

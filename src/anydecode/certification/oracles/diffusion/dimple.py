@@ -53,6 +53,7 @@ def dimple() -> Iterator[Check]:
         touched = sorted(position - len(PROMPT) for one in filled for position in one)
         yield Check("given tokens are never filled", touched == [0, 1, 4, 5, 6, 7, 8, 10, 11])
     yield from _prefill(rule(40, 0.95))
+    yield from _dual(rule(40, 0.95))
 
 
 def _prefill(rule: UnmaskingRule) -> Iterator[Check]:
@@ -71,6 +72,23 @@ def _prefill(rule: UnmaskingRule) -> Iterator[Check]:
         answer = llm.generate(prompt, decoder="dimple:prefill=true", max_tokens=40, ignore_eos=True)
     yield Check("prefill equals the oracle", actual == expected)
     yield Check("the prompt is computed once", answer.stats.rows == sum(rows), f"{sum(rows)} rows")
+
+
+def _dual(rule: UnmaskingRule) -> Iterator[Check]:
+    """With cache=dual, the rows of the prompt are those of the first pass."""
+    prompt, cache, rows = list(range(30, 39)), DigestCache(CONFIDENT), list[int]()
+
+    def forward(canvas: list[int], block: range, is_first_step: bool) -> dict[int, np.ndarray]:
+        computed = range(len(canvas)) if is_first_step else block
+        rows.append(len(computed))
+        return cache.forward(canvas, computed, keep=is_first_step)
+
+    expected = naive(CONFIDENT, 40, 40, rule, prompt=prompt, forward=forward)
+    with digests(CONFIDENT) as llm:
+        actual = steps(llm, "dimple:cache=dual", 40, prompt=prompt)
+        answer = llm.generate(prompt, decoder="dimple:cache=dual", max_tokens=40, ignore_eos=True)
+    yield Check("cache=dual equals the oracle", actual == expected)
+    yield Check("the prompt's rows are cached", answer.stats.rows == sum(rows), f"{sum(rows)} rows")
 
 
 register_losses("dimple", "dimple", accuracy=0.05, passes=0.5)

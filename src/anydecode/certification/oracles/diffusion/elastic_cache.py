@@ -128,13 +128,18 @@ def oracle(
     drift: float,
     shift: int = 0,
     size: int | None = None,
+    block: int | None = None,
 ) -> Run:
     """The tokens, the positions filled per step, the first layer computed for all positions per
-    step, and the number of rows."""
+    step, and the number of rows. With `block`, the masks are those of the first block of this size
+    that has any."""
     canvas, filled, since = [*PROMPT, *[MASK] * length], [], []
     state, last = Elastic(model, shift, size), list[int]()
     while MASK in canvas:
         masks = [i for i, token in enumerate(canvas) if token == MASK][:window]
+        if block:
+            end = len(PROMPT) + ((masks[0] - len(PROMPT)) // block + 1) * block
+            masks = [i for i in masks if i < end]
         since.append(state.step(canvas, masks, last, drift))
         probabilities = {i: softmax(state.logits(i)) for i in masks}
         threshold_used = min(threshold, max(float(p.max()) for p in probabilities.values()))
@@ -145,9 +150,9 @@ def oracle(
     return canvas[len(PROMPT) :], filled, since, state.rows
 
 
-def engine_run(llm: Any, length: int, **parameters: float) -> Run:
+def engine_run(llm: Any, length: int, key: str = "elastic-cache", **parameters: Any) -> Run:
     """The same results of the engine."""
-    decoder = "elastic-cache:" + ",".join(f"{name}={value}" for name, value in parameters.items())
+    decoder = f"{key}:" + ",".join(f"{name}={value}" for name, value in parameters.items())
     answer = llm.generate(
         list(PROMPT), decoder=decoder, max_tokens=length, ignore_eos=True, trace=True
     )
@@ -172,6 +177,9 @@ def elastic_cache() -> Iterator[Check]:
                 yield Check(f"drift {drift}: {name}", one == other, f"{one}")
             begun |= set(actual[2])
         yield Check("refreshes start at every layer", begun == {0, 1, 2, 3, 4}, f"{begun}")
+        actual = engine_run(llm, 24, "fast-dllm", block=6, threshold=0.4, cache="elastic")
+        expected = oracle(model, 24, 24, 0.4, 0.9, block=6)
+        yield Check("as the cache of another method, with its blocks", actual == expected)
 
 
 @measure("elastic-cache", "accuracy lost, tasks with one right answer", samples=48, margin=0.05)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from anydecode.certification.checks import Check, oracle_test
+from anydecode import catalogue
+from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import (
     CONFIDENT,
     PROMPT,
@@ -16,9 +17,11 @@ from anydecode.certification.denoising import (
     bidirectional,
     dense,
     entropy_nats,
+    random_model,
     softmax,
     steps,
 )
+from anydecode.certification.oracles.diffusion.block_caches import cache_loss
 from anydecode.certification.oracles.diffusion.task_losses import register_losses
 from anydecode.models.scripted import MASK
 
@@ -88,6 +91,26 @@ def ete() -> Iterator[Check]:
                 steps(llm, "ete", 80) == expected,
                 f"{len(expected[1])} steps",
             )
+
+
+@measure("ete", "tokens that change with a block cache", samples=24, margin=0)
+def ete_cache_loss(samples: int) -> float:
+    """The cache of finished blocks is exact: sampled, on a transformer with random weights."""
+    uncached = catalogue.build("ete", threshold=0.2)
+    return cache_loss("ete:threshold=0.2,cache=block", uncached, samples)
+
+
+@measure("ete", "rows of the block cache, relative to full passes", samples=24, margin=0.7)
+def ete_cache_rows(samples: int) -> float:
+    """On a model with blocks, which answers the same with both."""
+    rows = []
+    for decoder in ("ete:threshold=0.2,cache=block", "ete:threshold=0.2"):
+        with random_model(block_size=4) as llm:
+            answers = llm.generate(
+                [list(PROMPT)] * (samples // 8), decoder=decoder, max_tokens=48, ignore_eos=True
+            )
+            rows.append(sum(answer.stats.rows for answer in answers))
+    return rows[0] / rows[1]
 
 
 register_losses("ete", "ete", accuracy=0.05, passes=0.5)
