@@ -58,7 +58,7 @@ class Setting:
         seconds: Maximum seconds that a baseline may take for one answer.
         batch: Answers of this engine that are decoded together; changes only their times.
         guards: Whether this engine limits strings and leaves out properties that the schema does
-            not list, as it does by default.
+            not list, as `JsonSchema` does by itself; the server does not unless a request asks.
     """
 
     seeds: int = 10
@@ -67,7 +67,12 @@ class Setting:
     close: bool = False
     seconds: float = 60.0
     batch: int = 1
-    guards: bool = True
+    guards: bool = False
+
+    @property
+    def schema_options(self) -> dict[str, Any]:
+        """The options of `JsonSchema`."""
+        return {} if self.guards else NO_GUARDS
 
 
 def prompt_for(schema: Any) -> str:
@@ -151,7 +156,7 @@ class OwnEngine:
                 schema,
                 close=self.setting.close,
                 engine=self.engine,
-                **({} if self.setting.guards else NO_GUARDS),
+                **self.setting.schema_options,
             )
             constraint.start(self.llm.tokenizer, self.llm.model.spec.vocab_size)
             self._cached = (schema, constraint, perf_counter() - start)
@@ -297,7 +302,7 @@ def run(
         done[row["id"], row["engine"]].append(row)
     for split, name, schema in schemas:
         rows: list[Row] = []
-        fits = smallest_fits(llm, schema, setting.tokens)
+        fits = smallest_fits(llm, schema, setting)
         for engine, runner in engines.items():
             previous = done[name, engine]
             rows += previous
@@ -317,15 +322,15 @@ def run(
         yield rows
 
 
-def smallest_fits(llm: Any, schema: Any, tokens: int) -> bool:
-    """Whether the shortest completion that is found has at most `tokens` tokens."""
+def smallest_fits(llm: Any, schema: Any, setting: Setting) -> bool:
+    """Whether the shortest completion that is found is within the token limit."""
     try:
-        constraint = JsonSchema(schema)
+        constraint = JsonSchema(schema, **setting.schema_options)
         state = constraint.start(llm.tokenizer, llm.model.spec.vocab_size)
         completion = shortest_completion(state, llm.tokenizer, constraint.completion_hints)
     except AnydecodeError:
         return False
-    return completion is not None and len(completion) <= tokens
+    return completion is not None and len(completion) <= setting.tokens
 
 
 def unconstrained_seconds_per_token(llm: Any, schemas: Iterable[Any], setting: Setting) -> float:

@@ -334,10 +334,10 @@ def bench_constrained(
     guards: Annotated[
         bool,
         typer.Option(
-            help="Limit strings and leave out properties that the schema does not list, as answers"
-            " do by default; without, a schema means what the specification says."
+            help="Limit strings and leave out properties that the schema does not list; without, a"
+            " schema means what the specification says, as in requests to the server."
         ),
-    ] = True,
+    ] = False,
     python: Annotated[
         str, typer.Option("--python", help="Python interpreter with the baselines installed.")
     ] = sys.executable,
