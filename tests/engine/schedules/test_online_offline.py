@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from anydecode import LLM
 from anydecode.engine.schedule import DecodesFirst
 from anydecode.engine.schedules import online_offline
 from anydecode.engine.schedules.online_offline import OnlineOffline
+from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, replace_class_default
 
 
@@ -34,6 +36,20 @@ def test_certificate_rejects_offline_rows_that_fill_online_passes(
 ) -> None:
     monkeypatch.setattr(online_offline, "rows_beside", lambda *given, **how: 512)
     assert_rejected("online-offline")
+
+
+def test_certificate_rejects_offline_rows_beyond_the_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    within = online_offline.rows_within
+    monkeypatch.setattr(online_offline, "rows_within", lambda *given: max(1, within(*given)))
+    assert_rejected("online-offline")
+
+
+@pytest.mark.parametrize("option", ["seconds=0", "seconds=-1", "offline=0", "stretch=1"])
+def test_parameters_out_of_range_are_refused(option: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        LLM("tiny-autoregressive", schedule=f"online-offline:{option}")
 
 
 def test_certificate_rejects_limited_passes_without_online_requests(

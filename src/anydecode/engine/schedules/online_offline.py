@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import RowBudget, ScheduledSpan, fit_spans
-from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
+from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside, rows_within
 from anydecode.engine.schedules.priority import Priority
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import ScoreRequest
@@ -22,13 +22,14 @@ from anydecode.scoring.score import ScoreRequest
         use="LLM(schedule='online-offline') or anydecode serve --schedule online-offline",
         summary="Requests with a priority above 0 are offline: they get rows that delay others"
         " little.",
-        missing=("preemption within a pass, and checkpoints of the caches of offline requests",),
+        missing=("preemption within a pass, between two layers",),
         deviations=(
-            "the latency bound is a factor on the time of a pass without offline rows, by the"
-            " measured costs of passes, not an objective in seconds",
+            "by default the latency bound is a factor on the time of a pass without offline rows;"
+            " `seconds` is an objective as in the paper",
             "offline rows are preempted at the end of a pass, not within it",
-            "a preempted offline request is recomputed from its cached prefix; nothing is copied to"
-            " host memory",
+            "what a preempted offline request has computed stays in the prefix cache; with"
+            " `prefix_spill` it is copied to main memory when its slots are reused, not as it is"
+            " computed",
         ),
     )
 )
@@ -43,6 +44,11 @@ class OnlineOffline(Priority):
             `stretch` times its duration without them, by the measured pass costs on this machine;
             all rows of a pass without online requests.
         stretch: Allowed factor on the duration of a pass, more than 1.
+        seconds: Maximum predicted duration of a pass with online and offline rows, in seconds, in
+            place of `stretch`. Online rows alone may take longer; offline requests then wait.
+
+    Raises:
+        InvalidRequestError: A parameter is out of range.
     """
 
     def __init__(
@@ -51,11 +57,15 @@ class OnlineOffline(Priority):
         short: int = 64,
         offline: int | None = None,
         stretch: float = 2.0,
+        seconds: float | None = None,
     ) -> None:
         super().__init__(row_budget, short)
         if offline is not None and offline < 1:
             raise InvalidRequestError(f"offline is {offline}; it must be 1 or more")
+        if seconds is not None and not seconds > 0:
+            raise InvalidRequestError(f"seconds is {seconds}; it must be more than 0")
         self.offline, self.stretch = offline, checked_stretch(stretch)
+        self.seconds = seconds
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
         online = [request for request in waiting if request.sequence.priority <= 0]
@@ -73,10 +83,15 @@ class OnlineOffline(Priority):
                 )
             )
             left = min(left, self._limit(online, offline, left))
-            yield from fit_spans(offline, RowBudget(left, started=rows > 0))
+            if left > 0:
+                yield from fit_spans(offline, RowBudget(left, started=rows > 0))
 
     def _limit(self, online: list[ScoreRequest], offline: list[ScoreRequest], left: int) -> int:
         """The maximum number of rows of `offline` beside those of `online`."""
         if self.offline is not None:
             return self.offline
-        return rows_beside(online, offline, self.stretch) if online else left
+        if not online:
+            return left
+        if self.seconds is not None:
+            return rows_within(self.seconds, online, offline)
+        return rows_beside(online, offline, self.stretch)

@@ -41,13 +41,27 @@ def rows_beside(
     prompt_length = _mean_length(prompts[:1]) + (prompts[0].num_rows if whole else 0)
     if not rows:
         rows, decode_length = 1, prompt_length
-    cost_model = prompts[0].sequence.cost_model
-    limit = stretch * cost_model.seconds(rows, decode_length)
-    low, high = 1, MAX_PROMPT_ROWS
+    seconds = stretch * prompts[0].sequence.cost_model.seconds(rows, decode_length)
+    return max(1, _rows_within(seconds, rows, decode_length, prompt_length, prompts[0]))
+
+
+def rows_within(seconds: float, decodes: Seq[ScoreRequest], prompts: Seq[ScoreRequest]) -> int:
+    """The maximum number of rows of `prompts`, 0 to `MAX_PROMPT_ROWS`, such that a pass with the
+    `decodes` takes at most so many seconds by its predicted cost."""
+    rows, decode_length = sum(request.num_rows for request in decodes), _mean_length(decodes)
+    return _rows_within(seconds, rows, decode_length, _mean_length(prompts[:1]), prompts[0])
+
+
+def _rows_within(
+    seconds: float, rows: int, decode_length: int, prompt_length: int, prompt: ScoreRequest
+) -> int:
+    """As `rows_within`, beside `rows` rows that attend to `decode_length` positions each."""
+    cost_model = prompt.sequence.cost_model
+    low, high = 0, MAX_PROMPT_ROWS
     while low < high:
         middle = (low + high + 1) // 2
         length = (rows * decode_length + middle * prompt_length) // (rows + middle)
-        if cost_model.seconds(rows + middle, length) <= limit:
+        if cost_model.seconds(rows + middle, length) <= seconds:
             low = middle
         else:
             high = middle - 1

@@ -28,4 +28,9 @@ def online_offline() -> Iterator[Check]:
                           priority=[1, 1, 0, 0]))  # fmt: skip
     expected = [{2: 2, 3: 2, 0: 3, 1: 23}, {2: 1, 3: 1, 0: 1, 1: 21}, {2: 1, 3: 1, 0: 1, 1: 21}]
     yield Check("offline decodes come first within the limit", rows[:3] == expected, str(rows))
+    # 3.05 seconds are the time of 21.5 rows. Of the prompt of 30 online rows, the first pass takes
+    # 3.9 seconds alone, so that the offline request waits; then it gets 20 rows beside one.
+    rows = rows_of(passes("online-offline:seconds=3.05", [50, 30], tokens=3, priority=[1, 0]))
+    expected = [{1: 30}, {1: 1, 0: 20}, {1: 1, 0: 20}, {0: 10}, {0: 1}, {0: 1}]
+    yield Check("online passes take at most the given seconds", rows == expected, str(rows))
     yield same_text("online-offline")
