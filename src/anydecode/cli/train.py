@@ -503,8 +503,9 @@ def train_masks(
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train a model to predict several tokens at mask tokens behind its text, for the decoder
-    space. A run with the same --out is resumed. The model is in the folder "model" of --out.
+    """Train a model to predict several tokens at mask tokens behind its text, for the decoders
+    space and mars. A run with the same --out is resumed. The model is in the folder "model" of
+    --out.
 
     Example: anydecode train masks --minutes 60 --out my-model --plot curve.svg
     """

@@ -72,6 +72,7 @@ ONE_RULE = {
     "auto",
     "jacobi",
     "lenient-sampling",
+    "mars",
     "saguaro",
     "smartspec",
     "stree",

@@ -14,16 +14,15 @@ from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import mask_groups as scripts
 from anydecode.certification.oracles.speculative import space as oracle
 from anydecode.certification.rounds import rounds
-from anydecode.certification.tiny import readable_executor, tiny_network
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import SpeculationRound, Speculative
 from anydecode.decoders.speculative import mask_groups, space
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import MASK, ByteTokenizer, ScriptedModel
-from anydecode.models.transformer import Transformer
 from anydecode.scoring.tree import ROOT, TokenTree
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 from drafted_texts import CONDITIONS, NUMBERS, PROMPTS, generate, num_accepted
+from masked_models import tiny_masked_llm
 
 Patch = pytest.MonkeyPatch
 
@@ -109,18 +108,6 @@ def test_lossy_rules_accept_drafts(rule: str) -> None:
     with scripts.open_llm() as llm:
         trace = rounds(llm, f"space:acceptance={rule}", scripts.PROMPTS[0], temperature=0.8)
     assert sum(len(one.accepted) for one in trace) > 5
-
-
-def tiny_masked_llm(**options: Any) -> LLM:
-    """A transformer over bytes in which four letters and digits are likely behind every token,
-    masks included, so that some drafts are accepted."""
-    network = tiny_network()
-    embedding, head = network.weights.embedding.data, network.weights.head.data
-    embedding[:, 0] = 2.0
-    head[[97, 101, 48, 49], 0] += 3.0
-    executor = readable_executor(options.pop("backend", None))
-    model = Transformer(network, name="tiny", executor=executor)
-    return LLM(model, tokenizer=ByteTokenizer(), **{"cache_positions": 2048, **options})
 
 
 @CONDITIONS

@@ -24,6 +24,16 @@ from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 
+def mask_token(sequence: Sequence) -> int:
+    """The target's mask token. Raises `InvalidRequestError` if it has none."""
+    if sequence.mask_token is None:
+        raise InvalidRequestError(
+            "the model has no mask token: use one that was trained with mask tokens, and give the"
+            " token's id as mask= if its tokenizer does not name it"
+        )
+    return sequence.mask_token
+
+
 class MaskDrafter(Drafter):
     """Drafts from groups of `num_masks` mask tokens. The target's tokenizer must have a mask token,
     for which the target was trained."""
@@ -34,11 +44,7 @@ class MaskDrafter(Drafter):
         self.num_masks = num_masks
 
     def prepare(self, sequence: Sequence) -> None:
-        if sequence.mask_token is None:
-            raise InvalidRequestError(
-                "the model has no mask token: use one that was trained with mask tokens, and give"
-                " the token's id as mask= if its tokenizer does not name it"
-            )
+        mask_token(sequence)
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -70,8 +76,7 @@ class _Session(DraftSession):
         yield
 
     def _draft(self, size: int) -> TokenTree:
-        num_masks, mask = self.drafter.num_masks, self.sequence.mask_token
-        assert mask is not None
+        num_masks, mask = self.drafter.num_masks, mask_token(self.sequence)
         self._groups, self._tree = {}, None
         if size < num_masks:
             return TokenTree()

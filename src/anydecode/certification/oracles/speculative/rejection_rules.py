@@ -48,7 +48,9 @@ class CountingRejection(RejectionSampling):
         return child, token
 
 
-class _MaskTokenizer(ByteTokenizer):
+class MaskTokenizer(ByteTokenizer):
+    """The tokenizer of models over five tokens and a mask."""
+
     vocab_size = VOCABULARY + 1
     mask_id = VOCABULARY
 
@@ -62,7 +64,7 @@ def small_diffusion_llm() -> LLM:
 
     target = ScriptedModel(TARGET_SCRIPT, vocab_size=VOCABULARY)
     drafting = ScriptedModel(draft, vocab_size=VOCABULARY + 1, causal=False)
-    return LLM(target, tokenizer=_MaskTokenizer(), draft=drafting, cache_positions=8192)
+    return LLM(target, tokenizer=MaskTokenizer(), draft=drafting, cache_positions=8192)
 
 
 def small_masked_llm() -> LLM:
@@ -75,7 +77,7 @@ def small_masked_llm() -> LLM:
         return np.append(DRAFT_SCRIPT(text), np.float32(9.0))
 
     target = ScriptedModel(logits, vocab_size=VOCABULARY + 1)
-    return LLM(target, tokenizer=_MaskTokenizer(), cache_positions=8192)
+    return LLM(target, tokenizer=MaskTokenizer(), cache_positions=8192)
 
 
 def rejection_checks(
