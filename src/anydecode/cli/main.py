@@ -4,6 +4,7 @@ codes.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -85,6 +86,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     arguments = [argument for argument in arguments if argument != "--debug"]
     if not debug:
         warnings.formatwarning = _one_line_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: names of files may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _exit_code(app(arguments, prog_name="anydecode", standalone_mode=False))
         sys.stdout.flush()

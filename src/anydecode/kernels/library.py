@@ -276,7 +276,7 @@ def load_library() -> Library | None:
         return _warn_missing("no C compiler was found (install one, or the ziglang package)")
     try:
         return Library(path, os.environ.get("ANYDECODE_VARIANT"))
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:  # the system's message may be no text
         return _warn_missing(f"the native kernels could not be loaded: {error}")
 
 

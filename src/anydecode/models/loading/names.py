@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,11 @@ class PackagedModel:
 
     @property
     def is_present(self) -> bool:
-        return self.path.is_file() and self.path.stat().st_size == self.member_bytes
+        try:
+            info = self.path.stat()
+        except (OSError, ValueError):  # or the folder cannot be read, or is no path
+            return False
+        return stat.S_ISREG(info.st_mode) and info.st_size == self.member_bytes
 
 
 def is_adapter(folder: Path) -> bool:
