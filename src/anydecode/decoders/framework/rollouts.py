@@ -172,6 +172,12 @@ class Rollouts:
             for branch, rollout in zip(self._branches, self.rollouts, strict=True)
         ]
 
+    def open_branches(self) -> list[Sequence]:
+        """Open the branches of a group that is not extended itself: other groups continue them.
+        Nothing is scored."""
+        self._branches = [self._branch(self.sequence, rollout) for rollout in self.rollouts]
+        return self._branches
+
     def text(self, number: int) -> str:
         """The text of a rollout so far."""
         return cast(TextStopChecker, self._branches[number].stop_checker).text

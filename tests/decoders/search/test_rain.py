@@ -1,0 +1,125 @@
+"""RAIN: its certificate, mistakes that the certificate rejects, and its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import Regex, catalogue
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import load_oracle_tests
+from anydecode.certification.checks import Restarts
+from anydecode.certification.oracles.search.rain import PROMPT, SelfJudge
+from anydecode.decoders.search import rain
+from anydecode.decoders.search.rain import Node, Rain, is_widened
+from anydecode.errors import InvalidRequestError, RewardError
+from anydecode.models.scripted import ByteTokenizer
+from certificates import assert_certified, assert_rejected, replace_class_default
+from toy_models import letters_llm
+
+OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 6}
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("rain")
+
+
+def test_oracle() -> None:
+    checks = list(load_oracle_tests()["rain"]())
+    assert len(checks) == 3 and all(check.passed for check in checks), checks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "other", [{"k": 9}, {"simulations": 5}, {"good": "harmful", "bad": "harmless"}], ids=str
+)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    for name, value in other.items():
+        replace_class_default(monkeypatch, Rain, name, value)
+    assert_rejected("rain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, value",
+    [("LENGTHS", (1, 2, 4, 4)), ("TOP_K", 100), ("EXPLORATION", 1.0), ("MODEL_SHARE", 1.0),
+     ("SIMILAR", 2.0), ("SIMILAR_WEIGHT", 1.0), ("VARIANCE", 0.0), ("SURE_VALUE", 2.0),
+     ("SURE_VISITS", 0), ("MIN_ADDED_VISITS", 0), ("PHRASE_ENDS", ".")],
+)  # fmt: skip
+def test_certificate_rejects_another_rule(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    monkeypatch.setattr(rain, name, value)
+    assert_rejected("rain")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_one_order_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that always names the first answer then finds a text good."""
+
+    def first_only(self: Any, reply: str) -> Any:
+        branch, (first, second) = self.branches[0], self.orders[0]
+        question = rain.JUDGE.format(first=first, second=second, prompt=self.prompt, reply=reply)
+        branch.prompt = self.tokenizer.encode(question)
+        branch.align("target")
+        [scores] = yield [branch.score()]
+        return 1.0 if scores.row(-1)[self.letters[0]] > scores.row(-1)[self.letters[1]] else -1.0
+
+    monkeypatch.setattr(rain._Judge, "value", first_only)
+    assert_rejected("rain")
+
+
+def test_bad_children_are_widened_unless_they_differ() -> None:
+    def node(value: float, *embeddings: list[float]) -> Node:
+        children = [Node(embedding=np.array(one), value=value) for one in embeddings]
+        return Node(children=children)
+
+    assert is_widened(node(-1, [1, 0], [1, 0], [0.9, 0.1]))
+    assert not is_widened(node(0, [1, 0], [1, 0], [0.9, 0.1]))
+    assert not is_widened(node(-1, [1, 0], [-1, 0], [0, 1]))
+
+
+def test_prefixes_are_computed_once() -> None:
+    """Of one simulation: the prompt, the greedy token, its prefix again, one row per sampled token
+    but the last."""
+    reward = lambda prompt, texts: [1.0] * len(texts)  # noqa: E731
+    with letters_llm("ab.") as llm:
+        stats = llm.generate("ab" * 10, decoder=Rain(2, 1, reward), seed=1, max_tokens=1).stats
+    assert stats.rows <= 20 + 1 + 64
+
+
+def test_restarts_do_not_change_the_text() -> None:
+    def tokens(share: float) -> list[int]:
+        with (
+            LLM(SelfJudge(), tokenizer=ByteTokenizer(), cache_positions=8192) as llm,
+            Restarts(llm.engine, 3, share),
+        ):
+            return llm.generate(PROMPT, decoder="rain:k=3,simulations=8", **OPTIONS).tokens
+
+    assert tokens(0.1) == tokens(0.0)
+
+
+def test_constraints_and_log_probabilities() -> None:
+    with LLM(SelfJudge(), tokenizer=ByteTokenizer(), cache_positions=8192) as llm:
+        answer = llm.generate(
+            PROMPT, decoder="rain:k=3,simulations=4", constraint=Regex("(cat|dog)+"), logprobs=0,
+            **OPTIONS,
+        )  # fmt: skip
+    assert set(answer.text) <= set("catdog")
+    assert len(answer.logprobs or ()) == len(answer.tokens) and None not in (answer.logprobs or ())
+
+
+def test_a_reward_beyond_its_bounds_is_refused() -> None:
+    with letters_llm() as llm, pytest.raises(RewardError, match="from -1 to 1"):
+        llm.generate("a", decoder=Rain(reward=lambda p, t: [2.0] * len(t)), **OPTIONS)
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"simulations": 0}, {"k": 21}])
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="rain needs k|allowed are"):
+        catalogue.build("rain", **options)
