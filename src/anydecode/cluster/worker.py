@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from anydecode.api.llm import LLM
-from anydecode.api.prefix_spill import parse_bytes, stable_name
+from anydecode.api.prefix_spill import parse_bytes
 from anydecode.api.request import Request
+from anydecode.cluster.blocks import PromptBlocks, digests_of
 from anydecode.cluster.connection import Connection, FleetConnectionError
 from anydecode.cluster.fingerprint import facts, group_of
 from anydecode.cluster.fleet import BEAT_SECONDS, DEAD_SECONDS
@@ -26,8 +27,6 @@ from anydecode.cluster.ledger import Abort, Action, Frame, Ledger, Pull, Send, S
 from anydecode.cluster.message import from_message, plain_logprobs
 from anydecode.engine.engine import Job
 from anydecode.errors import AnydecodeError, FleetError
-from anydecode.memory.prefix import BLOCK, block_digests, read_blocks
-from anydecode.memory.spill import MemorySpill
 from anydecode.scoring.sequence import TARGET
 from anydecode.serialization import to_plain
 from anydecode.server import logs
@@ -126,9 +125,7 @@ class Worker:
         self._runner = llm.engine.runners[TARGET]
         self._group = group_of(llm)
         self._facts = facts(llm)
-        if self._runner.prefixes.spill is None:
-            self._runner.prefixes.namespace_id = stable_name
-            self._runner.prefixes.spill = MemorySpill(parse_bytes(handover_memory))
+        self.blocks = PromptBlocks(self._runner, parse_bytes(handover_memory))
         self.llm.driver.run_in_background()
 
     async def run(self, host: str, port: int) -> None:
@@ -168,22 +165,6 @@ class Worker:
 
         self.llm.driver.post(run)
         return await result
-
-    def cached_blocks(self, tokens: list[int], namespace: Any) -> list[bytes]:
-        """The bytes of the cached blocks at the start of a prompt. Between passes."""
-        slots = self._runner.prefixes.match(tokens, (-1, namespace))
-        return read_blocks(self._runner.pool.cache, slots)
-
-    def num_cached_blocks(self, tokens: list[int], namespace: Any) -> int:
-        """The number of these blocks. Between passes."""
-        return len(self._runner.prefixes.match(tokens, (-1, namespace))) // BLOCK
-
-    def store_blocks(self, blocks: dict[bytes, bytes]) -> None:
-        """Keep blocks of another worker, by digest. Between passes."""
-        spill = self._runner.prefixes.spill
-        assert spill is not None
-        for digest, block in blocks.items():
-            spill.put(digest, block)
 
     def join_frame(self, incarnation: str, address: tuple[str, int]) -> Frame:
         """The first frame to the proxy."""
@@ -428,7 +409,7 @@ class _Session:
             raise run.job.error
         frame = self._ledger.tasks[key].frame
         blocks = await self._worker.between_passes(
-            self._worker.cached_blocks, frame["tokens"], frame["namespace"]
+            self._worker.blocks.cached, frame["tokens"], frame["namespace"]
         )
         size = sum(map(len, blocks))
         if self._ledger.prefilled(key, len(blocks), size, time.monotonic()):
@@ -481,10 +462,8 @@ class _Session:
     async def _fetch(self, key: Key, source: Frame, frame: Frame) -> None:
         worker, namespace = self._worker, frame["message"]["options"].get("namespace")
         tokens = frame["prompt"][:-1]
-        name = stable_name((-1, namespace))
-        assert name is not None
-        digests = block_digests(name, tokens)
-        num_here = await worker.between_passes(worker.num_cached_blocks, tokens, namespace)
+        digests = digests_of(tokens, namespace)
+        num_here = await worker.between_passes(worker.blocks.num_cached, tokens, namespace)
         host, port = source["address"]
         connection = await Connection.open(host, port, worker.secret)
         try:
@@ -503,7 +482,7 @@ class _Session:
             for digest in digests[num_here : reserved["count"]]:
                 _, block = await connection.receive()
                 blocks[digest] = block
-            await worker.between_passes(worker.store_blocks, blocks)
+            await worker.between_passes(worker.blocks.store, blocks)
             connection.send({"type": "acknowledge"})
             await connection.drained()
         finally:

@@ -1,0 +1,398 @@
+"""A fleet in virtual time, event by event.
+
+Engines, schedules, caches and the state machines of proxy and workers are those that serve; passes
+and transfers take the time that costs say. Equal inputs give equal results. Nothing is lost on the
+way, and the work of the proxy and between the passes takes no time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from anydecode.api.llm import LLM
+from anydecode.api.request import Request
+from anydecode.cluster.blocks import PromptBlocks, digests_of
+from anydecode.cluster.control.pd_serve import RatioControl
+from anydecode.cluster.fleet import (
+    BEAT_SECONDS,
+    Deliver,
+    Fail,
+    Finish,
+    Fleet,
+    SendTo,
+    Task,
+    WorkerFacts,
+)
+from anydecode.cluster.leases import MAX_LEASED_BYTES, Key
+from anydecode.cluster.ledger import Frame, Ledger, Pull, Send, Start, StartPrefill
+from anydecode.cluster.simulator.hollow import HollowModel, PassSeconds, TableSeconds, VirtualClock
+from anydecode.errors import FleetError
+from anydecode.memory.prefix import BLOCK
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.scoring.cost import CostTable
+from anydecode.scoring.sequence import TARGET
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a trace.
+
+    Attributes:
+        time: When it arrives, in seconds.
+        prompt: Token ids below 256.
+        num_tokens: Number of tokens of its answer.
+        priority: As of requests.
+    """
+
+    time: float
+    prompt: list[int]
+    num_tokens: int
+    priority: int = 0
+
+
+@dataclass
+class Served:
+    """What became of a request.
+
+    Attributes:
+        arrival: When it arrived, in seconds.
+        token_times: When each of its tokens came.
+        failure: Why it has failed; None: it has not.
+    """
+
+    arrival: float
+    token_times: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Time to its first token (TTFT)."""
+        return self.token_times[0] - self.arrival
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Mean time between its tokens (TPOT); 0 for a single one."""
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long keys and values travel between two workers.
+
+    Attributes:
+        position_bytes: Size of the keys and values of one position.
+        bytes_per_second: The rate, packing and unpacking included.
+        latency: Seconds for each transfer, whatever its size.
+    """
+
+    position_bytes: int = 0
+    bytes_per_second: float = 1e9
+    latency: float = 0.0
+
+    def seconds(self, num_positions: int) -> float:
+        """The duration of a transfer."""
+        return self.latency + num_positions * self.position_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """A worker of a simulated fleet.
+
+    Attributes:
+        role: "mixed", "prefill" or "decode".
+        costs: The costs of its passes, which its schedule is told.
+        positions: Size of its cache.
+        max_running: Maximum number of its tasks.
+        num_layers: The layers of its model.
+        engine: Further options of `LLM`, such as `schedule`.
+        seconds: The durations of its passes; None: by `costs`.
+    """
+
+    role: str
+    costs: CostTable
+    positions: int = 1 << 16
+    max_running: int = 64
+    num_layers: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)
+    seconds: PassSeconds | None = None
+
+
+@dataclass
+class Pass:
+    """One pass of a worker.
+
+    Attributes:
+        worker: The number of the worker.
+        start: When it began.
+        seconds: Its duration.
+        rows: For each scheduled span the number of the request, the number of rows, and the first
+            and the last layer.
+    """
+
+    worker: int
+    start: float
+    seconds: float
+    rows: list[tuple[int, int, int, int]]
+
+
+@dataclass
+class Result:
+    """What a simulation has found.
+
+    Attributes:
+        served: By number of the arrival.
+        passes: The passes of all workers, in the order in which they began.
+        counts: The counters of the fleet.
+    """
+
+    served: list[Served]
+    passes: list[Pass]
+    counts: dict[str, int]
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    workers: Sequence[WorkerPlan],
+    link: Link = Link(),  # noqa: B008  frozen
+    control: RatioControl | None = None,
+) -> Result:
+    """Serve a trace in virtual time.
+
+    Args:
+        arrivals: The requests, in order of arrival.
+        workers: The workers of the fleet.
+        link: The network between them.
+        control: Changes their roles; None: they stay.
+
+    Raises:
+        FleetError: The simulation does not come to an end.
+    """
+    return _Simulation(arrivals, workers, link, control).run()
+
+
+class _Worker:
+    """A worker: the ledger and an engine over a hollow model."""
+
+    def __init__(self, number: int, plan: WorkerPlan) -> None:
+        self.number = number
+        name = f"{number:04d}"
+        self.facts = WorkerFacts(
+            name, name, plan.role, "group", (name, 0), plan.max_running, plan.positions
+        )
+        self.ledger = Ledger(name, plan.max_running, plan.positions)
+        self.llm = LLM(
+            HollowModel(plan.costs, plan.num_layers),
+            tokenizer=ByteTokenizer(),
+            cache_positions=plan.positions,
+            **plan.engine,
+        )
+        self.engine = self.llm.engine
+        runner = self.engine.runners[TARGET]
+        self.blocks = PromptBlocks(runner, MAX_LEASED_BYTES)
+        self.kept: dict[Key, list[bytes]] = {}
+        self.clock = VirtualClock(plan.seconds or TableSeconds(plan.costs))
+        self.engine.clock = self.clock
+        self._correct, self.engine.on_pass = self.engine.on_pass, None
+        self.requests: dict[Key, Request] = {}
+        self.num_sent: dict[Key, int] = {}
+        self.is_busy = False
+
+    def start(self, key: Key, tokens: list[int], num_tokens: int, frame: Frame) -> None:
+        options = frame["message"]["options"] if "message" in frame else {}
+        request = self.llm.request(
+            tokens,
+            decoder="autoregressive",
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            seed=0,
+            priority=options.get("priority", 0),
+        )
+        self.requests[key], self.num_sent[key] = request, 0
+        self.engine.submit(request.jobs[0])
+
+    def step(self, now: float) -> Pass | None:
+        """Begin a pass, and compute what it will have computed at its end. None: there is none."""
+        numbers = {id(one.jobs[0].sequence): key[0] for key, one in self.requests.items()}
+        self.engine.now, self.clock.plan = now, None
+        self.engine.step()
+        plan = self.clock.plan
+        if plan is None:
+            return None
+        if self._correct is not None:
+            self._correct(plan, self.clock.last)
+        rows = [
+            (numbers[id(score.sequence.root)], num_rows, span.start, span.stop)
+            for score, span, num_rows in plan.scheduled
+        ]
+        return Pass(self.number, now, self.clock.last, rows)
+
+    def report(self, now: float) -> None:
+        """Tell the ledger what the pass has computed that ends now."""
+        for key, request in list(self.requests.items()):
+            job = request.jobs[0]
+            if self.ledger.tasks[key].frame["type"] == "prefill":
+                if job.done:
+                    self._offer(key, now)
+                continue
+            tokens = list(job.sequence.tokens)
+            self.ledger.produced(key, tokens[self.num_sent[key] :])
+            self.num_sent[key] = len(tokens)
+            if job.error is not None:
+                self.ledger.failed(key, "FleetError", str(job.error), is_final=True)
+                self._forget(key)
+            elif job.done:
+                self.ledger.ended(key, finish=job.sequence.finish_reason)
+                self._forget(key)
+
+    def _offer(self, key: Key, now: float) -> None:
+        self._forget(key)
+        blocks = self.blocks.cached(self.ledger.tasks[key].frame["tokens"], None)
+        if self.ledger.prefilled(key, len(blocks), sum(map(len, blocks)), now):
+            self.kept[key] = blocks
+
+    def _forget(self, key: Key) -> None:
+        del self.requests[key], self.num_sent[key]
+
+
+class _Simulation:
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        workers: Sequence[WorkerPlan],
+        link: Link,
+        control: RatioControl | None,
+    ) -> None:
+        self._arrivals = arrivals
+        self._link = link
+        self._fleet = Fleet(control)
+        self._served = [Served(one.time) for one in arrivals]
+        self._passes: list[Pass] = []
+        self._events: list[tuple[float, int, Any, tuple[Any, ...]]] = []
+        self._order = count()
+        self._now = 0.0
+        self._num_left = len(arrivals)
+        self._workers: dict[str, _Worker] = {}
+        for number, plan in enumerate(workers):
+            worker = _Worker(number, plan)
+            self._workers[worker.facts.incarnation] = worker
+
+    def run(self) -> Result:
+        try:
+            for worker in self._workers.values():
+                self._fleet.join(worker.facts, 0.0)
+            for number, arrival in enumerate(self._arrivals):
+                self._at(arrival.time, self._arrive, number)
+            self._at(0.0, self._beat)
+            while self._num_left and self._events:
+                self._now, _, event, arguments = heapq.heappop(self._events)
+                event(*arguments)
+                self._act()
+        finally:
+            for worker in self._workers.values():
+                worker.llm.close()
+        if self._num_left:
+            raise FleetError(f"{self._num_left} requests of the simulation do not end")
+        return Result(self._served, self._passes, self._fleet.counts)
+
+    def _at(self, time: float, event: Any, *arguments: Any) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event, arguments))
+
+    # Events.
+
+    def _arrive(self, number: int) -> None:
+        arrival = self._arrivals[number]
+        task = Task(
+            number,
+            arrival.prompt,
+            arrival.num_tokens,
+            {"options": {"priority": arrival.priority}},
+            digests_of(arrival.prompt[:-1], None),
+            priority=arrival.priority,
+        )
+        self._fleet.submit(task, self._now)
+
+    def _beat(self) -> None:
+        for worker in self._workers.values():
+            worker.ledger.beat(self._now, passes=worker.engine.runners[TARGET].num_passes)
+        self._act()
+        self._fleet.tick(self._now)
+        self._at(self._now + BEAT_SECONDS, self._beat)
+
+    def _begin(self, worker: _Worker) -> None:
+        found = worker.step(self._now)
+        if found is None:
+            self._end(worker)
+            return
+        self._passes.append(found)
+        self._at(worker.engine.now, self._end, worker)
+
+    def _end(self, worker: _Worker) -> None:
+        worker.is_busy = False
+        worker.report(self._now)
+
+    def _pulled(self, worker: _Worker, giver: _Worker, key: Key, source: Frame) -> None:
+        of_giver = key[0], source["attempt"]
+        blocks = giver.kept.get(of_giver, [])
+        digests = digests_of(worker.ledger.tasks[key].frame["prompt"][:-1], None)
+        worker.blocks.store(dict(zip(digests, blocks, strict=False)))
+        giver.ledger.leases.acknowledge(of_giver, worker.facts.incarnation)
+        worker.ledger.pulled(key)
+
+    # Actions of the state machines.
+
+    def _act(self) -> None:
+        """Do what they ask for until they ask for nothing, then begin passes."""
+        workers = self._workers.values()
+        while self._fleet.actions or any(one.ledger.actions for one in workers):
+            actions, self._fleet.actions = self._fleet.actions, []
+            for action in actions:
+                self._act_for_proxy(action)
+            for worker in workers:
+                of_worker, worker.ledger.actions = worker.ledger.actions, []
+                for one in of_worker:
+                    self._act_for_worker(worker, one)
+        for worker in workers:
+            for key, _ in worker.ledger.leases.ended:
+                worker.kept.pop(key, None)
+            worker.ledger.leases.ended.clear()
+            if not worker.is_busy and worker.engine.has_work:
+                worker.is_busy = True
+                self._at(self._now, self._begin, worker)
+
+    def _act_for_proxy(self, action: Any) -> None:
+        if isinstance(action, SendTo):
+            self._workers[action.incarnation].ledger.handle(action.frame)
+        elif isinstance(action, Deliver):
+            self._served[action.task].token_times += [self._now] * len(action.tokens)
+        elif isinstance(action, Finish | Fail):
+            self._num_left -= 1
+            if isinstance(action, Fail):
+                self._served[action.task].failure = action.message
+
+    def _act_for_worker(self, worker: _Worker, action: Any) -> None:
+        if isinstance(action, Send):
+            self._fleet.receive(worker.facts.incarnation, action.frame, self._now)
+        elif isinstance(action, Start):
+            frame = action.frame
+            worker.start(action.key, frame["prompt"], frame["max_tokens"], frame)
+        elif isinstance(action, StartPrefill):
+            worker.start(action.key, action.frame["tokens"], 1, action.frame)
+        elif isinstance(action, Pull):
+            self._pull(worker, action)
+
+    def _pull(self, worker: _Worker, action: Pull) -> None:
+        giver = self._workers[action.source["address"][0]]
+        key, holder = (action.key[0], action.source["attempt"]), worker.facts.incarnation
+        leases = giver.ledger.leases
+        if not (leases.reserve(key, holder, self._now) and leases.pull(key, holder, self._now)):
+            worker.ledger.pulled(action.key)
+            return
+        num_here = worker.blocks.num_cached(action.frame["prompt"][:-1], None)
+        num_blocks = max(0, len(giver.kept[key]) - num_here)
+        end = self._now + self._link.seconds(BLOCK * num_blocks)
+        self._at(end, self._pulled, worker, giver, action.key, action.source)

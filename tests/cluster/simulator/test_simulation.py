@@ -1,0 +1,213 @@
+"""A simulated fleet: the passes are those of a real engine, queues obey their laws, and prompts are
+handed over."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from anydecode import LLM
+from anydecode.cluster.fleet import MIN_BLOCKS
+from anydecode.cluster.simulator.simulation import (
+    Arrival,
+    Link,
+    Pass,
+    Result,
+    WorkerPlan,
+    simulate,
+)
+from anydecode.engine.model_runner import Plan
+from anydecode.memory.prefix import BLOCK
+from anydecode.scoring.cost import CostTable
+
+COSTS = CostTable({256: {1: 0.010, 16: 0.018}, 1024: {1: 0.012, 16: 0.024}})
+SCHEDULES = [
+    None,
+    "sarathi",
+    "sarathi-serve:budget=40",
+    "nexus",
+    "prepacking",
+    "layered-prefill",
+    "online-offline",
+    "fair",
+    "priority",
+]
+
+
+def trace(seed: int, num: int = 24, *, rate: float = 20.0) -> list[Arrival]:
+    random = Random(seed)
+    time, arrivals = 0.0, []
+    for number in range(num):
+        time += random.expovariate(rate)
+        prompt = [number % 251, 1 + number // 251, *[7] * random.randrange(1, 150)]
+        if number % 3 == 0:
+            prompt = [3, *[5] * 100, *prompt]  # shared with others
+        arrivals.append(Arrival(time, prompt, random.randrange(1, 12), number % 2))
+    return arrivals
+
+
+class RealRun:
+    """A real engine that serves a trace, whose clock is the sum of the measured pass durations.
+
+    A request whose number is a multiple of 3 arrives between two passes, another one in the middle
+    of a pass; `arrivals` have the times of this run.
+    """
+
+    def __init__(self, schedule: str | None, requests: list[Arrival]) -> None:
+        self.durations: list[float] = []
+        self.passes: list[list[tuple[int, int, int, int]]] = []
+        self.arrivals: list[Arrival] = []
+        now = 0.0
+        with LLM("tiny-autoregressive", threads=1, cache_positions=8192, schedule=schedule) as llm:
+            model: Any = llm.model
+            model.cost_table = COSTS
+            self.num_layers = llm.model.spec.num_layers
+            correct = llm.engine.on_pass
+            numbers: dict[int, int] = {}
+            jobs = []
+
+            def on_pass(plan: Plan, seconds: float) -> None:
+                assert correct is not None
+                correct(plan, seconds)
+                self.durations.append(seconds)
+                self.passes.append(
+                    [
+                        (numbers[id(score.sequence.root)], rows, span.start, span.stop)
+                        for score, span, rows in plan.scheduled
+                    ]
+                )
+
+            llm.engine.on_pass = on_pass
+            left = list(enumerate(requests))
+            while left or not all(job.done for job in jobs):
+                before, num_before = now, len(self.durations)
+                if llm.engine.has_work:
+                    llm.engine.step()
+                    now += sum(self.durations[num_before:])
+                for _ in range(2):
+                    if left and (
+                        left[0][0] % 3 or len(self.durations) % 2 or not llm.engine.has_work
+                    ):
+                        number, one = left.pop(0)
+                        time = (before + now) / 2 if number % 3 else now
+                        time = max(time, self.arrivals[-1].time if self.arrivals else 0.0)
+                        arrival = Arrival(time, one.prompt, one.num_tokens, one.priority)
+                        self.arrivals.append(arrival)
+                        request = llm.request(
+                            one.prompt,
+                            decoder="autoregressive",
+                            max_tokens=one.num_tokens,
+                            ignore_eos=True,
+                            priority=one.priority,
+                        )
+                        numbers[id(request.jobs[0].sequence)] = number
+                        jobs.append(llm.engine.submit(request.jobs[0]))
+
+
+def replay(real: RealRun, schedule: str | None, **changed: Any) -> list[list[Any]]:
+    durations = iter(real.durations)
+    plan: dict[str, Any] = {
+        "costs": COSTS,
+        "positions": 8192,
+        "num_layers": real.num_layers,
+        "engine": {"schedule": schedule},
+        "seconds": lambda plan: next(durations, 1.0),
+        **changed,
+    }
+    return [one.rows for one in simulate(real.arrivals, [WorkerPlan("mixed", **plan)]).passes]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_passes_are_those_of_a_real_engine(schedule: str | None) -> None:
+    real = RealRun(schedule, trace(1))
+    assert replay(real, schedule) == real.passes
+
+
+def test_another_schedule_or_cache_has_other_passes() -> None:
+    real = RealRun("sarathi-serve:budget=40", trace(1))
+    assert replay(real, "sarathi:budget=40") != real.passes
+    without = {"schedule": "sarathi-serve:budget=40", "row_budget": 8}
+    assert replay(real, None, engine={**without, "schedule": None}) != real.passes
+    assert replay(real, None, positions=512) != real.passes
+
+
+def test_equal_inputs_give_equal_results() -> None:
+    workers = [WorkerPlan("mixed", COSTS), WorkerPlan("mixed", COSTS)]
+    assert simulate(trace(2), workers) == simulate(trace(2), workers)
+
+
+def test_a_single_server_is_the_queue_of_lindley() -> None:
+    """One request at a time, each of one pass."""
+    random, time, arrivals = Random(0), 0.0, []
+    for number in range(400):
+        time += random.expovariate(0.7)
+        arrivals.append(Arrival(time, [number % 256, number // 256, *[9] * 30], 1))
+    worker = WorkerPlan("mixed", COSTS, max_running=1, seconds=lambda plan: 1.0)
+    end, expected = 0.0, []
+    for arrival in arrivals:
+        end = max(arrival.time, end) + 1.0
+        expected.append([end])
+    assert [one.token_times for one in simulate(arrivals, [worker]).served] == expected
+
+
+def test_laws_of_queues() -> None:
+    """Tokens in are tokens out, no worker idles while its engine has work, and the mean number of
+    requests is their rate times their mean time (Little)."""
+    arrivals = trace(3, 60)
+    result = simulate(arrivals, [WorkerPlan("mixed", COSTS), WorkerPlan("mixed", COSTS)])
+    assert [len(one.token_times) for one in result.served] == [one.num_tokens for one in arrivals]
+    for number in range(2):
+        passes = [one for one in result.passes if one.worker == number]
+        for one, following in zip(passes, passes[1:], strict=False):
+            assert following.start >= one.start + one.seconds - 1e-9
+    spans = [(one.arrival, one.token_times[-1]) for one in result.served]
+    times = sorted({time for span in spans for time in span})
+    area = sum(
+        (end - start) * sum(first <= start < last for first, last in spans)
+        for start, end in zip(times, times[1:], strict=False)
+    )
+    assert area == pytest.approx(sum(last - first for first, last in spans))
+
+
+def long_prompts(num: int) -> list[Arrival]:
+    length = 2 * BLOCK * MIN_BLOCKS + 1
+    return [Arrival(2.0 * n, [n, *[1] * (length - 1)], 5) for n in range(num)]
+
+
+def handed_over(link: Link) -> Result:
+    workers = [WorkerPlan("prefill", COSTS), WorkerPlan("decode", COSTS)]
+    return simulate(long_prompts(5), workers, link)
+
+
+def test_prompts_are_handed_over_in_the_time_of_the_link() -> None:
+    at_once = handed_over(Link())
+    assert at_once.counts["handovers"] == 5
+    by_worker = [
+        sum(rows for one in at_once.passes if one.worker == worker for _, rows, _, _ in one.rows)
+        for worker in (0, 1)
+    ]
+    length = 2 * BLOCK * MIN_BLOCKS
+    assert by_worker == [5 * length, 5 * 5]  # the last row of each prompt, and 4 tokens
+    slow = handed_over(Link(position_bytes=1000, bytes_per_second=1e6, latency=0.25))
+    delays = [
+        two.first_token_seconds - one.first_token_seconds
+        for one, two in zip(at_once.served, slow.served, strict=True)
+    ]
+    assert delays == pytest.approx([0.25 + length * 1e-3] * 5)
+
+
+def test_times_of_tokens() -> None:
+    seconds = iter([1.0, 0.5, 0.25])
+    worker = WorkerPlan("mixed", COSTS, seconds=lambda plan: next(seconds))
+    result = simulate([Arrival(2.0, [1, 2, 3], 3)], [worker])
+    [one] = result.served
+    assert one.token_times == [3.0, 3.5, 3.75]
+    assert (one.first_token_seconds, one.seconds_per_token) == (1.0, 0.375)
+    assert result.passes[0] == Pass(0, 2.0, 1.0, [(0, 3, 0, 1)])
+
+
+def test_a_request_that_no_worker_can_run_fails() -> None:
+    result = simulate([Arrival(0.0, [1] * 300, 3)], [WorkerPlan("mixed", COSTS, positions=64)])
+    assert "there is no worker" in (result.served[0].failure or "")
