@@ -54,6 +54,13 @@ METHODS = (
     "window-diffusion:window=8,active=4,cycle=3",
 )
 
+#: Decoders of models with blocks.
+OF_BLOCKS = (
+    "fast-dllm:block=2,threshold=0.3,cache=hierarchical",
+    "s2d2:router=always",
+    "s2d2:router=bandit",
+)
+
 
 @cache
 def model(block_size: int | None = None) -> Any:
@@ -88,9 +95,9 @@ def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int
     return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
-@pytest.mark.parametrize("decoder", [*METHODS, "s2d2:router=always", "s2d2:router=bandit"])
+@pytest.mark.parametrize("decoder", [*METHODS, *OF_BLOCKS])
 def test_batches_and_restarts_do_not_change_the_text(decoder: str) -> None:
-    size = 4 if decoder.startswith("s2d2") else None
+    size = 4 if decoder in OF_BLOCKS else None
     for temperature in (0.0, 0.9):
         with llm_of(size) as llm:
             alone = [texts(llm, decoder, [p], temperature=temperature)[0] for p in PROMPTS]

@@ -8,8 +8,9 @@ import pytest
 
 from anydecode import LLM, catalogue
 from anydecode.certification.certify import claim
-from anydecode.decoders.diffusion import fast_dllm_v2
-from anydecode.decoders.diffusion.fast_dllm_v2 import SubBlockCache, SubBlocks
+from anydecode.decoders.diffusion import named_caches, sub_blocks
+from anydecode.decoders.diffusion.caches import BlockCausalCache
+from anydecode.decoders.diffusion.sub_blocks import SubBlockCache, SubBlocks
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
 
@@ -37,7 +38,7 @@ def test_certificate_rejects_other_defaults(
 
 def test_certificate_rejects_blocks_without_a_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first position of a block is predicted together with the others."""
-    monkeypatch.setattr(fast_dllm_v2, "is_first_of_block", lambda canvas, position: False)
+    monkeypatch.setattr(sub_blocks, "is_first_of_block", lambda canvas, position: False)
     assert_rejected("fast-dllm-v2")
 
 
@@ -52,6 +53,13 @@ def test_certificate_rejects_finished_blocks_that_keep_masked_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(SubBlockCache, "num_finished", lambda self, canvas, cache: cache.length)
+    assert_rejected("fast-dllm-v2")
+
+
+def test_certificate_rejects_a_hierarchical_cache_of_whole_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(named_caches, "SubBlockCache", lambda size, parts: BlockCausalCache(size))
     assert_rejected("fast-dllm-v2")
 
 

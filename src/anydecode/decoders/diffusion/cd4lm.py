@@ -11,11 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_named
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
@@ -60,7 +58,7 @@ class DelayedEndOfText(Confidence):
             "max_per_step": Range(1, 4096),
             "min_filled": Range(0, 1),
             "block": Range(0, 4096),
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
         },
     )
 )
@@ -80,7 +78,8 @@ def cd4lm(
         min_filled: The share of the canvas that must be unmasked before an end of text.
         block: Positions per block (0: the whole canvas; default: up to 32).
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         mask: The mask token (default: the tokenizer's).
     """
     if max_per_step < 1:
@@ -88,6 +87,5 @@ def cd4lm(
             f"max_per_step must be at least 1 (at least one token per pass), not {max_per_step}"
         )
     unmask = ThresholdUnmasking(threshold, max_per_step)
-    return Denoiser(
-        FixedBlocks(block), DelayedEndOfText(min_filled), unmask, cache_named(cache), mask=mask
-    )
+    blocks, policy = blocks_and_cache(block, cache)
+    return Denoiser(blocks, DelayedEndOfText(min_filled), unmask, policy, mask=mask)

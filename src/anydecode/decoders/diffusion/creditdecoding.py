@@ -12,11 +12,9 @@ import math
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_named
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
@@ -71,7 +69,7 @@ class CreditDenoiser(Denoiser):
             "decay": Range(0, 1),
             "power": Range(0, 10),
             "block": Range(0, 4096),
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
         },
     )
 )
@@ -96,18 +94,20 @@ def creditdecoding(
         power: The exponent of the probability, at least 0.
         block: Positions per block (0: the whole canvas; default: up to 32).
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         mask: The mask token (default: the tokenizer's).
     """
     if power < 0:
         raise InvalidRequestError(f"power must be 0 or more, not {power}")
     if not 0 <= decay <= 1:
         raise InvalidRequestError(f"decay must be between 0 and 1, not {decay}")
+    blocks, policy = blocks_and_cache(block, cache)
     decoder = CreditDenoiser(
-        FixedBlocks(block),
+        blocks,
         Confidence(),
         ThresholdUnmasking(threshold),
-        cache_named(cache),
+        policy,
         mask=mask,
     )
     decoder.weight, decoder.decay, decoder.power = weight, decay, power

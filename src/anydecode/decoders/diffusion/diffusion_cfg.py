@@ -16,11 +16,9 @@ from anydecode.constraints.grammar.byte_grammar import MAX_CACHED_BYTES
 from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
 from anydecode.constraints.json.schema_grammar import canvas_grammar_of
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
 from anydecode.decoders.diffusion.denoiser import TEMPLATE, Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_named
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
@@ -260,7 +258,7 @@ class GrammaticalDenoiser(Denoiser):
         remote={
             "block": Range(0, 4096),
             "remasking": RANKING_WORDS,
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
             "begun": Text(256),
         },
     )
@@ -279,12 +277,12 @@ def diffusion_cfg(
         block: Positions per block (0: the whole canvas; default: up to 32).
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         begun: The end of the prompt, before its first mask, that belongs to the constrained text.
         mask: The mask token (default: the tokenizer's).
     """
-    decoder = GrammaticalDenoiser(
-        FixedBlocks(block), ranking(remasking), TopKUnmasking(), cache_named(cache), mask=mask
-    )
+    blocks, policy = blocks_and_cache(block, cache)
+    decoder = GrammaticalDenoiser(blocks, ranking(remasking), TopKUnmasking(), policy, mask=mask)
     decoder.begun = begun
     return decoder

@@ -7,10 +7,8 @@ be certain early (`anydecode train distil --method dparallel`).
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_named
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.rankings import Entropy
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 
@@ -32,7 +30,7 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
         remote={
             "entropy": Range(0, 100),
             "block": Range(0, 4096),
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
         },
     )
 )
@@ -45,9 +43,9 @@ def dparallel(
         entropy: Masks with at most this entropy, in nats, are unmasked.
         block: Positions per block (0: the whole canvas; default: up to 32).
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         mask: The mask token (default: the tokenizer's).
     """
-    return Denoiser(
-        FixedBlocks(block), Entropy(), ThresholdUnmasking(-entropy), cache_named(cache), mask=mask
-    )
+    blocks, policy = blocks_and_cache(block, cache)
+    return Denoiser(blocks, Entropy(), ThresholdUnmasking(-entropy), policy, mask=mask)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_named
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy, top_k
@@ -56,7 +54,7 @@ class EntropyBoundedUnmasking(UnmaskPolicy):
             "gamma": Range(0, 100),
             "remasking": RANKING_WORDS,
             "block": Range(0, 4096),
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
         },
     )
 )
@@ -74,8 +72,10 @@ def eb_sampler(
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
         block: Positions per block (0: the whole canvas; default: up to 32).
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         mask: The mask token (default: the tokenizer's).
     """
-    blocks, unmask = FixedBlocks(block), EntropyBoundedUnmasking(gamma)
-    return Denoiser(blocks, ranking(remasking), unmask, cache_named(cache), mask=mask)
+    blocks, policy = blocks_and_cache(block, cache)
+    unmask = EntropyBoundedUnmasking(gamma)
+    return Denoiser(blocks, ranking(remasking), unmask, policy, mask=mask)

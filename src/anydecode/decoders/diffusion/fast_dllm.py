@@ -8,10 +8,8 @@ allows. Rows outside of the block come from an approximate key-value cache.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_of
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.unmasking import FactorUnmasking, ThresholdUnmasking, UnmaskPolicy
 from anydecode.errors import InvalidRequestError
 
@@ -38,7 +36,7 @@ from anydecode.errors import InvalidRequestError
             "threshold": Range(0, 1),
             "factor": Range(0, 100),
             "block": Range(0, 4096),
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
             "length": Range(1, 4096),
         },
     )
@@ -59,7 +57,8 @@ def fast_dllm(
             largest n with (n + 1) (1 - confidence of the n-th) < `factor`.
         block: Positions per block (0: the whole canvas; default: up to 32).
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         length: The number of masks of a canvas (default: max_tokens).
         mask: The mask token (default: the tokenizer's).
     """
@@ -68,6 +67,5 @@ def fast_dllm(
     unmask: UnmaskPolicy = (
         ThresholdUnmasking(threshold) if factor is None else FactorUnmasking(factor)
     )
-    return Denoiser(
-        FixedBlocks(block), unmask=unmask, cache=cache_of(cache), mask=mask, length=length
-    )
+    blocks, policy = blocks_and_cache(block, cache)
+    return Denoiser(blocks, unmask=unmask, cache=policy, mask=mask, length=length)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_named
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, Ranking, ranking
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking
@@ -98,7 +96,7 @@ def _end_tokens(sequence: Sequence) -> frozenset[int]:
             "guidance": Range(0, 100),
             "end": Words(ENDS),
             "length": Range(1, 4096),
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
         },
     )
 )
@@ -123,7 +121,8 @@ def llada(
         end: Tokens that end the text are "allowed", unmasked "last", or "never" predicted.
         length: The number of masks of a canvas (default: max_tokens).
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         mask: The mask token (default: the tokenizer's).
     """
     if not 0 <= guidance <= 1e6:
@@ -138,11 +137,12 @@ def llada(
     order = ranking(remasking)
     if end == "last":
         order = EndsLast(order)
+    blocks, policy = blocks_and_cache(block, cache)
     decoder = Llada(
-        FixedBlocks(block),
+        blocks,
         order,
         TopKUnmasking(steps),
-        cache_named(cache),
+        policy,
         mask=mask,
         length=length,
     )

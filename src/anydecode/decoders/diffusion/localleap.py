@@ -10,11 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.named_caches import CACHE_WORDS
-from anydecode.decoders.diffusion.named_caches import cache as cache_named
+from anydecode.decoders.diffusion.named_caches import BLOCKWISE_WORDS, blocks_and_cache
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
@@ -57,7 +55,7 @@ class AnchorUnmasking(UnmaskPolicy):
             "relaxed": Range(0, 1),
             "radius": Range(0, 4096),
             "block": Range(0, 4096),
-            "cache": CACHE_WORDS,
+            "cache": BLOCKWISE_WORDS,
         },
     )
 )
@@ -77,8 +75,10 @@ def localleap(
         radius: The largest distance from an anchor, in positions.
         block: Positions per block (0: the whole canvas; default: up to 32).
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
-            has blocks, "block".
+            has blocks, "block" or "hierarchical" (`block` then counts the positions of a sub-block,
+            by default 8).
         mask: The mask token (default: the tokenizer's).
     """
     unmask = AnchorUnmasking(threshold, relaxed, radius)
-    return Denoiser(FixedBlocks(block), Confidence(), unmask, cache_named(cache), mask=mask)
+    blocks, policy = blocks_and_cache(block, cache)
+    return Denoiser(blocks, Confidence(), unmask, policy, mask=mask)

@@ -16,10 +16,10 @@ from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.fast_dllm_v2 import SeededCache, is_first_of_block
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.sdar import BlockSchedule
+from anydecode.decoders.diffusion.sub_blocks import SeededCache, is_first_of_block
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule
 from anydecode.decoders.framework.canvas_spans import CausalSpan, causal_span, score_canvas
 from anydecode.decoders.framework.rejection import rejection_steps

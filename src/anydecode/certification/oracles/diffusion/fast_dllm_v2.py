@@ -27,7 +27,7 @@ from anydecode.certification.oracles.diffusion.block_caches import cache_loss
 from anydecode.certification.oracles.diffusion.rankings import order
 from anydecode.decoders.diffusion.caches import NoCache
 from anydecode.decoders.diffusion.denoiser import Denoiser
-from anydecode.decoders.diffusion.fast_dllm_v2 import SubBlocks
+from anydecode.decoders.diffusion.sub_blocks import SubBlocks
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule, TopKUnmasking
 from anydecode.models.scripted import MASK
 
@@ -127,6 +127,11 @@ def cached_rows() -> Iterator[Check]:
         yield Check(f"{decoder} equals the oracle", actual == expected)
         found = answer.stats.rows
         yield Check(f"{decoder} computes {sum(rows)} rows", found == sum(rows), f"{found} rows")
+        if kind == "dual":
+            other = "fast-dllm:block=4,threshold=0.7,cache=hierarchical"
+            with digests(CONFIDENT, block_size=8) as llm:
+                actual = steps(llm, other, 25, prompt=prompt)
+            yield Check("the hierarchical cache of another method", actual == expected)
     yield Check("the test model distinguishes the caches", results[0] != results[1])
 
 
