@@ -59,7 +59,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
 
 
-@pytest.fixture(params=[(name, backend) for name in MODELS for backend in BACKENDS], ids=" ".join)
+@pytest.fixture(
+    params=[(name, backend) for name in MODELS for backend in BACKENDS],
+    ids=" ".join,
+    scope="module",
+)
 def model(request: Any) -> Transformer:
     name, backend = request.param
     if backend == "torch":
@@ -93,15 +97,37 @@ def in_parts(model: Transformer, cache: Any, sizes: list[int], slots: Any = None
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("max_states", [None, 1, 3])
-@pytest.mark.parametrize(
-    "sizes", [[1] * 40, [7, 1, 1, 20, 11], [33, 7]], ids=["decode", "mixed", "two"]
+SIZES = {"decode": [1] * 40, "mixed": [7, 1, 1, 20, 11], "two": [33, 7]}
+
+
+def with_models(*values: Any, fast: Any) -> Any:
+    """All pairs of a model and one of `values`. Those of the slow backend, which shares the code
+    that keeps states, are slow tests but for the values `fast`."""
+    pairs = [
+        pytest.param(
+            (name, backend),
+            value,
+            id=f"{name} {backend}-{value}",
+            marks=[pytest.mark.slow] if backend == "torch" and value not in fast else [],
+        )
+        for name in MODELS
+        for backend in BACKENDS
+        for value in values
+    ]
+    return pytest.mark.parametrize(("model", "value"), pairs, indirect=["model"])
+
+
+@with_models(
+    *((sizes, max_states) for sizes in SIZES for max_states in (None, 1, 3)),
+    fast=[("decode", 1), ("mixed", 3), ("two", None)],
 )
 def test_chunks_and_kept_states_leave_the_bits_alone(
-    model: Transformer, sizes: list[int], max_states: int | None
+    model: Transformer, value: tuple[str, int | None]
 ) -> None:
+    sizes, max_states = value
     whole_text = in_parts(model, new_cache(model), [40])
-    assert np.array_equal(in_parts(model, new_cache(model, max_states), sizes), whole_text)
+    found = in_parts(model, new_cache(model, max_states), SIZES[sizes])
+    assert np.array_equal(found, whole_text)
 
 
 def test_a_shared_prefix_continues_with_the_same_bits(model: Transformer) -> None:
@@ -124,14 +150,15 @@ def test_a_slot_that_was_freed_has_no_state(model: Transformer) -> None:
     assert np.array_equal(in_parts(model, cache, [10, 30], slots), expected)
 
 
-@pytest.mark.parametrize(
-    "parents",
-    [[-1, -1, 0, 0, 1, 2, 4, 6], [-1, -1, 0, 0, 1, 1, 2, 2, 3, 3, 8, 6, 4, 4]],
-    ids=["narrow", "wide"],
-)
-def test_nodes_of_a_tree_have_the_bits_of_their_paths(
-    model: Transformer, parents: list[int]
-) -> None:
+TREES = {
+    "narrow": [-1, -1, 0, 0, 1, 2, 4, 6],
+    "wide": [-1, -1, 0, 0, 1, 1, 2, 2, 3, 3, 8, 6, 4, 4],
+}
+
+
+@with_models(*TREES, fast=["narrow"])
+def test_nodes_of_a_tree_have_the_bits_of_their_paths(model: Transformer, value: str) -> None:
+    parents = TREES[value]
     count = len(parents)
     tokens = [9, 12, *range(40, 38 + count)]
     cache, base = new_cache(model), 11
@@ -164,13 +191,13 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(
     assert np.array_equal(logits(model, whole(rows, model), cache)[0], alone[-1])
 
 
-@pytest.mark.parametrize("max_states", [None, 1, 2])
+@with_models(None, 1, 2, fast=[None, 2])
 def test_rows_that_go_on_from_an_early_layer_have_the_same_bits(
-    model: Transformer, max_states: int | None, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, value: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows exit after one layer and go on beside a further row, again and again."""
     expected = in_parts(model, new_cache(model), [40])
-    cache, lengths = new_cache(model, max_states, interval=64), []
+    cache, lengths = new_cache(model, value, interval=64), []
     in_parts(model, cache, [7])
     slots, scan = np.arange(128)[::-1].copy(), PassStates.scan
 
@@ -192,7 +219,7 @@ def test_rows_that_go_on_from_an_early_layer_have_the_same_bits(
         spec = OutputSpec(np.arange(3, dtype=np.int32))
         found = to_host(model.run(rows, cache, spec).logits)
         assert np.array_equal(found, expected[first : first + 3])
-    if cache.states is not None and max_states is None:
+    if cache.states is not None and value is None:
         assert max(lengths) <= 2 * (cache.states.lead + 3), "states of early exits are not kept"
 
 

@@ -124,8 +124,18 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("format_name", list(TOOL_FORMATS))
-@pytest.mark.parametrize("name", list(SCHEMAS))
+def _cases() -> Iterator[Any]:
+    """Every schema in one format of each class, and every format with one schema; the others are
+    slow."""
+    of_classes = {type(one): name for name, one in reversed(TOOL_FORMATS.items())}.values()
+    names = list(SCHEMAS)
+    for number, format_name in enumerate(TOOL_FORMATS):
+        for name in names:
+            is_fast = format_name in of_classes or name == names[number % len(names)]
+            yield pytest.param(name, format_name, marks=[] if is_fast else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "format_name"), [*_cases()])
 def test_references_resolve_within_their_own_schema(name: str, format_name: str) -> None:
     """Another tool defines the same names differently."""
     schema, good, bad = SCHEMAS[name]

@@ -153,7 +153,10 @@ class Resume(Body):
 
     model_config = ConfigDict(extra="forbid")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-    samples: Annotated[list[ResumedSample], Field(fail_fast=True, max_length=MAX_SAMPLES)]
+    samples: Annotated[
+        list[Annotated[ResumedSample, BeforeValidator(_limited)]],
+        Field(fail_fast=True, max_length=MAX_SAMPLES),
+    ]
 
 
 class StructuredOutputs(Body):
@@ -220,7 +223,7 @@ class Options(SamplingFields):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     first_finish: Positive | None = None
     segment: Positive | None = None
-    resume: Resume | None = None
+    resume: Annotated[Resume, BeforeValidator(_limited)] | None = None
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_limited)] | None = None
     negative_prompt: str | None = None
     if TYPE_CHECKING:  # of `SamplingFields`
