@@ -139,10 +139,10 @@ def test_a_failing_reward_frees_the_branches() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"k": 0}, "at least 1"),
+        ({"k": 0}, "k is 0; allowed are 1 to"),
         ({"step": ""}, "a-star needs a step"),
-        ({"expansions": 2000}, "k times expansions may be up to 4095"),
-        ({"frontier": 5000}, "frontier up to 1024"),
+        ({"k": 8, "expansions": 1000}, "k times expansions may be up to 4095"),
+        ({"frontier": 5000}, "frontier is 5000; allowed are 1 to 1024"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -33,6 +33,7 @@ from anydecode.scoring.tree import TokenTree
             "a block starts as copies of the last token, or of `pad`; the paper's starts as PAD",
             "if the sampler has state, predictions that are not final are the most probable tokens",
         ),
+        bounds={"block": Range(0, 4096)},
         remote={"block": Range(1, 64), "length": Range(1, 4096)},
     )
 )
