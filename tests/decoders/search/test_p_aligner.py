@@ -1,0 +1,123 @@
+"""P-Aligner: its certificate, mistakes that the certificate rejects, and its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anydecode import Regex, catalogue
+from anydecode.api.llm import LLM
+from anydecode.certification.certify import load_oracle_tests
+from anydecode.certification.checks import Restarts
+from anydecode.certification.oracles.search.p_aligner import INSTRUCTION, writing_model
+from anydecode.decoders.search import p_aligner
+from anydecode.decoders.search.p_aligner import Node, PAligner
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.scripted import ByteTokenizer
+from certificates import assert_certified, assert_rejected, replace_class_default
+from toy_models import letters_llm, toy_llm
+
+OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 8}
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("p-aligner")
+
+
+@pytest.mark.slow
+def test_oracle() -> None:
+    checks = list(load_oracle_tests()["p-aligner"]())
+    assert len(checks) == 7 and all(check.passed for check in checks), checks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "other", [{"iterations": 4}, {"samples": 2}, {"reward": "likelihood"}], ids=str
+)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    for name, value in other.items():
+        replace_class_default(monkeypatch, PAligner, name, value)
+    assert_rejected("p-aligner")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_another_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p_aligner, "EXPLORATION", 0.3)
+    assert_rejected("p-aligner")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_the_best_value_as_quality(monkeypatch: pytest.MonkeyPatch) -> None:
+    def best(node: Node) -> float:
+        return max([node.value, *(child.quality for child in node.children.values())])
+
+    monkeypatch.setattr(Node, "quality", property(best))
+    assert_rejected("p-aligner")
+
+
+def test_iterations_fill_the_first_level_first() -> None:
+    root = Node("a", visits=5)
+    for rule in range(5):
+        assert PAligner.selected(root) == [root]
+        root.children[rule] = Node(str(rule), value=rule / 10, visits=1)
+    assert [node.text for node in PAligner.selected(root)] == ["a", "4"]
+
+
+def test_an_instruction_that_stays_as_it_is_has_the_answer_of_plain_decoding() -> None:
+    with LLM(writing_model(), tokenizer=ByteTokenizer(), cache_positions=8192) as llm:
+        options: dict[str, Any] = {"temperature": 0.8, **OPTIONS}
+        decoder = PAligner(2, 1, lambda prompt, texts: [1.0] * len(texts))
+        found = llm.generate(INSTRUCTION, decoder=decoder, **options)
+        plain = llm.generate(INSTRUCTION, decoder="autoregressive", **options)
+    assert found.tokens == plain.tokens
+
+
+def test_rewards_read_the_instruction_as_it_was_given() -> None:
+    seen: set[str] = set()
+
+    def reward(prompt: str, texts: list[str]) -> list[float]:
+        seen.add(prompt)
+        return [float(len(text)) for text in texts]
+
+    with LLM(writing_model(), tokenizer=ByteTokenizer(), cache_positions=8192) as llm:
+        llm.generate(INSTRUCTION, decoder=PAligner(3, 2, reward), **OPTIONS)
+    assert seen == {INSTRUCTION}
+
+
+def test_restarts_do_not_change_the_text() -> None:
+    def tokens(share: float) -> list[int]:
+        with (
+            LLM(writing_model(), tokenizer=ByteTokenizer(), cache_positions=8192) as llm,
+            Restarts(llm.engine, 3, share),
+        ):
+            return llm.generate(INSTRUCTION, decoder="p-aligner:iterations=3", **OPTIONS).tokens
+
+    assert tokens(0.1) == tokens(0.0)
+
+
+def test_constraints_and_log_probabilities() -> None:
+    with letters_llm() as llm:
+        answer = llm.generate(
+            "a", decoder="p-aligner:iterations=2", constraint=Regex("(cat|dog)+"), logprobs=0,
+            **OPTIONS,
+        )  # fmt: skip
+    assert set(answer.text) <= set("catdog")
+    assert len(answer.logprobs or ()) == len(answer.tokens) and None not in (answer.logprobs or ())
+
+
+def test_chats_and_second_prompts_are_refused() -> None:
+    with toy_llm() as llm:
+        with pytest.raises(UnsupportedCombinationError, match="use generate, not chat"):
+            llm.generate([97, 257, 98], decoder="p-aligner")
+        with pytest.raises(UnsupportedCombinationError, match="second prompt"):
+            llm.generate("a", decoder="p-aligner", guidance_scale=2.0)
+
+
+@pytest.mark.parametrize("options", [{"samples": 0}, {"iterations": -1}, {"iterations": 600}])
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="p-aligner needs|allowed are"):
+        catalogue.build("p-aligner", **options)
