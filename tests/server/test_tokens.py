@@ -167,6 +167,19 @@ def test_a_gap_is_filled_in_mistrals_form() -> None:
             assert "".join(delta["content"] for delta in deltas) == text
 
 
+@pytest.mark.parametrize(
+    "fields", [{"seed": None, "random_seed": 3}, {"random_seed": None, "seed": 3}]
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, FILL_IN])
+def test_a_name_of_a_field_that_is_null_is_left_out(path: str, fields: dict[str, Any]) -> None:
+    with scripted_llm(fills_in=True) as llm, served(llm) as client:
+        first, second, other = (
+            client.ask(path, **sent, temperature=1.0)["choices"]
+            for sent in (fields, {"seed": 3}, {"seed": 4})
+        )
+        assert first == second != other
+
+
 def test_the_log_probabilities_of_a_gap_are_those_of_a_chat() -> None:
     fields = {"prompt": "def f(x):", "suffix": "return x", "max_tokens": 8, "logprobs": 2}
     fields |= {"seed": 3, "temperature": 1.0}

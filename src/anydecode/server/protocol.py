@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 
 from anydecode.sampling.logprobs import MAX_ALTERNATIVES
 from anydecode.sampling.options import SamplingOptions
@@ -234,6 +242,16 @@ class Options(SamplingFields):
         n: int | None = None
         max_tokens: int | None = None
         stop_tokens: list[int] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null_names(cls, fields: Any) -> Any:
+        """The fields without those of several names that are null: under another name, the field
+        may have a value."""
+        if not isinstance(fields, dict):
+            return fields
+        names = {one for name, others in OTHER_NAMES.items() for one in (name, *others)}
+        return {k: v for k, v in fields.items() if v is not None or k not in names}
 
 
 def _without_arguments(value: Any) -> Any:
