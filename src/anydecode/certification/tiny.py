@@ -12,6 +12,7 @@ import numpy as np
 from anydecode.api.llm import LLM
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model, find_loader
+from anydecode.models.exit_routers import ExitRouters, model_fingerprint
 from anydecode.models.families import load_network
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
@@ -202,6 +203,17 @@ def early_exit_checkpoint(
 def early_exit_model() -> LLM:
     """An engine over a tiny model and an early exit of it."""
     return with_drafter(partial(early_exit_checkpoint, sharpness=2.0), cache_positions=4096)
+
+
+def routed_model() -> LLM:
+    """An engine over a tiny model with random exit routers behind every second layer."""
+    model = tiny_model(layers=16, residual=0.3)
+    random = np.random.default_rng(3)
+    hidden, exits = model.spec.hidden_size, range(2, 16, 2)
+    down = {one: random.standard_normal((8, hidden), np.float32) / 2 for one in exits}
+    up = {one: random.standard_normal(8, np.float32) for one in exits}
+    model.exit_routers = ExitRouters(down, up, model_fingerprint(model.network))
+    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
 def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:

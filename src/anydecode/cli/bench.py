@@ -70,6 +70,10 @@ BENCHES = {
         "anydecode.benchmarks.divergence:bench_divergence",
         "Error of quantised arithmetic: divergence from the same weights in float32.",
     ),
+    "depth": Bench(
+        "anydecode.benchmarks.depth:bench_depth",
+        "Methods that run fewer layers: layers per token, agreement with the full model, seconds.",
+    ),
     "diffusion": Bench(
         "anydecode.benchmarks.diffusion:bench_diffusion",
         "Denoising with and without a cache, on a LLaDA-shaped model of random weights.",

@@ -543,6 +543,78 @@ def train_masks(
     print(run.model_folder)
 
 
+@app.command("routers")
+def train_exit_routers(
+    out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path(
+        "exit_routers.safetensors"
+    ),
+    model: options.Model = options.DEFAULT_MODEL,
+    label: Annotated[
+        str,
+        typer.Option(
+            "--label",
+            help="What a router predicts: cosine (with the last layer's state) or token (whether"
+            " it is the last layer's).",
+        ),
+    ] = "cosine",
+    interval: Annotated[
+        int, typer.Option("--interval", min=1, help="Layers from one exit to the next.")
+    ] = 4,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="File with one prompt per line. Default: the model generates them.",
+        ),
+    ] = None,
+    answers: Annotated[
+        int, typer.Option("--answers", min=2, help="Number of prompts that the model generates.")
+    ] = 64,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")] = 96,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Steps over all states.")] = 100,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate.")] = 1e-3,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train the routers with which the decoder tide leaves layers out, on the model's own answers.
+
+    Example: anydecode train routers --label token --answers 16 --out my-routers.safetensors
+    """
+    from dataclasses import asdict
+
+    from anydecode.api.llm import LLM
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.exit_routers import RouterRecipe, train_routers
+
+    recipe = RouterRecipe(
+        label,  # type: ignore[arg-type]
+        interval,
+        answers=answers,
+        tokens=tokens,
+        epochs=epochs,
+        rate=rate,
+        seed=seed,
+    )
+    lines = [] if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
+    limit_threads(threads)
+    with LLM(model, threads=threads or None) as llm, progress("training", 1.0) as bar:
+        routers, qualities = train_routers(
+            llm, recipe, lines, lambda step, done: bar.update(done, step=step)
+        )
+    routers.save(out)
+    if json:
+        print_json({"path": str(out), "routers": [asdict(one) for one in qualities]})
+        return
+    for one in qualities:
+        note(
+            f"after {one.exit} layers: {one.share:.1%} of held-out states are alike,"
+            f" {one.chosen:.1%} leave, {one.precision:.1%} of these are"
+        )
+    print(out)
+
+
 @app.command("drafter")
 def train_drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (

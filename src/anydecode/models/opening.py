@@ -24,6 +24,7 @@ from anydecode.kernels.packing import Packer
 from anydecode.models import through_transformers
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.classification import read_classifier
+from anydecode.models.exit_routers import FILE_NAME, ExitRouters
 from anydecode.models.files import untrusted
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
@@ -293,6 +294,8 @@ def open_checkpoint(
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
     model.path, model.dtype = checkpoint.path, dtype
+    if (routers := checkpoint.path / FILE_NAME).is_file():
+        model.exit_routers = ExitRouters.load(routers)
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):

@@ -30,6 +30,7 @@ from anydecode.kernels.interface import (
 from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
+from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
 from anydecode.models.per_layer import late_start_error
@@ -111,6 +112,7 @@ class Transformer:
         heads = network.weights.block_heads
         self.slot_heads = None if heads is None else SlotHeads(heads, executor)
         self.reranker: Classifier | YesNo | None = None  # of a cross-encoder
+        self.exit_routers: ExitRouters | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).

@@ -20,7 +20,13 @@ from torch import nn
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.autodeco import MAX_TEMPERATURE, MIN_TEMPERATURE, NUM_FEATURES, Heads
-from anydecode.training.generated import CHUNK, generate_prompts, read_states, run_requests
+from anydecode.training.generated import (
+    CHUNK,
+    generate_prompts,
+    read_states,
+    rendered_prompt,
+    run_requests,
+)
 
 #: Slope of a token's weight beyond the nucleus: exp(-NUCLEUS_SLOPE * (mass up to it - top_p)).
 NUCLEUS_SLOPE = 30.0
@@ -334,7 +340,7 @@ def train_autodeco(
 ) -> tuple[HeadsModule, Gain]:
     """Train heads for the model of `llm` on its own answers to `prompts`, and measure them on
     held-out texts. Without `prompts`, the model generates them."""
-    encoded = [llm.encode(_render_prompt(llm, text)) for text in prompts]
+    encoded = [llm.encode(rendered_prompt(llm, text)) for text in prompts]
     encoded = encoded or generate_prompts(llm, recipe.prompts, recipe.seed)
     if len(encoded) < 2:
         raise InvalidRequestError("autodeco needs at least two prompts: one is held out")
@@ -342,10 +348,3 @@ def train_autodeco(
     training_rows, held_out_rows = split(rows, recipe.held_out)
     learner = train(llm.model, training_rows, recipe, on_epoch)
     return learner, measure(llm.model, held_out_rows, learner)
-
-
-def _render_prompt(llm: LLM, text: str) -> list[int]:
-    tokenizer = llm.tokenizer
-    if tokenizer.chat_template is not None:
-        text = tokenizer.render_chat([{"role": "user", "content": text}])
-    return tokenizer.encode(text, special=tokenizer.chat_template is None)

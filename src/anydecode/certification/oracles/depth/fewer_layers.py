@@ -4,6 +4,7 @@ token, and the loss of agreement with the full model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,23 +25,22 @@ Step = Callable[[int, int], tuple[np.ndarray, int, int]]
 
 
 def text_checks(
-    key: str, make: Callable[[Network], Step], *, layers: int, residual: float
+    key: str, open_llm: Callable[[], LLM], make: Callable[[Network], Step]
 ) -> Iterator[Check]:
-    """Checks that texts and the sublayers of each token equal the replay, on a tiny model.
+    """Checks that texts and the sublayers of each token equal the replay.
 
     Args:
         key: The method.
+        open_llm: An engine over a tiny model.
         make: Starts the replay of a text.
-        layers: Layers of the model.
-        residual: What its layers add to hidden states.
     """
     for temperature in (0.0, 0.9):
-        model = tiny_model(layers=layers, residual=residual)
         wrong, wrong_counts, counts = 0, 0, set[tuple[int, int]]()
-        with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as llm:
+        with open_llm() as llm:
+            network: Network = llm.model.network  # type: ignore[attr-defined]
             for prompt in PROMPTS:
                 trace = rounds(llm, key, prompt, LENGTH, temperature=temperature)
-                step, text = make(model.network), list(prompt.encode())
+                step, text = make(network), list(prompt.encode())
                 for index, token in enumerate(text, -len(text)):
                     logits, *ran = step(token, index)
                 for index, one in enumerate(trace):
@@ -58,11 +58,19 @@ def text_checks(
         yield Check(f"tokens run different numbers of sublayers, {where}", len(counts) > 2, detail)
 
 
-def agreement_lost(key: Any, samples: int, *, layers: int = 10, residual: float = 0.1) -> float:
+def layered(layers: int, residual: float) -> LLM:
+    """An engine over a tiny model of so many layers, which add `residual` times what they usually
+    do."""
+    return LLM(tiny_model(layers=layers, residual=residual), tokenizer=ByteTokenizer())
+
+
+def agreement_lost(
+    key: str, samples: int, open_llm: Callable[[], LLM] = partial(layered, 10, 0.1)
+) -> float:
     """The share of tokens of the full model's texts that are not the method's most probable ones,
     over `samples` texts of a tiny model whose layers change little."""
     num_tokens = num_equal = 0
-    with LLM(tiny_model(layers=layers, residual=residual), tokenizer=ByteTokenizer()) as llm:
+    with open_llm() as llm:
         for number in range(samples):
             prompt = [(7 * number + 3 * i) % 251 for i in range(1 + number % 5)]
             options: dict[str, Any] = {"max_tokens": 50, "ignore_eos": True}

@@ -4,11 +4,17 @@ compares the states before and behind each MLP."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
-from anydecode.certification.oracles.depth.fewer_layers import Step, agreement_lost, text_checks
+from anydecode.certification.oracles.depth.fewer_layers import (
+    Step,
+    agreement_lost,
+    layered,
+    text_checks,
+)
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.models.network import Network
 
@@ -47,7 +53,7 @@ def _replay(network: Network) -> Step:
 def ffn_skip() -> Iterator[Check]:
     """Behind the first 25 tokens, four MLPs are skipped behind one of cosine .98 or more, but not
     in the first two fifteenths and the last tenth of the layers."""
-    yield from text_checks("ffn-skip", _replay, layers=LAYERS, residual=0.4)
+    yield from text_checks("ffn-skip", partial(layered, LAYERS, 0.4), _replay)
 
 
 @measure("ffn-skip", "share of tokens that differ from the full model's", samples=12, margin=0.3)

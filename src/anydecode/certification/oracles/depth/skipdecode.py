@@ -4,6 +4,7 @@ number of layers follows from the position."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from anydecode.certification.oracles.depth.fewer_layers import (
     LENGTH,
     Step,
     agreement_lost,
+    layered,
     text_checks,
 )
 from anydecode.certification.oracles.speculative.forward_pass import Forward
@@ -47,7 +49,7 @@ def _replay(network: Network) -> Step:
 def skipdecode() -> Iterator[Check]:
     """The first layer, and the last ones: two thirds of all layers at first, and a third at the
     limit of tokens."""
-    yield from text_checks("skipdecode", _replay, layers=LAYERS, residual=0.3)
+    yield from text_checks("skipdecode", partial(layered, LAYERS, 0.3), _replay)
 
 
 @measure("skipdecode", "share of tokens that differ from the full model's", samples=12, margin=0.4)

@@ -1,0 +1,79 @@
+"""`bench depth` counts the layers and rows of the head that methods run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from anydecode import LLM
+from anydecode.benchmarks.depth import counted, measure
+from anydecode.certification.agreement import teacher_forced
+from anydecode.certification.tiny import tiny_model
+from anydecode.cli.main import app
+from anydecode.errors import InvalidRequestError
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+
+
+def measured(*methods: str, layers: int = 6) -> dict[str, Any]:
+    model = tiny_model(layers=layers, residual=0.1)
+    with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as llm:
+        results = measure(llm, methods, ["the cat sat", "ab"], 20, 1)
+        return {one.method: one for one in results}
+
+
+def test_plain_decoding_runs_every_layer_and_the_head_once_per_token() -> None:
+    result = measured()["autoregressive"]
+    assert (result.layers, result.heads, result.cost, result.agreement) == (6.0, 1.0, 1.0, 1.0)
+    assert result.speed == 1.0
+
+
+def test_drafts_count_whether_they_are_accepted_or_not() -> None:
+    """Rounds of `layerskip` run each draft's row through all layers, and a row more."""
+    result = measured("layerskip:layers=2,size=3")["layerskip:layers=2,size=3"]
+    assert result.layers >= 6.0 and result.heads > 1.0 and result.agreement == 1.0
+
+
+def test_layers_and_mlps_left_out_do_not_count() -> None:
+    results = measured(
+        "skipdecode:max_layers=3,min_layers=3", "ffn-skip:threshold=-1,count=99,warm_up=0"
+    )
+    skipped, without = list(results.values())[1:]
+    assert skipped.layers == pytest.approx(3.0) and skipped.heads == 1.0
+    # Three of six layers have an MLP: the first, the one that starts the skipping, and the last.
+    mlp, attention = 3 * 64 * 128, 2 * 64 * 64 + 2 * 32 * 64
+    assert without.layers == pytest.approx(6 - 3 * mlp / (mlp + attention))
+    assert without.heads == 1.0
+
+
+def test_a_text_that_the_method_would_not_write_is_forced() -> None:
+    with LLM(tiny_model(layers=6), tokenizer=ByteTokenizer()) as llm:
+        text = [97, 98, 99, 100]
+        found = teacher_forced(llm, "skipdecode", "ab", text)
+    assert found.generation.tokens == text and found.num_tokens == 4
+
+
+def test_rows_of_the_prompt_do_not_count() -> None:
+    with LLM(tiny_model(layers=3), tokenizer=ByteTokenizer(), prefix_cache=False) as llm:
+        with counted(llm.model, 5) as work:
+            llm.generate("abcde", decoder="autoregressive", max_tokens=4, ignore_eos=True)
+        assert (work.layers, work.heads) == (9.0, 3.0)
+        llm.generate("abcde", decoder="autoregressive", max_tokens=4)
+        assert (work.layers, work.heads) == (9.0, 3.0)
+
+
+def test_models_without_layers_are_refused() -> None:
+    with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(InvalidRequestError, match="transformers only"):
+            list(measure(llm, [], ["a"], 4, 1))
+
+
+def test_the_command_prints_a_table_and_json() -> None:
+    arguments = ["bench", "depth", "-m", "tiny-autoregressive", "--methods", "layerskip"]
+    arguments += ["--tokens", "8", "--limit", "1", "--repeats", "1"]
+    table = CliRunner().invoke(app, arguments)
+    assert table.exit_code == 0 and "layerskip" in table.output
+    found = CliRunner().invoke(app, [*arguments, "--json"])
+    assert [one["method"] for one in json.loads(found.stdout)] == ["autoregressive", "layerskip"]
