@@ -167,6 +167,16 @@ def test_a_race_has_two_to_four_columns(browser: Browser) -> None:
     assert browser.script(shown) == 3
 
 
+def test_the_controls_of_a_column_have_its_width(browser: Browser) -> None:
+    show(browser, "race")
+    ends = (
+        "[...document.querySelectorAll('article')].flatMap((one) => [one, ...one.querySelectorAll("
+        "'select, input')].map((part) => Math.round(part.getBoundingClientRect().right)))"
+    )
+    browser.until("document.querySelectorAll('article').length === 2")
+    assert len(set(browser.script(f"return {ends}"))) == 2  # one of each column
+
+
 @pytest.mark.parametrize("width", [1440, 375])
 def test_the_columns_of_a_race_show_whole_names(browser: Browser, width: int) -> None:
     browser.size(width, 900)
@@ -329,6 +339,21 @@ def test_the_gallery_says_what_a_partial_decoder_lacks(browser: Browser) -> None
         assert part.replace("`", "") in text
 
 
+def test_every_paper_of_a_card_is_a_link(browser: Browser) -> None:
+    show(browser, "decoders")
+    browser.script("document.getElementById('gallery-all').click()")
+    entry = (
+        "[...document.querySelectorAll('.entry')].find((one) =>"
+        " one.querySelector('strong').textContent === 'eagle')"
+    )
+    browser.until(entry)
+    browser.script(f"{entry}.open = true")
+    browser.until(f"{entry}.querySelector('.card')")
+    links = browser.script(f"return [...{entry}.querySelectorAll('a')].map((one) => one.href)")
+    numbers = re.findall(r"\d{4}\.\d{4,5}", catalogue.find("eagle").card.paper)
+    assert links == [f"https://arxiv.org/abs/{number}" for number in numbers] and len(links) == 3
+
+
 def test_names_in_the_text_of_a_card_are_code(browser: Browser) -> None:
     show(browser, "decoders")
     assert any("`start`" in text for text in catalogue.find("aggressive").card.deviations)
@@ -372,6 +397,26 @@ def test_the_load_view_follows_the_load(browser: Browser, llm: LLM) -> None:
     highest = browser.script(f"return {label}").rsplit("highest ", 1)[1]
     assert browser.script(f"return {label}").startswith("Tokens per second of the last two minutes")
     assert float(highest) > 0
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_charts_of_the_load_are_in_line(browser: Browser, width: int) -> None:
+    browser.size(width, 900)
+    show(browser, "load")
+    browser.until("document.querySelectorAll('#charts path[d]').length === 5")
+    browser.script(
+        "[...document.querySelectorAll('#charts strong')].at(-1).textContent = '1234.5 ms'"
+    )
+    boxes = browser.script(
+        "return [...document.querySelectorAll('#charts figure')].map((one) => [one, "
+        "one.querySelector('svg')].map((part) => Math.round(part.getBoundingClientRect().bottom)))"
+    )
+    heights = browser.script(
+        "return [...document.querySelectorAll('#charts strong')].map((one) => one.offsetHeight)"
+    )
+    browser.size(1440, 900)
+    assert len(set(heights)) == 1  # no number is broken into two lines
+    assert len({chart - box for box, chart in boxes}) == 1
 
 
 def test_a_list_of_decoders_is_used_with_the_keyboard(browser: Browser) -> None:

@@ -5,10 +5,10 @@ import { at, make } from "./dom.js";
 import { addRacer } from "./race.js";
 import { useDecoder } from "./settings.js";
 
-// The text of a paper, with its arXiv number as a link.
+// The text of a paper, with its arXiv numbers as links.
 function paper(text) {
-  return text.split(/(arXiv:\d{4}\.\d{4,5})/).map((part) => {
-    const number = /^arXiv:(.*)$/.exec(part)?.[1];
+  return text.split(/((?:arXiv:)?\b\d{4}\.\d{4,5}\b)/).map((part) => {
+    const number = /^(?:arXiv:)?(\d{4}\.\d{4,5})$/.exec(part)?.[1];
     return number ? make("a", { href: `https://arxiv.org/abs/${number}`, rel: "noopener noreferrer", target: "_blank", textContent: part }) : part;
   });
 }
