@@ -256,13 +256,15 @@ def _run_on_model(
 
 
 def drafting_keys() -> list[str]:
-    """Keys of the token-exact methods that draft without a model, or with a copy of the target."""
+    """Keys of the token-exact methods that draft without a model, or with a copy of the target, and
+    need no mask token."""
     from anydecode.catalogue import cards
 
+    others = {"diffusion draft model", "block drafter", "early-exit drafter", "mask token"}
     return sorted(
         card.key
         for card in cards()
         if card.exactness == "token-exact"
         and card.family in ("speculative", "depth")
-        and not {"diffusion draft model", "block drafter", "early-exit drafter"} & set(card.needs)
+        and not others & set(card.needs)
     )

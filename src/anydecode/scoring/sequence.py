@@ -151,7 +151,8 @@ class Sequence(SequenceData):
         kv_cache = self.kv_cache(runner)
         depth = kv_cache.pool.model.spec.num_layers
         capture_layers = self._capture_layers(hidden, runner)
-        if tree.is_chain and not grows:  # appended like other tokens; `accept` truncates the rest
+        if tree.is_chain and not grows and not tree.embeddings:
+            # Appended like other tokens; `accept` truncates the rest.
             tokens = [*unscored, *tree.tokens]
             first = len(unscored) - 1
             span = ChainSpan(kv_cache, tokens, 0, depth, range(first, len(tokens)), capture_layers)
@@ -166,6 +167,10 @@ class Sequence(SequenceData):
         request = self._build(runner, root, unscored, positions, [unscored[-1], *tree.tokens])
         request.optional = optional
         request.row_parents = [ROOT, *(Scores.after(parent) for parent in tree.parents)]
+        inputs = None
+        if tree.embeddings:
+            inputs = np.zeros((len(tree), kv_cache.pool.model.spec.hidden_size), np.float32)
+            inputs[list(tree.embeddings)] = list(tree.embeddings.values())
         for spans in request.groups:
             trunk = spans[-1]
             spans.append(
@@ -176,6 +181,7 @@ class Sequence(SequenceData):
                     depth,
                     list(nodes),
                     capture_layers,
+                    inputs=inputs,
                     parents=tree.parents,
                 )
             )
@@ -329,8 +335,10 @@ class Sequence(SequenceData):
         return self.emit(tokens, sampler)
 
     def record(self, tree: TokenTree, path: Seq[int], tokens: Seq[int], **fields: Any) -> None:
-        """Append one decoding round to the trace, if tracing is on."""
+        """Append one decoding round to the trace, if tracing is on. Nodes without a token are left
+        out."""
         if self.trace is not None:
+            tree = tree.first(len(tree) - len(tree.embeddings))
             self.trace.append(
                 {
                     "position": self.length,

@@ -279,6 +279,8 @@ class TreeSpan(Span):
     Args:
         parents: Parent of each node in the pending tree, `ROOT` for the first level.
         first: If not 0, that many nodes are already pending, and these are added.
+
+    With `inputs`, the nodes that have a token are fed this, and the others (-1) their row.
     """
 
     parents: list[int] = field(default_factory=list)
@@ -293,6 +295,11 @@ class TreeSpan(Span):
             self.kv_cache.grow_branch(self.tokens, self.parents)
         else:
             self.kv_cache.branch(self.tokens, self.parents, self.stop)
+
+    def _fill_inputs(self, rows: Rows, at: int, count: int) -> None:
+        super()._fill_inputs(rows, at, count)
+        if self.inputs is not None:
+            rows.tokens[at : at + count] = self.tokens
 
     def write_rows(self, rows: Rows, at: int, count: int) -> None:
         pending = self.kv_cache.pending

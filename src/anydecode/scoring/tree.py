@@ -25,6 +25,8 @@ class TokenTree:
         sources: The name of the drafter of each node, for traces.
         confidence: The mean, over the nodes that have children, of the probability of the most
             probable child by the drafter; None if the drafter has no probabilities.
+        embeddings: `embeddings[node]` is the input, float32 `[hidden_size]`, of a node that has no
+            token (-1). Such nodes come last, are children of none, and are never accepted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -33,6 +35,7 @@ class TokenTree:
     kind: str = "point"
     sources: list[str] | None = None
     confidence: float | None = None
+    embeddings: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._children: dict[int, dict[int, int]] = {}
@@ -69,6 +72,7 @@ class TokenTree:
             {node: row for node, row in self.probabilities.items() if node < count},
             self.kind,
             None if self.sources is None else self.sources[:count],
+            embeddings={node: row for node, row in self.embeddings.items() if node < count},
         )
 
     def add(self, token: int, parent: int = ROOT) -> int:
@@ -105,5 +109,7 @@ class TokenTree:
     def _link(self, node: int, parent: int, token: int) -> None:
         if not -1 <= parent < node:
             raise ValueError(f"node {node} has parent {parent}; allowed are -1 to {node - 1}")
+        if token < 0:
+            return
         self._children.setdefault(parent, {}).setdefault(token, node)
         self._order.setdefault(parent, []).append(node)

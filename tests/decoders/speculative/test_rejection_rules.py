@@ -66,7 +66,7 @@ MODEL_FREE = (
     "taps",
 )
 DIFFUSION = ("deer", "diffuspec", "specdiff-2")
-MASKED = ("space",)
+MASKED = ("space", "ppd")
 #: Methods whose rule is their idea, or whose drafts rest on the noise that the target will use.
 ONE_RULE = {
     "auto",

@@ -71,7 +71,7 @@ def test_certificate_rejects_masks_in_reversed_order(monkeypatch: Patch) -> None
     monkeypatch.setattr(
         space.SpaceDrafter,
         "candidates",
-        lambda self, sequence, rows, size: own(self, sequence, rows[::-1], size),
+        lambda self, sequence, rows: own(self, sequence, rows[::-1]),
     )
     assert_rejected("space")
 

@@ -35,13 +35,10 @@ def mask_token(sequence: Sequence) -> int:
 
 
 class MaskDrafter(Drafter):
-    """Drafts from groups of `num_masks` mask tokens. The target's tokenizer must have a mask token,
-    for which the target was trained."""
+    """Drafts from groups of mask tokens. The target's tokenizer must have a mask token, for which
+    the target was trained."""
 
     needs_every_row = True
-
-    def __init__(self, num_masks: int) -> None:
-        self.num_masks = num_masks
 
     def prepare(self, sequence: Sequence) -> None:
         mask_token(sequence)
@@ -50,15 +47,21 @@ class MaskDrafter(Drafter):
         return _Session(sequence, self)
 
     @abstractmethod
-    def candidates(self, sequence: Sequence, rows: Seq[np.ndarray], size: int) -> TokenTree:
-        """The tree of up to `size` candidates.
+    def draft(
+        self, sequence: Sequence, rows: Seq[np.ndarray], size: int
+    ) -> tuple[TokenTree, dict[int, int]]:
+        """The tree of candidates, and the number of masks behind some of its nodes and `ROOT`.
 
         Args:
             sequence: The sequence to draft for.
             rows: Logits float32 `[vocab_size]` of the tokens after the text, one row per position;
                 the mask token has logit -inf.
-            size: Maximum number of candidates.
+            size: Maximum number of candidates and masks together.
         """
+
+    def add_mask(self, sequence: Sequence, tree: TokenTree, parent: int, number: int) -> int:
+        """Append the mask of this number in its group, from 0, and return its node."""
+        return tree.add(mask_token(sequence), parent)
 
 
 class _Session(DraftSession):
@@ -76,18 +79,14 @@ class _Session(DraftSession):
         yield
 
     def _draft(self, size: int) -> TokenTree:
-        num_masks, mask = self.drafter.num_masks, mask_token(self.sequence)
-        self._groups, self._tree = {}, None
-        if size < num_masks:
-            return TokenTree()
-        num_candidates = (size - num_masks) // (num_masks + 1)
-        tree = self.drafter.candidates(self.sequence, self._rows, num_candidates)
-        for node in (ROOT, *range(len(tree))):
+        sequence, drafter = self.sequence, self.drafter
+        tree, counts = drafter.draft(sequence, self._rows, size)
+        self._groups, self._tree = {}, tree
+        for node, count in counts.items():
             self._groups[node], parent = [], node
-            for _ in range(num_masks):
-                parent = tree.add(mask, parent)
+            for number in range(count):
+                parent = drafter.add_mask(sequence, tree, parent, number)
                 self._groups[node].append(parent)
-        self._tree = tree
         return tree
 
     def observe(self, round: SpeculationRound) -> None:
@@ -96,5 +95,6 @@ class _Session(DraftSession):
         self._rows = []
         for node in group if round.tree is self._tree else ():
             row = scores.row(scores.after(node)).copy()
-            row[self.sequence.mask_token] = -np.inf
+            if self.sequence.mask_token is not None:
+                row[self.sequence.mask_token] = -np.inf
             self._rows.append(row)

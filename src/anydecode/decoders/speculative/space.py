@@ -28,12 +28,22 @@ class SpaceDrafter(MaskDrafter):
     compares drafts with their distributions."""
 
     def __init__(self, num_masks: int, rule: Acceptance) -> None:
-        super().__init__(num_masks)
+        self.num_masks = num_masks
         self.draws = rule.reads_probabilities
 
-    def candidates(self, sequence: Sequence, rows: Seq[np.ndarray], size: int) -> TokenTree:
+    def draft(
+        self, sequence: Sequence, rows: Seq[np.ndarray], size: int
+    ) -> tuple[TokenTree, dict[int, int]]:
+        if size < self.num_masks:
+            return TokenTree(), {}
+        num_candidates = (size - self.num_masks) // (self.num_masks + 1)
+        tree = self.candidates(sequence, rows[:num_candidates])
+        return tree, dict.fromkeys((ROOT, *range(len(tree))), self.num_masks)
+
+    def candidates(self, sequence: Sequence, rows: Seq[np.ndarray]) -> TokenTree:
+        """The chain of one candidate of each of `rows`."""
         tree, node, sampler = TokenTree(kind="iid"), ROOT, sequence.sampler.fork()
-        for offset, row in enumerate(rows[:size]):
+        for offset, row in enumerate(rows):
             position = sequence.length + offset
             found = draft_candidates(sequence, sampler, row, position, 0 if self.draws else None)
             if not len(found.tokens):
