@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from anydecode.certification.tiny import tiny_model
 from anydecode.cli import main
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.interface import Weight
+from anydecode.kernels.library import load_library
 from anydecode.models.families import load_network
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
 from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, MAX_TOKENS
@@ -201,6 +205,45 @@ def test_any_bytes_in_the_header_of_gguf(
     end = data.draw(st.one_of(st.just(len(changed)), st.integers(0, len(changed))))
     path.write_bytes(changed[:end])
     run_if_valid(path)
+
+
+# --- files that change while they are in use
+
+OPENED = """
+import os, sys
+from anydecode import LLM
+with LLM(sys.argv[1], threads=1, prefix_cache=False) as llm:
+    before = llm.generate([5, 6, 7], max_tokens=4, ignore_eos=True).tokens
+    for size in (1000, 0):
+        os.truncate(f"{sys.argv[1]}/model.safetensors", size)
+        assert llm.generate([5, 6, 7], max_tokens=4, ignore_eos=True).tokens == before
+"""
+OPENING = """
+import os, sys
+from anydecode.models.families import load_network
+from anydecode.models.loading import load_checkpoint
+checkpoint = load_checkpoint(sys.argv[1])
+os.truncate(f"{sys.argv[1]}/model.safetensors", 0)
+sum(x.data.sum() for x in load_network(checkpoint).matrices())
+"""
+
+
+def run_program(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "faulthandler", "-c", program, str(path)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(load_library() is None, reason="other kernels read the file in every pass")
+@pytest.mark.skipif(sys.platform == "win32", reason="a mapped file cannot be truncated there")
+def test_an_opened_model_does_not_need_its_file(copy: Path) -> None:
+    done = run_program(OPENED, copy)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as documented for Linux")
+def test_a_file_that_is_truncated_while_it_is_opened_ends_the_process(copy: Path) -> None:
+    done = run_program(OPENING, copy)
+    assert done.returncode == -signal.SIGBUS and "Bus error" in done.stderr, done.stderr
 
 
 # --- counts
