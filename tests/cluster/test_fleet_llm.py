@@ -199,10 +199,21 @@ def test_an_error_of_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
     thread.join(20)
 
 
-def test_workers_of_another_model_are_refused() -> None:
-    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
-        worker = Worker(LLM(MODEL, dtype="int8", **OPTIONS), SECRET, name="other")
-        with pytest.raises(FleetError, match="the worker other has another target dtype"):
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            {"draft": MODEL, "dtype": "int8"},
+            "the worker other has another draft dtype than the proxy",
+        ),
+        ({}, "the worker other has no draft model, and the proxy has one: .* the same --draft"),
+    ],
+    ids=["dtype", "draft"],
+)
+def test_workers_of_another_model_are_refused(options: dict[str, Any], problem: str) -> None:
+    with FleetLLM(MODEL, SECRET, draft=MODEL, **OPTIONS) as fleet:
+        worker = Worker(LLM(MODEL, **options, **OPTIONS), SECRET, name="other")
+        with pytest.raises(FleetError, match=problem):
             asyncio.run(worker.run("127.0.0.1", fleet.fleet_port))
         worker.llm.close()
 
@@ -219,7 +230,7 @@ def test_a_worker_of_another_version_is_refused_whatever_else_it_says(
 
 def test_a_name_that_is_no_label_is_refused() -> None:
     with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet, LLM(MODEL, **OPTIONS) as llm:
-        with pytest.raises(FleetError, match="the name 'a b' is none for a worker"):
+        with pytest.raises(FleetError, match="the name of a worker is 'a b'; give"):
             asyncio.run(Worker(llm, SECRET, name="a b").run("127.0.0.1", fleet.fleet_port))
 
 

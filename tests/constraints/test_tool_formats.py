@@ -143,14 +143,14 @@ def accepts(format_name: str, text: str, *, is_required: bool) -> bool:
 
 @pytest.mark.parametrize("format_name", TOOL_FORMATS)
 @settings(max_examples=20, deadline=None)
-@given(calls=CALLS, has_text=st.booleans())
-def test_rendered_calls_are_parsed_from_every_split(
-    format_name: str, calls: list[tuple[str, Any]], has_text: bool
+@given(calls=CALLS, has_text=st.booleans(), first=st.integers(1, 8))
+def test_rendered_calls_are_parsed_from_any_split(
+    format_name: str, calls: list[tuple[str, Any]], has_text: bool, first: int
 ) -> None:
     calls = for_format(format_name, calls)
     before = BEFORE * has_text
     text = before + TOOL_FORMATS[format_name].render(calls, SCHEMAS)
-    splits = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text), 2))]
+    splits = [[text], list(text), *([text[:at], text[at:]] for at in range(first, len(text), 8))]
     for parts in splits:
         content, found, num_complete = parsed(format_name, parts)
         assert (content.strip(), found) == (before.strip(), calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -968,14 +969,20 @@ def _parity_cases() -> Iterator[Any]:
         yield pytest.param(case, "torch", marks=() if is_first else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("case", "backend"), _parity_cases())
+@lru_cache(1)
+def _reference(case: str) -> tuple[Any, list[int], np.ndarray]:
+    """The model of a case, its greedy tokens and their logits."""
+    family, settings = CASES[case]
+    theirs = hf_model(family, **settings)
+    return theirs, *expected_tokens(theirs, PROMPT, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(("case", "backend"), [*_parity_cases()])
 def test_logits_and_greedy_tokens_match_transformers(case: str, backend: str) -> None:
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")
-    family, settings = CASES[case]
-    theirs = hf_model(family, **settings)
+    theirs, tokens, reference = _reference(case)
     ours = own_model(theirs, "float32", executor=choose_executor(backend))
-    tokens, reference = expected_tokens(theirs, PROMPT, NUM_TOKENS)
     assert len(set(tokens)) > 2, "a model that repeats itself proves little"
     assert greedy(ours, PROMPT, NUM_TOKENS) == tokens
     whole = logits(ours, chain(PROMPT + tokens[:-1]))

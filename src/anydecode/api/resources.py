@@ -106,10 +106,10 @@ class Resources:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model: LLM(..., {runner}=...)"
                 )
-            if self.engine.runners[runner].model.spec.causal != needs.draft_causal:
+            spec = self.engine.runners[runner].model.spec
+            if spec.causal != needs.draft_causal:
                 kind = "causal" if needs.draft_causal else "diffusion (bidirectional)"
                 raise UnsupportedCombinationError(f"decoder {name!r} needs a {kind} {runner} model")
-            spec = self.engine.runners[runner].model.spec
             if needs.drafts_blocks and spec.block is None:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that drafts blocks (DFlash, DSpark,"
@@ -122,14 +122,13 @@ class Resources:
                 )
             if spec.block is not None and not needs.drafts_blocks:
                 raise UnsupportedCombinationError(
-                    f"decoder {name!r} needs a {runner} model that drafts token by token; this one"
-                    " drafts blocks from the target's states, as 'dflash' supports"
+                    f"decoder {name!r} needs a {runner} model that drafts one token per pass; the"
+                    " one given drafts blocks from the target's states: use decoder 'dflash'"
                 )
             if spec.states is not None and not needs.reads_states:
                 raise UnsupportedCombinationError(
-                    f"decoder {name!r} needs a {runner} model that drafts by itself; this one reads"
-                    " the target's states, as 'eagle' and other decoders that draft after each pass"
-                    " support"
+                    f"decoder {name!r} needs a {runner} model that is a whole language model; the"
+                    " one given drafts from the target's states: use decoder 'eagle' or 'auto'"
                 )
         further = self.draft_runners(needs) if "draft" in needs.attention_only else ()
         for runner in {*needs.attention_only, *further} & self.engine.runners.keys():

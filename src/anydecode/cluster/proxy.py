@@ -350,20 +350,24 @@ class FleetDriver(Driver):
     def _mismatch(self, worker: WorkerFacts, given: Frame) -> str | None:
         """Why a worker cannot serve the proxy's model, or None."""
         if worker.role not in ROLES:
-            return f"the role {worker.role!r} is none of {', '.join(ROLES)}"
+            return f"the role of a worker is {worker.role!r}; it may be {', '.join(ROLES)}"
         if not re.fullmatch(_NAME, worker.name):
             return (
-                f"the name {worker.name[:80]!r} is none for a worker: give a --name of 1 to 64"
-                " letters, digits, dots, hyphens and underscores"
+                f"the name of a worker is {worker.name[:80]!r}; give a --name of 1 to 64 letters,"
+                " digits, dots, hyphens and underscores"
             )
-        own = self._own_facts
-        for runner, expected in own["runners"].items():
+        for runner, expected in self._own_facts["runners"].items():
             found = given["runners"].get(runner)
+            if found is None:
+                return (
+                    f"the worker {worker.name} has no {runner} model, and the proxy has one: start"
+                    " both with the same --draft"
+                )
             for what in ("model", "dtype"):
-                if found is None or found[what] != expected[what]:
+                if found[what] != expected[what]:
                     return (
                         f"the worker {worker.name} has another {runner} {what} than the proxy:"
-                        " start both with the same model and --dtype"
+                        " start both with the same model, --draft and --dtype"
                     )
         return None
 

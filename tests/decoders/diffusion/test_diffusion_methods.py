@@ -95,16 +95,16 @@ def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int
     return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("decoder", [*METHODS, *OF_BLOCKS])
-def test_batches_and_restarts_do_not_change_the_text(decoder: str) -> None:
+def test_batches_and_restarts_do_not_change_the_text(decoder: str, temperature: float) -> None:
     size = 4 if decoder in OF_BLOCKS else None
-    for temperature in (0.0, 0.9):
-        with llm_of(size) as llm:
-            alone = [texts(llm, decoder, [p], temperature=temperature)[0] for p in PROMPTS]
-            assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
-        with llm_of(size) as llm, Restarts(llm.engine, seed=2):
-            assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
-            llm.engine.check_integrity()
+    with llm_of(size) as llm:
+        alone = [texts(llm, decoder, [p], temperature=temperature)[0] for p in PROMPTS]
+        assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
+    with llm_of(size) as llm, Restarts(llm.engine, seed=2):
+        assert texts(llm, decoder, PROMPTS, temperature=temperature) == alone
+        llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

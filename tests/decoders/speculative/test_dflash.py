@@ -262,17 +262,29 @@ def test_certificate_rejects_mask_tokens_without_their_state(monkeypatch: Patch)
     assert_rejected("dflash")
 
 
+#: The options of the engine, the temperature, and the drafter of the fast test.
+CONDITIONS: dict[str, tuple[dict[str, Any], float, str]] = {
+    "preempted": ({"cache_positions": 420}, 0.8, "windowed"),
+    "chunked": ({"row_budget": 16}, 0.0, "dspark"),
+    "torch": ({"row_budget": 64, "backend": "torch"}, 0.8, "windowed"),
+    "uncached": ({"prefix_cache": False}, 0.8, "p-eagle"),
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "temperature"),
+    ("drafter", "options", "temperature"),
     [
-        ({"cache_positions": 420}, 0.8),
-        ({"row_budget": 16}, 0.0),
-        ({"row_budget": 64, "backend": "torch"}, 0.8),
-        ({"prefix_cache": False}, 0.8),
+        pytest.param(
+            drafter,
+            options,
+            temperature,
+            id=f"{name}-{condition}",
+            marks=[] if name == fast or condition == "preempted" else [pytest.mark.slow],
+        )
+        for name, drafter in DRAFTERS.items()
+        for condition, (options, temperature, fast) in CONDITIONS.items()
     ],
-    ids=["preempted", "chunked", "torch", "uncached"],
 )
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=list(DRAFTERS))
 def test_the_text_is_that_of_plain_decoding(
     drafter: Checkpoint, options: dict[str, Any], temperature: float
 ) -> None:
