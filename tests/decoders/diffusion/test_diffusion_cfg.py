@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import lark
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -30,7 +31,12 @@ from anydecode.certification.oracles.diffusion.diffusion_cfg import (
 from anydecode.cli.main import app
 from anydecode.constraints.grammar.byte_grammar import byte_grammar
 from anydecode.constraints.grammar.byte_regex import read_regex
-from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.grammar.canvas_grammar import (
+    MASK_POSITION,
+    CanvasAnswer,
+    CanvasGrammar,
+    RegularAnswer,
+)
 from anydecode.errors import AnydecodeError
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
 from certificates import assert_certified, assert_rejected
@@ -101,7 +107,7 @@ def num_mistakes(rules: CanvasGrammar, grammar: str) -> int:
                     fits((*canvas[:position], token, *canvas[position + 1 :]), whole)
                     for token in range(END + 1)
                 ]
-                answer = CanvasAnswer(rules, canvas)
+                answer = rules.answer(canvas)
                 wrong += [answer.accepts(position, token) for token in range(END + 1)] != good
                 wrong += answer.allowed(position).tolist() != good
     return wrong
@@ -120,6 +126,25 @@ def test_a_verifier_that_allows_empty_masks_is_detected() -> None:
 
     right = verifier(GRAMMARS[2])
     assert num_mistakes(Loose(right.grammar, right.vocabulary, right.ends), GRAMMARS[2]) > 0
+
+
+def test_with_few_trie_nodes_no_token_of_a_grammar_without_recursion_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anydecode.constraints.grammar.canvas_grammar.MAX_NODES", 1)
+    grammar = 'start: /(ab){2,}|[^b)]/ ["b"]'
+    assert num_mistakes(verifier(grammar), grammar) == 0
+
+
+def test_states_that_lead_nowhere_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    completing = RegularAnswer.completing
+
+    def early(self: RegularAnswer, position: int) -> np.ndarray:
+        return completing(self, min(position + 1, len(self.canvas)))
+
+    monkeypatch.setattr(RegularAnswer, "completing", early)
+    assert num_mistakes(verifier(GRAMMARS[4]), GRAMMARS[4]) > 0
+    assert_rejected("diffusion-cfg")
 
 
 def test_with_few_trie_nodes_no_canvas_without_a_completion_is_accepted(

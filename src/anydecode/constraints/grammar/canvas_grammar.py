@@ -8,13 +8,18 @@ the end of the text are empty. It has no cycles, so it is parsed once from left 
 items ("Jay Earley: An Efficient Context-Free Parsing Algorithm", 1970). Where several paths through
 a mask meet, their items are merged; the origins of an item (the nodes at which its rule started)
 are the bits of one integer.
+
+A grammar without recursion is one deterministic automaton. Its states are handled all together, as
+arrays, and no token is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -23,12 +28,15 @@ from anydecode.constraints.vocabulary import Vocabulary
 
 #: In a canvas: a mask.
 MASK_POSITION = -1
-#: Maximum number of nodes of the trie of token bytes that a mask may take. A larger vocabulary is
-#: cut: then a canvas that only rare tokens could complete may be rejected, but no canvas without a
-#: completion is accepted.
+#: Maximum number of nodes of the trie of token bytes that a mask may take, if a rule is recursive.
+#: A larger vocabulary is cut: then a canvas that only rare tokens could complete may be rejected,
+#: but no canvas without a completion is accepted.
 MAX_NODES = 1024
-#: The same if no rule is recursive: then the targets of a mask are computed once.
-MAX_NODES_REGULAR = 16_384
+#: Maximum number of pairs of states of which the targets of a mask are found at a time.
+_MAX_PAIRS = 1 << 24
+
+#: Bytes per token of a table of token groups.
+_BYTES_PER_TOKEN = 16
 
 #: Earley items: from a state to the nodes at which its rule started, as bits.
 Items = dict[int, int]
@@ -61,7 +69,7 @@ class TokenGroups:
                 self.groups[token] = group_of.setdefault(byte_classes, len(group_of))
         self.count = len(group_of)
         self.tree = _Node()
-        num_nodes_left = MAX_NODES_REGULAR if grammar.is_regular else MAX_NODES
+        num_nodes_left = math.inf if grammar.is_regular else MAX_NODES
         for byte_classes in sorted(
             group_of, key=lambda byte_classes: (len(byte_classes), byte_classes)
         ):
@@ -100,7 +108,7 @@ class Chart:
     def close(self, kernel: Items) -> Items:
         """Returns the closure of `kernel` by prediction and completion at a new node."""
         grammar = self.grammar
-        if grammar.is_regular or not kernel:
+        if not kernel:
             return kernel
         items: Items = {}
         callers_by_rule: dict[int, list[tuple[int, int]]] = {}
@@ -164,11 +172,27 @@ class CanvasGrammar:
         self.vocabulary = vocabulary
         self.ends = ends
         self.token_groups = TokenGroups(grammar, vocabulary, ends | {mask})
-        self._mask_targets: dict[int, frozenset[int]] = {}
+
+    @cached_property
+    def states(self) -> RegularStates:
+        """The automaton of a grammar without recursion."""
+        return RegularStates(self.grammar, self.token_groups)
+
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory of the token groups and of the arrays of states, in bytes."""
+        pairs = self.states.mask_steps if self.grammar.is_regular else ()
+        arrays = sum(pair.nbytes for pair in pairs)
+        return _BYTES_PER_TOKEN * self.vocabulary.size + arrays
+
+    def answer(self, canvas: Seq[int], prefix: bytes = b"") -> CanvasAnswer:
+        """One canvas, after `prefix`."""
+        kind = RegularAnswer if self.grammar.is_regular else CanvasAnswer
+        return kind(self, canvas, prefix)
 
     def is_completable(self, canvas: Seq[int], prefix: bytes = b"") -> bool:
         """Whether `prefix` and the canvas can be completed to a text by replacing the masks."""
-        return CanvasAnswer(self, canvas, prefix).is_completable
+        return self.answer(canvas, prefix).is_completable
 
     def advance_bytes(self, chart: Chart, items: Items, data: bytes) -> Items:
         """The items after the bytes of a token, not closed. `items` are closed."""
@@ -189,16 +213,6 @@ class CanvasGrammar:
     def advance_mask(self, chart: Chart, items: Items) -> Items:
         """The closed items after a mask: any one token."""
         result: Items = {}
-        if self.grammar.is_regular:
-            for state in items:
-                if state not in self._mask_targets:
-                    self._mask_targets[state] = frozenset(
-                        target
-                        for _, next_items in self.advance_groups(chart, {state: 1})
-                        for target in next_items
-                    )
-                result.update(dict.fromkeys(self._mask_targets[state], 1))
-            return result
         for _, next_items in self.advance_groups(chart, items):
             for state, origins in next_items.items():
                 result[state] = result.get(state, 0) | origins
@@ -230,11 +244,6 @@ class CanvasAnswer:
     def __init__(self, rules: CanvasGrammar, canvas: Seq[int], prefix: bytes = b"") -> None:
         self.rules = rules
         self.canvas = list(canvas)
-        self.chart = Chart(rules.grammar)
-        items = self.chart.start()
-        if prefix:
-            items = self.chart.close(rules.advance_bytes(self.chart, items, prefix))
-        self._items = [items]
         #: The first position from which on all tokens can be end-of-text tokens.
         self._first_free = len(self.canvas)
         while self._first_free and (
@@ -247,6 +256,14 @@ class CanvasAnswer:
             (position for position, token in enumerate(canvas) if token in rules.ends),
             len(self.canvas),
         )
+        self._begin(prefix)
+
+    def _begin(self, prefix: bytes) -> None:
+        self.chart = Chart(self.rules.grammar)
+        items = self.chart.start()
+        if prefix:
+            items = self.chart.close(self.rules.advance_bytes(self.chart, items, prefix))
+        self._items = [items]
         self._charts = [self.chart.fork()]
 
     @property
@@ -254,6 +271,9 @@ class CanvasAnswer:
         """Whether the canvas has a completion that is a text of the grammar."""
         if self._text_end < self._first_free:  # text after an end-of-text token
             return False
+        return self._completes()
+
+    def _completes(self) -> bool:
         return self._can_complete(self.chart.fork(), self._items[0], 0)
 
     def items_at(self, position: int) -> tuple[Chart, Items]:
@@ -270,12 +290,15 @@ class CanvasAnswer:
         rules = self.rules
         if token in rules.ends:
             return self._may_end(position)
-        chart, items = self.items_at(position)
         if self._text_end < position or token >= len(rules.token_groups.groups):
             return False
         if rules.token_groups.groups[token] < 0:
             return False
-        return self._can_complete(chart, rules.token(chart, items, token), position + 1)
+        return self._completes_with(position, token)
+
+    def _completes_with(self, position: int, token: int) -> bool:
+        chart, items = self.items_at(position)
+        return self._can_complete(chart, self.rules.token(chart, items, token), position + 1)
 
     def allowed(self, position: int) -> np.ndarray:
         """Boolean `[vocab_size]`: the tokens with which the mask at `position` can be replaced so
@@ -284,26 +307,33 @@ class CanvasAnswer:
         groups = rules.token_groups.groups
         is_allowed_group = np.zeros(rules.token_groups.count + 1, bool)  # the last: of no group
         if position < self._text_end:
-            chart, items = self.items_at(position)
-            results: dict[frozenset[tuple[int, int]], bool] = {}
-            for group, next_items in rules.advance_groups(chart, items):
-                key = frozenset(next_items.items())
-                if key not in results:
-                    branch = chart.fork()
-                    results[key] = self._can_complete(
-                        branch, branch.close(next_items), position + 1
-                    )
-                is_allowed_group[group] = results[key]
+            is_allowed_group[self._allowed_groups(position)] = True
         allowed: np.ndarray = is_allowed_group[groups]
         allowed[[end for end in rules.ends if end < len(allowed)]] = self._may_end(position)
         return allowed
 
+    def _allowed_groups(self, position: int) -> list[int]:
+        """The token groups with which the mask at `position` can be replaced."""
+        chart, items = self.items_at(position)
+        results: dict[frozenset[tuple[int, int]], bool] = {}
+        allowed = []
+        for group, next_items in self.rules.advance_groups(chart, items):
+            key = frozenset(next_items.items())
+            if key not in results:
+                branch = chart.fork()
+                results[key] = self._can_complete(branch, branch.close(next_items), position + 1)
+            if results[key]:
+                allowed.append(group)
+        return allowed
+
     def _may_end(self, position: int) -> bool:
         """Whether the text may end at or before `position`."""
-        return any(
-            self.chart.is_whole(self.items_at(end)[1])
-            for end in range(self._first_free, min(position, self._text_end) + 1)
-        )
+        ends = range(self._first_free, min(position, self._text_end) + 1)
+        return any(self._is_whole_at(end) for end in ends)
+
+    def _is_whole_at(self, position: int) -> bool:
+        """Whether the text before `position` can be whole."""
+        return self.chart.is_whole(self.items_at(position)[1])
 
     def _can_complete(self, chart: Chart, items: Items, position: int) -> bool:
         while items:
@@ -321,3 +351,133 @@ class CanvasAnswer:
         if token == MASK_POSITION:
             return self.rules.advance_mask(chart, items)
         return self.rules.token(chart, items, token)
+
+
+class RegularStates:
+    """The states of a grammar without recursion, as arrays.
+
+    `transitions` is int32 `[num_states + 1, num_classes]`: the target of each state and byte class.
+    The last state has no way out; it is the target where there is none. `is_final` says at which
+    states the text may end.
+    """
+
+    def __init__(self, grammar: ByteGrammar, token_groups: TokenGroups) -> None:
+        self.grammar = grammar
+        self.dead = len(grammar.transitions)
+        self.transitions = np.full((self.dead + 1, max(grammar.classes) + 1), self.dead, np.int32)
+        for state, targets in enumerate(grammar.transitions):
+            self.transitions[state, list(targets)] = list(targets.values())
+        self.is_final = np.array([*(rule == 0 for rule in grammar.completed_rule), False])
+        self._tree = token_groups.tree
+
+    @cached_property
+    def mask_steps(self) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs of a state and a state after some token, as two arrays."""
+        sources, targets = [], []
+        size = max(1, _MAX_PAIRS // (self.dead + 1))
+        for first in range(0, self.dead, size):
+            states = np.arange(first, min(first + size, self.dead))
+            is_reached = np.zeros((len(states), self.dead + 1), bool)
+            for _, rows, reached in self.after_groups(states):
+                is_reached[rows, reached] = True
+            found = np.nonzero(is_reached)
+            sources.append(found[0] + first)
+            targets.append(found[1])
+        return np.concatenate(sources), np.concatenate(targets)
+
+    def after_groups(self, states: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yields each token group that some of `states` allow: which of them, and the states after
+        it."""
+        stack = [(self._tree, np.arange(len(states)), states)]
+        while stack:
+            node, rows, current = stack.pop()
+            for byte_class, child in node.children.items():
+                after = self.transitions[current, byte_class]
+                is_alive = after != self.dead
+                if not is_alive.any():
+                    continue
+                alive, after = rows[is_alive], after[is_alive]
+                if child.group >= 0:
+                    yield child.group, alive, after
+                if child.children:
+                    stack.append((child, alive, after))
+
+    def after_bytes(self, states: np.ndarray, data: bytes) -> np.ndarray:
+        """The state after these bytes, from each of `states`."""
+        for byte_class in data.translate(self.grammar.classes):
+            states = self.transitions[states, byte_class]
+        return states
+
+
+class RegularAnswer(CanvasAnswer):
+    """One canvas of a grammar without recursion.
+
+    Sets of states are boolean `[num_states + 1]`: those before each position that the canvas before
+    it can lead to, and those from which the canvas behind it leads to a whole text.
+    """
+
+    def _begin(self, prefix: bytes) -> None:
+        states = self.rules.states
+        start = states.after_bytes(np.array([states.grammar.start_states[0]]), prefix)
+        self._reached = [self._set(start)]
+        self._completing: dict[int, np.ndarray] = {}
+
+    def _set(self, members: np.ndarray) -> np.ndarray:
+        result = np.zeros(self.rules.states.dead + 1, bool)
+        result[members] = True
+        result[-1] = False
+        return result
+
+    def _token_bytes(self, position: int) -> bytes:
+        """The bytes of the token at a position that holds no mask."""
+        token, known = self.canvas[position], self.rules.vocabulary.token_bytes
+        return known[token] if token < len(known) else b""
+
+    def reached(self, position: int) -> np.ndarray:
+        """The states before `position`."""
+        states = self.rules.states
+        while len(self._reached) <= position:
+            before, at = self._reached[-1], len(self._reached) - 1
+            if self.canvas[at] == MASK_POSITION:
+                sources, targets = states.mask_steps
+                after = targets[before[sources]]
+            else:
+                after = states.after_bytes(np.flatnonzero(before), self._token_bytes(at))
+            self._reached.append(self._set(after))
+        return self._reached[position]
+
+    def completing(self, position: int) -> np.ndarray:
+        """The states from which the canvas from `position` on can be completed."""
+        states, length = self.rules.states, len(self.canvas)
+        for at in range(length, position - 1, -1):
+            if at in self._completing:
+                continue
+            may_end = at >= self._first_free and (at == length or bool(self.rules.ends))
+            found = states.is_final.copy() if may_end else np.zeros(states.dead + 1, bool)
+            if at < min(self._text_end, length):
+                behind = self._completing[at + 1]
+                if self.canvas[at] == MASK_POSITION:
+                    sources, targets = states.mask_steps
+                    found[sources[behind[targets]]] = True
+                else:
+                    every = np.arange(states.dead + 1)
+                    found |= behind[states.after_bytes(every, self._token_bytes(at))]
+            self._completing[at] = found
+        return self._completing[position]
+
+    def _completes(self) -> bool:
+        return bool((self.reached(0) & self.completing(0)).any())
+
+    def _completes_with(self, position: int, token: int) -> bool:
+        data = self.rules.vocabulary.token_bytes[token]
+        after = self.rules.states.after_bytes(np.flatnonzero(self.reached(position)), data)
+        return bool(self.completing(position + 1)[after].any())
+
+    def _allowed_groups(self, position: int) -> list[int]:
+        completing = self.completing(position + 1)
+        states = np.flatnonzero(self.reached(position))
+        groups = self.rules.states.after_groups(states)
+        return [group for group, _, after in groups if completing[after].any()]
+
+    def _is_whole_at(self, position: int) -> bool:
+        return bool((self.reached(position) & self.rules.states.is_final).any())

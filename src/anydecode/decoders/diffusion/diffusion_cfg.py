@@ -13,7 +13,7 @@ from anydecode.catalogue import Card, Range, Text, register
 from anydecode.constraints.byte_cache import ByteCache
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.grammar.byte_grammar import MAX_CACHED_BYTES
-from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasGrammar
 from anydecode.constraints.json.schema_grammar import canvas_grammar_of
 from anydecode.constraints.vocabulary import Vocabulary, vocabulary
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
@@ -33,9 +33,6 @@ _KEY: StateKey[tuple[str, Vocabulary, frozenset[int], int | None]] = StateKey(
     "diffusion-cfg", "grammar"
 )
 
-
-#: Bytes per token of a grammar's table of token groups.
-_BYTES_PER_TOKEN = 16
 _grammars: ByteCache[tuple[str, Vocabulary, frozenset[int], int | None], CanvasGrammar] = ByteCache(
     MAX_CACHED_BYTES
 )
@@ -49,7 +46,7 @@ def _compiled(
     if found is None:
         automata = canvas_grammar_of(described)
         found = CanvasGrammar(automata, vocabulary, ends, -1 if mask is None else mask)
-        _grammars.put(key, found, automata.num_bytes + _BYTES_PER_TOKEN * vocabulary.size)
+        _grammars.put(key, found, automata.num_bytes + found.num_bytes)
     return found
 
 
@@ -147,7 +144,7 @@ class GrammaticalDenoiser(Denoiser):
         stop = sequence.length + sequence.remaining
         tokens = canvas.tokens[len(sequence.prompt) : stop].tolist()
         answer = [MASK_POSITION if token == canvas.mask else token for token in tokens]
-        state = CanvasAnswer(grammar, answer, self.begun.encode())
+        state = grammar.answer(answer, self.begun.encode())
         allowed: dict[int, np.ndarray] = {}
 
         def restrict(position: int, logits: np.ndarray) -> np.ndarray:
@@ -252,8 +249,8 @@ class GrammaticalDenoiser(Denoiser):
             " maxProperties, a pattern with a length, and an allOf that is not merged are refused",
         ),
         missing=(
-            "long tokens of vocabularies with very many different spellings: a canvas that only"
-            " these can complete may be refused",
+            "if a rule of the grammar is recursive, long tokens of vocabularies with very many"
+            " different spellings: a canvas that only these can complete may be refused",
         ),
         remote={
             "block": Range(0, 4096),

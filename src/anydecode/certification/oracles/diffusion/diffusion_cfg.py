@@ -19,7 +19,7 @@ from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.denoising import PROMPT, bidirectional, dense, softmax
 from anydecode.constraints.grammar.byte_grammar import byte_grammar
-from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasAnswer, CanvasGrammar
+from anydecode.constraints.grammar.canvas_grammar import MASK_POSITION, CanvasGrammar
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.json.schema_grammar import canvas_grammar_of
 from anydecode.constraints.languages import Choice, Grammar
@@ -222,7 +222,7 @@ def _wrong_tokens(
     is_valid = [
         fits((*canvas[:position], t, *canvas[position + 1 :]), complete) for t in range(END + 1)
     ]
-    canvas_answer = CanvasAnswer(rules, canvas)
+    canvas_answer = rules.answer(canvas)
     wrong = sum(
         canvas_answer.accepts(position, token) != is_good for token, is_good in enumerate(is_valid)
     )
