@@ -42,8 +42,7 @@ class ExitRouters:
         results = np.empty(len(states))
         for row, state in enumerate(states):
             inner = (self.down[exit] * state).sum(-1, dtype=np.float64)
-            total = (self.up[exit] * inner / (1 + np.exp(-inner))).sum()
-            results[row] = 1 / (1 + np.exp(-total))
+            results[row] = _sigmoid((self.up[exit] * inner * _sigmoid(inner)).sum())
         return results
 
     def check(self, network: Network) -> None:
@@ -93,6 +92,12 @@ class ExitRouters:
         if not down or not fits:
             raise CheckpointError(f"exit routers {path}: the tensors do not fit together")
         return ExitRouters(down, up, fingerprint)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)), without overflow."""
+    result: np.ndarray = 0.5 * (1 + np.tanh(0.5 * x))
+    return result
 
 
 def model_fingerprint(network: Network) -> str:

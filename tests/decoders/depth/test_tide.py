@@ -112,6 +112,14 @@ def _stored_row(position: int, exit: int, state: np.ndarray) -> Rows:
     )  # fmt: skip
 
 
+def test_large_states_are_scored_without_overflow() -> None:
+    one = np.ones((1, 2), np.float32)
+    routers = ExitRouters({1: -one}, {1: one[0, :1]}, "")
+    with np.errstate(all="raise"):
+        scores = routers(1, np.array([[1e4, 1e4], [-1e4, -1e4]], np.float32))
+    assert np.allclose(scores, [0.5, 1.0])
+
+
 def test_routers_that_never_fire_give_the_text_of_plain_decoding() -> None:
     options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
     with routed_model() as llm:
