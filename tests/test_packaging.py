@@ -126,7 +126,7 @@ def test_workflows_use_actions_by_their_commits(repository: Path) -> None:
 def test_releases_are_built_of_pinned_packages_and_attested_with_an_sbom(repository: Path) -> None:
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load((repository / ".github/workflows/release.yml").read_text("utf-8"))["jobs"]
-    for name in ("wheel", "source", "sbom"):
+    for name in ("wheel", "source", "check", "sbom"):
         text = "\n".join(step.get("run", "") for step in jobs[name]["steps"])
         installs = re.findall(r"pip .*install (.*)", text)
         assert installs and all(
