@@ -67,9 +67,11 @@ def test_a_worker_without_a_machine_is_reported_once(monkeypatch: pytest.MonkeyP
     workers = RayWorkers("local", WorkerOptions(MODEL, "127.0.0.1", 1, ENGINE), SECRET, cores=9999)
     try:
         process = workers(Place("mixed-1", "mixed"))
-        for _ in range(30):
+        while not events:
             assert process.poll() is None
             time.sleep(0.1)
+        for _ in range(20):
+            assert process.poll() is None
         process.terminate()
     finally:
         workers.close()
