@@ -64,6 +64,12 @@ OLMO_3_METADATA: dict[str, Any] = {
     "attention.sliding_window": 6,
     "attention.sliding_window_pattern": [True, False, True],
 }
+LAYER_NORM: dict[str, Any] = {
+    "attention.layer_norm_epsilon": 1e-5,
+    "attention.layer_norm_rms_epsilon": None,
+}
+#: Families whose norms the converter stores with 1 added.
+ONE_ADDED = ("Gemma", "Nemotron")
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -374,6 +380,49 @@ CASES = {
         {"logit_scale": 0.5, "sliding_window": 6, "num_hidden_layers": 4},
         {"logit_scale": 0.5, "attention.sliding_window": 6},
     ),
+    "gemma": Case("Gemma", "gemma", {"head_dim": 16}),
+    "phi": Case(
+        "Phi",
+        "phi2",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "num_key_value_heads": 4},
+        {"rope.dimension_count": 6},
+    ),
+    "stablelm": Case(
+        "StableLm",
+        "stablelm",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        {"rope.dimension_count": 6, "use_parallel_residual": True},  # as the converter writes it
+    ),
+    "stablelm parallel": Case(
+        "StableLm",
+        "stablelm",
+        {
+            "use_qkv_bias": True,
+            "use_parallel_residual": True,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+        {"rope.dimension_count": 6, "use_parallel_residual": True},
+    ),
+    "olmo": Case(
+        "Olmo",
+        "olmo",
+        {"clip_qkv": 0.5},
+        {**LAYER_NORM, "attention.clamp_kqv": 0.5},
+        is_permuted=True,
+    ),
+    "glm": Case(
+        "Glm",
+        "chatglm",
+        {"head_dim": 12, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        {"rope.dimension_count": 6},
+    ),
+    "nemotron": Case(
+        "Nemotron",
+        "nemotron",
+        {"head_dim": 12, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        {**LAYER_NORM, "rope.dimension_count": 6},
+    ),
+    "arcee": Case("Arcee", "arcee", {"head_dim": 12}, is_permuted=True),
     "gpt2": Case("GPT2", "gpt2"),
     "gpt neox": Case(
         "GPTNeoX",
@@ -447,6 +496,8 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
             tensor = np.concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
         if case.is_permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
+        if case.family in ONE_ADDED and name.endswith("norm.weight"):
+            tensor = tensor + 1
         tensor = tensor.squeeze(1) if tensor.ndim == 3 and "conv" in name else tensor
         tensor = -np.exp(tensor) if name.endswith("A_log") else tensor
         if "." not in name.removeprefix("model.layers.")[2:] or ".experts." in name:
@@ -537,7 +588,7 @@ FOR_LLAMA_CPP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-GELU = ("Gemma4", "Starcoder2", "GPT2", "GPTNeoX", "Falcon", "Bloom", "Mpt")
+GELU = ("Gemma", "Gemma4", "Phi", "Starcoder2", "GPT2", "GPTNeoX", "Falcon", "Bloom", "Mpt")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_OF_LLAMA_CPP])
@@ -640,6 +691,11 @@ def test_the_small_matrices_of_streams_are_not_quantised(tmp_path: Path) -> None
         ("cohere2", {"attention.sliding_window": 5}),
         ("gpt neox", {"rope.dimension_count": 12}),
         ("gpt neox", {"use_parallel_residual": False}),
+        ("phi", {"rope.dimension_count": 4}),
+        ("stablelm", {"rope.dimension_count": 12}),
+        ("olmo", {"attention.clamp_kqv": 0.0}),
+        ("glm", {"rope.dimension_count": 4}),
+        ("nemotron", {"rope.dimension_count": 4}),
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
         ("falcon mamba", {"ssm.dt_b_c_rms": None}),
         ("mpt", {"attention.max_alibi_bias": 16.0}),
@@ -689,6 +745,8 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("exaone4", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern"),
         ("ministral3", {"attention.temperature_scale": -1.0}, "llama_4_scaling_beta"),
         ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
+        ("olmo", {"attention.clamp_kqv": -1.0}, "clip_qkv is -1.0"),
+        ("phi", {"rope.dimension_count": 99}, "rotary size"),
         ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
         ("gpt2", {"context_length": 300}, "embed_positions"),
         ("gemma3n", {"altup.num_inputs": 3}, "allowed are 2 matrices"),

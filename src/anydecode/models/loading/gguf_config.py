@@ -8,8 +8,10 @@ from anydecode.errors import CheckpointError
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.limits import MAX_LAYERS
 from anydecode.models.loading.gguf_dense import (
+    arcee,
     cohere,
     falcon,
+    gemma,
     gpt2,
     gpt_neox,
     granite,
@@ -18,10 +20,14 @@ from anydecode.models.loading.gguf_dense import (
     minicpm,
     mistral3,
     mpt,
+    nemotron,
+    olmo,
     olmo2,
+    phi2,
     phi3,
     qwen2,
     smollm3,
+    stablelm,
     starcoder2,
 )
 from anydecode.models.loading.gguf_diffusion import denoising, dream, llada_moe, rnd1
@@ -65,6 +71,13 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     keys = Keys(file)
     config = _common(keys)
     extend = {
+        "gemma": gemma,
+        "phi2": phi2,
+        "stablelm": stablelm,
+        "olmo": olmo,
+        "chatglm": partial_rotary,
+        "nemotron": nemotron,
+        "arcee": arcee,
         "gemma2": gemma2,
         "gemma3": gemma3,
         "gemma3n": gemma3n,
@@ -161,7 +174,9 @@ def _common(keys: Keys) -> dict[str, Any]:
         config["attention_out_bias"] = config["attention_bias"]
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if "blk.0.attn_q.bias" in file.tensors and FAMILIES[model_type].output_bias:
-        if not config["attention_bias"] and not FAMILIES[model_type].qkv_bias:
+        family = FAMILIES[model_type]
+        is_possible = family.qkv_bias or ("qkv_bias",) in family.keys.values()
+        if not config["attention_bias"] and not is_possible:
             raise CheckpointError(f"{file.path}: biases on queries alone are not supported")
     for name, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")

@@ -99,10 +99,51 @@ def starcoder2(keys: Keys, config: dict[str, Any]) -> None:
     config["hidden_act"] = "gelu_pytorch_tanh"
 
 
-def cohere(keys: Keys, config: dict[str, Any]) -> None:
-    """Command R and Command R7B."""
+def gemma(keys: Keys, config: dict[str, Any]) -> None:
+    """Gemma: the activation is that of the family."""
+    del config["hidden_act"]
+
+
+def phi2(keys: Keys, config: dict[str, Any]) -> None:
+    """Phi-1 to Phi-2."""
+    partial_rotary(keys, config)
+    config["mlp_bias"] = True
+    config["hidden_act"] = "gelu_new"
+
+
+def stablelm(keys: Keys, config: dict[str, Any]) -> None:
+    """StableLM. `use_parallel_residual` is wrong in files of models whose configs lack it."""
+    _refuse_norms(keys)
+    partial_rotary(keys, config)
+    config["qkv_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+    config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in keys.file.tensors
+
+
+def olmo(keys: Keys, config: dict[str, Any]) -> None:
+    """OLMo: a limit of 0 is none."""
+    config["clip_qkv"] = keys.number("attention.clamp_kqv", 0.0) or None
+
+
+def nemotron(keys: Keys, config: dict[str, Any]) -> None:
+    """Nemotron-4 and Minitron."""
+    partial_rotary(keys, config)
+    arcee(keys, config)
+
+
+def arcee(keys: Keys, config: dict[str, Any]) -> None:
+    """Arcee."""
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    config["hidden_act"] = "relu2"
+
+
+def _refuse_norms(keys: Keys) -> None:
     if "blk.0.attn_q_norm.weight" in keys.file.tensors:
         raise CheckpointError(f"{keys.file.path}: norms of queries and keys are not supported here")
+
+
+def cohere(keys: Keys, config: dict[str, Any]) -> None:
+    """Command R and Command R7B."""
+    _refuse_norms(keys)
     config["logit_scale"] = keys.number("logit_scale")
     if config["model_type"] == "cohere2":
         windows(keys, config)

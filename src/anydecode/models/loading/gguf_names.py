@@ -111,6 +111,7 @@ OVERRIDES = {
     "olmo2": _POST_NORMS,
     "exaone4": _POST_NORMS,
     "glm4": {**_SANDWICH, "ffn_up": "mlp.gate_up_proj"},
+    "chatglm": {"ffn_up": "mlp.gate_up_proj"},
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "gpt2": {"attn_qkv": "self_attn.qkv_proj"},
     "gptneox": {"attn_qkv": "self_attn.qkv_proj"},
@@ -252,10 +253,10 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
-    "llada",
+    *("llada", "olmo", "arcee"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
-ONE_ADDED = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+ONE_ADDED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
 
 
 def is_own_vector(architecture: str, name: str) -> bool:

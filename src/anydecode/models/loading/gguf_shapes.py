@@ -35,10 +35,13 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     family = FAMILIES[config["model_type"]]
     yield f"model.{family.names.get('embed_tokens', 'embed_tokens')}.weight", (vocab, hidden), True
-    yield f"model.{family.names.get('norm', 'norm')}.weight", (hidden,), True
+    norm = f"model.{family.names.get('norm', 'norm')}"
+    if family.has_norm_weights:
+        yield f"{norm}.weight", (hidden,), True
     yield "lm_head.weight", (vocab, hidden), False
+    yield "lm_head.bias", (vocab,), False
     if family.has_norm_bias:
-        yield "model.norm.bias", (hidden,), True
+        yield f"{norm}.bias", (hidden,), True
     if family.has_embedding_norm:
         name = family.names.get("embed_norm", "embed_norm")
         for leaf in ("weight", "bias"):
@@ -122,7 +125,10 @@ def _stream_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
     """The sizes of a layer's norms, but for those of its attention."""
     family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
-    names = [] if family.mlp == "none" else ["post_attention_layernorm"]
+    if not family.has_norm_weights:
+        return {}
+    is_shared = family.shares_norm and config.get("use_parallel_residual", True)
+    names = [] if family.mlp == "none" or is_shared else ["post_attention_layernorm"]
     if family.norms != "post":
         names.append("input_layernorm")
     if family.norms != "pre":
@@ -193,7 +199,7 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 
 def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if architecture in ("phi3", "glm4"):
+    if architecture in ("phi3", "glm4", "chatglm"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
     family = FAMILIES[config["model_type"]]
     if family.mlp == "none":
