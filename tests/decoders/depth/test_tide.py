@@ -146,6 +146,10 @@ def test_bad_routers_and_models_are_refused_in_one_line(tmp_path: Path) -> None:
     with routed_model() as llm:
         own: Any = llm.model.exit_routers  # type: ignore[attr-defined]
         own.save(tmp_path / "routers.safetensors")
+        with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as scripted:
+            with pytest.raises(AnydecodeError, match="needs a transformer"):
+                file = tmp_path / "routers.safetensors"
+                scripted.generate("a", decoder=f"tide:routers={file}")
         with pytest.raises(AnydecodeError, match="leaves no exit"):
             llm.generate("a", decoder="tide:min_layers=14")
         with pytest.raises(AnydecodeError, match="guidance"):

@@ -98,7 +98,12 @@ class Tide(FewerLayers):
                 " tide:routers=FILE reads them"
             )
         if id(routers) not in self._routes:
-            routers.check(model.network)
+            network = getattr(model, "network", None)
+            if network is None:
+                raise UnsupportedCombinationError(
+                    f"{model.name} has no layers to leave: tide needs a transformer"
+                )
+            routers.check(network)
             exits = [exit for exit in routers.exits if exit > self.min_layers]
             if not exits or exits[-1] >= sequence.num_layers:
                 raise InvalidRequestError(
