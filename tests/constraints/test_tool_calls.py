@@ -153,6 +153,23 @@ def test_calls_of_every_kind_of_format_are_valid(llm: LLM, name: str, format_nam
     jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(arguments))
 
 
+@pytest.mark.parametrize("format_name", ["apriel", "deepseek-v3.1"])
+def test_a_value_that_is_rarely_valid_is_narrowed_within_its_call(
+    llm: LLM, format_name: str
+) -> None:
+    """The model prefers to repeat items; everything before the list has been sent."""
+    xs = {"type": "array", "items": {"enum": [1, 2, 3, 4]}, "uniqueItems": True}
+    schema = object_schema(x=DIGIT, xs={**xs, "minItems": 4})
+    constraint = tool_calls({"f": schema}, format_name, is_required=True, is_parallel=False)
+    num_narrowed = 0
+    for seed in range(3):
+        out = llm.generate("to", constraint=constraint, max_tokens=400, temperature=1.0, seed=seed)
+        [(_, arguments)] = parsed(out.text, constraint)[1]
+        assert sorted(json.loads(arguments)["xs"]) == [1, 2, 3, 4]
+        num_narrowed += out.constraint["narrowed"]
+    assert num_narrowed
+
+
 def test_the_report_names_what_is_validated_for_which_tool() -> None:
     constraint = tool_calls({"f": SCHEMAS["uniqueItems"], "g": object_schema(x=DIGIT)})
     constraint.start(TOKENIZER, TOKENIZER.vocab_size)

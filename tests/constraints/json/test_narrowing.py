@@ -45,6 +45,17 @@ def test_alternatives_are_chosen_in_turn_with_all_properties_and_then_the_requir
     assert chosen == [[array], [array], [whole], [{**required, **CLOSED}], [array]]
 
 
+def test_items_that_must_differ_have_different_values() -> None:
+    array = {"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "uniqueItems": True}
+    for index, first in ((0, [1, 3, 5]), (1, [2, 4])):
+        narrow = narrowed_schema({**array, "minItems": 2}, index, 80)
+        values = [one["enum"] for one in narrow["prefixItems"]]
+        assert values[0] == first and sorted(sum(values, [])) == [1, 2, 3, 4, 5]
+        assert narrow["items"] is False and narrow["maxItems"] == 2
+    for other in ({"minItems": 1}, {"minItems": 2, "uniqueItems": False}):
+        assert "prefixItems" not in narrowed_schema({**array, **other}, 0, 80)
+
+
 @pytest.mark.parametrize(
     ("bounds", "length"),
     [({}, 1), ({"minContains": 3}, 3), ({"minContains": 2, "minItems": 5}, 5)],

@@ -141,6 +141,18 @@ class _Narrowing:
             result["minItems"] = min_items
         if schema.get("uniqueItems") or contains is not None:
             result["maxItems"] = max(min_items, 1)
+        if schema.get("uniqueItems") and min_items > 1 and "prefixItems" not in result:
+            self._separate_items(result, min_items)
+
+    def _separate_items(self, result: dict[str, Any], count: int) -> None:
+        """Gives each of `count` items, which must differ, its own part of the listed values."""
+        items: Any = result.get("items")
+        values = items.get("enum") if isinstance(items, dict) else None
+        if isinstance(values, list) and len(values) >= count:
+            self._num_nodes += count
+            starts = [(place + self._index) % count for place in range(count)]
+            result["prefixItems"] = [{**items, "enum": values[start::count]} for start in starts]
+            result["items"] = False
 
 
 def _close_object(result: dict[str, Any], index: int) -> None:
