@@ -49,6 +49,7 @@ def texts(prompts: list[str], engine: dict[str, Any], **options: Any) -> list[An
         return [one.tokens for one in found]
 
 
+@functools.cache
 def alone(cache_positions: int = 512, **options: Any) -> list[Any]:
     """The tokens after each prompt, each by itself, without a prefix cache."""
     engine = {"prefix_cache": False, "cache_positions": cache_positions}

@@ -3,6 +3,7 @@ cache, the drafter and the number of restarts."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ def texts(name: str, prompts: list[str], engine: dict[str, Any], **options: Any)
         return [one.tokens for one in found]
 
 
+@functools.cache
 def alone(name: str, **options: Any) -> list[Any]:
     """The tokens after each prompt, each by itself, without a prefix cache."""
     engine = {"prefix_cache": False, "cache_positions": 512}
