@@ -19,7 +19,13 @@ from anydecode import LLM
 from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
-from anydecode.training.masks import MaskRecipe, MaskRun, mask_logits
+from anydecode.training.masks import (
+    MaskRecipe,
+    MaskRun,
+    PromptRecipe,
+    PromptRun,
+    mask_logits,
+)
 from anydecode.training.transformer import Shape, Transformer
 
 SHAPE = Shape(50, width=32, layers=3, heads=2, hidden=48)
@@ -28,14 +34,14 @@ TEXT, MASK = [5, 6, 7, 8, 9, 10], 3
 
 def _separate(model: Transformer, end: int, masks: int) -> torch.Tensor:
     """The logits of the masks of one group, in a causal pass over the text before it."""
-    return model(torch.tensor([[*TEXT[:end], *[MASK] * masks]]), causal=True)[0, end:]
+    return model(torch.tensor([[*TEXT[:end], *[MASK, 4][:masks]]]), causal=True)[0, end:]
 
 
 def test_masks_see_the_text_before_their_group_and_their_group() -> None:
     torch.manual_seed(0)
     model = Transformer(SHAPE).eval()
     ends = torch.tensor([2, 3, 6])
-    clean, masked = mask_logits(model, torch.tensor(TEXT), ends, 2, MASK)
+    clean, masked = mask_logits(model, torch.tensor(TEXT), ends, torch.tensor([MASK, 4]))
     torch.testing.assert_close(clean, model(torch.tensor([TEXT]), causal=True)[0])
     for group, end in zip(masked, ends.tolist(), strict=True):
         torch.testing.assert_close(group, _separate(model, end, 2))
@@ -116,7 +122,7 @@ def test_the_command_writes_a_model_and_a_curve(
     log = json.loads(capsys.readouterr().out)
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     with LLM(log["path"]) as llm:
-        assert llm.tokenizer.mask_id == log["mask"]
+        assert llm.tokenizer.mask_id == log["group"][0]
         plain, drafted = (
             llm.generate("copy Ada Ben Carl:", decoder=key, max_tokens=8, temperature=0.8, seed=1)
             for key in ("autoregressive", "space:masks=1")
@@ -131,6 +137,56 @@ def test_the_model_has_the_chat_template_of_its_base(model: Path, tmp_path: Path
     trained = load_checkpoint(str(made.model_folder)).tokenizer
     assert checkpoint.tokenizer is not None and trained is not None
     assert trained.chat_template == checkpoint.tokenizer.chat_template is not None
+
+
+def test_the_loss_of_prompt_tokens_is_the_divergence_from_the_rows_of_the_text(
+    tmp_path: Path,
+) -> None:
+    recipe = PromptRecipe(steps=1, answers=4, tokens=6, masks=2)
+    made = PromptRun(load_checkpoint("tiny-autoregressive"), tmp_path, recipe)
+    pair, ends = (TEXT[:3], TEXT[3:] + [11]), torch.tensor([3, 4])
+    with torch.no_grad():
+        made.embedding.rows += 0.1 * torch.randn_like(made.embedding.rows)
+    text, size = [*pair[0], *pair[1]], made.model.shape.vocab
+    clean = made.model(torch.tensor([text]), causal=True)[0].softmax(-1)
+    expected = 0.0
+    for end in (3, 4):
+        tokens = torch.tensor([[*text[:end], size, size + 1]])
+        predicted = made.model(tokens, causal=True)[0, end:].softmax(-1)
+        for distance in range(2):
+            p, q = clean[end + distance], predicted[distance]
+            expected += 0.8**distance * float((p * (p / q).log()).sum().detach()) / 2 / 2
+    assert float(made.loss(pair, ends).detach()) == pytest.approx(expected, rel=1e-3)
+
+
+def test_prompt_tokens_leave_the_model_as_it_is_and_draft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        run(
+            ["train", "prompts", "--model", "tiny-autoregressive", "--answers", "24", "--steps",
+             "12", "--prompts", "2", "--out", str(out), "--json"]
+        )  # fmt: skip
+    assert not ended.value.code
+    log = json.loads(capsys.readouterr().out)
+    first, *_, last = (entry["text"] for entry in log["history"] if "text" in entry)
+    assert first == last and log["steps"] == 12
+    with LLM("tiny-autoregressive") as llm:
+        plain, drafted = (
+            llm.generate("copy Ada Ben Carl:", decoder=key, max_tokens=12, temperature=0.8, seed=1)
+            for key in ("autoregressive", f"ppd:prompts={log['path']}")
+        )
+    assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.slow
+def test_training_makes_prompt_tokens_predict(tmp_path: Path) -> None:
+    recipe = PromptRecipe(steps=100, answers=128, batch=8)
+    made = PromptRun(load_checkpoint("tiny-autoregressive"), tmp_path, recipe)
+    made.train()
+    first, *_, last = (entry["loss"] for entry in made.history if "loss" in entry)
+    assert last < 0.9 * first, (first, last)
 
 
 @pytest.mark.slow

@@ -615,6 +615,72 @@ def train_exit_routers(
     print(out)
 
 
+@app.command("prompts")
+def train_prompts(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
+        options.DEFAULT_MODEL
+    ),
+    out: Out = Path("trained-prompts"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    prompts: Annotated[
+        int,
+        typer.Option(
+            "--prompts", min=1, max=16, help="Number of prompt tokens, which predict a token each."
+        ),
+    ] = 3,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of prompt tokens per text and step.")
+    ] = 16,
+    answers: Annotated[
+        int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
+    ] = 256,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
+    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-2,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train prompt tokens, embeddings at which a model predicts several tokens, for the decoder
+    ppd. The model stays as it is. A run with the same --out is resumed. The prompt tokens are in
+    the file "prompts.safetensors" of --out.
+
+    Example: anydecode train prompts --minutes 60 --out my-prompts --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.masks import PromptRecipe, PromptRun
+
+    if minutes is None and steps is None:
+        minutes = 60.0
+    recipe = PromptRecipe(
+        minutes,
+        steps,
+        masks=prompts,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    with progress("training", 1.0, unit="percent") as bar:
+        bar.begin("answers")
+        run = PromptRun(load_checkpoint(model), out, recipe)
+        run.train(lambda done, loss: bar.update(done, step="prompts", detail=f"loss {loss:.3f}"))
+    if plot is not None:
+        curve.draw_acceptance(run.log(), plot)
+    if json:
+        print_json({"path": str(run.file), **run.log()})
+        return
+    *_, (_, shares) = run.shares()
+    note("tokens of held-out answers that each prompt token predicts: "
+         + " ".join(f"{share:.3f}" for share in shares))  # fmt: skip
+    print(run.file)
+
+
 @app.command("drafter")
 def train_drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (

@@ -1,4 +1,5 @@
-"""Training of a model that predicts several tokens at mask tokens behind its text, as SPACE needs.
+"""Training of a model that predicts several tokens at mask tokens behind its text, as SPACE needs,
+and of prompt tokens at which an unchanged model does so, as PPD needs.
 
 Yi et al., SPACE, arXiv:2402.11809. Groups of mask tokens stand behind some tokens of an answer; a
 mask sees the text up to its group and the masks before it in the group, and predicts the token
@@ -6,12 +7,17 @@ after its position. Rows of the text predict the next token as before. All label
 weight. A low-rank adapter (Hu et al., arXiv:2106.09685) and the mask's embedding are trained, and
 merged into the model that is written. The texts are the model's own answers.
 
-A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and `model/`, the model.
+Chen et al., PPD, arXiv:2405.18628. The groups have prompt tokens, of which only the embeddings are
+trained, on the distributions of the text's rows.
+
+A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and the results, `model/`
+or `prompts.safetensors`.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +25,7 @@ from random import Random
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -37,20 +44,22 @@ from anydecode.training.nested import own_answers
 from anydecode.training.run import LossRun
 from anydecode.training.transformer import Transformer
 
+#: Number of ranks whose accuracies are measured.
+RANKS = 10
+
 
 @dataclass(frozen=True)
-class MaskRecipe:
-    """How a model is trained. One of `minutes` and `steps` is the budget.
+class GroupRecipe:
+    """How groups are trained. One of `minutes` and `steps` is the budget.
 
     Attributes:
         minutes: See above.
         steps: See above.
-        masks: Number of masks of a group.
+        masks: Number of masks or prompt tokens of a group.
         groups: Maximum number of groups per text and step.
         answers: Number of answers of the model, an eighth of which is held out.
         tokens: Maximum number of tokens of an answer.
         batch: Texts per step.
-        rank: Rank of the adapter.
         rate: Peak learning rate.
         seed: Random seed.
         save_seconds: Seconds between saved states.
@@ -63,7 +72,6 @@ class MaskRecipe:
     answers: int = 256
     tokens: int = 64
     batch: int = 4
-    rank: int = 16
     rate: float = 1e-3
     seed: int = 0
     save_seconds: float = 300.0
@@ -72,31 +80,55 @@ class MaskRecipe:
         if (self.minutes is None) == (self.steps is None):
             raise InvalidRequestError("training takes either minutes or steps")
         counts = (self.minutes or self.steps or 0, self.masks, self.groups, self.tokens, self.batch)
-        if min(*counts, self.rank) <= 0 or self.answers < 2:
+        if min(counts) <= 0 or self.answers < 2:
             raise InvalidRequestError(
-                "minutes or steps, masks, groups, tokens, batch and rank must be more than 0, and"
-                " answers 2 or more"
+                "minutes or steps, masks, groups, tokens and batch must be more than 0, and answers"
+                " 2 or more"
             )
 
 
-class MaskEmbedding(nn.Module):
-    """A frozen embedding whose row of the mask token is trained."""
+@dataclass(frozen=True)
+class MaskRecipe(GroupRecipe):
+    """How a model with masks is trained; `rank` is that of the adapter."""
 
-    def __init__(self, frozen: torch.Tensor, mask: int) -> None:
+    rank: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank <= 0:
+            raise InvalidRequestError("rank must be more than 0")
+
+
+@dataclass(frozen=True)
+class PromptRecipe(GroupRecipe):
+    """How prompt tokens are trained."""
+
+    masks: int = 3
+    rate: float = 1e-2
+
+
+class TrainedRows(nn.Module):
+    """A frozen embedding, `[vocab, width]`, and trained rows of the tokens from `first` on, which
+    replace its rows or follow them."""
+
+    def __init__(self, frozen: torch.Tensor, first: int, count: int) -> None:
         super().__init__()
-        self.frozen, self.mask = frozen, mask
-        self.row = nn.Parameter(frozen.mean(0))
+        self.frozen, self.first = frozen, first
+        self.rows = nn.Parameter(frozen.mean(0).repeat(count, 1))
 
     @property
     def merged(self) -> torch.Tensor:
-        """The matrix with the trained row."""
+        """The matrix with the trained rows in place of its own."""
         weight = self.frozen.clone()
-        weight[self.mask] = self.row.detach()
+        weight[self.first : self.first + len(self.rows)] = self.rows.detach()
         return weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        embedded = functional.embedding(tokens, self.frozen)
-        return torch.where((tokens == self.mask)[..., None], self.row, embedded)
+        number = tokens - self.first
+        is_trained = (number >= 0) & (number < len(self.rows))
+        embedded = functional.embedding(tokens.masked_fill(is_trained, 0), self.frozen)
+        trained = functional.embedding(number.masked_fill(~is_trained, 0), self.rows)
+        return torch.where(is_trained[..., None], trained, embedded)
 
 
 def group_mask(num_tokens: int, ends: torch.Tensor, masks: int) -> torch.Tensor:
@@ -111,7 +143,7 @@ def group_mask(num_tokens: int, ends: torch.Tensor, masks: int) -> torch.Tensor:
 
 
 def mask_logits(
-    model: Transformer, text: torch.Tensor, ends: torch.Tensor, masks: int, mask: int
+    model: Transformer, text: torch.Tensor, ends: torch.Tensor, group: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of a text's rows, `[length, vocab]`, and of the masks of groups behind it,
     `[groups, masks, vocab]`.
@@ -120,53 +152,41 @@ def mask_logits(
         model: The model.
         text: `[length]`.
         ends: The number of tokens before each group.
-        masks: Number of masks of a group.
-        mask: The mask token.
+        group: The tokens of a group, `[masks]`.
     """
+    masks = len(group)
     behind = ends[:, None] + torch.arange(masks)
     rows = model(
-        torch.cat([text, torch.full((behind.numel(),), mask)])[None],
+        torch.cat([text, group.repeat(len(ends))])[None],
         positions=torch.cat([torch.arange(len(text)), behind.flatten()]),
         visible=group_mask(len(text), ends, masks),
     )[0]
     return rows[: len(text)], rows[len(text) :].unflatten(0, (len(ends), masks))
 
 
-class MaskRun(LossRun):
+class GroupRun(LossRun):
     """A training run in a folder.
 
     Args:
         checkpoint: The model to start from.
         folder: The run's folder: new, or that of an interrupted run to resume.
         recipe: How to train.
-        mask: The mask token; None: the tokenizer's, or an unused special token.
 
     Raises:
-        CheckpointError: The model is no plain Llama, or its tokenizer cannot be written.
-        InvalidRequestError: There is no token for the mask, the answers are too few or too short,
-            or the folder holds another run.
+        CheckpointError: The model is no plain Llama.
+        InvalidRequestError: The answers are too few or too short, or the folder holds another run.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, folder: Path, recipe: MaskRecipe, mask: int | None = None
-    ) -> None:
-        tokenizer = checkpoint.tokenizer
-        if not isinstance(tokenizer, HFTokenizer):
-            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+    #: The tokens of a group, `[masks]`, and what is trained.
+    group: torch.Tensor
+    trained: list[nn.Parameter]
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: GroupRecipe) -> None:
         super().__init__(folder, recipe)
-        self.tokenizer, self.recipe = tokenizer, recipe
-        self.mask = choose_mask_token(tokenizer) if mask is None else mask
+        self._group_recipe = recipe
         self.model = open_llama(checkpoint)
-        if not 0 <= self.mask < self.model.shape.vocab:
-            raise InvalidRequestError(
-                f"the mask token is {self.mask}; allowed are 0 to {self.model.shape.vocab - 1}"
-            )
         torch.manual_seed(recipe.seed)
-        self.trained = add_low_rank(self.model, recipe.rank)
-        embedding: Any = self.model.transformer["wte"]
-        self.embedding = MaskEmbedding(embedding.weight.data, self.mask)
-        self.model.transformer["wte"] = self.embedding
-        self.trained.append(self.embedding.row)
+        self._set_up()
         self.optimizer = torch.optim.AdamW(self.trained, recipe.rate, (0.9, 0.95), weight_decay=0.0)
         state = load_state(folder / "state.pt")
         if state is None:
@@ -180,13 +200,20 @@ class MaskRun(LossRun):
         else:
             self._restore(state)
 
-    @property
-    def model_folder(self) -> Path:
-        """The folder of the trained model."""
-        return self.folder / "model"
+    @abstractmethod
+    def _set_up(self) -> None:
+        """Set `group` and `trained`, and change the model's modules."""
+
+    @abstractmethod
+    def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
+        """The loss of a text with groups behind `ends` of its tokens."""
+
+    @abstractmethod
+    def _write(self) -> None:
+        """Write the results."""
 
     def _update(self) -> float:
-        recipe, random = self.recipe, Random(f"{self.recipe.seed}/masks/{self.step}")
+        recipe, random = self._group_recipe, Random(f"{self._group_recipe.seed}/masks/{self.step}")
         trained = self.pairs[self._num_held_out :]
         pairs = random.sample(trained, min(recipe.batch, len(trained)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -206,62 +233,61 @@ class MaskRun(LossRun):
     def draw_ends(self, pair: Pair, random: Random) -> torch.Tensor:
         """The number of tokens before each of some groups, whose masks all predict tokens of the
         answer."""
-        first, stop = len(pair[0]), len(pair[0]) + len(pair[1]) - self.recipe.masks
-        every = range(first, stop)
-        return torch.tensor(sorted(random.sample(every, min(self.recipe.groups, len(every)))))
+        every = self._all_ends(pair).tolist()
+        return torch.tensor(
+            sorted(random.sample(every, min(self._group_recipe.groups, len(every))))
+        )
+
+    def _all_ends(self, pair: Pair) -> torch.Tensor:
+        first = len(pair[0])
+        return torch.arange(first, first + len(pair[1]) - len(self.group))
 
     def _rows(self, pair: Pair, ends: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Logits and labels: of the answer's tokens, then of each mask of the groups."""
-        text, first, masks = torch.tensor([*pair[0], *pair[1]]), len(pair[0]), self.recipe.masks
-        clean, masked = mask_logits(self.model, text[:-1], ends, masks, self.mask)
+        text, first = torch.tensor([*pair[0], *pair[1]]), len(pair[0])
+        clean, masked = mask_logits(self.model, text[:-1], ends, self.group)
         rows = [(clean[first - 1 :], text[first:])]
-        return rows + [(masked[:, index], text[ends + index + 1]) for index in range(masks)]
-
-    def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
-        """The mean loss of all labels of a text."""
-        rows = self._rows(pair, ends)
-        logits, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
-        return functional.cross_entropy(logits, labels)
+        return rows + [
+            (masked[:, index], text[ends + index + 1]) for index in range(len(self.group))
+        ]
 
     @property
     def _num_held_out(self) -> int:
         return max(1, len(self.pairs) // 8)
 
     @torch.no_grad()
-    def _evaluate(self) -> None:
-        """Record the shares of held-out labels that are the most probable tokens: of the rows of
-        the text, and of each mask."""
-        right, count = [0] * (self.recipe.masks + 1), [0] * (self.recipe.masks + 1)
+    def accuracies(self, ranks: int) -> list[list[float]]:
+        """How often a held-out label is the token of each of the first `ranks` ranks: of the rows
+        of the text, and of each mask."""
+        counts = torch.zeros(len(self.group) + 1, ranks, dtype=torch.double)
+        totals = torch.zeros(len(self.group) + 1, 1, dtype=torch.double)
         for pair in self.pairs[: self._num_held_out]:
-            ends = torch.arange(len(pair[0]), len(pair[0]) + len(pair[1]) - self.recipe.masks)
-            for part, (logits, labels) in enumerate(self._rows(pair, ends)):
-                right[part] += int((logits.argmax(-1) == labels).sum())
-                count[part] += len(labels)
-        text, *held_out = (round(one / total, 4) for one, total in zip(right, count, strict=True))
-        self._record(text=text, held_out=held_out)
+            for part, (logits, labels) in enumerate(self._rows(pair, self._all_ends(pair))):
+                best = logits.topk(min(ranks, logits.shape[-1])).indices
+                counts[part, : best.shape[1]] += (best == labels[:, None]).double().sum(0)
+                totals[part] += len(labels)
+        shares: list[list[float]] = (counts / totals).tolist()
+        return shares
 
     def save(self) -> None:
-        """Evaluate, and write the state, the log and the model."""
-        self._evaluate()
+        """Evaluate, and write the state, the log and the results."""
+        text, *held_out = (round(shares[0], 4) for shares in self.accuracies(1))
+        self._record(text=text, held_out=held_out)
         state = {
             "trained": [weight.data for weight in self.trained],
             "optimizer": self.optimizer.state_dict(),
+            "group": self.group,
             **{name: getattr(self, name) for name in _STATE_FIELDS},
         }
         save_state(self.folder / "state.pt", state)
         save_json(self.folder / "log.json", self.log())
-        weights = merged_weights(self.model)
-        del weights["transformer.wte.row"]
-        weights["transformer.wte.weight"] = self.embedding.merged
-        save_nested_llama(
-            self.model_folder, weights, self.model.shape, self.tokenizer, mask=self.mask
-        )
+        self._write()
 
     def log(self) -> dict[str, Any]:
         """Recipe and history as plain JSON."""
         return {
-            "recipe": asdict(self.recipe),
-            "mask": self.mask,
+            "recipe": asdict(self._group_recipe),
+            "group": self.group.tolist(),
             "steps": self.step,
             "history": self.history,
         }
@@ -273,7 +299,8 @@ class MaskRun(LossRun):
 
     def _restore(self, state: dict[str, Any]) -> None:
         shapes = [one.shape for one in self.trained]
-        if [one.shape for one in state["trained"]] != shapes or state["mask"] != self.mask:
+        is_same = [one.shape for one in state["trained"]] == shapes
+        if not is_same or not torch.equal(state["group"], self.group):
             raise InvalidRequestError(
                 f"{self.folder} holds a run of another rank, mask or model: give another folder"
             )
@@ -284,4 +311,99 @@ class MaskRun(LossRun):
             setattr(self, name, state[name])
 
 
-_STATE_FIELDS = ("step", "seconds", "history", "pairs", "mask")
+class MaskRun(GroupRun):
+    """Trains a model with masks; see `GroupRun`.
+
+    Args:
+        checkpoint: The model to start from.
+        folder: The run's folder.
+        recipe: How to train.
+        mask: The mask token; None: the tokenizer's, or an unused special token.
+
+    Raises:
+        CheckpointError: The model is no plain Llama, or its tokenizer cannot be written.
+        InvalidRequestError: There is no token for the mask, or as `GroupRun`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, folder: Path, recipe: MaskRecipe, mask: int | None = None
+    ) -> None:
+        tokenizer = checkpoint.tokenizer
+        if not isinstance(tokenizer, HFTokenizer):
+            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+        self.tokenizer, self.recipe = tokenizer, recipe
+        self.mask = choose_mask_token(tokenizer) if mask is None else mask
+        super().__init__(checkpoint, folder, recipe)
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the trained model."""
+        return self.folder / "model"
+
+    def _set_up(self) -> None:
+        size = self.model.shape.vocab
+        if not 0 <= self.mask < size:
+            raise InvalidRequestError(f"the mask token is {self.mask}; allowed are 0 to {size - 1}")
+        self.trained = add_low_rank(self.model, self.recipe.rank)
+        embedding: Any = self.model.transformer["wte"]
+        self.embedding = TrainedRows(embedding.weight.data, self.mask, 1)
+        self.model.transformer["wte"] = self.embedding
+        self.trained.append(self.embedding.rows)
+        self.group = torch.full((self.recipe.masks,), self.mask)
+
+    def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
+        """The mean loss of all labels of a text."""
+        rows = self._rows(pair, ends)
+        logits, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return functional.cross_entropy(logits, labels)
+
+    def _write(self) -> None:
+        weights = merged_weights(self.model)
+        del weights["transformer.wte.rows"]
+        weights["transformer.wte.weight"] = self.embedding.merged
+        save_nested_llama(
+            self.model_folder, weights, self.model.shape, self.tokenizer, mask=self.mask
+        )
+
+
+class PromptRun(GroupRun):
+    """Trains the prompt tokens of a model that stays as it is; see `GroupRun`.
+
+    The distribution at each prompt token learns that of the text's row for the same token: the sum
+    over distances i, from 0, of 0.8^i times the Kullback-Leibler divergence.
+    """
+
+    @property
+    def file(self) -> Path:
+        """The file of the prompt tokens."""
+        return self.folder / "prompts.safetensors"
+
+    def _set_up(self) -> None:
+        size = self.model.shape.vocab
+        embedding: Any = self.model.transformer["wte"]
+        self.embedding = TrainedRows(embedding.weight.data, size, self._group_recipe.masks)
+        self.model.transformer["wte"] = self.embedding
+        self.trained = [self.embedding.rows]
+        self.group = torch.arange(size, size + self._group_recipe.masks)
+
+    def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
+        """The mean over distances and groups of the weighted divergences."""
+        (clean, _), *rows = self._rows(pair, ends)
+        total = torch.zeros(())
+        for distance, (logits, _) in enumerate(rows):
+            target = clean[ends - len(pair[0]) + distance + 1].detach().log_softmax(-1)
+            divergence = functional.kl_div(
+                logits.log_softmax(-1), target, reduction="batchmean", log_target=True
+            )
+            total = total + 0.8**distance * divergence
+        return total / len(rows)
+
+    def _write(self) -> None:
+        tensors = {
+            "embeddings": self.embedding.rows.detach().contiguous(),
+            "accuracies": torch.tensor(self.accuracies(RANKS)[1:], dtype=torch.float32),
+        }
+        save_file(tensors, str(self.file), metadata={"format": "pt"})
+
+
+_STATE_FIELDS = ("step", "seconds", "history", "pairs")

@@ -262,6 +262,8 @@ class PromptDrafter(MaskDrafter):
             " measured costs of passes, as the paper does for each GPU",
             "above temperature 0 candidates are ranked with the noise that the target will use",
             "one virtual token per prompt token, as in the released inference",
+            "anydecode train prompts starts from the mean embedding (the paper: from those of a"
+            " text) and has groups behind many tokens of a text (the paper: one group per text)",
         ),
         bounds={"size": Range(0, 64)},
         remote={"size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
@@ -274,8 +276,8 @@ def ppd(
 
     Args:
         size: Number of candidates and prompt tokens of a pass; 0: by the measured costs of passes.
-        prompts: A safetensors file with the prompt tokens' `embeddings`, `[count, hidden size]`,
-            and the `accuracies` of their predictions, `[count, ranks]`.
+        prompts: A safetensors file of `anydecode train prompts`: the prompt tokens' `embeddings`,
+            `[count, hidden size]`, and the `accuracies` of their predictions, `[count, ranks]`.
         acceptance: "token-exact", "rejection", "typical" (the paper's) or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
