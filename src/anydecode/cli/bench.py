@@ -34,6 +34,11 @@ BENCHES = {
         "anydecode.benchmarks.parallelbench.aup:bench_aup",
         "Diffusion decoders: area under the accuracy-parallelism curve, tokens per pass, seconds.",
     ),
+    "diffusion-batches": Bench(
+        "anydecode.benchmarks.parallelbench.batches:bench_batches",
+        "Diffusion decoders: tokens per second of 1, 8 and 32 requests, beside the same weights"
+        " decoded causally.",
+    ),
     "reasoning": Bench(
         "anydecode.benchmarks.reasoning:bench_reasoning",
         "Decoding methods: accuracy against tokens, passes, rows and seconds, on questions with"
