@@ -14,7 +14,6 @@ from anydecode.decoders.search import apar
 from anydecode.decoders.search.apar import Apar, Row
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer, PieceTokenizer, ScriptedModel
-from anydecode.sampling.noise import Noise
 from certificates import assert_certified, assert_rejected, replace_class_default
 from toy_models import letters_llm
 
@@ -62,7 +61,13 @@ def test_certificate_rejects_details_that_see_each_other(monkeypatch: pytest.Mon
 def test_certificate_rejects_details_with_the_noise_of_the_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Noise, "forked", lambda self, number: self)
+    take = Apar._take
+
+    def shared(self: Apar, sequence: Any, rows: list[Row], *given: Any) -> None:
+        take(self, sequence, rows, *given)
+        rows[-1].noise = sequence.noise
+
+    monkeypatch.setattr(Apar, "_take", shared)
     assert_rejected("apar")
 
 
