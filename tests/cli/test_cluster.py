@@ -43,6 +43,14 @@ def test_the_workers_of_a_fleet() -> None:
         (["worker", "--address", "8001"], "must have the form HOST:PORT"),
         (["worker", "--address", "a:99999"], "must have the form HOST:PORT"),
         (["status"], "there is no secret"),
+        (["plan", "--trace", "x.csv", "--slo", "ttft=1"], "must have the form ttft=SECONDS"),
+        (["plan", "--trace", "x.csv", "--slo", "ttft=0,tpot=1"], "both above 0"),
+        (["plan", "--trace", "x.csv", "--slo", "ttft=a,tpot=1"], "must have the form ttft=SECONDS"),
+        (["plan", "--trace", "x.csv", "--slo", "ttft=1,tpot=1"], "x.csv cannot be read"),
+        (
+            ["plan", "--trace", "x.csv", "--slo", "ttft=1,tpot=1", "--search", "nexus"],
+            "not a search of placements",
+        ),
         (["drain", "mixed-1", "--address", "[::1]:x"], "must have the form HOST:PORT"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
@@ -66,7 +74,7 @@ def test_nobody_answers(
     assert "nobody answers at 127.0.0.1:1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["up", "worker", "status", "drain"])
+@pytest.mark.parametrize("command", ["up", "worker", "status", "drain", "plan"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.run(["cluster", command, "--help"])

@@ -123,6 +123,7 @@ class Methods:
 
 _EXPECTED = {
     "Constraint": "a constraint",
+    "PlacementSearch": "a search of placements",
     "RatioControl": "a control of roles",
     "SamplerPreset": "a sampler",
     "Schedule": "a schedule",

@@ -14,6 +14,7 @@ from anydecode.cli.serve import served_name
 from anydecode.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from anydecode.cluster.control.distserve import Limits
     from anydecode.cluster.ledger import Frame
 
 app = typer.Typer(help="Several worker processes behind one server.", no_args_is_help=True)
@@ -379,6 +380,136 @@ def drain(
     typer.echo(
         f"{worker_name} gets no new work; after {seconds:g} s its answers go on at other workers"
     )
+
+
+@app.command()
+def plan(
+    trace: Annotated[
+        Path,
+        typer.Option(
+            "--trace",
+            help="Requests: a file of the Azure LLM inference traces (.csv), or of Mooncake"
+            " (.jsonl).",
+        ),
+    ],
+    slo: Annotated[
+        str,
+        typer.Option(
+            "--slo",
+            metavar="ttft=SECONDS,tpot=SECONDS",
+            help="Maximum time to the first token, and mean time between tokens, of a request.",
+        ),
+    ],
+    model: Model = options.DEFAULT_MODEL,
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", min=1, max=64, help="Number of workers.")
+    ] = 2,
+    search: Annotated[
+        str, typer.Option("--search", help="Method of the search, with parameters.")
+    ] = "distserve",
+    requests: Annotated[
+        int, typer.Option("--requests", min=2, help="Maximum number of requests of the trace.")
+    ] = 200,
+    shorten: Annotated[
+        float,
+        typer.Option("--shorten", min=1.0, help="Divide the lengths of prompts and answers."),
+    ] = 1.0,
+    link_rate: Annotated[
+        str,
+        typer.Option(
+            "--link-rate",
+            metavar="SIZE",
+            help="Keys and values that two workers exchange per second, such as 500MB.",
+        ),
+    ] = "500MB",
+    link_latency: Annotated[
+        float,
+        typer.Option("--link-latency", min=0, help="Seconds for each exchange of any size."),
+    ] = 0.004,
+    schedule: Annotated[
+        str | None,
+        typer.Option("--schedule", help="Schedule of the workers, such as sarathi-serve."),
+    ] = None,
+    max_running: MaxRunning = 64,
+    row_budget: RowBudget = 512,
+    cache_positions: CachePositions = None,
+    cache_memory: CacheMemory = None,
+    dtype: options.Dtype = None,
+    cache: options.Cache = None,
+    threads: options.Threads = None,
+    backend: options.Backend = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find the roles of workers that serve the most requests of a trace within limits.
+
+    Measures the passes of the model on this machine, and simulates workers that each have such a
+    machine. Drafts are not simulated.
+
+    Example: anydecode cluster plan --trace trace.csv --slo ttft=1,tpot=0.1 --workers 4
+    """
+    from anydecode import LLM
+    from anydecode.api.methods import build_as
+    from anydecode.api.prefix_spill import parse_bytes
+    from anydecode.cluster.control.distserve import PlacementSearch
+    from anydecode.cluster.plan import measured
+    from anydecode.cluster.plan import plan as found_by
+    from anydecode.cluster.simulator.simulation import Link
+    from anydecode.cluster.simulator.trace_files import read_trace
+    from anydecode.progress import status as status_line
+    from anydecode.serialization import to_plain
+
+    limits, method = _limits(slo), build_as(search, PlacementSearch)
+    traced = read_trace(trace, requests)
+    rate = parse_bytes(link_rate)
+    if rate == 0:
+        raise InvalidRequestError("--link-rate is 0; allowed is 1 or more")
+    engine = options.without_none(schedule=schedule, row_budget=row_budget)
+    memory = options.without_none(
+        cache_positions=cache_positions,
+        cache_memory=cache_memory,
+        dtype=dtype,
+        cache=cache,
+        threads=threads,
+        backend=backend,
+    )
+    with status_line(f"measuring {model}"), LLM(model, draft="none", **engine, **memory) as llm:
+        machine = measured(llm, max_running=max_running, engine=engine)
+    link = Link(machine.position_bytes, rate, link_latency)
+    with status_line(f"simulating {len(traced)} requests"):
+        found = found_by(traced, limits, workers, machine, link, method, shorten=shorten)
+    if as_json:
+        typer.echo(json.dumps({"placements": to_plain(found), "link": to_plain(link)}))
+        return
+    typer.echo("placement             requests/s  per worker")
+    for one in found:
+        typer.echo(f"{one.placement!s:20}  {one.goodput:10.3g}  {one.goodput / workers:10.3g}")
+    best = found[0]
+    if not best.goodput:
+        typer.echo("no placement serves enough requests within the limits at any rate")
+        return
+    typer.echo(f"within the limits at {best.placement}, by requests/s:")
+    for tried, share in best.probes:
+        typer.echo(f"{tried:10.3g}  {share:6.1%}")
+
+
+def _limits(text: str) -> Limits:
+    """The limits of `ttft=SECONDS,tpot=SECONDS`.
+
+    Raises:
+        InvalidRequestError: It has another form.
+    """
+    from anydecode.cluster.control.distserve import Limits
+
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        found = {name.strip(): float(value) for name, _, value in pairs}
+    except ValueError:
+        found = {}
+    if set(found) != {"ttft", "tpot"} or len(pairs) != 2 or not min(found.values()) > 0:
+        raise InvalidRequestError(
+            f"--slo is {text!r}; it must have the form ttft=SECONDS,tpot=SECONDS, both above 0"
+        )
+    return Limits(**found)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -91,7 +91,7 @@ class Link:
     """
 
     position_bytes: int = 0
-    bytes_per_second: float = 1e9
+    bytes_per_second: float = 5e8
     latency: float = 0.0
 
     def seconds(self, num_positions: int) -> float:
@@ -276,6 +276,7 @@ class _Simulation:
         self._order = count()
         self._now = 0.0
         self._num_left = len(arrivals)
+        self._is_beating = False
         self._workers: dict[str, _Worker] = {}
         for number, plan in enumerate(workers):
             worker = _Worker(number, plan)
@@ -287,7 +288,6 @@ class _Simulation:
                 self._fleet.join(worker.facts, 0.0)
             for number, arrival in enumerate(self._arrivals):
                 self._at(arrival.time, self._arrive, number)
-            self._at(0.0, self._beat)
             while self._num_left and self._events:
                 self._now, _, event, arguments = heapq.heappop(self._events)
                 event(*arguments)
@@ -306,6 +306,8 @@ class _Simulation:
 
     def _arrive(self, number: int) -> None:
         arrival = self._arrivals[number]
+        if not self._is_beating:
+            self._beat()
         task = Task(
             number,
             arrival.prompt,
@@ -317,11 +319,18 @@ class _Simulation:
         self._fleet.submit(task, self._now)
 
     def _beat(self) -> None:
+        """The beats of all workers, which come as long as there are tasks."""
         for worker in self._workers.values():
             worker.ledger.beat(self._now, passes=worker.engine.runners[TARGET].num_passes)
         self._act()
         self._fleet.tick(self._now)
-        self._at(self._now + BEAT_SECONDS, self._beat)
+        self._at(self._now + BEAT_SECONDS, self._beat_again)
+        self._is_beating = True
+
+    def _beat_again(self) -> None:
+        self._is_beating = False
+        if self._fleet.tasks:
+            self._beat()
 
     def _begin(self, worker: _Worker) -> None:
         found = worker.step(self._now)

@@ -1,0 +1,98 @@
+"""Oracle test of distserve (DistServe, arXiv:2401.09670): goodputs that are known in closed form.
+
+A prompt takes `prompt` seconds of a worker and an answer `answer`, and everything is within the
+limits up to the rate that the slower stage can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from anydecode import catalogue
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.cluster.control.distserve import (
+    Latency,
+    Limits,
+    Placement,
+    PlacementSearch,
+    placements,
+)
+
+_LIMITS = Limits(ttft=1.0, tpot=0.1)
+
+
+def _default() -> PlacementSearch:
+    entry = catalogue.lookup("distserve")
+    assert entry is not None
+    built: PlacementSearch = entry.build()
+    return built
+
+
+def _capacity(placement: Placement, prompt: Fraction, answer: Fraction) -> Fraction:
+    if placement.mixed:
+        return placement.mixed / (prompt + answer)
+    return min(placement.prefill / prompt, placement.decode / answer)
+
+
+@oracle_test("distserve")
+def distserve() -> Iterator[Check]:
+    """The best of all placements of 1 to 6 workers, and its goodput within 5%."""
+    for workers in range(1, 7):
+        for prompt, answer in ((1, 5), (3, 4), (7, 2), (1, 1)):
+            yield _known(workers, Fraction(prompt, 10), Fraction(answer, 10))
+    yield from _shares()
+    yield _all_placements()
+
+
+def _known(workers: int, prompt: Fraction, answer: Fraction) -> Check:
+    def serve(placement: Placement, rate: float) -> list[Latency]:
+        is_within = rate <= _capacity(placement, prompt, answer)
+        return [(0.5, 0.05) if is_within else (9.0, 9.0)] * 10
+
+    candidates = placements(workers)
+    best = max(_capacity(one, prompt, answer) for one in candidates)
+    found = _default().search(candidates, _LIMITS, serve)
+    errors = [
+        one.placement
+        for one in found
+        if not (
+            one.goodput <= _capacity(one.placement, prompt, answer) <= Fraction(105, 100)
+            * Fraction(one.goodput)
+        )
+    ]  # fmt: skip
+    is_best = _capacity(found[0].placement, prompt, answer) * Fraction(105, 100) >= best
+    name = f"{workers} workers, prompts of {prompt} s and answers of {answer} s"
+    return Check(name, is_best and not errors, f"{found[0]}, {errors}")
+
+
+def _shares() -> Iterator[Check]:
+    """At any rate the same requests are within the limits: 90% are enough, 89% are not; a request
+    that is within one limit alone does not count."""
+    within, late, slow = (1.0, 0.1), (1.1, 0.0), (0.0, 0.11)
+    for name, latencies, is_enough in (
+        ("90 of 100", [within] * 90 + [late] * 10, True),
+        ("89 of 100", [within] * 89 + [slow] * 11, False),
+        ("6 late and 6 slow of 100", [within] * 88 + [late] * 6 + [slow] * 6, False),
+        ("failed requests", [within] * 80 + [(float("inf"), float("inf"))] * 20, False),
+    ):
+        search = _default()
+        rates: list[float] = []
+
+        def serve(
+            placement: Placement, rate: float, latencies: list[Latency] = latencies,
+            rates: list[float] = rates,
+        ) -> list[Latency]:  # fmt: skip
+            rates.append(rate)
+            return latencies
+
+        [found] = search.search([Placement(mixed=1)], _LIMITS, serve)
+        expected = max(rates) if is_enough else 0.0
+        yield Check(
+            name, found.goodput == expected and len(rates) == (24 if is_enough else 11), str(found)
+        )
+
+
+def _all_placements() -> Check:
+    found = {(one.mixed, one.prefill, one.decode) for one in placements(4)}
+    expected = {(4, 0, 0), (0, 1, 3), (0, 2, 2), (0, 3, 1)}
+    return Check("the placements of four workers", found == expected, str(found))

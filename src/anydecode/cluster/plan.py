@@ -1,0 +1,133 @@
+"""Plans a fleet for a trace: simulates placements of workers and finds the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anydecode.api.llm import LLM
+from anydecode.cluster.control.distserve import (
+    Found,
+    Latency,
+    Limits,
+    Placement,
+    PlacementSearch,
+    placements,
+)
+from anydecode.cluster.simulator.simulation import Link, Served, WorkerPlan, simulate
+from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals
+from anydecode.engine.costs import measure
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.cost import CostTable
+from anydecode.scoring.sequence import TARGET
+
+#: Numbers of rows, and of positions that they attend to, at which the passes of a model are
+#: measured for a plan: more than a schedule needs, since whole prompts are simulated.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CONTEXTS = (256, 1024, 2048)
+_FAILED: Latency = (float("inf"), float("inf"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a worker is, as far as a plan depends on it.
+
+    Attributes:
+        costs: The costs of its passes.
+        positions: Size of its cache.
+        position_bytes: Size of the keys and values of one position.
+        num_layers: The layers of the model.
+        max_running: Maximum number of its answers.
+        engine: Further options of `LLM`, such as `schedule`.
+    """
+
+    costs: CostTable
+    positions: int
+    position_bytes: int = 0
+    num_layers: int = 1
+    max_running: int = 64
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def measured(llm: LLM, **options: Any) -> Machine:
+    """The machine of a worker that runs `llm`: its passes are measured, which takes seconds.
+
+    Args:
+        llm: The model and its engine.
+        **options: Of `Machine`.
+    """
+    pool = llm.engine.runners[TARGET].pool
+    size = sum(one.nbytes // one.shape[0] for one in pool.cache.arrays if one.shape[0])
+    return Machine(
+        measure(llm.model, ROWS, CONTEXTS),
+        pool.num_slots,
+        size,
+        llm.model.spec.num_layers,
+        **options,
+    )
+
+
+def plan(
+    trace: Sequence[TracedRequest],
+    limits: Limits,
+    workers: int,
+    machine: Machine,
+    link: Link,
+    search: PlacementSearch,
+    *,
+    shorten: float = 1.0,
+) -> list[Found]:
+    """The goodput of each placement of workers, the best first.
+
+    Args:
+        trace: The requests.
+        limits: The latency limits.
+        workers: The number of workers, each on a machine of its own.
+        machine: What each of them is.
+        link: The network between them.
+        search: The search.
+        shorten: A divisor of all lengths.
+
+    Raises:
+        InvalidRequestError: A request does not fit into a worker's cache.
+    """
+    needed = max(
+        len(one.prompt) + one.num_tokens for one in arrivals(trace, rate=1.0, shorten=shorten)
+    )
+    if needed > machine.positions:
+        raise InvalidRequestError(
+            f"a request of the trace needs {needed} positions, and a worker has"
+            f" {machine.positions}: raise --cache-positions, or divide the lengths by --shorten"
+        )
+
+    def serve(placement: Placement, rate: float) -> list[Latency]:
+        result = simulate(arrivals(trace, rate, shorten), _workers(placement, machine), link)
+        return [_latency(one) for one in result.served]
+
+    span = trace[-1].time - trace[0].time
+    rate = (len(trace) - 1) / span if span > 0 else 1.0
+    return search.search(placements(workers), limits, serve, rate)
+
+
+def _workers(placement: Placement, machine: Machine) -> list[WorkerPlan]:
+    roles = (
+        ["mixed"] * placement.mixed
+        + ["prefill"] * placement.prefill
+        + ["decode"] * placement.decode
+    )
+    return [
+        WorkerPlan(
+            role,
+            machine.costs,
+            machine.positions,
+            machine.max_running,
+            machine.num_layers,
+            machine.engine,
+        )
+        for role in roles
+    ]
+
+
+def _latency(one: Served) -> Latency:
+    return _FAILED if one.failure else (one.first_token_seconds, one.seconds_per_token)

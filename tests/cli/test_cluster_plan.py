@@ -1,0 +1,30 @@
+"""`anydecode cluster plan`: what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anydecode.cli import main
+
+
+def test_a_plan_names_the_best_placement_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"input_length": 30, "output_length": 3}
+    trace.write_text("".join(json.dumps({"timestamp": 1000 * n, **line}) + "\n" for n in range(5)))
+    arguments = ["cluster", "plan", "tiny-autoregressive", "--trace", str(trace)]
+    arguments += ["--slo", "ttft=60,tpot=60", "--search", "distserve:max_probes=1"]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as end:
+            main.run([*arguments, "--threads", "1", "--cache-positions", "2048", *more])
+        assert end.value.code == 0
+    *lines, data = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("2 mixed ") and lines[2].startswith("1 prefill, 1 decode ")
+    assert "within the limits at 2 mixed" in lines[3] and "100.0%" in lines[4]
+    first = json.loads(data)["placements"][0]
+    assert first["placement"] == {"mixed": 2, "prefill": 0, "decode": 0}
+    assert first["goodput"] == 1.0

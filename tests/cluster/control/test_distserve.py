@@ -1,0 +1,67 @@
+"""distserve: its certificate, and mistakes that the certificate rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from anydecode.cluster.control.distserve import (
+    Latency,
+    Limits,
+    Placement,
+    PlacementSearch,
+)
+from anydecode.errors import InvalidRequestError
+from certificates import assert_certified, assert_rejected, replace_class_default
+
+
+def test_the_certificate() -> None:
+    assert_certified("distserve")
+
+
+def test_limits_that_are_compared_separately_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def separate(self: Limits, latencies: Sequence[Latency]) -> float:
+        first = sum(one <= self.ttft for one, _ in latencies)
+        return min(first, sum(one <= self.tpot for _, one in latencies)) / len(latencies)
+
+    monkeypatch.setattr(Limits, "share", separate)
+    assert_rejected("distserve")
+
+
+def test_the_rate_that_fails_first_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    goodput = PlacementSearch.goodput
+
+    def above(self: PlacementSearch, *given: object) -> object:
+        found = goodput(self, *given)  # type: ignore[arg-type]
+        failing = [rate for rate, share in found.probes if share < self.attainment]
+        return type(found)(found.placement, min(failing, default=found.goodput), found.probes)
+
+    monkeypatch.setattr(PlacementSearch, "goodput", above)
+    assert_rejected("distserve")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [("attainment", 0.85), ("attainment", 0.95), ("precision", 0.2), ("max_probes", 20)],
+)
+def test_another_default_is_rejected(
+    parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_class_default(monkeypatch, PlacementSearch, parameter, value)
+    assert_rejected("distserve")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attainment": 0}, {"attainment": 1.1}, {"precision": 0}, {"max_probes": 0}],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequestError, match="distserve has"):
+        PlacementSearch(**options)  # type: ignore[arg-type]
+
+
+def test_a_placement_in_words() -> None:
+    assert str(Placement(mixed=2)) == "2 mixed"
+    assert str(Placement(prefill=1, decode=3)) == "1 prefill, 3 decode"

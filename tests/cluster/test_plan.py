@@ -1,0 +1,73 @@
+"""Plans of fleets: what limits a placement moves the best one."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from anydecode import LLM
+from anydecode.cluster.control.distserve import Limits, Placement, PlacementSearch
+from anydecode.cluster.plan import CONTEXTS, Machine, measured, plan
+from anydecode.cluster.simulator.simulation import Link
+from anydecode.cluster.simulator.trace_files import TracedRequest
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.cost import CostTable
+
+#: A pass takes 10 ms, and each of its rows 1 ms.
+COSTS = CostTable({256: {1: 0.011, 512: 0.522}})
+MACHINE = Machine(COSTS, positions=8192)
+SEARCH = PlacementSearch(precision=0.2)
+SPLIT, MIXED = Placement(prefill=1, decode=1), Placement(mixed=2)
+
+
+def trace(num: int = 60) -> list[TracedRequest]:
+    random, time = Random(0), 0.0
+    found = []
+    for _ in range(num):
+        time += random.expovariate(1.0)
+        found.append(TracedRequest(time, random.randrange(150, 250), random.randrange(20, 40)))
+    return found
+
+
+def best(limits: Limits, link: Link = Link(), **more: Any) -> Placement:  # noqa: B008
+    return plan(trace(), limits, 2, MACHINE, link, SEARCH, **more)[0].placement
+
+
+@pytest.mark.slow
+def test_strict_limits_between_tokens_want_roles_and_loose_ones_do_not() -> None:
+    """A prompt of 200 rows delays every token beside it; where that may be, two mixed workers serve
+    more than one that waits for the other."""
+    assert best(Limits(ttft=2.0, tpot=0.022)) == SPLIT
+    assert best(Limits(ttft=2.0, tpot=0.5)) == MIXED
+
+
+@pytest.mark.slow
+def test_a_slow_link_makes_roles_useless() -> None:
+    slow = Link(position_bytes=1000, bytes_per_second=1e5)  # 2 s for a prompt
+    assert best(Limits(ttft=1.0, tpot=0.022), slow) == MIXED
+
+
+def test_a_request_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="needs 9002 positions"):
+        plan([TracedRequest(0, 9000, 2)] * 2, Limits(1, 1), 2, MACHINE, Link(), SEARCH)
+
+
+def test_the_lengths_of_a_trace_can_be_divided() -> None:
+    requests = [TracedRequest(float(n), 9000, 20) for n in range(4)]
+    found = plan(requests, Limits(9, 9), 1, MACHINE, Link(), SEARCH, shorten=10)
+    assert found[0].goodput > 0
+
+
+def test_the_machine_of_an_engine() -> None:
+    with LLM("tiny-autoregressive", threads=1, cache_positions=2048) as llm:
+        machine = measured(llm)
+        spec, pool = llm.model.spec, llm.engine.runners["target"].pool
+    assert machine.positions == 2048 and machine.num_layers == spec.num_layers
+    layer = spec.layers[0].attention
+    size = pool.cache.keys[0].dtype.itemsize
+    assert machine.position_bytes == (
+        2 * spec.num_layers * layer.num_kv_heads * layer.head_dim * size
+    )
+    assert machine.costs.seconds(512, CONTEXTS[0]) >= machine.costs.seconds(1, CONTEXTS[0]) > 0
