@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +37,7 @@ def untrusted(path: Path, what: str = "", config: str = "config.json") -> Iterat
     try:
         yield
     except CheckpointError as error:
-        names = "|".join(re.escape(name) for name in (str(path), f"{path.name}:", f"{path.stem}:"))
-        if re.match(rf"({names})(?!\w)", str(error)):
+        if str(error).startswith(tuple(_starts(path))):
             raise
         file = path / config
         source = file if isinstance(error, ConfigError) and file.is_file() else path
@@ -48,6 +47,12 @@ def untrusted(path: Path, what: str = "", config: str = "config.json") -> Iterat
     except _FAULTS as error:
         message = f"{path}: {start}malformed: {type(error).__name__}: {error}"
         raise CheckpointError(message) from error
+
+
+def _starts(path: Path) -> Iterator[str]:
+    """The starts of messages that name a file or folder, a file in it, or its model."""
+    yield from (f"{path}{end}" for end in (":", ",", " ", os.sep))
+    yield from (f"{name}:" for name in (path.name, path.stem))
 
 
 def read_text(path: Path) -> str:
