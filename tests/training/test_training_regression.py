@@ -19,7 +19,13 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training import checkpoint
 from anydecode.training.block_adapter import open_llama
-from anydecode.training.regression import DigitModel, Example, NumberRecipe, train_numbers
+from anydecode.training.regression import (
+    DigitModel,
+    Example,
+    NumberRecipe,
+    best_digits,
+    train_numbers,
+)
 from anydecode.training.tokenizer import build_tokenizer
 from anydecode.training.transformer import Shape, Transformer
 
@@ -69,6 +75,31 @@ def test_the_loss_of_rewards_has_the_gradient_of_the_expected_reward() -> None:
     assert torch.allclose(expected, -reward_gradient(7.0), atol=1e-6)
     assert torch.allclose(bandit.logits.grad[:3], expected, atol=2e-3)
     assert expected.abs().min() > 4e-3 and bandit.logits.grad[3:].abs().max() == 0
+
+
+def test_the_best_digits_behind_every_beginning() -> None:
+    """Those with which the number comes nearest to the true one, by trying all."""
+    for true in ((1, 2, 0), (0, 0, 2), (2, 1, 1)):
+        codes = torch.cartesian_prod(*[torch.arange(3)] * 3)
+        found = best_digits(codes, torch.tensor([true] * 27), [3] * 3)
+        for code, best in zip(codes.tolist(), found.tolist(), strict=True):
+            for place in range(3):
+                if tuple(code[:place]) == true[:place]:
+                    assert best[place] == true[place]
+                else:
+                    is_larger = tuple(code[:place]) > true[:place]
+                    assert best[place] == (0 if is_larger else 2)
+
+
+def test_the_expert_term_is_the_cross_entropy_of_the_best_digits() -> None:
+    bandit = Bandit()
+    numbers = DigitModel(bandit, Regression(base=3, digits=1), [[0, 1, 2]])
+    losses = [
+        numbers.reward_loss([Example([4], (1,), 0.4)], 50, torch.Generator().manual_seed(1), weight)
+        for weight in (0.0, 0.5)
+    ]
+    added = -0.5 * float(bandit.logits.detach()[:3].log_softmax(0)[1])
+    assert float((losses[1] - losses[0]).detach()) == pytest.approx(added, rel=1e-4)
 
 
 def test_losses_equal_those_of_one_prompt_at_a_time(folder: Path) -> None:

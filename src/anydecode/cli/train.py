@@ -863,6 +863,12 @@ def train_regression(
     reward_rate: Annotated[
         float, typer.Option("--reward-rate", help="Learning rate of the steps on errors.")
     ] = 1e-4,
+    expert: Annotated[
+        float,
+        typer.Option(
+            "--expert", min=0, help="Weight of the best digits behind sampled ones in such a step."
+        ),
+    ] = 0.0,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
@@ -880,7 +886,9 @@ def train_regression(
     from anydecode.training.pairs import read_numbers
     from anydecode.training.regression import NumberRecipe, train_numbers
 
-    recipe = NumberRecipe(steps, reward_steps, samples, rank, batch, rate, reward_rate, seed)
+    recipe = NumberRecipe(
+        steps, reward_steps, samples, rank, batch, rate, reward_rate, expert, seed
+    )
     built = build_as(decoder, "the decoder regression", Regression)
     pairs = read_numbers(data)
     limit_threads(threads)

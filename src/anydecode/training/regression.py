@@ -4,7 +4,8 @@
 The first steps minimise the cross-entropy of the digits of known numbers (Song and Bahri,
 "Decoding-based Regression", arXiv:2501.19383). The steps after them, if there are any, maximise the
 negative squared error of sampled numbers against that of the most probable digits, ReMax, as in
-"Beyond Token-level Supervision" (arXiv:2512.06533), without its optional terms.
+"Beyond Token-level Supervision" (arXiv:2512.06533). Its expert term teaches the best digit behind
+every beginning that was sampled; its terms of divergence and entropy are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from anydecode.decoders.framework.numeric_codes import NormalizedCode
 from anydecode.decoders.search.regression import Regression, symbol_tokens
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
@@ -40,6 +42,7 @@ class NumberRecipe:
         batch: Inputs per step.
         rate: Learning rate of the steps on known digits.
         reward_rate: Learning rate of the steps after them.
+        expert: The weight of the expert term in such a step (the paper's is 0.05).
         seed: Of the weights, of the order of the pairs, and of the sampled numbers.
     """
 
@@ -50,6 +53,7 @@ class NumberRecipe:
     batch: int = 16
     rate: float = 1e-3
     reward_rate: float = 1e-4
+    expert: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,6 +63,8 @@ class NumberRecipe:
                 "steps and reward_steps must be 0 or more and not both 0; samples, rank and batch"
                 " must be 1 or more"
             )
+        if self.expert < 0:
+            raise InvalidRequestError(f"expert must be 0 or more, not {self.expert}")
 
 
 @dataclass(frozen=True)
@@ -137,12 +143,13 @@ class DigitModel:
     def log_probabilities(self, prompts: Sequence[list[int]], digits: torch.Tensor) -> torch.Tensor:
         """The log-probability of every code `[codes]`, in which each position has only the
         symbols of the code."""
+        return _sum_of(self.digit_laws(prompts, digits), digits)
+
+    def digit_laws(self, prompts: Sequence[list[int]], digits: torch.Tensor) -> list[torch.Tensor]:
+        """The log-probabilities of the symbols of every position behind the beginnings of codes,
+        `[codes, symbols]` each."""
         logits = self.logits(prompts, digits[:, :-1])
-        totals = torch.zeros(len(digits))
-        for place, row in enumerate(self.tokens):
-            laws = logits[:, place, row].log_softmax(-1)
-            totals = totals + laws.gather(1, digits[:, place, None])[:, 0]
-        return totals
+        return [logits[:, place, row].log_softmax(-1) for place, row in enumerate(self.tokens)]
 
     @torch.no_grad()
     def codes(
@@ -165,10 +172,15 @@ class DigitModel:
         return torch.tensor([float(decode(row)) for row in digits.tolist()])
 
     def reward_loss(
-        self, examples: Sequence[Example], samples: int, generator: torch.Generator
+        self,
+        examples: Sequence[Example],
+        samples: int,
+        generator: torch.Generator,
+        expert: float = 0.0,
     ) -> torch.Tensor:
         """ReMax: the mean over sampled numbers of the negative log-probability, times how much
-        smaller the squared error is than that of the most probable digits."""
+        smaller the squared error is than that of the most probable digits. Plus `expert` times the
+        mean cross-entropy of the best digits behind the sampled beginnings (`best_digits`)."""
         prompts = [one.prompt for one in examples]
         known = torch.tensor([one.value for one in examples])
         baseline = -((self.values(self.codes(prompts)) - known) ** 2)
@@ -176,13 +188,49 @@ class DigitModel:
         digits = self.codes(repeated, generator)
         rewards = -((self.values(digits) - known.repeat_interleave(samples)) ** 2)
         advantages = rewards - baseline.repeat_interleave(samples)
-        return -(self.log_probabilities(repeated, digits) * advantages).mean()
+        laws = self.digit_laws(repeated, digits)
+        loss = -(_sum_of(laws, digits) * advantages).mean()
+        if expert:
+            true = torch.tensor([one.digits for one in examples]).repeat_interleave(samples, 0)
+            sizes = [len(row) for row in self.tokens]
+            best = best_digits(digits, true, sizes)
+            loss = loss - expert * _sum_of(laws, best).mean() / len(laws)
+        return loss
 
     def error(self, examples: Sequence[Example]) -> float:
         """The mean absolute error of the most probable digits, in the units of the numbers."""
         found = self.values(self.codes([one.prompt for one in examples]))
         known = torch.tensor([one.value for one in examples])
         return float((found - known).abs().mean()) * float(self.decoder.scale)
+
+
+def best_digits(digits: torch.Tensor, true: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The digits that bring codes nearest to the true ones, each behind the digits before it: the
+    true digit while these are the true ones, the largest one behind a smaller beginning, and the
+    smallest one behind a larger.
+
+    Args:
+        digits: int64 `[codes, length]`, the most significant digit first.
+        true: The true codes, of the same shape.
+        sizes: The number of symbols of every position.
+
+    Returns:
+        int64 `[codes, length]`.
+    """
+    best = true.clone()
+    sign = torch.zeros(len(digits), dtype=torch.long)  # of the beginning less the true one
+    for place, size in enumerate(sizes):
+        best[sign > 0, place] = 0
+        best[sign < 0, place] = size - 1
+        change = (digits[:, place] - true[:, place]).sign()
+        sign = torch.where(sign == 0, change, sign)
+    return best
+
+
+def _sum_of(laws: Sequence[torch.Tensor], digits: torch.Tensor) -> torch.Tensor:
+    """The sums of the log-probabilities of `digits`, `[codes]`."""
+    parts = [law.gather(1, digits[:, i, None])[:, 0] for i, law in enumerate(laws)]
+    return torch.stack(parts).sum(0)
 
 
 def train_numbers(
@@ -207,6 +255,11 @@ def train_numbers(
     """
     if checkpoint.tokenizer is None:
         raise CheckpointError(f"{checkpoint.name}: training needs a tokenizer")
+    if recipe.expert and type(decoder.code) is not NormalizedCode:
+        raise InvalidRequestError(
+            "expert needs the format normalized without repeat: in others a smaller digit is not"
+            " a smaller number"
+        )
     torch.manual_seed(recipe.seed)
     model = open_llama(checkpoint)
     limit = model.shape.max_positions
@@ -223,7 +276,7 @@ def train_numbers(
         return numbers.cross_entropy(batch)
 
     def rewarded(batch: list[Example]) -> torch.Tensor:
-        return numbers.reward_loss(batch, recipe.samples, generator)
+        return numbers.reward_loss(batch, recipe.samples, generator, recipe.expert)
 
     done = 0
     for loss_of, steps, rate in (
