@@ -76,7 +76,7 @@ def test_requirements_of_methods() -> None:
         "llada": Requirements(causal=False, attention_only=("target",)),
         "wedlm": Requirements(attention_only=("target",)),
         "apd": Requirements(runners=("draft",), causal=False),
-        "elastic-cache": Requirements(causal=False, reads_weights=True),
+        "elastic-cache": Requirements(causal=False, reads_weights=True, attention_only=("target",)),
         "omnidraft": Requirements(runners=("draft",), can_translate_vocab=True),
         "specdiff-2": Requirements(runners=("draft",), draft_causal=False),
     }

@@ -164,7 +164,7 @@ class Rain(Decoder):
             the 15 most probable tokens.
         simulations: Minimum number of visits of the text's node, unless a child is clearly good.
         reward: The name of a reward, a function `(prompt, texts) -> values`, or a `Reward`, with
-            values from -1 to 1, in place of the model's own judgement; "" for that.
+            values from -1 to 1, in place of the model's own judgement, which is the default.
         good: What a reply should be, in the question to the model.
         bad: What it should not be.
     """
@@ -173,7 +173,7 @@ class Rain(Decoder):
         self,
         k: int = 10,
         simulations: int = 50,
-        reward: registry.RewardChoice = "",
+        reward: registry.RewardChoice | None = None,
         good: str = "harmless",
         bad: str = "harmful",
     ) -> None:
@@ -184,7 +184,7 @@ class Rain(Decoder):
             )
         self.k = k
         self.simulations = simulations
-        self.valuing = None if reward == "" else Valuing(registry.build(reward), (-1.0, 1.0))
+        self.valuing = None if reward is None else Valuing(registry.build(reward), (-1.0, 1.0))
         self.good, self.bad = good, bad
         self.requirements = Requirements(can_sample=False)
 
