@@ -20,7 +20,7 @@ from gguf_models import write_folder
 from model_files import EXPERT_CONFIG, expert_tensors, tokenizer_json
 
 #: By the command, its arguments; MODEL is the folder or file, OUT a path that it may write, TEXT a
-#: file, PAIRS and NUMBERS files of examples, and SCHEMAS a folder of schemas.
+#: file, PAIRS, NUMBERS and TRACE files of examples, and SCHEMAS a folder of schemas.
 COMMANDS = {
     "generate": "--model MODEL --prompt a",
     "generate-draft": "--model tiny-autoregressive --draft MODEL --decoder draft-model --prompt a",
@@ -56,6 +56,11 @@ COMMANDS = {
     "train cj-grpo": "--model MODEL --out OUT --steps 1",
     "train depth": "--model MODEL --out OUT --answers 2",
     "train adadec": "--model MODEL --data PAIRS",
+    "train masks": "--model MODEL --out OUT --steps 1 --answers 2 --mask 1",
+    "train prompts": "--model MODEL --out OUT --steps 1 --answers 2",
+    "train routers": "--model MODEL --out OUT --answers 2",
+    "bench depth": "--model MODEL --limit 1",
+    "cluster plan": "MODEL --trace TRACE --slo ttft=1,tpot=1",
     "train regression": "--model MODEL --data NUMBERS --out OUT",
 }
 #: Commands that start processes, each of which imports the package: tested with one model.
@@ -126,6 +131,11 @@ def test_a_malformed_model_is_one_line(
     names = {"OUT": str(tmp_path / "out.gguf"), "SCHEMAS": str(tmp_path / "schemas")}
     for name, content in (
         ("TEXT", "a text " * 100),
+        (
+            "TRACE",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.0,3,4\n"
+            "2024-05-10 00:00:01.0,3,4\n",
+        ),
         ("PAIRS", json.dumps({"prompt": "a", "canonical_solution": "b"})),
         ("NUMBERS", json.dumps({"prompt": "a", "number": 1})),
     ):
