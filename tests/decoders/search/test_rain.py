@@ -14,7 +14,7 @@ from anydecode.certification.checks import Restarts
 from anydecode.certification.oracles.search.rain import PROMPT, SelfJudge
 from anydecode.decoders.search import rain
 from anydecode.decoders.search.rain import Node, Rain, is_widened
-from anydecode.errors import InvalidRequestError, RewardError
+from anydecode.errors import InvalidRequestError, RewardError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer
 from certificates import assert_certified, assert_rejected, replace_class_default
 from toy_models import letters_llm
@@ -112,6 +112,11 @@ def test_constraints_and_log_probabilities() -> None:
         )  # fmt: skip
     assert set(answer.text) <= set("catdog")
     assert len(answer.logprobs or ()) == len(answer.tokens) and None not in (answer.logprobs or ())
+
+
+def test_a_second_prompt_is_refused() -> None:
+    with letters_llm() as llm, pytest.raises(UnsupportedCombinationError, match="second prompt"):
+        llm.generate("a", decoder="rain", guidance_scale=2.0, **OPTIONS)
 
 
 def test_a_reward_beyond_its_bounds_is_refused() -> None:

@@ -54,7 +54,7 @@ _STATE: StateKey[list[Row]] = StateKey("apar", "rows")
         exactness="lossy",
         summary="Writes the details of a list at the same time, where the model marks them by a"
         " fork token.",
-        works_with=("samplers", "batches", "adapters"),
+        works_with=("batches", "adapters"),
         deviations=(
             "the marks are two tokens that the model has, by default two control characters; the"
             " paper adds tokens to the vocabulary",

@@ -124,7 +124,7 @@ Value = Generator[DecoderAction, ActionResult, float]
         exactness="lossy",
         summary="Searches a tree of continuations that the model itself judges, and rewinds, before"
         " it takes a few tokens.",
-        works_with=("constraints", "penalties", "guidance", "logprobs", "batches", "adapters"),
+        works_with=("constraints", "penalties", "logprobs", "batches", "adapters"),
         deviations=(
             "the question to the model is a short one without examples; another reward can be given"
             " in place of it, which small models need",
@@ -193,6 +193,8 @@ class Rain(Decoder):
         return 0 if self.valuing is None else self.valuing.num_bytes
 
     def prepare(self, sequence: Sequence) -> None:
+        if sequence.companion_prompts:
+            raise UnsupportedCombinationError("rain does not work with a second prompt")
         sampler = sequence.sampler
         sequence.sampler = Sampler(1.0, sampler.pre_temperature, (TopK(TOP_K),), sampler.combiner)
 
@@ -350,7 +352,7 @@ class _Judge:
         self.orders = ((good, bad), (bad, good))
         self.branches = [sequence.fork() for _ in self.orders]
         for branch in self.branches:
-            branch.tokens, branch.companion_prompts = [], []
+            branch.tokens = []
         self.letters = [self.tokenizer.encode(one, special=False)[-1] for one in "AB"]
 
     def value(self, reply: str) -> Value:
