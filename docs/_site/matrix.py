@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from anydecode import LLM, Regex, catalogue
 from anydecode.catalogue import Card
-from anydecode.certification.checks import BLOCKS, FILLS_IN, HEADS, scripted_llm
-from anydecode.certification.denoising import random_model
-from anydecode.certification.tiny import early_exit_model
-from anydecode.certification.tiny_blocks import block_drafting_model
+from anydecode.certification.certify import small_model
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import AnydecodeError
 
@@ -45,30 +41,11 @@ def decoders() -> list[Card]:
     ]
 
 
-def opener(key: str, needs: tuple[str, ...]) -> Callable[[], LLM]:
-    """Opens models that the decoder can run on."""
-    if HEADS in needs:
-        return lambda: LLM("tiny-diffusion")
-    decoder = catalogue.build(key)
-    if decoder.requirements.reads_weights:
-        return lambda: random_model()
-    if decoder.requirements.drafts_blocks:
-        return block_drafting_model
-    if decoder.requirements.drafts_exit:
-        return early_exit_model
-    return lambda: scripted_llm(
-        causal=decoder.requirements.causal is not False,
-        fills_in=FILLS_IN in needs,
-        draft_causal=decoder.requirements.draft_causal,
-        block_size=4 if BLOCKS in needs else None,
-    )
-
-
 def answers() -> dict[str, dict[str, str]]:
     """By decoder and column: why the request is refused; empty if it runs."""
     found: dict[str, dict[str, str]] = {}
     for card in decoders():
-        with opener(card.key, card.needs)() as llm:
+        with small_model(card, catalogue.build(card.key).requirements)[1]() as llm:
             found[card.key] = {
                 column: refusal(llm, card.key, options) for column, (options, _) in COLUMNS.items()
             }
