@@ -63,5 +63,5 @@ def test_a_request_has_the_options_that_are_set() -> None:
         model="m", stream=True, logprobs=2, top_k=3, structured_outputs=structured, seed=None
     )
     request: Any = chat_request(options, messages=[], top_k=4)
-    assert request.model_fields_set == {"messages", "model", "seed", "structured_outputs", "top_k"}
+    assert request.model_fields_set == {"messages", "model", "structured_outputs", "top_k"}
     assert (request.top_k, request.structured_outputs, request.stream) == (4, structured, None)

@@ -95,7 +95,7 @@ def test_the_text_is_that_of_plain_decoding(
     ("decoder", "message"),
     [
         ("eesd", "is an early exit of the model"),
-        ("eesd:size=0", "size >= 1"),
+        ("eesd:size=0", "size is 0; allowed are 1 to 1024"),
         ("eesd:memory=0", "0 < memory <= 1"),
         ("eesd:control=gamma", "choose from beta"),
     ],

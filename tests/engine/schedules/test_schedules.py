@@ -13,7 +13,7 @@ def test_schedules_are_built_by_key() -> None:
         assert llm.engine.runners["target"].schedule.budget == 64
     with pytest.raises(InvalidRequestError, match="not a schedule"):
         scripted_llm(schedule="prompt-lookup")
-    with pytest.raises(InvalidRequestError, match="at least one row"):
+    with pytest.raises(InvalidRequestError, match="the row budget is 0; allowed"):
         scripted_llm(schedule="sarathi:budget=0")
     with pytest.raises(InvalidRequestError, match="more than 1, not 1"):
         scripted_llm(schedule="layered-prefill:stretch=1")
