@@ -201,6 +201,7 @@ class _Session(DiffusionSession):
             "lengths default to 4 to 16 drafts in steps of 4, for small models (the paper: 20 to"
             " 30 in steps of 10)",
         ),
+        bounds={"step": Range(0, 1024)},
         remote={
             "min_length": Range(1, 64),
             "max_length": Range(1, 64),
