@@ -84,6 +84,7 @@ def parameters(command: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
 
 
 def test_all_commands_with_a_model_are_tested() -> None:
+    pytest.importorskip("torch")  # of which modules of benchmarks have parts
     commands = dict(parameters(typer.main.get_command(main.app)))
     with_model = {name for name, found in commands.items() if found & {"model", "models"}}
     assert with_model - NAMED == {name.removesuffix("-draft") for name in COMMANDS}
