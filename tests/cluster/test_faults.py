@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ from anydecode.errors import FleetError
 from anydecode.memory import spill as spill_module
 from anydecode.memory.prefix import BLOCK
 from faulty_link import Fault, FaultyLink, changed, lost, truncated
+from waiting import wait_for
 
 SECRET = b"a secret of the tests"
 MODEL, OPTIONS = "tiny-autoregressive", {"threads": 1, "cache_positions": 8192}
@@ -46,14 +46,6 @@ SLOW: dict[str, Any] = {
     "ignore_eos": True,
 }
 LONG_PROMPT = [65 + number % 26 for number in range(4 * BLOCK * MIN_BLOCKS + 1)]
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    stop = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < stop, "the condition did not become true"
-        time.sleep(0.02)
-    return found
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +21,7 @@ import pytest
 from anydecode import LLM
 from anydecode.cluster.launcher import Launcher, LocalWorkers, Place
 from anydecode.cluster.proxy import FleetLLM
+from waiting import wait_for
 
 SECRET = b"a secret of the tests"
 MODEL, OPTIONS = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
@@ -30,14 +31,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix"),
 ]
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    stop = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < stop, "the condition did not become true"
-        time.sleep(0.02)
-    return found
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from anydecode.training.layerskip import (
 )
 from anydecode.training.nested import first_layers
 from anydecode.training.transformer import Shape, Transformer
+from interrupted_runs import trained
 
 SHAPE = Shape(50, width=32, layers=4, heads=2, hidden=48)
 TEXTS = (
@@ -120,14 +121,7 @@ def test_a_run_in_two_parts_gives_the_model_of_one(tmp_path: Path) -> None:
 
     def train(folder: str, stop: int | None = None) -> LayerSkipRun:
         recipe = LayerSkipRecipe(steps=3, answers=4, tokens=4, dropout=0.5, every=2)
-        made = LayerSkipRun(checkpoint, tmp_path / folder, recipe)
-
-        def report(done: float, loss: float) -> None:
-            if made.step == stop:
-                raise KeyboardInterrupt
-
-        made.train(report)
-        return made
+        return trained(LayerSkipRun(checkpoint, tmp_path / folder, recipe), stop)
 
     whole = train("whole")
     with pytest.raises(KeyboardInterrupt):

@@ -27,6 +27,7 @@ from anydecode.training.masks import (
     mask_logits,
 )
 from anydecode.training.transformer import Shape, Transformer
+from interrupted_runs import trained
 
 SHAPE = Shape(50, width=32, layers=3, heads=2, hidden=48)
 TEXT, MASK = [5, 6, 7, 8, 9, 10], 3
@@ -88,14 +89,7 @@ def test_a_run_in_two_parts_gives_the_model_of_one(tmp_path: Path) -> None:
     recipe = MaskRecipe(steps=3, answers=8, tokens=8, batch=2)
 
     def train(folder: str, stop: int | None = None, mask: int | None = None) -> MaskRun:
-        made = MaskRun(checkpoint, tmp_path / folder, recipe, mask)
-
-        def report(done: float, loss: float) -> None:
-            if made.step == stop:
-                raise KeyboardInterrupt
-
-        made.train(report)
-        return made
+        return trained(MaskRun(checkpoint, tmp_path / folder, recipe, mask), stop)
 
     whole = train("whole")
     with pytest.raises(KeyboardInterrupt):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -11,6 +12,11 @@ from anydecode.cli import options
 from anydecode.cli.output import print_json
 from anydecode.progress import note, progress
 from anydecode.report import PlotFile
+
+if TYPE_CHECKING:
+    from anydecode.training.run import LossRun
+
+Run = TypeVar("Run", bound="LossRun")
 
 app = typer.Typer(
     help="Train small models on this machine.\n\nExample: anydecode train diffusion --minutes 10",
@@ -34,6 +40,26 @@ Seed = Annotated[int, typer.Option("--seed", help="Random seed of data and weigh
 Threads = Annotated[
     int, typer.Option("--threads", min=0, help="Number of CPU threads; 0: torch's default.")
 ]
+LlamaModel = Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")]
+Answers = Annotated[
+    int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
+]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]
+Rate = Annotated[float, typer.Option("--rate", help="Peak learning rate.")]
+
+
+def _minutes(minutes: float | None, steps: int | None) -> float | None:
+    """The minutes to train: 60 if neither these nor steps are given."""
+    return 60.0 if minutes is None and steps is None else minutes
+
+
+def _trained(open_run: Callable[[], Run], step: str) -> Run:
+    """The run that `open_run` opens, which may generate answers, after its training."""
+    with progress("training", 1.0, unit="percent") as bar:
+        bar.begin("answers")
+        run = open_run()
+        run.train(lambda done, loss: bar.update(done, step=step, detail=f"loss {loss:.3f}"))
+    return run
 
 
 @app.command("diffusion")
@@ -59,8 +85,7 @@ def train_diffusion(
     from anydecode.training import curve
     from anydecode.training.diffusion import STAGES, DiffusionRecipe, DiffusionRun, limit_threads
 
-    if minutes is None and steps is None:
-        minutes = 60.0
+    minutes = _minutes(minutes, steps)
     limit_threads(threads)
     recipe = DiffusionRecipe(minutes=minutes, steps=steps, batch=batch, seed=seed, noise=noise)
     run = DiffusionRun(out, recipe)
@@ -100,7 +125,7 @@ def train_distilled(
     ),
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 32,
-    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-4,
+    rate: Rate = 1e-4,
     block: Annotated[
         int,
         typer.Option(
@@ -274,8 +299,8 @@ def train_adapter(
         ),
     ] = None,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 2,
-    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-3,
+    batch: Batch = 2,
+    rate: Rate = 1e-3,
     mask: Annotated[
         int | None,
         typer.Option("--mask", help="Id of the mask token. Default: an unused special token."),
@@ -310,8 +335,7 @@ def train_adapter(
     from anydecode.training.block_adapter import AdapterRecipe, train_block_adapter
     from anydecode.training.diffusion import limit_threads
 
-    if minutes is None and steps is None:
-        minutes = 60.0
+    minutes = _minutes(minutes, steps)
     recipe = AdapterRecipe(
         minutes,
         steps,
@@ -351,9 +375,7 @@ def train_adapter(
 
 @app.command("nested")
 def train_nested_draft(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
-        options.DEFAULT_MODEL
-    ),
+    model: LlamaModel = options.DEFAULT_MODEL,
     out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path("nested"),
     layers: Annotated[
         int, typer.Option("--layers", min=0, help="Number of first layers. Default: half of them.")
@@ -365,8 +387,8 @@ def train_nested_draft(
         int, typer.Option("--answers", min=1, help="Number of the model's answers to learn from.")
     ] = 256,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
-    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 2e-4,
+    batch: Batch = 4,
+    rate: Rate = 2e-4,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
@@ -406,17 +428,13 @@ def train_nested_draft(
 
 @app.command("depth")
 def train_depth(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
-        options.DEFAULT_MODEL
-    ),
+    model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-depth"),
     minutes: Minutes = None,
     steps: Steps = None,
-    answers: Annotated[
-        int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
-    ] = 256,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
-    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 3e-5,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rate: Rate = 3e-5,
     dropout: Annotated[
         float, typer.Option("--dropout", help="Probability that the last layer is left out.")
     ] = 0.1,
@@ -442,8 +460,7 @@ def train_depth(
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.layerskip import LayerSkipRecipe, LayerSkipRun
 
-    if minutes is None and steps is None:
-        minutes = 60.0
+    minutes = _minutes(minutes, steps)
     settings = LayerSkipRecipe(
         minutes,
         steps,
@@ -456,10 +473,7 @@ def train_depth(
         seed=seed,
     )
     limit_threads(threads)
-    with progress("training", 1.0, unit="percent") as bar:
-        bar.begin("answers")
-        run = LayerSkipRun(load_checkpoint(model), out, settings)
-        run.train(lambda done, loss: bar.update(done, step="model", detail=f"loss {loss:.3f}"))
+    run = _trained(lambda: LayerSkipRun(load_checkpoint(model), out, settings), "model")
     if plot is not None:
         curve.draw_agreement(run.log(), plot)
     if json:
@@ -476,9 +490,7 @@ def train_depth(
 
 @app.command("masks")
 def train_masks(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
-        options.DEFAULT_MODEL
-    ),
+    model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-masks"),
     minutes: Minutes = None,
     steps: Steps = None,
@@ -488,12 +500,10 @@ def train_masks(
     groups: Annotated[
         int, typer.Option("--groups", min=1, help="Groups of masks per text and step.")
     ] = 16,
-    answers: Annotated[
-        int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
-    ] = 256,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
+    answers: Answers = 256,
+    batch: Batch = 4,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
-    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-3,
+    rate: Rate = 1e-3,
     mask: Annotated[
         int | None,
         typer.Option("--mask", help="Id of the mask token. Default: an unused special token."),
@@ -514,8 +524,7 @@ def train_masks(
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.masks import MaskRecipe, MaskRun
 
-    if minutes is None and steps is None:
-        minutes = 60.0
+    minutes = _minutes(minutes, steps)
     recipe = MaskRecipe(
         minutes,
         steps,
@@ -528,10 +537,7 @@ def train_masks(
         seed=seed,
     )
     limit_threads(threads)
-    with progress("training", 1.0, unit="percent") as bar:
-        bar.begin("answers")
-        run = MaskRun(load_checkpoint(model), out, recipe, mask)
-        run.train(lambda done, loss: bar.update(done, step="masks", detail=f"loss {loss:.3f}"))
+    run = _trained(lambda: MaskRun(load_checkpoint(model), out, recipe, mask), "masks")
     if plot is not None:
         curve.draw_acceptance(run.log(), plot)
     if json:
@@ -617,9 +623,7 @@ def train_exit_routers(
 
 @app.command("prompts")
 def train_prompts(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")] = (
-        options.DEFAULT_MODEL
-    ),
+    model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-prompts"),
     minutes: Minutes = None,
     steps: Steps = None,
@@ -632,11 +636,9 @@ def train_prompts(
     groups: Annotated[
         int, typer.Option("--groups", min=1, help="Groups of prompt tokens per text and step.")
     ] = 16,
-    answers: Annotated[
-        int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
-    ] = 256,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 4,
-    rate: Annotated[float, typer.Option("--rate", help="Peak learning rate.")] = 1e-2,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rate: Rate = 1e-2,
     plot: PlotFile = None,
     seed: Seed = 0,
     threads: Threads = 0,
@@ -653,8 +655,7 @@ def train_prompts(
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.masks import PromptRecipe, PromptRun
 
-    if minutes is None and steps is None:
-        minutes = 60.0
+    minutes = _minutes(minutes, steps)
     recipe = PromptRecipe(
         minutes,
         steps,
@@ -666,10 +667,7 @@ def train_prompts(
         seed=seed,
     )
     limit_threads(threads)
-    with progress("training", 1.0, unit="percent") as bar:
-        bar.begin("answers")
-        run = PromptRun(load_checkpoint(model), out, recipe)
-        run.train(lambda done, loss: bar.update(done, step="prompts", detail=f"loss {loss:.3f}"))
+    run = _trained(lambda: PromptRun(load_checkpoint(model), out, recipe), "prompts")
     if plot is not None:
         curve.draw_acceptance(run.log(), plot)
     if json:
@@ -722,7 +720,7 @@ def train_drafter(
             " and Hydra, slots of a block. Default: the recipe's.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")] = 2,
+    batch: Batch = 2,
     rate: Annotated[
         float | None, typer.Option("--rate", help="Peak learning rate. Default: the recipe's.")
     ] = None,
@@ -760,8 +758,7 @@ def train_drafter(
     from anydecode.training.diffusion import limit_threads
     from anydecode.training.drafter import DrafterOptions, DrafterRun
 
-    if minutes is None and steps is None:
-        minutes = 60.0
+    minutes = _minutes(minutes, steps)
     settings = DrafterOptions(
         minutes,
         steps,

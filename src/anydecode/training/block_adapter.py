@@ -41,7 +41,7 @@ from anydecode.training.checkpoint import (
     save_json,
     save_state,
 )
-from anydecode.training.run import LossRun
+from anydecode.training.run import LossRun, check_budget
 from anydecode.training.transformer import Shape, Transformer, stream_mask
 
 #: Range of the mask rates: near 0 and 1 little is learned (BD3-LM's clipped schedules).
@@ -80,8 +80,7 @@ class AdapterRecipe:
     first_block: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.minutes is None) == (self.steps is None):
-            raise InvalidRequestError("training takes either minutes or steps")
+        check_budget(self)
         sizes = (self.rank, self.block, self.batch, self.copies)
         if (self.minutes or self.steps or 0) <= 0 or min(sizes) < 1:
             raise InvalidRequestError(
@@ -385,13 +384,7 @@ class AdapterRun(LossRun):
         for weight in self.trainable:
             assert weight.grad is not None
             weight.grad /= num_masked
-        nn.utils.clip_grad_norm_(self.trainable, 1.0)
-        for group in self.optimizer.param_groups:
-            warmup = min(1.0, (self.step + 1) / 20)
-            schedule = 0.02 + 0.49 * (1 + math.cos(math.pi * self.progress))
-            group["lr"] = recipe.rate * warmup * schedule
-        self.optimizer.step()
-        self.step += 1
+        self._descend(self.optimizer, self.trainable, recipe.rate, floor=0.02)
         best_weights = min(recipe.average, self.step / (self.step + 10))
         for average, weight in zip(self.average, self.trainable, strict=True):
             average.lerp_(weight.detach(), 1 - best_weights)

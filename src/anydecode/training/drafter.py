@@ -30,7 +30,7 @@ from anydecode.training.drafter_data import NUM_HELD_OUT, DrafterData, EngineWri
 from anydecode.training.drafter_evaluation import measure
 from anydecode.training.drafters import find_recipe
 from anydecode.training.drafters.learner import Learner, StepLosses
-from anydecode.training.run import TrainingRun
+from anydecode.training.run import TrainingRun, check_budget
 from anydecode.training.target import TorchTarget, open_target
 
 #: Calls with the stage of a run and the fraction of it that is done, and a detail to print.
@@ -77,8 +77,7 @@ class DrafterOptions:
 
     def __post_init__(self) -> None:
         find_recipe(self.recipe)
-        if (self.minutes is None) == (self.steps is None):
-            raise InvalidRequestError("training takes either minutes or steps")
+        check_budget(self)
         sizes = (self.tokens, self.vocabulary, self.batch)
         given = [value for value in (self.minutes, self.steps, self.depth) if value is not None]
         if min(*sizes, *given) <= 0:

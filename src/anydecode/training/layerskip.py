@@ -19,7 +19,6 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from anydecode.errors import CheckpointError, InvalidRequestError
@@ -28,7 +27,7 @@ from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
 from anydecode.training.nested import own_answers, padded
-from anydecode.training.run import LossRun
+from anydecode.training.run import LossRun, check_budget
 from anydecode.training.transformer import Transformer
 
 
@@ -63,8 +62,7 @@ class LayerSkipRecipe:
     save_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        if (self.minutes is None) == (self.steps is None):
-            raise InvalidRequestError("training takes either minutes or steps")
+        check_budget(self)
         counts = (self.minutes or self.steps or 0, self.tokens, self.batch, self.every)
         if min(counts) <= 0 or self.answers < 2:
             raise InvalidRequestError(
@@ -203,12 +201,7 @@ class LayerSkipRun(LossRun):
         loss = early_exit_loss(self.model, tokens, is_answer, weights, is_kept)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            warmup = min(1.0, (self.step + 1) / 20)
-            group["lr"] = recipe.rate * warmup * 0.5 * (1 + math.cos(math.pi * self.progress))
-        self.optimizer.step()
-        self.step += 1
+        self._descend(self.optimizer, self.model.parameters(), recipe.rate)
         return float(loss.detach())
 
     @property

@@ -16,7 +16,6 @@ or `prompts.safetensors`.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -41,7 +40,7 @@ from anydecode.training.block_adapter import (
 )
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
 from anydecode.training.nested import own_answers
-from anydecode.training.run import LossRun
+from anydecode.training.run import LossRun, check_budget
 from anydecode.training.transformer import Transformer
 
 #: Number of ranks whose accuracies are measured.
@@ -77,8 +76,7 @@ class GroupRecipe:
     save_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        if (self.minutes is None) == (self.steps is None):
-            raise InvalidRequestError("training takes either minutes or steps")
+        check_budget(self)
         counts = (self.minutes or self.steps or 0, self.masks, self.groups, self.tokens, self.batch)
         if min(counts) <= 0 or self.answers < 2:
             raise InvalidRequestError(
@@ -222,12 +220,7 @@ class GroupRun(LossRun):
             loss = self.loss(pair, self.draw_ends(pair, random)) / len(pairs)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        nn.utils.clip_grad_norm_(self.trained, 1.0)
-        for group in self.optimizer.param_groups:
-            warmup = min(1.0, (self.step + 1) / 20)
-            group["lr"] = recipe.rate * warmup * 0.5 * (1 + math.cos(math.pi * self.progress))
-        self.optimizer.step()
-        self.step += 1
+        self._descend(self.optimizer, self.trained, recipe.rate)
         return total
 
     def draw_ends(self, pair: Pair, random: Random) -> torch.Tensor:

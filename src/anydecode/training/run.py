@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from anydecode.errors import InvalidRequestError
 
 Result = TypeVar("Result")
 
@@ -22,6 +28,12 @@ class Budget(Protocol):
 
     @property
     def save_seconds(self) -> float: ...
+
+
+def check_budget(budget: Budget) -> None:
+    """Raise `InvalidRequestError` unless one of `minutes` and `steps` is given."""
+    if (budget.minutes is None) == (budget.steps is None):
+        raise InvalidRequestError("training takes either minutes or steps")
 
 
 class TrainingRun(ABC, Generic[Result]):
@@ -87,3 +99,20 @@ class LossRun(TrainingRun[float]):
                 report(self.progress, loss)
         finally:
             self.save()
+
+    def _descend(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: Iterable[torch.Tensor],
+        rate: float,
+        floor: float = 0.0,
+    ) -> None:
+        """Take the step of `optimizer`: gradients of norm 1 at most, and a rate that rises for 20
+        steps and falls to `floor` times the peak `rate` as half a cosine."""
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        warmup = min(1.0, (self.step + 1) / 20)
+        schedule = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * self.progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * warmup * schedule
+        optimizer.step()
+        self.step += 1

@@ -19,7 +19,7 @@ from anydecode.certification.oracles.depth.fewer_layers import (
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.models.network import Network
 
-LAYERS, MOST, FEWEST = 12, 8, 4
+LAYERS, MAX_LAYERS, MIN_LAYERS = 12, 8, 4
 
 
 class _ChosenLayers(Forward):
@@ -38,7 +38,7 @@ def _replay(network: Network) -> Step:
     def step(token: int, index: int) -> tuple[np.ndarray, int, int]:
         count = LAYERS
         if index >= 0:
-            count = round(MOST - index / LENGTH * (MOST - FEWEST) + 1e-9)
+            count = round(MAX_LAYERS - index / LENGTH * (MAX_LAYERS - MIN_LAYERS) + 1e-9)
         layers = [0, *range(LAYERS - count + 1, LAYERS)]
         return forward.step_through(token, layers), count, count
 

@@ -121,14 +121,7 @@ def two_phases(script: Logits, length: int) -> tuple[list[int], list[list[int]]]
         while masks := [
             i for i in range(first, min(first + size, len(canvas))) if canvas[i] == MASK
         ]:
-            p = {i: softmax(script((*canvas, i))) for i in masks}
-            level = float(np.mean(held)) if held else max(float(p[i].max()) for i in masks)
-            best = max(masks, key=lambda i: (p[i].max(), -i))
-            chosen = [i for i in masks if p[i].max() >= min(max(level, 0.6), 0.9)] or [best]
-            for i in chosen:
-                canvas[i] = int(p[i].argmax())
-            held += [float(p[i].max()) for i in chosen]
-            filled.append(chosen)
+            filled.append(_fill(canvas, {i: script((*canvas, i)) for i in masks}, held))
             text = bytes(canvas[start : canvas.index(MASK) if MASK in canvas else None])
             if size == 16 and MARKER in text:
                 begin = start + text.index(MARKER)
@@ -136,6 +129,19 @@ def two_phases(script: Logits, length: int) -> tuple[list[int], list[list[int]]]
                 size = 4
                 break
     return canvas[start:], filled
+
+
+def _fill(canvas: list[int], rows: dict[int, np.ndarray], held: list[float]) -> list[int]:
+    """Fill the masks that are as sure as those of the block so far, `held`, from 0.6 to 0.9, or the
+    surest one; `rows` are the logits of all masks. Returns the positions, and extends `held`."""
+    p = {i: softmax(row) for i, row in rows.items()}
+    level = float(np.mean(held)) if held else max(float(one.max()) for one in p.values())
+    best = max(p, key=lambda i: (p[i].max(), -i))
+    chosen = [i for i in p if p[i].max() >= min(max(level, 0.6), 0.9)] or [best]
+    for i in chosen:
+        canvas[i] = int(p[i].argmax())
+    held += [float(p[i].max()) for i in chosen]
+    return chosen
 
 
 def _block_cache() -> Iterator[Check]:
@@ -173,14 +179,7 @@ def _same_as_cached(script: Logits, prompt: tuple[int, ...], critic: str) -> Che
         held: list[float] = []
         while masks := [i for i in block if canvas[i] == MASK]:
             rows = cache.forward(canvas, block, False, num_visible=visible)
-            p = {i: softmax(rows[i]) for i in masks}
-            level = float(np.mean(held)) if held else max(float(p[i].max()) for i in masks)
-            best = max(masks, key=lambda i: (p[i].max(), -i))
-            chosen = [i for i in masks if p[i].max() >= min(max(level, 0.6), 0.9)] or [best]
-            for i in chosen:
-                canvas[i] = int(p[i].argmax())
-            held += [float(p[i].max()) for i in chosen]
-            filled.append(chosen)
+            filled.append(_fill(canvas, {i: rows[i] for i in masks}, held))
             is_ended = ord("#") in canvas and MASK not in canvas[: canvas.index(ord("#"))]
             if not is_fine and is_ended and (critic or MASK not in canvas):
                 is_fine = True
