@@ -133,3 +133,37 @@ def test_blocks_are_read_as_their_slots_are(prefixes: PrefixCache) -> None:
     cache = prefixes.pool.cache
     parts = [slots[:BLOCK], slots[BLOCK:]]
     assert read_blocks(cache, slots) == [read_slots(cache, part) for part in parts]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_evictions_are_those_of_a_search_for_the_oldest_leaf(seed: int) -> None:
+    """The leaf with the oldest use is evicted, where a use of a prefix is one of all its blocks."""
+    rng = np.random.default_rng(seed)
+    prefixes = PrefixCache(KVPool(Storage(), 12 * BLOCK))
+    uses: dict[tuple[int, ...], int] = {}  # by the numbers of the blocks from the first on
+
+    def evict() -> None:
+        leaves = [
+            path for path in uses if not any(one[:-1] == path for one in uses if len(one) > 1)
+        ]
+        del uses[min(leaves, key=lambda path: uses[path])]
+
+    for now in range(300):
+        numbers = tuple(rng.integers(0, 3, rng.integers(1, 5)).tolist())
+        tokens = [number for number in numbers for _ in range(BLOCK)]
+        kind = rng.integers(0, 3)
+        if kind == 0:
+            expected = 0
+            while numbers[: expected + 1] in uses and expected < len(numbers):
+                uses[numbers[: expected + 1]] = now
+                expected += 1
+            assert held(prefixes, tokens) == expected
+        elif kind == 1:
+            while 12 - len(uses) < len(numbers):
+                evict()
+            insert(prefixes, tokens)
+            uses.update({numbers[: end + 1]: now for end in range(len(numbers))})
+        elif uses:
+            evict()
+            prefixes.evict(1)
+        assert prefixes.num_slots == BLOCK * len(uses)

@@ -9,12 +9,11 @@ blocks are stored elsewhere and restored block by block.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 
@@ -33,7 +32,6 @@ class _Node:
     slots: Slots
     parent: _Node | None
     key: Hashable
-    last_used: int = 0
     children: dict[Hashable, _Node] = field(default_factory=dict)
     digest: bytes | None = None  # hash of the namespace and all tokens so far; None: not spilled
 
@@ -55,8 +53,10 @@ class PrefixCache:
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self._roots: dict[Hashable, _Node] = {}
-        self._clock = count(1)
-        self._pinned = 0
+        # Every block, the next one to evict first. Blocks of one use are in the order of their
+        # positions from the last to the first, so that the next one is always a leaf.
+        self._order: OrderedDict[_Node, None] = OrderedDict()
+        self._pinned: set[_Node] = set()
         self.num_slots = 0
         self.num_hits = 0
         self.num_restored = 0
@@ -75,21 +75,20 @@ class PrefixCache:
             node: _Node | None = self._root(namespace)
         else:
             node = self._roots.get(namespace)
-        matched: list[Slots] = []
-        self._pinned = now = next(self._clock)
+        path: list[_Node] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             if node is None:
                 break
             key = tuple(tokens[start : start + BLOCK])
             child = node.children.get(key)
-            node = self._restore(node, key) if child is None else child
+            node = self._restore(node, key, path) if child is None else child
             if node is None:
                 break
-            node.last_used = now
-            matched.append(node.slots)
-        self._pinned = 0
-        self.num_hits += BLOCK * len(matched)
-        return np.concatenate(matched) if matched else np.empty(0, np.int32)
+            path.append(node)
+        self._pinned.clear()
+        self._use(path)
+        self.num_hits += BLOCK * len(path)
+        return np.concatenate([one.slots for one in path]) if path else np.empty(0, np.int32)
 
     def insert(
         self, kv_cache: SequenceCache, namespace: Hashable = None, stop: int | None = None
@@ -99,19 +98,20 @@ class PrefixCache:
             return
         tokens = kv_cache.tokens
         node = self._root(namespace)
-        now = next(self._clock)
+        path: list[_Node] = []
         end = min(len(tokens), kv_cache.complete)
         end = end if stop is None else min(end, stop)
         for start in range(0, end - BLOCK + 1, BLOCK):
             key = tuple(tokens[start : start + BLOCK])
             if min(key) < 0:
-                return
+                break
             child = node.children.get(key)
             if child is None:
                 child = self._add(node, key, kv_cache.table[start : start + BLOCK].copy())
                 self.pool.add_reference(child.slots)
-            child.last_used = now
+            path.append(child)
             node = child
+        self._use(path)
 
     def expect(self, prompts: Seq[tuple[Seq[int], Hashable]]) -> None:
         """Tell the spill which prompts wait, with their namespaces, the next one first: it keeps
@@ -152,7 +152,7 @@ class PrefixCache:
 
     def referenced_slots(self) -> list[Slots]:
         """The slots of every block, as `KVPool.check_integrity` takes them."""
-        return [node.slots for node in self._nodes()]
+        return [node.slots for node in self._order]
 
     def _root(self, namespace: Hashable) -> _Node:
         root = self._roots.get(namespace)
@@ -166,34 +166,38 @@ class PrefixCache:
     def _add(self, parent: _Node, key: tuple[int, ...], slots: Slots) -> _Node:
         child = parent.children[key] = _Node(slots, parent, key)
         child.digest = None if parent.digest is None else _digest(parent.digest, key)
+        self._order[child] = None
         self.num_slots += BLOCK
         return child
 
+    def _use(self, path: Seq[_Node]) -> None:
+        """Evict the blocks of a path after all others, the last one of them first."""
+        for node in reversed(path):
+            self._order.move_to_end(node)
+
     def _evict(self, target_free: int, spill: Spill | None) -> None:
-        order = count()
-        leaves = [(leaf.last_used, next(order), leaf) for leaf in self._leaves()]
-        heapq.heapify(leaves)
-        while leaves and self.pool.num_free < target_free:
-            last_used, _, leaf = heapq.heappop(leaves)
-            if last_used == self._pinned:
+        while self._order and self.pool.num_free < target_free:
+            leaf = next(iter(self._order))
+            if leaf in self._pinned:
                 return
-            parent = leaf.parent
-            assert parent is not None
+            assert leaf.parent is not None and not leaf.children
             if spill is not None and leaf.digest is not None and leaf.digest not in spill:
                 spill.put(leaf.digest, read_slots(self.pool.cache, leaf.slots))
-            del parent.children[leaf.key]
+            del leaf.parent.children[leaf.key], self._order[leaf]
             self.pool.free(leaf.slots)
             self.num_slots -= BLOCK
-            if parent.parent is not None and not parent.children:
-                heapq.heappush(leaves, (parent.last_used, next(order), parent))
 
-    def _restore(self, parent: _Node, key: tuple[int, ...]) -> _Node | None:
-        """Restore a spilled block; None if there is none or no slots are free."""
+    def _restore(self, parent: _Node, key: tuple[int, ...], path: Seq[_Node]) -> _Node | None:
+        """Restore a spilled block behind those of `path`, none of which is evicted for it; None if
+        there is none or no slots are free."""
         if self.spill is None or self.is_busy or parent.digest is None:
             return None
         block = self.spill.get(_digest(parent.digest, key))
         if block is None:
             return None
+        if not self._pinned:
+            self._use(path)
+        self._pinned.update(path[len(self._pinned) :])
         try:
             slots = self.pool.allocate(BLOCK)
         except PoolFull:
@@ -203,18 +207,6 @@ class PrefixCache:
             return None
         self.num_restored += BLOCK
         return self._add(parent, key, slots)
-
-    def _nodes(self) -> list[_Node]:
-        nodes: list[_Node] = []
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            nodes.extend(node.children.values())
-        return nodes
-
-    def _leaves(self) -> list[_Node]:
-        return [node for node in self._nodes() if not node.children]
 
 
 def block_digests(name: str, tokens: Seq[int]) -> list[bytes]:
