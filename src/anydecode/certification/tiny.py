@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,12 +209,17 @@ def early_exit_model() -> LLM:
 def routed_model() -> LLM:
     """An engine over a tiny model with random exit routers behind every second layer."""
     model = tiny_model(layers=16, residual=0.3)
+    add_routers(model, range(2, 16, 2))
+    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
+
+
+def add_routers(model: Any, exits: Seq[int]) -> None:
+    """Give a model random exit routers behind these numbers of layers."""
     random = np.random.default_rng(3)
-    hidden, exits = model.spec.hidden_size, range(2, 16, 2)
+    hidden = model.spec.hidden_size
     down = {one: random.standard_normal((8, hidden), np.float32) / 2 for one in exits}
     up = {one: random.standard_normal(8, np.float32) for one in exits}
     model.exit_routers = ExitRouters(down, up, model_fingerprint(model.network))
-    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
 def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:

@@ -563,6 +563,12 @@ def train_exit_routers(
             " it is the last layer's).",
         ),
     ] = "cosine",
+    top_k: Annotated[
+        int,
+        typer.Option(
+            "--top-k", min=1, help="With --label token: the last layer's most probable tokens."
+        ),
+    ] = 1,
     interval: Annotated[
         int, typer.Option("--interval", min=1, help="Layers from one exit to the next.")
     ] = 4,
@@ -584,7 +590,7 @@ def train_exit_routers(
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Train the routers with which the decoder tide leaves layers out, on the model's own answers.
+    """Train the routers with which tide and dynamax leave layers out, on the model's own answers.
 
     Example: anydecode train routers --label token --answers 16 --out my-routers.safetensors
     """
@@ -596,6 +602,7 @@ def train_exit_routers(
 
     recipe = RouterRecipe(
         label,  # type: ignore[arg-type]
+        top_k,
         interval,
         answers=answers,
         tokens=tokens,

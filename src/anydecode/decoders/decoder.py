@@ -33,7 +33,7 @@ class Requirements:
             target's states (DFlash).
         drafts_exit: Whether the draft model must be an early exit of the target, whose first layers
             the target runs itself (EESD, Kangaroo).
-        reads_exit_routers: Whether the method needs exit routers of the target (TIDE).
+        reads_exit_routers: Whether the method needs exit routers of the target (TIDE, DYNAMAX).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.

@@ -37,7 +37,8 @@ class RouterRecipe:
 
     Attributes:
         label: "cosine": whether the state's cosine with the last layer's is above `similarity`;
-            "token": whether its most probable token is the last layer's.
+            "token": whether its most probable token is among the `top_k` of the last layer.
+        top_k: See `label`.
         interval: Layers from one exit to the next.
         width: Inner width of a router.
         similarity: See `label`.
@@ -49,6 +50,7 @@ class RouterRecipe:
     """
 
     label: Label = "cosine"
+    top_k: int = 1
     interval: int = 4
     width: int = 128
     similarity: float = 0.98
@@ -61,9 +63,10 @@ class RouterRecipe:
     def __post_init__(self) -> None:
         if self.label not in ("cosine", "token"):
             raise InvalidRequestError(f"label is {self.label!r}; choose from cosine, token")
-        if min(self.interval, self.width, self.tokens, self.epochs) < 1 or self.answers < 2:
+        counts = (self.top_k, self.interval, self.width, self.tokens, self.epochs)
+        if min(counts) < 1 or self.answers < 2:
             raise InvalidRequestError(
-                "interval, width, tokens and epochs must be 1 or more, and answers 2 or more"
+                "top_k, interval, width, tokens and epochs must be 1 or more, and answers 2 or more"
             )
 
 
@@ -127,13 +130,15 @@ def train_routers(
         parts.append(read_states(llm, text, (*exits, depth)))
     states = [np.concatenate(one) for one in zip(*parts, strict=True)]
     num_held_out = sum(len(one[-1]) for one in parts[:num_held_out])
-    best = most_probable(llm.model, states[-1]) if recipe.label == "token" else None
+    best = None
+    if recipe.label == "token":
+        best = most_probable(llm.model, states[-1], recipe.top_k)
     down, up, qualities = {}, {}, []
     for index, exit in enumerate(exits):
         report("routers", index / len(exits))
         inputs = states[index]
         positive = (
-            most_probable(llm.model, inputs) == best
+            (most_probable(llm.model, inputs) == best).any(-1)
             if best is not None
             else are_similar(inputs, states[-1], recipe.similarity)
         )
@@ -177,7 +182,11 @@ def fit_router(
     return down.weight.detach().numpy(), up.weight.detach().numpy()[0]
 
 
-def most_probable(model: Any, states: np.ndarray) -> np.ndarray:
-    """The most probable token of each state, `[rows]`."""
-    starts = range(0, len(states), CHUNK)
-    return np.concatenate([model.head(states[at : at + CHUNK]).argmax(-1) for at in starts])
+def most_probable(model: Any, states: np.ndarray, count: int = 1) -> np.ndarray:
+    """The most probable tokens of each state, `[rows, count]`, in no order."""
+    found = []
+    for start in range(0, len(states), CHUNK):
+        logits = model.head(states[start : start + CHUNK])
+        num_chosen = min(count, logits.shape[1])
+        found.append(np.argpartition(-logits, num_chosen - 1)[:, :num_chosen])
+    return np.concatenate(found)

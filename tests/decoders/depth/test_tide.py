@@ -11,7 +11,7 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.tiny import routed_model, tiny_model
-from anydecode.decoders.depth import tide
+from anydecode.decoders.depth.routed_exits import RoutedExit
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.interface import PROPAGATE, OutputSpec, Rows
 from anydecode.kernels.routes import RoutedPass
@@ -52,7 +52,7 @@ def test_holes_behind_exits_are_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
     left: set[int] = set()
     monkeypatch.setattr(RoutedPass, "propagate", stop)
     monkeypatch.setattr(RoutedPass, "stop", keep)
-    monkeypatch.setattr(tide.RoutedExit, "leaves_holes", True)
+    monkeypatch.setattr(RoutedExit, "leaves_holes", True)
     assert_rejected("tide")
 
 

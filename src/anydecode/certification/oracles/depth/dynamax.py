@@ -1,0 +1,114 @@
+"""Oracle test of DYNAMAX: texts and exits replayed by a Llama that copies keys and values behind
+the exit, and by a Mamba whose layers behind it read the state there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.oracles.depth.fewer_layers import Step, agreement_lost, text_checks
+from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.speculative.state_trees import TreeOracle
+from anydecode.certification.oracles.transformer import rms_norm
+from anydecode.certification.tiny import add_routers, readable_executor, routed_model
+from anydecode.certification.tiny_recurrent import mamba_checkpoint
+from anydecode.models.exit_routers import ExitRouters
+from anydecode.models.families import build_model
+from anydecode.models.network import Network
+from anydecode.models.scripted import ByteTokenizer
+
+THRESHOLD = 0.9
+MAMBA_LAYERS = 8
+
+
+def leaves(routers: ExitRouters, num_layers: int, depth: int, x: np.ndarray) -> bool:
+    """Whether a token with state x after `num_layers` of `depth` layers leaves."""
+    if num_layers not in routers.down or num_layers < depth / 2:
+        return False
+    inner = routers.down[num_layers].astype(np.float64) @ x
+    score = _sigmoid(routers.up[num_layers] @ (inner * _sigmoid(inner)))
+    return bool(score > THRESHOLD)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    result: np.ndarray = 0.5 + 0.5 * np.tanh(0.5 * x)
+    return result
+
+
+class CopyingForward(Forward):
+    """Adds positions that leave early; the layers behind copy the last key and value."""
+
+    def step_routed(self, token: int, routers: ExitRouters | None) -> tuple[np.ndarray, int]:
+        x, depth = self._embedding(token), len(self.weights.layers)
+        for layer in range(depth):
+            x = x + self._attention(x, layer)
+            x = x + self._mlp(x, layer)
+            if routers is not None and leaves(routers, layer + 1, depth, x):
+                for other in range(layer + 1, depth):
+                    self.keys[other].append(self.keys[layer][-1])
+                    self.values[other].append(self.values[layer][-1])
+                return self._logits(x), layer + 1
+        return self._logits(x), depth
+
+
+class MambaText(TreeOracle):
+    """A Mamba over one text, with the states that each layer has read."""
+
+    def __init__(self) -> None:
+        super().__init__(mamba_checkpoint(layers=MAMBA_LAYERS))
+        self.read: list[list[np.ndarray]] = [[] for _ in range(MAMBA_LAYERS)]
+
+    def step_routed(self, token: int, routers: ExitRouters | None) -> tuple[np.ndarray, int]:
+        embedding = self.tensors["backbone.embeddings.weight"]
+        x, num_layers = embedding[token], MAMBA_LAYERS
+        for layer, read in enumerate(self.read):
+            read.append(x)
+            if layer < num_layers:
+                count = len(read)
+                sees, parents = np.tri(count, dtype=bool), list(range(-1, count - 1))
+                x = self._layer(np.stack(read), layer, sees, parents)[-1]
+                if routers is not None and leaves(routers, layer + 1, MAMBA_LAYERS, x):
+                    num_layers = layer + 1
+                    routers = None
+        y = rms_norm(x, self.tensors["backbone.norm_f.weight"], self.eps)
+        logits: np.ndarray = y @ embedding.T + self.tensors["lm_head.bias"]
+        return logits, num_layers
+
+
+def routed_mamba() -> LLM:
+    """An engine over a tiny Mamba with random exit routers behind every layer."""
+    model = build_model(mamba_checkpoint(layers=MAMBA_LAYERS), executor=readable_executor())
+    add_routers(model, range(1, MAMBA_LAYERS))
+    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=2048)
+
+
+@oracle_test("dynamax")
+def dynamax() -> Iterator[Check]:
+    """Tokens leave in the upper half where a router gives more than .9."""
+    for name, open_llm in (("transformer", routed_model), ("Mamba", routed_mamba)):
+        with open_llm() as llm:
+            routers: ExitRouters = llm.model.exit_routers  # type: ignore[attr-defined]
+        is_mamba = open_llm is routed_mamba
+
+        def replay(
+            network: Network, routers: ExitRouters = routers, is_mamba: bool = is_mamba
+        ) -> Step:
+            text = MambaText() if is_mamba else CopyingForward(network)
+
+            def step(token: int, index: int) -> tuple[np.ndarray, int, int]:
+                logits, num_layers = text.step_routed(token, routers if index >= 0 else None)
+                return logits, num_layers, num_layers
+
+            return step
+
+        for check in text_checks("dynamax", open_llm, replay):
+            yield Check(f"{name}: {check.name}", check.passed, check.detail)
+
+
+@measure("dynamax", "share of tokens that differ from the full model's", samples=12, margin=0.7)
+def dynamax_loss(samples: int) -> float:
+    """On the full model's texts, with random routers."""
+    return agreement_lost("dynamax", samples, routed_model)

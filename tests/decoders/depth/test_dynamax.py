@@ -1,0 +1,94 @@
+"""Exits with copied keys and values pass their certificate, on a transformer and on a Mamba; other
+exits, and other contents of the layers behind them, do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode import LLM
+from anydecode.certification.oracles.depth.dynamax import routed_mamba
+from anydecode.certification.tiny import add_routers, routed_model, tiny_model
+from anydecode.decoders.depth.dynamax import CopiedExit, Dynamax
+from anydecode.decoders.depth.routed_exits import RoutedExit
+from anydecode.errors import AnydecodeError
+from anydecode.kernels.routes import RoutedPass
+from anydecode.models.exit_routers import ExitRouters
+from anydecode.models.network import Network
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from certificates import assert_certified, assert_rejected, replace_defaults
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("dynamax")
+
+
+def test_another_threshold_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_defaults(monkeypatch, "dynamax", threshold=0.6)
+    assert_rejected("dynamax")
+
+
+def test_keys_and_values_that_are_computed_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoutedPass, "copy", RoutedPass.propagate)
+    assert_rejected("dynamax")
+
+
+def test_exits_in_the_lower_half_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def route(self: Dynamax, network: Network, routers: ExitRouters) -> RoutedExit:
+        return CopiedExit(routers, routers.exits, self.threshold)
+
+    monkeypatch.setattr(Dynamax, "route", route)
+    assert_rejected("dynamax")
+
+
+@pytest.mark.slow
+def test_a_mamba_whose_layers_store_nothing_behind_the_exit_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RoutedPass, "propagate", lambda *given: None)
+    assert_rejected("dynamax")
+
+
+def test_layers_behind_an_exit_store_the_bits_of_the_layer_before_it() -> None:
+    """Also while other requests run in the same pass, and after later tokens have run."""
+    left: list[tuple[int, int]] = []
+    own = CopiedExit.leave
+
+    def recording(self: CopiedExit, routed: RoutedPass, active: np.ndarray, exit: int) -> None:
+        own(self, routed, active, exit)
+        left.extend((int(routed._rows.slots[row]), exit) for row in active.tolist())
+
+    with pytest.MonkeyPatch.context() as patch, routed_model() as llm:
+        patch.setattr(CopiedExit, "leave", recording)
+        for prompt in ("abcabc", "the cat sat", "q"):
+            request = llm.request(prompt, decoder="dynamax", max_tokens=60, ignore_eos=True)
+            llm.start(request, background=False)
+        llm.driver.advance(lambda: len(left) > 40)
+        cache = llm.engine.runners["target"].pool.cache
+        for slot, exit in left:
+            for layer in range(exit, 16):
+                assert np.array_equal(cache.keys[layer][slot], cache.keys[exit - 1][slot])
+                assert np.array_equal(cache.values[layer][slot], cache.values[exit - 1][slot])
+
+
+@pytest.mark.parametrize("open_llm", [routed_model, routed_mamba], ids=["llama", "mamba"])
+def test_routers_that_never_fire_give_the_text_of_plain_decoding(open_llm: Any) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+    with open_llm() as llm:
+        plain = llm.generate("abc", decoder="autoregressive", **options)
+        assert llm.generate("abc", decoder="dynamax:threshold=1", **options).tokens == plain.tokens
+        assert llm.generate("abc", decoder="dynamax", **options).tokens != plain.tokens
+
+
+def test_bad_routers_and_models_are_refused_in_one_line() -> None:
+    with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(AnydecodeError, match="dynamax needs exit routers"):
+            llm.generate("a", decoder="dynamax")
+    model = tiny_model(layers=16)
+    add_routers(model, [2, 4])
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(AnydecodeError, match="upper half"):
+            llm.generate("a", decoder="dynamax")
