@@ -25,6 +25,7 @@ from anydecode.models.network import Network
         deviations=(
             "a token that leaves runs no further layer; the released code runs all layers and then"
             " chooses which state the head reads",
+            "each text of a batch leaves on its own; in the released code all leave or none",
             "the layers behind an exit store what they make of the state there (CALM's rule), which"
             " the released code does not need",
             "routers read the states as they are, in training and later; the released code trains"

@@ -74,6 +74,9 @@ class SpaceDrafter(MaskDrafter):
             "2 masks by default, 9 rows, which is faster on processors (the paper: 5, 36 rows)",
             "all masks are one token, the paper's default",
             "the first pass has no candidates (the paper's code: masks, which are rejected)",
+            "anydecode train masks trains an adapter on the model's own answers, with groups of"
+            " masks behind many of their tokens; the paper trains all weights on answers of a"
+            " data set, half of which end at a random token, with one group behind it",
         ),
         bounds={"masks": Range(1, 32)},
         remote={"masks": Range(1, 8), "acceptance": ACCEPTANCE_WORDS},
