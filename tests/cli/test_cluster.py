@@ -34,7 +34,15 @@ def test_the_workers_of_a_fleet() -> None:
         (["up", "tiny-autoregressive", "-w", "1", "--prefill", "2"], "more roles than --workers 1"),
         (["up", "tiny-autoregressive", "--host", "0.0.0.0"], "lets other machines connect"),
         (["up", "no-such-model"], "no-such-model"),
-        (["up", "tiny-autoregressive", "--ratio", "pd-serve"], "give --prefill and --decode, too"),
+        (
+            ["up", "tiny-autoregressive", "--ratio", "pd-serve"],
+            "give --prefill and --decode 1 or more, too",
+        ),
+        (
+            ["up", "tiny-autoregressive", "--prefill", "1", "--decode", "2"]
+            + ["--ratio", "pd-serve:lengths=100"],
+            "give --prefill and --decode 2 or more, too",
+        ),
         (
             ["up", "tiny-autoregressive", "--prefill", "1", "--decode", "1", "--ratio", "nexus"],
             "not a control of roles",

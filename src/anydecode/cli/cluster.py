@@ -175,6 +175,8 @@ def up(
 
     Example: anydecode cluster up smollm2-135m-instruct --workers 2
     """
+    from anydecode.api.methods import build_as
+    from anydecode.cluster.control.pd_serve import RatioControl
     from anydecode.cluster.launcher import Launcher, LocalWorkers, Starter, places
     from anydecode.cluster.metrics import FleetCollector
     from anydecode.cluster.proxy import FleetLLM
@@ -189,9 +191,11 @@ def up(
     from anydecode.server.settings import Settings, api_keys
 
     wanted = places(workers, prefill, decode)
-    if ratio is not None and not (prefill and decode):
+    control = None if ratio is None else build_as(ratio, RatioControl)
+    if control is not None and min(prefill, decode) < control.num_scenarios:
         raise InvalidRequestError(
-            f"--ratio {ratio} changes the roles of workers: give --prefill and --decode, too"
+            f"--ratio {ratio} changes the roles of workers: give --prefill and --decode"
+            f" {control.num_scenarios} or more, too"
         )
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
     settings = Settings(
@@ -222,7 +226,7 @@ def up(
             secret,
             fleet_host=fleet_host,
             fleet_port=fleet_port,
-            ratio=ratio,
+            ratio=control,
             **engine,
         )
     at = f"{'127.0.0.1' if fleet_host == '0.0.0.0' else fleet_host}:{llm.fleet_port}"
@@ -345,7 +349,9 @@ def status(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    names = ("name", "role", "state", "tasks", "leases", "used", "positions", "pid", "group")
+    names = ["name", "role", "state", "tasks", "leases", "used", "positions", "pid", "group"]
+    if any(one["scenario"] is not None for one in found["workers"]):
+        names.insert(2, "scenario")
     rows = [names, *([str(one[name]) for name in names] for one in found["workers"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
     for row in rows:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from anydecode.cluster.control.pd_serve import RatioControl
+from anydecode.cluster.control.pd_serve import Group, RatioControl
 from anydecode.cluster.ledger import Frame
 from anydecode.cluster.routing import CachedBlocks, rows_before
 from anydecode.memory.prefix import BLOCK
@@ -87,6 +87,7 @@ class Task:
         started: When that happened.
         number_sent: The number of the frame that started it on its worker.
         rows: Rows of the prompt that its worker has to compute, until its first token.
+        scenario: The number of its scenario, whose workers it runs on while there are any.
         num_deaths: How many workers were lost while it was on them.
         num_quarantine_deaths: How many of them it had for itself, in quarantine.
     """
@@ -107,6 +108,7 @@ class Task:
     number_sent: int = 0
     started: float = 0.0
     rows: int = 0
+    scenario: int = 0
     num_received: int = 0
     num_deaths: int = 0
     num_quarantine_deaths: int = 0
@@ -169,6 +171,7 @@ class Member:
     passed_at: float = 0.0
     last_facts: Frame = field(default_factory=dict)
     role: str = ""  # at first that of its facts
+    scenario: int | None = None  # whose tasks it runs; None: all
 
     def __post_init__(self) -> None:
         self.role = self.role or self.facts.role
@@ -279,6 +282,9 @@ class Fleet:
     def submit(self, task: Task, now: float) -> None:
         """Queue a task."""
         self.counts["tasks"] += 1
+        if self.control is not None:
+            task.scenario = self.control.scenario(len(task.prompt))
+            self.control.record_arrival(task.scenario)
         self.tasks[task.number] = task
         self._dispatch(now)
 
@@ -295,7 +301,11 @@ class Fleet:
             if member.facts.name == facts.name:
                 return f"there is a worker called {facts.name!r} already; choose another --name"
         self.members[facts.incarnation] = Member(
-            facts, CachedBlocks(facts.positions), now, passed_at=now
+            facts,
+            CachedBlocks(facts.positions),
+            now,
+            passed_at=now,
+            scenario=self._scenario_of(facts.role),
         )
         self._dispatch(now)
         return None
@@ -364,6 +374,7 @@ class Fleet:
                 {
                     "name": member.facts.name,
                     "role": member.role,
+                    "scenario": member.scenario,
                     "group": member.facts.group,
                     "state": self._state(member, now),
                     "tasks": len(member.tasks),
@@ -421,7 +432,7 @@ class Fleet:
         if task.state is not TaskState.PREFILLING:
             return
         if self.control is not None:
-            self.control.record_prefill(now - task.started)
+            self.control.record_prefill(task.scenario, now - task.started)
         lease = (member.facts.incarnation, task.attempt)
         self._requeue(task)
         task.state = TaskState.OFFERED
@@ -453,7 +464,7 @@ class Fleet:
             self._lose(task, now)
             return
         if self.control is not None and member.role == "decode":
-            self.control.record_decode(now - task.started)
+            self.control.record_decode(task.scenario, now - task.started)
         self.actions.append(Finish(task.number, frame))
         self._end(task, TaskState.DONE, now)
 
@@ -552,28 +563,36 @@ class Fleet:
                 member.is_stopped = True
                 self._send(member, {"type": "stop"}, now)
 
+    def _scenario_of(self, role: str) -> int | None:
+        """The scenario of a worker that joins: the one with the fewest workers of its role."""
+        if self.control is None or role == "mixed":
+            return None
+        numbers = [len(self._group(one, role)) for one in range(self.control.num_scenarios)]
+        return numbers.index(min(numbers))
+
+    def _group(self, scenario: int, role: str) -> list[Member]:
+        """The workers of a scenario that have a role and stay."""
+        return [
+            one
+            for one in self.members.values()
+            if (one.scenario, one.role) == (scenario, role) and one.drain_deadline is None
+        ]
+
     def _change_roles(self, now: float) -> None:
-        """Let one worker change its role, if that raises the capacity. Its tasks go on."""
+        """Let workers change their role or scenario, if that raises the capacity. Their tasks go
+        on."""
         if self.control is None:
             return
-        by_role: dict[str, list[Member]] = {
-            role: [
-                one
-                for one in self.members.values()
-                if one.role == role and one.drain_deadline is None
-            ]
-            for role in ("prefill", "decode")
-        }
-        prefill, decode = by_role["prefill"], by_role["decode"]
-        if not (prefill and decode):
-            return
-        decode_places = min(one.facts.max_running for one in decode)
-        numbers = len(prefill), len(decode)
-        change = self.control.step(now, *numbers, MAX_PREFILLS, decode_places)
-        if change:
-            members, role = (decode, "prefill") if change > 0 else (prefill, "decode")
+        groups = [
+            Group(len(self._group(number, "prefill")), len(self._group(number, "decode")))
+            for number in range(self.control.num_scenarios)
+        ]
+        decode = [one for one in self.members.values() if one.role == "decode"]
+        decode_places = min((one.facts.max_running for one in decode), default=1)
+        for change in self.control.step(now, groups, MAX_PREFILLS, decode_places):
+            members = self._group(*change.source)
             chosen = min(members, key=lambda one: (len(one.tasks), one.facts.name))
-            chosen.role = role
+            chosen.scenario, chosen.role = change.target
             self.counts["role_changes"] += 1
 
     def _fail_stranded(self, now: float) -> None:
@@ -602,10 +621,17 @@ class Fleet:
     # Placement.
 
     def _dispatch(self, now: float) -> None:
-        """Give tasks to workers, in order, until one has to wait for a free worker. The first
-        quarantined task that waits keeps the worker with the fewest tasks from new ones."""
+        """Give tasks to workers, in order, until one of each scenario has to wait for a free
+        worker. The first quarantined task that waits keeps the worker with the fewest tasks from
+        new ones."""
         emptied: Member | None = None
+        num_scenarios = 1 if self.control is None else self.control.num_scenarios
+        full: set[int] = set()  # scenarios
         for task in self._waiting():
+            if len(full) == num_scenarios:
+                return
+            if task.scenario in full:
+                continue
             able = [
                 one
                 for one in self._able(task)
@@ -619,7 +645,7 @@ class Fleet:
                 if emptied is None:
                     emptied = self._isolate(task, able, now)
             elif not self._place(task, able, now):
-                return
+                full.add(task.scenario)
 
     def _waiting(self) -> Iterator[Task]:
         waiting = [task for task in self.tasks.values() if task.worker is None]
@@ -627,6 +653,9 @@ class Fleet:
 
     def _place(self, task: Task, able: list[Member], now: float) -> bool:
         """Start a task on the best of the workers. Returns whether one was free."""
+        own = [one for one in able if one.scenario in (None, task.scenario)]
+        if any(one.role != "prefill" for one in own):
+            able = own
         decoding = [one for one in able if one.role != "prefill"] or able
         free = [
             one

@@ -20,7 +20,7 @@ _COUNTS = {
     "lost_workers": "Workers that were lost.",
     "quarantines": "Samples that ran alone on a worker, because others were lost under them.",
     "refusals": "Tasks that a worker refused.",
-    "role_changes": "Changes of the role of a worker.",
+    "role_changes": "Changes of the role of a worker, or of its scenario.",
 }
 #: By name of the metric: the name in `Fleet.status`, and the help text.
 _GAUGES = {
