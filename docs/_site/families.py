@@ -54,7 +54,7 @@ def _block(how: Denoising) -> str:
 
 
 def _noise(how: Denoising) -> str:
-    if how.has_canvas:
+    if how.has_canvas or how.time == "noise":
         return "none: random tokens"
     return "as named" if how.mask_token is None else f"as named, or {how.mask_token}"
 

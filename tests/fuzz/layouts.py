@@ -111,6 +111,9 @@ _BD3LM_OUTER: dict[str, Shape] = {
     "backbone.output_layer.adaLN_modulation.weight": (2 * HIDDEN, 16),
     "backbone.output_layer.adaLN_modulation.bias": (2 * HIDDEN,),
 }
+_DIT_OUTER: dict[str, Shape] = {
+    name.removeprefix("backbone."): shape for name, shape in _BD3LM_OUTER.items()
+} | {"sigma_map.mlp.0.weight": (16, 256)}
 
 
 def shapes_of(
@@ -234,6 +237,14 @@ _DIFFUSION: dict[str, tuple[dict[str, Any], dict[str, Shape]]] = {
             "time_conditioning": False, "mask_token_id": MASK,
         },
         shapes_of((_BD3LM,) * LAYERS, _BD3LM_OUTER, "backbone.blocks"),
+    ),
+    "dit": (
+        {
+            "architectures": ["DIT"], "max_seq_len": 64, "timestep_cond_dim": 16,
+            "p_uniform": 0.1, "t_eps": 1e-4, "num_key_value_heads": None, "head_dim": None,
+            "mask_token_id": MASK,
+        },
+        shapes_of((_BD3LM,) * LAYERS, _DIT_OUTER, "blocks"),
     ),
 }  # fmt: skip
 _NORM_LEAVES = ("weight", "bias")

@@ -6,13 +6,13 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from anydecode.constraints.background import BackgroundTask, BackgroundThread
-from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
+from anydecode.constraints.byte_cache import GrowingByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.compile_errors import compile_error
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.optional_parts import check_grammar, check_pattern
@@ -20,14 +20,10 @@ from anydecode.constraints.patterns import patterns
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
-_Result = TypeVar("_Result")
 #: Maximum size of the compiled grammars cached per tokenizer, in bytes.
 MAX_TEMPLATE_BYTES = 128 << 20
-#: A compiled grammar that has grown by more bytes than this in use is compiled again later.
-MAX_TEMPLATE_GROWTH = 16 << 20
-#: Where the system does not report what is allocated: the bytes of a compiled grammar per
-#: character, and those by which a call of a matcher makes it grow.
-_BYTES_PER_CHARACTER, _BYTES_PER_CALL = 256, 1024
+#: The size of a compiled grammar where the system does not report it: bytes per character.
+_BYTES_PER_CHARACTER = 256
 #: Maximum number of references in one grammar or schema. Chains of some thousand of them overflow
 #: the stack.
 MAX_REFERENCES = 1000
@@ -149,12 +145,12 @@ def check_optional_parts(grammar: str) -> None:
 
 class _Template:
     """A compiled grammar. Copies of its matcher share one lexer, whose tables grow as they read new
-    texts, to at most `max_bytes` as long as the template is cached."""
+    texts; the state of each copy keeps the template, so that it is measured only when all of that
+    is freed."""
 
-    def __init__(self, grammar: str, matcher: Any, max_bytes: int) -> None:
+    def __init__(self, grammar: str, matcher: Any) -> None:
         self.grammar = grammar
         self.matcher = matcher
-        self.max_bytes = max_bytes
 
 
 class TokenizerBinding:
@@ -174,9 +170,7 @@ class TokenizerBinding:
             slices=guidance.LLTokenizer.json_slices(),
         )
         self.limits = guidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        self._templates: ByteCache[str, _Template] = ByteCache(MAX_TEMPLATE_BYTES)
-        #: All templates that states use, also those that are not cached any more.
-        self._used: weakref.WeakValueDictionary[str, _Template] = weakref.WeakValueDictionary()
+        self._templates: GrowingByteCache[str, _Template] = GrowingByteCache(MAX_TEMPLATE_BYTES)
 
     def has_template(self, grammar: str) -> bool:
         """Whether `grammar` is compiled already."""
@@ -185,34 +179,15 @@ class TokenizerBinding:
     def clear(self) -> None:
         """Drops the compiled grammars."""
         self._templates.clear()
-        self._used.clear()
 
     def drop(self, template: _Template) -> None:
         """Drops a compiled grammar, so that it is compiled anew for the next state."""
-        if self._used.get(template.grammar) is template:
+        if self._templates.get(template.grammar) is template:
             self._templates.drop(template.grammar)
-            self._used.pop(template.grammar, None)
-
-    def call(
-        self, template: _Template, method: Callable[..., _Result], *arguments: object
-    ) -> _Result:
-        """Calls a method of a matcher of `template`, and counts by how much the template grows.
-
-        A lexer never shrinks, so less memory after the call is that of other threads. Memory that
-        they, or the matcher itself, have allocated is counted too.
-        """
-        before = allocated_bytes()
-        try:
-            return method(*arguments)
-        finally:
-            after = allocated_bytes()
-            grown = _BYTES_PER_CALL if before is None or after is None else after - before
-            if grown > 0:
-                self._templates.grow(template.grammar, template, grown, template.max_bytes)
 
     def template(self, grammar: str) -> _Template:
         """Returns `grammar`, which is compiled once. Raises `ConstraintError`."""
-        template = self._templates.get(grammar) or self._used.get(grammar)
+        template = self._templates.get(grammar)
         if template is not None:
             return template
         check_references(grammar)
@@ -222,15 +197,9 @@ class TokenizerBinding:
         matcher = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if matcher.is_error():
             raise ConstraintError(compile_error(matcher.get_error()))
-        # The states of a long constant at the start of the text are made for the first mask. The
-        # copy keeps an error of the mask from the matcher: the first state raises it.
-        bitmask = np.empty((self.vocab_size + 31) // 32, np.int32)
-        matcher.deep_copy().unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
+        template = _Template(grammar, matcher)
         size = len(grammar) * (4 if allocated is not None else _BYTES_PER_CHARACTER)
-        size = measured_bytes(allocated, size)
-        template = _Template(grammar, matcher, size + MAX_TEMPLATE_GROWTH)
-        self._used[grammar] = template
-        self._templates.put(grammar, template, size)
+        self._templates.put(grammar, template, measured_bytes(allocated, size))
         return template
 
 
@@ -306,7 +275,7 @@ class GuidanceState(ConstraintState):
             raise ConstraintError("the text continues after its end-of-text token")
         matcher = self._own_matcher()
         self._invalidate_mask()
-        if not self._call(matcher.try_consume_tokens, [token]):
+        if not matcher.try_consume_tokens([token]):
             if matcher.is_error():
                 self._binding.drop(self._template)
             raise ConstraintError(self._error() or f"token {token} is not allowed here")
@@ -316,7 +285,7 @@ class GuidanceState(ConstraintState):
         self._num_eos -= num_eos
         if count > num_eos:
             matcher = self._own_matcher()
-            if not self._call(matcher.rollback, count - num_eos):
+            if not matcher.rollback(count - num_eos):
                 raise ConstraintError(f"cannot roll back {count} tokens: {self._error()}")
         self._invalidate_mask()
 
@@ -333,7 +302,7 @@ class GuidanceState(ConstraintState):
         self._wait_for_mask()
         if self.finished:
             return [int(self._binding.eos_ids[0])] if len(self._binding.eos_ids) == 1 else []
-        if self._mask is None and not self._call(self._matcher.compute_ff_bytes):
+        if self._mask is None and not self._matcher.compute_ff_bytes():
             return []  # a forced token would imply a forced first byte
         forced: list[int] = []
         probe = self.fork()
@@ -349,7 +318,7 @@ class GuidanceState(ConstraintState):
     @property
     def can_stop(self) -> bool:
         self._wait_for_mask()
-        return bool(self._num_eos or self._call(self._matcher.is_accepting))
+        return bool(self._num_eos or self._matcher.is_accepting())
 
     @property
     def finished(self) -> bool:
@@ -358,19 +327,17 @@ class GuidanceState(ConstraintState):
 
     def allows(self, token: int) -> bool:
         if self._mask is None and self._pending_mask is None and token not in self._binding.eos_set:
-            if self._num_eos or self._call(self._matcher.validate_tokens, [token]) != 1:
+            if self._num_eos or self._matcher.validate_tokens([token]) != 1:
                 return False
             # Of text that must follow, the mask allows only the tokens in which the tokenizer
             # writes it, while the matcher accepts all.
-            if not self._call(self._matcher.compute_ff_bytes):
+            if not self._matcher.compute_ff_bytes():
                 return True
         return bool(self.mask()[token])
 
     def allows_sequence(self, tokens: Sequence[int]) -> bool:
         self._wait_for_mask()
-        if self._num_eos:
-            return False
-        return self._call(self._matcher.validate_tokens, list(tokens)) == len(tokens)
+        return not self._num_eos and self._matcher.validate_tokens(list(tokens)) == len(tokens)
 
     def prepare(self) -> None:
         if self._mask is None and self._pending_mask is None and not self._num_eos:
@@ -381,9 +348,6 @@ class GuidanceState(ConstraintState):
         """Waits for a pending mask: a matcher is used by one thread at a time."""
         if self._pending_mask is not None:
             self.mask()
-
-    def _call(self, method: Callable[..., _Result], *arguments: object) -> _Result:
-        return self._binding.call(self._template, method, *arguments)
 
     def _own_matcher(self) -> Any:
         self._wait_for_mask()
@@ -401,7 +365,7 @@ class GuidanceState(ConstraintState):
             allowed[self._binding.eos_ids] = True
             return allowed
         bitmask = np.empty((size + 31) // 32, np.int32)
-        self._call(self._matcher.unsafe_compute_mask_ptr, bitmask.ctypes.data, bitmask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
         if self._matcher.is_error():
             # The lexer, which the template shares, may have reached the limit on its states.
             self._binding.drop(self._template)

@@ -53,20 +53,13 @@ class RowArithmetic:
         return parts.reshape(x.shape)
 
     def layer_norm(
-        self,
-        x: np.ndarray,
-        weight: np.ndarray,
-        bias: np.ndarray | None,
-        eps: float,
-        groups: int = 1,
+        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float
     ) -> np.ndarray:
         """See `Backend.layer_norm`."""
-        parts = x.reshape(len(x), groups, x.shape[-1] // groups)
-        width = np.float32(parts.shape[-1])
-        centred = parts - tree_sum(parts)[..., None] / width
+        width = np.float32(x.shape[-1])
+        centred = x - tree_sum(x)[..., None] / width
         variance = tree_sum(centred * centred)[..., None] / width
-        normed = centred / np.sqrt(variance + np.float32(eps))
-        y: np.ndarray = normed.reshape(x.shape) * weight
+        y: np.ndarray = centred / np.sqrt(variance + np.float32(eps)) * weight
         return y if bias is None else y + bias
 
     def add_positions(self, x: np.ndarray, table: Weight) -> np.ndarray:

@@ -69,6 +69,14 @@ class CanvasLayers(Variant):
     """Rows of a block that is being denoised, see `Network.canvas_layers`."""
 
 
+@dataclass(frozen=True)
+class AtTime(Variant):
+    """Rows of a canvas at a time of the diffusion, of a model that `ModelSpec.time` describes.
+    `value` is what the model's embedding of times receives."""
+
+    value: float
+
+
 STORE_ONLY, PROPAGATE, CANVAS = StoredInputs(), PropagatedStates(), CanvasLayers()
 
 
@@ -775,11 +783,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def layer_norm(
-        self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float, groups: int = 1
-    ) -> Any:
-        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, with the mean and the variance
-        of each of `groups` equal parts of a row.
+    def layer_norm(self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> Any:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis.
 
         `weight` and `bias` are float32 `[width]`.
         """

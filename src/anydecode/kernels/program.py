@@ -315,11 +315,10 @@ class NativeBackend(Backend):
         return out
 
     def layer_norm(
-        self, x: Value, weight: np.ndarray, bias: np.ndarray | None, eps: float, groups: int = 1
+        self, x: Value, weight: np.ndarray, bias: np.ndarray | None, eps: float
     ) -> Value:
         both = np.concatenate([weight, np.zeros_like(weight) if bias is None else bias])
-        fields = {"groups": groups, "weight": self._keep_vector(both), "x": eps}
-        return self._record(Code.LAYER_NORM, (x,), x.width, **fields)
+        return self._record(Code.LAYER_NORM, (x,), x.width, weight=self._keep_vector(both), x=eps)
 
     def activate(self, x: Value, activation: str) -> Value:
         return self._record(Code.ACTIVATE, (x,), x.width, activation=_ACTIVATIONS[activation])

@@ -18,6 +18,7 @@ from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import (
     Adapter,
     Attention,
+    AtTime,
     Backend,
     CanvasLayers,
     ExpertWeights,
@@ -40,6 +41,7 @@ from anydecode.models.self_conditioning import SelfConditioning
 from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
+from anydecode.models.time_conditioning import TimeConditioning
 from anydecode.models.time_mix import TimeMixWeights
 
 
@@ -244,6 +246,10 @@ class LayerWeights:
     differential: DifferentialWeights | None = None
     memory_unit: MemoryUnit | None = None
     side: SideOutput | None = None
+    # Of a model that depends on the time of the diffusion: factors of the outputs of both
+    # sublayers, float32 [hidden_size].
+    attention_factors: np.ndarray | None = None
+    mlp_factors: np.ndarray | None = None
     # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
     mlp_mix: np.ndarray | None = None
 
@@ -285,6 +291,16 @@ class ModelWeights:
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
     block_heads: BlockHeads | None = None  # of a drafter that predicts blocks
     unmasking: UnmaskingHead | None = None
+    time: TimeConditioning | None = None
+
+    def at_time(self, value: float) -> ModelWeights:
+        """The same matrices with the norms and factors of another time of the diffusion; the
+        embedding of times receives `value`."""
+        assert self.time is not None, "a model that depends on the time"
+        modulations, (norm, norm_bias) = self.time.at(value)
+        pairs = zip(self.layers, modulations, strict=True)
+        layers = [replace(layer, **modulation._asdict()) for layer, modulation in pairs]
+        return replace(self, layers=layers, final_norm=norm, final_norm_bias=norm_bias)
 
     @property
     def tables(self) -> list[Weight]:
@@ -494,22 +510,33 @@ class Network:
         compute = partial(weights.per_layer.inputs, backend, weights.embedding, spec)
         return backend.columns(backend.shared(weights.per_layer, compute), index * size, size)
 
-    def variant(self, variant: Variant) -> Callable[[Backend, Any, int], Any]:
-        """The replacement for `layer` that `variant` names.
+    def variant(
+        self, variant: Variant
+    ) -> tuple[Callable[[Backend, Any, int], Any], Callable[[Backend, Any], Any] | None]:
+        """The replacements for `layer` and `head` that `variant` names; None: the same head.
 
         Raises:
             UnsupportedCombinationError: The layers have no such variant.
         """
         if isinstance(variant, StoredInputs):
-            return self.storing_layer
+            return self.storing_layer, None
         if isinstance(variant, PropagatedStates):
-            return self.propagating_layer
+            return self.propagating_layer, None
         if isinstance(variant, ParallelLayers):
-            return self.parallel_layers(variant.size)
+            return self.parallel_layers(variant.size), None
         if isinstance(variant, CanvasLayers):
-            return self.canvas_layers().layer
+            return self.canvas_layers().layer, None
+        if isinstance(variant, AtTime):
+            network = self.at_time(variant.value)
+            return network.layer, network.head
         assert isinstance(variant, SkippedParts), "routes run ranges of layers"
-        return self.skipping_layers(variant)
+        return self.skipping_layers(variant), None
+
+    def at_time(self, value: float) -> Network:
+        """The network at a time of the diffusion, over the same matrices and cache; the embedding
+        of times receives `value`."""
+        weights = self.weights.at_time(value)
+        return Network(self.spec, weights, self.adapters, tuple(self.matrices()))
 
     def canvas_layers(self) -> Network:
         """The network of rows of a block that is being denoised (DiffusionGemma), over the same
@@ -654,6 +681,8 @@ class Network:
         elif spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
         y = self._mixer(backend, y, spec, weights, index)
+        if weights.attention_factors is not None:
+            y = backend.multiply(y, weights.attention_factors)
         if spec.norms in ("post", "both"):
             y = self._norm(backend, y, weights.attention_post_norm)
         return self._scaled(backend, y)
@@ -673,6 +702,8 @@ class Network:
             y = self._experts_beside_mlp(backend, x, y, spec, weights.mlp, weights.mlp.norms)
         else:
             y = _mlp(backend, y, spec, weights.mlp)
+        if weights.mlp_factors is not None:
+            y = backend.multiply(y, weights.mlp_factors)
         if spec.norms in ("post", "both"):
             y = self._norm(backend, y, weights.mlp_post_norm)
         return self._scaled(backend, y)
@@ -830,11 +861,7 @@ class Network:
             x = backend.rope(x, heads, rope)
         if spec.qk_norm is not None:
             groups = 1 if spec.qk_norm == "full" else heads
-            if self.spec.norm == "layer":
-                assert norm is not None, "checked by `ModelSpec`"
-                x = backend.layer_norm(x, norm, None, self.spec.norm_eps, groups)
-            else:
-                x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
+            x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         return x
@@ -1094,7 +1121,7 @@ def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock 
 def _check_attention(
     prefix: str, spec: LayerSpec, shape: Attention, layer: LayerWeights, hidden: int, width: int
 ) -> None:
-    dim, is_full_norm = shape.head_dim, spec.qk_norm in ("full", "heads")
+    dim, is_full_norm = shape.head_dim, spec.qk_norm == "full"
     q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
     if (layer.differential is not None) != spec.is_differential:
         raise CheckpointError(f"{prefix}only one of the spec and the weights is differential")
@@ -1123,7 +1150,7 @@ def _check_attention(
         if linear is None:
             raise CheckpointError(f"{prefix}{name} is missing")
         _check_linear(prefix + name, linear, size)
-    has_norm = spec.qk_norm in ("head", "heads", "full")
+    has_norm = spec.qk_norm in ("head", "full")
     vectors = {
         "query_norm": (q_size if is_full_norm else dim) if has_norm else None,
         "key_norm": (kv_size if is_full_norm else dim) if has_norm and has_own_keys else None,

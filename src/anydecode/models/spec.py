@@ -3,6 +3,7 @@ differ."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +37,32 @@ MAX_STEPS = 32
 
 #: The architecture of drafters that are an early exit of their target.
 EARLY_EXIT = "EarlyExit"
+
+
+@dataclass(frozen=True)
+class TimeSpec:
+    """How a diffusion model reads the time of the diffusion, which runs from 1 (noise) to 0 (text).
+
+    Attributes:
+        size: Numbers of the condition that is made of a time.
+        reads_noise: Whether the embedding of times receives -log of the share of tokens that are
+            not noise (Duo), else the time itself (GIDD).
+        margin: The smallest time, and the distance of the largest one from 1; if the noise is
+            read, the share of tokens that are not noise at time 1.
+        uniform: The largest share of random tokens in the noise (GIDD); 0: one of the two kinds of
+            noise only.
+    """
+
+    size: int
+    reads_noise: bool
+    margin: float
+    uniform: float = 0.0
+
+    def value(self, time: float) -> float:
+        """What the embedding of times receives at `time`."""
+        if self.reads_noise:
+            return -math.log(1 - (1 - self.margin) * time)
+        return min(max(time, self.margin), 1 - self.margin)
 
 
 @dataclass(frozen=True)
@@ -93,10 +120,8 @@ class LayerSpec:
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3), "sum" (BERT: on the sum of a sublayer's input
             and output).
-        qk_norm: The norm of queries and keys: None, "head" (each head, all with the same weights;
-            Qwen3, Gemma 3), "heads" (each head, with weights of its own; Command R+, StableLM 2),
-            "full" (OLMo 2) or "plain" (each head, without weights; Llama 4). A layer norm, which
-            "heads" and "full" may be, if `ModelSpec.norm` is one.
+        qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3), "full" (OLMo 2) or
+            "plain" (each head, without weights; Llama 4).
         activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu2" or, of a gated
             MLP, a `ClampedSwiglu`.
         num_experts: The number of experts; 0 for a dense MLP.
@@ -313,6 +338,7 @@ class ModelSpec:
     # their own, windows that end where the block starts, and what the last pass has predicted as
     # an input (DiffusionGemma).
     has_canvas: bool = False
+    time: TimeSpec | None = None  # of a diffusion model whose layers depend on the time
     mask_token: int | None = None  # of a diffusion model, if its config or its family says
     decoder: str | None = None  # the one that a diffusion model was published with
     residual_scale: float = 1.0  # factor of each sublayer's output
@@ -370,14 +396,15 @@ class ModelSpec:
             integer("block_size", self.block_size)
         elif self.has_causal_context or self.has_prompt_block:
             raise ConfigError("blocks that start at the end of the prompt need a size")
+        if self.time is not None:
+            integer("timestep_cond_dim", self.time.size)
+            number("t_eps", self.time.margin, 1e-9, 0.1)
+            number("p_uniform", self.time.uniform, 0.0, 0.9)
         if self.mask_token is not None:
             integer("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)
-            if self.norm == "layer" and layer.qk_norm in ("head", "plain"):
-                allowed = "None, heads or full with layer norms"
-                raise refusal(f"layer {index}: qk_norm", layer.qk_norm, allowed)
             _check_cache_layer(f"layer {index}: ", self.layers, index)
             _check_mixes(f"layer {index}: ", self, layer)
             if size and not isinstance(layer.activation, str):
@@ -501,7 +528,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             _check_rope(prefix, rope, head_dim)
     choices = {
         "norms": ("pre", "post", "both", "sum"),
-        "qk_norm": (None, "head", "heads", "full", "plain"),
+        "qk_norm": (None, "head", "full", "plain"),
         "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
         "mlp": ("gated", "plain", "none"),
         "memory": (None, "makes", "reads", "side"),

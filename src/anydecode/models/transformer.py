@@ -104,7 +104,7 @@ class Transformer:
         self.executor: Executor = executor(network)
         self._make_executor = executor
         self._adapters_lock = threading.Lock()
-        self._variants: dict[Variant, Callable[[Any, Any, int], Any]] = {}
+        self._variants: dict[Variant, tuple[Any, Any]] = {}  # of layers and of the head
         self._chains: tuple[Transformer | None, Any] = (None, None)  # of the last target
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
@@ -309,7 +309,7 @@ class Transformer:
                 del self._variants[next(iter(self._variants))]
             self._variants[variant] = self.network.variant(variant)
         regroup = self.executor.regroup  # type: ignore[attr-defined]
-        regroup(self._variants[variant])
+        regroup(*self._variants[variant])
         try:
             yield
         finally:

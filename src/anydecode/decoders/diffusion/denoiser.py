@@ -27,6 +27,7 @@ from anydecode.decoders.diffusion.stops import StopRule
 from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, score_canvas
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.interface import AtTime
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
@@ -201,6 +202,10 @@ class Denoiser(Decoder):
             canvases,
         )
         num_canvases = 1 if canvases is None else len(canvases)
+        reads = sequence.kv_cache().pool.model.spec.time
+        if reads is not None:
+            for span in spans:
+                span.variant = AtTime(reads.value(self.time(canvas)))
         for span in spans[len(spans) - num_canvases :]:
             span.capture_layers = self.captured_layers(sequence)
         scores = yield score_canvas(
@@ -319,6 +324,11 @@ class Denoiser(Decoder):
         rows."""
         return ()
 
+    def time(self, canvas: Canvas) -> float:
+        """The time of the diffusion in the next pass, from 1 (noise) to 0 (text), for models that
+        read it: the share of masks."""
+        return len(canvas.masks) / max(1, len(canvas) - canvas.policy_state["start"])
+
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
     ) -> np.ndarray | None:
@@ -356,6 +366,11 @@ class Denoiser(Decoder):
                 raise UnsupportedCombinationError(
                     "this model denoises random tokens behind finished blocks: use"
                     " decoder=diffusion-gemma:cache=block or duo:cache=block"
+                )
+            if spec.time is not None and not isinstance(self.cache, NoCache):
+                raise UnsupportedCombinationError(
+                    "the layers of this model depend on the time of the diffusion, so that every"
+                    " pass computes all rows: use cache=none"
                 )
             self.blocks.check_model(canvas)
             if canvas.block_size and self.stop.needs_all_masks:

@@ -79,14 +79,12 @@ class Duo(UniformDenoiser):
         needs=("uniform-state diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "time runs from 1 to 0 in equal steps over each block; the released code stops at 1e-5",
+            "time runs from 1 to 0 in equal steps over each block; the released code stops at 1e-5,"
+            " and at time 1 one of 1000 tokens is not noise",
             "kappa is constant over time",
             STATEFUL,
         ),
-        missing=(
-            "Duo's own checkpoints, whose time input is not read",
-            "discrete consistency distillation",
-        ),
+        missing=("discrete consistency distillation",),
         remote={
             "steps": Range(1, 4096),
             "kappa": Range(0, 1),

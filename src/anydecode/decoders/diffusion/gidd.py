@@ -39,18 +39,28 @@ from anydecode.scoring.sequence import Sequence
 _BEST, _STALE = "gidd best", "gidd stale"
 #: How many corrections without a better share end a block.
 PATIENCE = 32
+#: The time that the model reads in corrections.
+CORRECTION_TIME = 0.01
+#: The largest share of random tokens of a model that does not say it.
+UNIFORM = 0.1
 
 
 class Interpolating(RevisingDenoiser):
     """Ancestral sampling of mixed noise, then self-correction."""
 
     steps: int | None = None
-    uniform = 0.1
+    uniform: float | None = None
     corrections = 128
     temperature = 0.1
 
     def on_opened(self, canvas: Canvas) -> None:
         canvas.policy_state[_BEST], canvas.policy_state[_STALE] = -1.0, 0
+
+    def time(self, canvas: Canvas) -> float:
+        if canvas.block is None:
+            return 1.0
+        steps = self.steps or canvas.block_masks
+        return 1 - canvas.block_step / steps if canvas.block_step < steps else CORRECTION_TIME
 
     def revise(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         steps = self.steps or canvas.block_masks
@@ -65,8 +75,9 @@ class Interpolating(RevisingDenoiser):
         """A reverse step from the mixture at one time to that at the next."""
         positions = self.free_positions(canvas)
         size = len(predictions.logits(positions[0]))
+        uniform = self._uniform(sequence)
         now, later = (
-            noise_level(1 - k / steps, self.uniform, size)
+            noise_level(1 - k / steps, uniform, size)
             for k in (canvas.block_step, canvas.block_step + 1)
         )
         drawn = np.array(
@@ -104,6 +115,12 @@ class Interpolating(RevisingDenoiser):
             remasked=remasked.tolist(),
             edited=positions[changed].tolist(),
         )
+
+    def _uniform(self, sequence: Sequence) -> float:
+        if self.uniform is not None:
+            return self.uniform
+        time = sequence.kv_cache().pool.model.spec.time
+        return UNIFORM if time is None else time.uniform
 
     def _correct(
         self, sequence: Sequence, canvas: Canvas, predictions: Predictions, steps: int
@@ -172,11 +189,11 @@ def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "time runs from 1 to 0 in equal steps over each block; the released code stops at 1e-4",
+            "time runs from 1 to 0 in equal steps over each block; the released code starts at the"
+            " time of the second step and ends with an additional step at 1e-4",
             "tokens are sampled by the request's sampler (min_p is the released code's filter)",
             STATEFUL,
         ),
-        missing=("the time input of GIDD's own checkpoints, which are not read",),
         remote={
             "steps": Range(1, 4096),
             "uniform": Range(0, 0.9),
@@ -189,7 +206,7 @@ def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:
 )
 def gidd(
     steps: int | None = None,
-    uniform: float = 0.1,
+    uniform: float | None = None,
     corrections: int = 128,
     temperature: float = 0.1,
     block: int = 0,
@@ -200,8 +217,8 @@ def gidd(
 
     Args:
         steps: Steps of ancestral sampling per block (default: one per mask).
-        uniform: The share of random tokens (p_u) that the model was trained with, below 1. With 0,
-            sampling unmasks only.
+        uniform: The share of random tokens (p_u) that the model was trained with, below 1 (default:
+            as its config says, else 0.1). With 0, sampling unmasks only.
         corrections: The largest number of tokens that are replaced in a block; fewer, if nothing
             changes, or if the share of tokens that are the likeliest ones has not grown for 32.
         temperature: The temperature at which replacements are sampled.
@@ -209,7 +226,7 @@ def gidd(
         cache: "none", or "block" with a model that has blocks.
         mask: The mask token (default: the tokenizer's).
     """
-    if not 0 <= uniform < 1:
+    if uniform is not None and not 0 <= uniform < 1:
         raise InvalidRequestError(f"uniform must be 0 or more and below 1, not {uniform}")
     check_steps(steps)
     if corrections < 0 or temperature < 0:

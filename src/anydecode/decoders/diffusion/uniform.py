@@ -48,6 +48,9 @@ class UniformDenoiser(Denoiser):
         """The number of steps of the block (default: one per position)."""
         return self.steps or canvas.block_masks
 
+    def time(self, canvas: Canvas) -> float:
+        return 1.0 if canvas.block is None else 1 - canvas.block_step / self.num_steps(canvas)
+
     def step(self, sequence: Sequence, canvas: Canvas) -> Decoding:
         block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
         fresh = [i for i in canvas.masks.tolist() if canvas.tokens[i] == canvas.mask]

@@ -140,7 +140,7 @@ class TritonExecutor(TorchExecutor):
         self.device = self.backend.device
         self._embedding, self._scale = embedding, embedding_scale
         self._num_layers, self._layer, self._head = len(shapes), layer, head
-        self._plain_layer = layer
+        self._plain_layer, self._plain_head = layer, head
         self._adapters = adapters
         dtype = torch.bfloat16 if all_take_bfloat16(list(matrices)) else torch.float32
         self.backend.product_dtype, self.cache_format = dtype, str(dtype).removeprefix("torch.")
@@ -163,9 +163,13 @@ class TritonExecutor(TorchExecutor):
         self._forward(rows, 0, self._num_layers, None)
         self.backend.unbind()
 
-    def regroup(self, layer: Callable[[Backend, Any, int], Any] | None) -> None:
-        """Replace the network's `layer` from now on; None: the network's own again."""
-        self._layer = layer or self._plain_layer
+    def regroup(
+        self,
+        layer: Callable[[Backend, Any, int], Any] | None,
+        head: Callable[[Backend, Any], Any] | None = None,
+    ) -> None:
+        """Run `layer` and `head` in place of the network's own functions; None restores each."""
+        self._layer, self._head = layer or self._plain_layer, head or self._plain_head
 
     def _forward(
         self, rows: DeviceRows, first: int, last: int, logit_rows: torch.Tensor | None
@@ -191,7 +195,7 @@ class TritonExecutor(TorchExecutor):
             torch.from_numpy(output_spec.logits.astype(np.int64))
         )
         stop = int(rows.stop[0])
-        key = (self._layer, size, num_logits, stop)
+        key = (self._layer, self._head, size, num_logits, stop)
         if key in self._graphs:
             self._graphs[key]()
         else:
@@ -284,7 +288,7 @@ class TritonExecutor(TorchExecutor):
         self._use(cache)
         self._load(_with_slots(rows, slots), size)
         self._load_states(rows, slots, states, size)
-        key = (self._layer, size, -1, stop)
+        key = (self._layer, self._head, size, -1, stop)
         if key not in self._graphs:
             # Capturing runs steps itself, so the rows are loaded again after it.
             self._graphs[key] = self._capture(lambda: self._step(size, stop))

@@ -35,8 +35,15 @@ from anydecode.models.network import (
 )
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.self_conditioning import SelfConditioning
-from anydecode.models.spec import LayerSpec, ModelSpec
+from anydecode.models.spec import LayerSpec, ModelSpec, TimeSpec
 from anydecode.models.streams import StreamBlock, StreamProjections
+from anydecode.models.time_conditioning import (
+    FINAL_PARTS,
+    LAYER_PARTS,
+    WAVES,
+    Affine,
+    TimeConditioning,
+)
 from anydecode.models.time_mix import TimeMixWeights
 from anydecode.models.transformer import Executor, Transformer
 
@@ -126,7 +133,36 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         weights.unmasking = _read_unmasking(reader, spec)
     if spec.has_canvas:
         weights.self_conditioning = _read_self_conditioning(reader, spec, config)
+    if spec.time is not None:
+        weights = _with_time(reader, spec, spec.time, weights)
     return weights
+
+
+def _with_time(
+    reader: TensorReader, spec: ModelSpec, time: TimeSpec, weights: ModelWeights
+) -> ModelWeights:
+    """The weights of a model whose layers depend on the time, as they are at time 0."""
+
+    def affine(name: str, outputs: int, inputs: int) -> Affine:
+        weight = reader.tensor(f"{name}.weight", (outputs, inputs))
+        return Affine(weight, reader.vector(f"{name}.bias", outputs))
+
+    hidden, size = spec.hidden_size, time.size
+    layers = (f"layers.{index}.modulation" for index in range(spec.num_layers))
+    norms = []
+    for layer in weights.layers:
+        assert layer.attention_norm is not None and layer.mlp_norm is not None
+        norms.append((layer.attention_norm, layer.mlp_norm))
+    assert weights.final_norm is not None
+    weights.time = TimeConditioning(
+        affine("time_embedding.first", size, WAVES),
+        affine("time_embedding.second", size, size),
+        [affine(name, LAYER_PARTS * hidden, size) for name in layers],
+        affine("modulation", FINAL_PARTS * hidden, size),
+        norms,
+        weights.final_norm,
+    )
+    return weights.at_time(time.value(0.0))
 
 
 def read_norm(reader: TensorReader, family: Family, name: str, size: int) -> np.ndarray:
@@ -267,11 +303,7 @@ class _LayerReader:
         if self._spec.has_sinks:
             name = f"{self._name}.self_attn.sinks"
             layer.sinks = self._reader.vector(name, shape.num_heads)
-        if self._spec.qk_norm == "heads":
-            names = ("self_attn.q_norm", "self_attn.k_norm")
-            layer.query_norm = self._head_norms(names[0], shape.num_heads, self._spec.query_order())
-            layer.key_norm = self._head_norms(names[1], shape.num_kv_heads, self._spec.key_order())
-        elif self._spec.qk_norm not in (None, "plain"):
+        if self._spec.qk_norm not in (None, "plain"):
             per_head = self._spec.qk_norm == "head"
             heads, kv_heads = (1, 1) if per_head else (shape.num_heads, shape.num_kv_heads)
             layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
@@ -362,18 +394,6 @@ class _LayerReader:
 
     def _norm(self, name: str, size: int | None = None) -> np.ndarray:
         return read_norm(self._reader, self._family, self._full(name), size or self._hidden)
-
-    def _head_norms(self, name: str, count: int, order: np.ndarray | None) -> np.ndarray:
-        """The weights of the norms of all heads, `[count * head_dim]`, which are stored as one
-        tensor (Command R+) or as one per head (StableLM 2)."""
-        assert self._spec.attention is not None, "the norms of its heads"
-        dim, full = self._spec.attention.head_dim, self._full(name)
-        if self._reader.has(f"{full}.norms.0.weight"):
-            parts = [self._reader.vector(f"{full}.norms.{i}.weight", dim) for i in range(count)]
-            norms = np.concatenate(parts)
-        else:
-            norms = self._reader.tensor(f"{full}.weight", (count, dim)).ravel()
-        return norms if order is None else norms[order]
 
     def _norm_bias(self, name: str) -> np.ndarray:
         return self._reader.vector(f"{self._full(name)}.bias", self._hidden)

@@ -49,7 +49,7 @@ from anydecode.models.limits import (
     number,
     refusal,
 )
-from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec
+from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, TimeSpec
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -184,6 +184,7 @@ def spec_from_config(
         causal=family.causal,
         logit_shift=int(bool_value(config, "right_shift_logits", shifts)),
         block_size=_block_size(config, denoising),
+        time=_time(config, denoising),
         mask_token=_mask_token(config, denoising),
         decoder=None if denoising is None else denoising.decoder,
         has_canvas=denoising is not None and denoising.has_canvas,
@@ -227,6 +228,17 @@ def _block_size(config: Config, denoising: Denoising | None) -> int | None:
             f" {config['model_type']} models: give block= (--block) when the model is opened"
         )
     return denoising.default_block_size
+
+
+def _time(config: Config, denoising: Denoising | None) -> TimeSpec | None:
+    if denoising is None or denoising.time is None:
+        return None
+    return TimeSpec(
+        int_value(config, "timestep_cond_dim"),
+        reads_noise=denoising.time == "noise",
+        margin=number("t_eps", value_or(config, "t_eps", denoising.time_margin), 1e-9, 0.1),
+        uniform=number("p_uniform", value_or(config, "p_uniform", 0.0), 0.0, 0.9),
+    )
 
 
 def _mask_token(config: Config, denoising: Denoising | None) -> int | None:

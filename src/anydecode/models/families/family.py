@@ -81,6 +81,9 @@ class Denoising:
         needs_block_size: Whether a model without a block size cannot be opened. Otherwise its rows
             see the whole canvas.
         has_canvas: See `ModelSpec.has_canvas`.
+        time: What the layers' embedding of times receives: the "time", or the "noise"
+            (`TimeSpec.reads_noise`); None: layers do not depend on the time.
+        time_margin: `TimeSpec.margin` of the published models, if their configs lack `t_eps`.
         mask_token: The mask token of the published models, if neither their tokenizers nor their
             configs name it.
         decoder: The decoder with the parameters that the models were published with; None: the one
@@ -94,6 +97,8 @@ class Denoising:
     default_block_size: int | None = None
     needs_block_size: bool = False
     has_canvas: bool = False
+    time: str | None = None
+    time_margin: float = 1e-4
     mask_token: int | None = None
     decoder: str | None = None
 

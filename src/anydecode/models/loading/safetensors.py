@@ -17,7 +17,7 @@ from anydecode.kernels.formats import DTYPES
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.files import read_json
-from anydecode.models.loading import bd3lm, encoder, gpt, llada, sdar
+from anydecode.models.loading import bd3lm, dit, encoder, gpt, llada, sdar
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.quantized import dequantizing_readers, settings_of
 from anydecode.models.loading.torch_file import heads_file, open_torch_file
@@ -71,6 +71,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = llada.to_hf_layout(config, readers)
     if bd3lm.is_bd3lm(config):
         config, readers = bd3lm.to_hf_layout(config, readers)
+    if dit.is_dit(config):
+        config, readers = dit.to_hf_layout(config, readers)
     if gpt.is_gpt(config):
         config, readers = gpt.to_hf_layout(config, readers)
     pooling = read_pooling(path, config)
