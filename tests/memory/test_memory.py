@@ -15,6 +15,7 @@ from anydecode.kernels.interface import KeyValues
 from anydecode.memory.pool import KVPool, PoolFull
 from anydecode.memory.prefix import BLOCK, PrefixCache
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
+from anydecode.models.scripted import ScriptedModel
 
 
 def states(count: int) -> np.ndarray:
@@ -241,3 +242,20 @@ def test_sequences_with_holes_or_embeddings_are_not_shared() -> None:
     kv_cache.evict([3])
     prefixes.insert(kv_cache)
     assert prefixes.num_slots == 0
+
+
+def test_positions_after_a_truncation_are_held_by_every_layer_again() -> None:
+    """What limited the layers of a position does not limit that of the next one in its place."""
+    cache = SequenceCache(KVPool(ScriptedModel(num_layers=4), 32))
+    cache.append(6)
+    cache.limit_layers(2, [1, 4, 2, 3])
+    assert (cache.layer_table >= 0).sum(0).tolist() == [4, 4, 1, 4, 2, 3]
+    branch = cache.fork()
+    cache.truncate(3)
+    cache.append(2)
+    cache.skip([7])
+    assert (cache.layer_table >= 0).sum(0).tolist() == [4, 4, 1, 4, 4, 0]
+    assert (branch.layer_table >= 0).sum(0).tolist() == [4, 4, 1, 4, 2, 3]
+    cache.truncate(0)
+    cache.append(3)
+    assert (cache.layer_table >= 0).sum(0).tolist() == [4, 4, 4]

@@ -10,20 +10,76 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from anydecode import LLM
+from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_routers import ExitRouters, model_fingerprint
-from anydecode.training.exit_routers import RouterRecipe, are_similar, fit_router, train_routers
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.training import curve
+from anydecode.training.exit_routers import RouterRecipe, RouterRun, are_similar
+from anydecode.training.exit_run import ExitRows
 
 
-def test_a_router_separates_states_by_their_label() -> None:
-    random = np.random.default_rng(0)
-    states = random.standard_normal((400, 8), np.float32)
-    positive = states[:, 0] > 0
-    recipe = RouterRecipe(width=16, epochs=300, rate=1e-2)
-    down, up = fit_router(states[:300], positive[:300], recipe)
-    scores = ExitRouters({3: down}, {3: up}, "")(3, states[300:])
-    assert ((scores > 0.5) == positive[300:]).mean() > 0.85
+class _Separable(RouterRun):
+    """Two exits whose labels are the sign of the first feature."""
+
+    def _collect(self, llm: LLM, prompts: Any, report: Any) -> ExitRows:
+        states = torch.from_numpy(np.random.default_rng(0).standard_normal((400, 8), np.float32))
+        positive = states[:, 0] > 0
+        return ExitRows({2: states, 3: -states}, {2: positive, 3: positive}, 100)
+
+
+def _run(folder: Path, steps: int) -> _Separable:
+    recipe = RouterRecipe(steps=steps, width=16, rate=1e-2, threshold=0.5)
+    with tiny_llm() as llm:
+        return _Separable(llm, folder, recipe, ["a", "b"])
+
+
+def test_routers_separate_states_by_their_label(tmp_path: Path) -> None:
+    run = _run(tmp_path, 300)
+    run.train()
+    for one in run.qualities():
+        assert one.precision > 0.8 and 0.3 < one.chosen < 0.7 and one.loss < 0.4
+    states, routers = run.rows.inputs[3][:100].numpy(), ExitRouters.load(run.path)
+    assert routers.exits == [2, 3]
+    assert np.mean((routers(3, states) > 0.5) == run.rows.labels[3][:100].numpy()) > 0.8
+
+
+def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole", 20)
+    whole.train()
+    part = _run(tmp_path / "part", 20)
+    with pytest.raises(KeyboardInterrupt):
+        part.train(lambda done, loss: _interrupt(done >= 0.5))
+    resumed = _run(tmp_path / "part", 20)
+    assert resumed.step == 10
+    resumed.train()
+    for one, other in zip(whole.networks.parameters(), resumed.networks.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert [e["loss"] for e in whole.history if "loss" in e] == [
+        e["loss"] for e in resumed.history if "loss" in e
+    ]
+    curve.draw_exits(resumed.log(), tmp_path / "curve.svg")
+    assert "held-out" in (tmp_path / "curve.svg").read_text()
+
+
+def _interrupt(is_due: bool) -> None:
+    if is_due:
+        raise KeyboardInterrupt
+
+
+def test_a_run_of_another_model_or_width_is_not_resumed(tmp_path: Path) -> None:
+    _run(tmp_path, 2).train()
+    with LLM(tiny_model(layers=3), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(InvalidRequestError, match="another model"):
+            _Separable(llm, tmp_path, RouterRecipe(steps=2, width=16), ["a", "b"])
+    with tiny_llm() as llm:
+        with pytest.raises(InvalidRequestError, match="another width"):
+            _Separable(llm, tmp_path, RouterRecipe(steps=2, width=8), ["a", "b"])
+        with pytest.raises(InvalidRequestError, match="two prompts"):
+            _Separable(llm, tmp_path / "new", RouterRecipe(steps=2), ["a"])
 
 
 def test_states_are_similar_by_their_direction() -> None:
@@ -34,14 +90,15 @@ def test_states_are_similar_by_their_direction() -> None:
 
 @pytest.mark.slow
 def test_routers_of_a_model_run_in_it(tmp_path: Path) -> None:
-    recipe = RouterRecipe(interval=1, width=4, tokens=8, epochs=2, label="token")
+    recipe = RouterRecipe(steps=2, interval=1, width=4, tokens=8, label="token", top_k=3)
     with LLM("tiny-autoregressive") as llm:
-        routers, qualities = train_routers(llm, recipe, ["copy Ada", "a b c", "one two"])
+        run = RouterRun(llm, tmp_path, recipe, ["copy Ada", "a b c", "one two"])
+        run.train()
+        routers = run.routers()
         depth, network = llm.model.spec.num_layers, _network(llm)
-        assert routers.exits == [one.exit for one in qualities] == list(range(1, depth))
+        assert routers.exits == [one.exit for one in run.qualities()] == list(range(1, depth))
         assert routers.fingerprint == model_fingerprint(network)
-        routers.save(tmp_path / "routers.safetensors")
-        decoder = f"tide:min_layers=0,threshold=0.2,routers={tmp_path / 'routers.safetensors'}"
+        decoder = f"tide:min_layers=0,threshold=0.2,routers={run.path}"
         assert len(llm.generate("a", decoder=decoder, max_tokens=8, ignore_eos=True).tokens) == 8
 
 
@@ -51,6 +108,10 @@ def _network(llm: LLM) -> Any:
 
 def test_bad_recipes_are_refused_in_one_line() -> None:
     with pytest.raises(InvalidRequestError, match="choose from cosine, token"):
-        RouterRecipe(label="other")  # type: ignore[arg-type]
+        RouterRecipe(steps=1, label="other")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="must be more than 0"):
+        RouterRecipe(steps=1, width=0)
     with pytest.raises(InvalidRequestError, match="must be 1 or more"):
-        RouterRecipe(width=0)
+        RouterRecipe(steps=1, top_k=0)
+    with pytest.raises(InvalidRequestError, match="either minutes or steps"):
+        RouterRecipe()

@@ -200,6 +200,8 @@ def small_model(card: Card, needs: Requirements) -> tuple[str, Callable[[], LLM]
         from anydecode.certification.tiny_blocks import block_drafting_model as open_llm
     elif needs.reads_exit_routers:
         from anydecode.certification.tiny import routed_model as open_llm
+    elif needs.reads_exit_predictors:
+        from anydecode.certification.tiny import predicting_model as open_llm
     elif needs.drafts_exit:
         from anydecode.certification.tiny import early_exit_model as open_llm
     else:

@@ -13,6 +13,7 @@ import numpy as np
 from anydecode.api.llm import LLM
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model, find_loader
+from anydecode.models.exit_predictors import NUM_CANDIDATES, NUM_FEATURES, ExitPredictors, Predictor
 from anydecode.models.exit_routers import ExitRouters, model_fingerprint
 from anydecode.models.families import load_network
 from anydecode.models.network import Network
@@ -220,6 +221,25 @@ def add_routers(model: Any, exits: Seq[int]) -> None:
     down = {one: random.standard_normal((8, hidden), np.float32) / 2 for one in exits}
     up = {one: random.standard_normal(8, np.float32) for one in exits}
     model.exit_routers = ExitRouters(down, up, model_fingerprint(model.network))
+
+
+def predicting_model() -> LLM:
+    """An engine over a tiny model with random exit predictors behind every layer, and its first
+    four layers as the draft model."""
+    model, draft = (tiny_model(layers=layers, residual=0.3) for layers in (16, 4))
+    random = np.random.default_rng(8)
+    scales = np.repeat(np.array([0.25, 0.5, 4.0], np.float32), NUM_CANDIDATES)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32)
+
+    predictors = {
+        exit: Predictor(matrix(8, NUM_FEATURES) * scales, matrix(8), matrix(8), -1.0)
+        for exit in range(1, 16)
+    }
+    always = frozenset((5, 9, 12))
+    model.exit_predictors = ExitPredictors(predictors, always, model_fingerprint(model.network))
+    return LLM(model, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096)
 
 
 def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:

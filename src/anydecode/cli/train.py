@@ -14,6 +14,7 @@ from anydecode.progress import note, progress
 from anydecode.report import PlotFile
 
 if TYPE_CHECKING:
+    from anydecode.training.exit_run import ExitRecipe, ExitRun
     from anydecode.training.run import LossRun
 
 Run = TypeVar("Run", bound="LossRun")
@@ -549,11 +550,30 @@ def train_masks(
     print(run.model_folder)
 
 
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="File with one prompt per line. Default: the model generates them.",
+    ),
+]
+ExitSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        help="Number of steps, each over all rows. Default: 100, unless --minutes is given.",
+    ),
+]
+ExitMinutes = Annotated[
+    float | None, typer.Option("--minutes", help="Training time in minutes, instead of --steps.")
+]
+AnswerTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")]
+
+
 @app.command("routers")
 def train_exit_routers(
-    out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path(
-        "exit_routers.safetensors"
-    ),
+    out: Out = Path("trained-routers"),
     model: options.Model = options.DEFAULT_MODEL,
     label: Annotated[
         str,
@@ -572,60 +592,121 @@ def train_exit_routers(
     interval: Annotated[
         int, typer.Option("--interval", min=1, help="Layers from one exit to the next.")
     ] = 4,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help="File with one prompt per line. Default: the model generates them.",
-        ),
-    ] = None,
-    answers: Annotated[
-        int, typer.Option("--answers", min=2, help="Number of prompts that the model generates.")
-    ] = 64,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")] = 96,
-    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Steps over all states.")] = 100,
-    rate: Annotated[float, typer.Option("--rate", help="Learning rate.")] = 1e-3,
+    minutes: ExitMinutes = None,
+    steps: ExitSteps = None,
+    prompts: PromptsFile = None,
+    answers: Answers = 64,
+    tokens: AnswerTokens = 96,
+    rate: Rate = 1e-3,
     seed: Seed = 0,
     threads: Threads = 0,
+    plot: PlotFile = None,
     json: options.Json = False,
 ) -> None:
     """Train the routers with which tide and dynamax leave layers out, on the model's own answers.
+    A run with the same --out is resumed.
 
-    Example: anydecode train routers --label token --answers 16 --out my-routers.safetensors
+    Example: anydecode train routers --label token --answers 16 --out my-routers --plot curve.svg
     """
-    from dataclasses import asdict
-
-    from anydecode.api.llm import LLM
-    from anydecode.training.diffusion import limit_threads
-    from anydecode.training.exit_routers import RouterRecipe, train_routers
+    from anydecode.training.exit_routers import RouterRecipe, RouterRun
 
     recipe = RouterRecipe(
-        label,  # type: ignore[arg-type]
-        top_k,
-        interval,
+        minutes=minutes,
+        steps=100 if minutes is None and steps is None else steps,
+        label=label,  # type: ignore[arg-type]
+        top_k=top_k,
+        interval=interval,
         answers=answers,
         tokens=tokens,
-        epochs=epochs,
         rate=rate,
         seed=seed,
     )
+    _train_exits(RouterRun, recipe, model, None, out, prompts, threads, plot, json)
+
+
+@app.command("predictors")
+def train_exit_predictors(
+    out: Out = Path("trained-predictors"),
+    model: options.Model = options.DEFAULT_MODEL,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", help="Draft model or drafter. Default: the drafter of the default model."
+        ),
+    ] = None,
+    always: Annotated[
+        int, typer.Option("--always", min=1, help="Number of exits that every token checks.")
+    ] = 8,
+    minutes: ExitMinutes = None,
+    steps: ExitSteps = None,
+    prompts: PromptsFile = None,
+    answers: Answers = 64,
+    tokens: AnswerTokens = 96,
+    rate: Rate = 1e-3,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    plot: PlotFile = None,
+    json: options.Json = False,
+) -> None:
+    """Train the predictors with which specee leaves layers out, on the model's own answers. A run
+    with the same --out is resumed.
+
+    Example: anydecode train predictors --answers 16 --out my-predictors --plot curve.svg
+    """
+    from anydecode.training.exit_predictors import PredictorRecipe, PredictorRun
+
+    recipe = PredictorRecipe(
+        minutes=minutes,
+        steps=100 if minutes is None and steps is None else steps,
+        always=always,
+        answers=answers,
+        tokens=tokens,
+        rate=rate,
+        seed=seed,
+    )
+    _train_exits(PredictorRun, recipe, model, draft, out, prompts, threads, plot, json)
+
+
+def _train_exits(
+    open_run: Callable[..., ExitRun],
+    recipe: ExitRecipe,
+    model: str,
+    draft: str | None,
+    out: Path,
+    prompts: Path | None,
+    threads: int,
+    plot: Path | None,
+    json: bool,
+) -> None:
+    from dataclasses import asdict
+
+    from anydecode.api.llm import LLM
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+
     lines = [] if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
     limit_threads(threads)
-    with LLM(model, threads=threads or None) as llm, progress("training", 1.0) as bar:
-        routers, qualities = train_routers(
-            llm, recipe, lines, lambda step, done: bar.update(done, step=step)
+    with (
+        LLM(model, draft=draft, threads=threads or None) as llm,
+        progress("training", 1.0, unit="percent") as bar,
+    ):
+        run = open_run(
+            llm, out, recipe, lines, lambda step, done: bar.update(0.9 * done, step=step)
         )
-    routers.save(out)
+        run.train(lambda done, loss: bar.update(done, step="exits", detail=f"loss {loss:.3f}"))
+    if plot is not None:
+        curve.draw_exits(run.log(), plot)
+    qualities = run.qualities()
     if json:
-        print_json({"path": str(out), "routers": [asdict(one) for one in qualities]})
+        exits = [asdict(one) for one in qualities]
+        print_json({"path": str(run.path), "exits": exits, **run.log()})
         return
     for one in qualities:
         note(
-            f"after {one.exit} layers: {one.share:.1%} of held-out states are alike,"
-            f" {one.chosen:.1%} leave, {one.precision:.1%} of these are"
+            f"after {one.exit} layers: {one.share:.1%} of held-out rows may leave,"
+            f" {one.chosen:.1%} do, {one.precision:.1%} of these may"
         )
-    print(out)
+    print(run.path)
 
 
 @app.command("prompts")

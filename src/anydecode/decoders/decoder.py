@@ -34,6 +34,7 @@ class Requirements:
         drafts_exit: Whether the draft model must be an early exit of the target, whose first layers
             the target runs itself (EESD, Kangaroo).
         reads_exit_routers: Whether the method needs exit routers of the target (TIDE, DYNAMAX).
+        reads_exit_predictors: Whether it needs exit predictors of the target (SpecEE).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -61,6 +62,7 @@ class Requirements:
     drafts_blocks: bool = False
     drafts_exit: bool = False
     reads_exit_routers: bool = False
+    reads_exit_predictors: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

@@ -21,10 +21,9 @@ from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import OWN_FORMATS
 from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.kernels.packing import Packer
-from anydecode.models import through_transformers
+from anydecode.models import exit_predictors, exit_routers, through_transformers
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.classification import read_classifier
-from anydecode.models.exit_routers import FILE_NAME, ExitRouters
 from anydecode.models.files import untrusted
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
@@ -294,8 +293,10 @@ def open_checkpoint(
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
     model.path, model.dtype = checkpoint.path, dtype
-    if (routers := checkpoint.path / FILE_NAME).is_file():
-        model.exit_routers = ExitRouters.load(routers)
+    if (routers := checkpoint.path / exit_routers.FILE_NAME).is_file():
+        model.exit_routers = exit_routers.ExitRouters.load(routers)
+    if (predictors := checkpoint.path / exit_predictors.FILE_NAME).is_file():
+        model.exit_predictors = exit_predictors.ExitPredictors.load(predictors)
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):

@@ -15,6 +15,7 @@ import numpy as np
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.arithmetic import RowArithmetic
+from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
     Array,
@@ -30,6 +31,7 @@ from anydecode.kernels.interface import (
 from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
+from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
@@ -113,6 +115,7 @@ class Transformer:
         self.slot_heads = None if heads is None else SlotHeads(heads, executor)
         self.reranker: Classifier | YesNo | None = None  # of a cross-encoder
         self.exit_routers: ExitRouters | None = None  # of its folder
+        self.exit_predictors: ExitPredictors | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
@@ -156,6 +159,19 @@ class Transformer:
         backend: Any = RowArithmetic()
         normed: np.ndarray = self.network.final_norm(backend, hidden)
         return normed
+
+    def logits_of(self, hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """The logits of some tokens alone, float64 `[n, tokens]`, of states `[n, hidden_size]`,
+        from the head's values as they are stored."""
+        weights, read = self.network.weights, getattr(self.executor, "read_rows", dequantize_rows)
+        rows = read(weights.head, tokens).astype(np.float64)
+        products = (self.normed(hidden).astype(np.float64)[:, None] * rows).sum(-1)
+        if weights.head_bias is not None:
+            products = products + weights.head_bias[tokens]
+        logits: np.ndarray = products * self.spec.logit_scale
+        if (cap := self.spec.logit_softcap) is not None:
+            logits = cap * np.tanh(logits / cap)
+        return logits
 
     @property
     def head_tokens(self) -> np.ndarray | None:

@@ -1,5 +1,5 @@
 """Training curves: loss and accuracy of a training run, training and held-out loss of an adapter
-run, the acceptance of a drafter's drafts, or the agreement of early exits."""
+run, the acceptance of a drafter's drafts, the agreement of early exits, or their routers' loss."""
 
 from __future__ import annotations
 
@@ -73,6 +73,25 @@ def draw_agreement(log: dict[str, Any], file: Path) -> None:
         panel.set_title("agreement with the last layer, held-out answers")
         panel.set_ylim(0, 1)
         panel.set_xlabel("minutes")
+
+
+def draw_exits(log: dict[str, Any], file: Path) -> None:
+    """Draw a run of exit routers or predictors: the loss on trained rows, and on held-out ones per
+    exit. `log` is the content of `log.json`."""
+    history: list[dict[str, Any]] = log["history"]
+    with figure(file, "Training of early exits", height=2.6) as (panel,):
+        losses = [(e["step"], e["loss"]) for e in history if "loss" in e]
+        if losses:
+            panel.plot(*_transposed(losses), color="black", label="training, mean of exits")
+        entries = [entry for entry in history if "exits" in entry]
+        exits = [one["exit"] for one in entries[0]["exits"]]
+        shown = sorted({exits[len(exits) * part // 5] for part in range(5)})
+        for exit, colour in zip(shown, COLOURS, strict=False):
+            points = [(e["step"], e["exits"][exits.index(exit)]["loss"]) for e in entries]
+            panel.plot(*_transposed(points), ":", color=colour, marker=".", label=f"{exit} layers")
+        panel.set_title("nats per row (dotted: held-out texts)")
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("steps")
 
 
 def _minutes(entry: dict[str, Any]) -> float:

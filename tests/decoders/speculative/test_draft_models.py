@@ -7,7 +7,8 @@ import pytest
 
 from anydecode.api.llm import LLM
 from anydecode.certification.rounds import blurred, scripted, wordy
-from anydecode.decoders.speculative.draft_model import fit_vocab, truncate_to_prefix
+from anydecode.decoders.framework.draft_candidates import fit_vocab
+from anydecode.decoders.speculative.draft_model import truncate_to_prefix
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache

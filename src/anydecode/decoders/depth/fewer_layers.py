@@ -7,13 +7,15 @@ passes.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Generator
 from itertools import groupby
+from typing import Any
 
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import SkippedParts, Variant
 from anydecode.kernels.routes import Guide, Route
-from anydecode.scoring.score import Decoding
+from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -41,15 +43,17 @@ class FewerLayers(Decoder):
         num_prompt, kv_cache = len(sequence.prompt), sequence.kv_cache()
         if kv_cache.length > num_prompt:  # another request's, through all layers
             sequence.truncate(num_prompt)
+        past: list[Guide] = []
         while not sequence.finished:
             first = kv_cache.length - num_prompt
             rows = enumerate(sequence.unscored(), first)
             variants = groupby(rows, lambda row: self._row_variant(sequence, row[0]))
             for variant, part in variants:
-                tokens = [token for _, token in part]
-                guides = [Guide() for _ in tokens] if isinstance(variant, Route) else []
-                kv_cache.reusable = kv_cache.reusable and variant is None
-                scores = yield sequence.score(tokens, variant=variant, guides=guides)
+                for tokens in _passes(variant, [token for _, token in part]):
+                    guides = yield from self.guides(sequence, variant, tokens, past)
+                    kv_cache.reusable = kv_cache.reusable and variant is None
+                    scores = yield sequence.score(tokens, variant=variant, guides=guides)
+                    past += guides
             token = scores.sampled[-1]
             counts = guides[-1] if guides else _counts(sequence.num_layers, variant)
             sequence.record(
@@ -62,6 +66,15 @@ class FewerLayers(Decoder):
             )
             sequence.emit([token])
 
+    def guides(
+        self, sequence: Sequence, variant: Variant | None, tokens: list[int], past: list[Guide]
+    ) -> Generator[DecoderAction, Any, list[Guide]]:
+        """Yields actions that come before the pass of `tokens`; returns a guide for each of them,
+        or none if `variant` is no route. `past` are those of all generated tokens before them, with
+        their results."""
+        return [Guide() for _ in tokens] if isinstance(variant, Route) else []
+        yield
+
     def _row_variant(self, sequence: Sequence, index: int) -> Variant | None:
         return None if index < 0 else self.variant(sequence, index)
 
@@ -71,3 +84,11 @@ def _counts(num_layers: int, variant: Variant | None) -> Guide:
     return Guide(
         num_mixers=num_layers - len(skipped.mixers), num_mlps=num_layers - len(skipped.mlps)
     )
+
+
+def _passes(variant: Variant | None, tokens: list[int]) -> list[list[int]]:
+    """The passes in which these rows run: one each if later rows must not see where they have
+    stored nothing."""
+    if isinstance(variant, Route) and variant.leaves_holes:
+        return [[token] for token in tokens]
+    return [tokens]

@@ -10,8 +10,9 @@ import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas, visible_positions
+from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.speculation import Drafter, DraftSession
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
+from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence

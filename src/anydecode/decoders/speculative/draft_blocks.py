@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, causal_span, score_canvas
-from anydecode.decoders.framework.draft_candidates import DraftCandidates, draft_candidates
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
+from anydecode.decoders.framework.draft_candidates import (
+    DraftCandidates,
+    draft_candidates,
+    fit_vocab,
+)
+from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.kernels.interface import Rows
 from anydecode.models.spec import BlockSpec
 from anydecode.sampling.sampler import Sampler

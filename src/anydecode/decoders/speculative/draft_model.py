@@ -9,6 +9,7 @@ import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal
 from anydecode.errors import ConstraintError
 from anydecode.memory.sequence_cache import SequenceCache
@@ -131,17 +132,6 @@ def _probability(row: np.ndarray, token: int) -> float:
     """The probability of a token at temperature 1."""
     weights = np.exp(row - row.max())
     return float(weights[token] / weights.sum())
-
-
-def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:
-    """Truncate a draft model's row, float32, to the target's vocabulary size, or pad it with -inf.
-    Models with the same tokenizer may pad their vocabularies to different sizes."""
-    size = sequence.kv_cache().pool.model.spec.vocab_size
-    if len(row) >= size:
-        return row[:size]
-    padded = np.full(size, -np.inf, np.float32)
-    padded[: len(row)] = row
-    return padded
 
 
 class ModelDrafter(Drafter):

@@ -12,14 +12,18 @@ import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.draft_candidates import DraftCandidates, draft_candidates
+from anydecode.decoders.framework.draft_candidates import (
+    DraftCandidates,
+    draft_candidates,
+    fit_vocab,
+)
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
     Proposal,
     SpeculationRound,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT, fit_vocab
+from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence

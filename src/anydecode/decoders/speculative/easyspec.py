@@ -11,14 +11,10 @@ from __future__ import annotations
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    distribution_list,
-    fit_vocab,
-    sampled_chain,
-)
+from anydecode.decoders.speculative.draft_model import DRAFT, distribution_list, sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import ParallelLayers
 from anydecode.scoring.sequence import Sequence

@@ -15,6 +15,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -24,12 +25,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.speculative.draft_correction import Correction
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    distribution_list,
-    fit_vocab,
-    sampled_chain,
-)
+from anydecode.decoders.speculative.draft_model import DRAFT, distribution_list, sampled_chain
 from anydecode.decoders.speculative.rejected_drafts import (
     RejectedDraft,
     WeightUpdates,

@@ -17,6 +17,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.rejection import (
     ACCEPTANCE_WORDS,
     RejectionSampling,
@@ -26,7 +27,6 @@ from anydecode.decoders.framework.speculation import Drafter, DraftSession, Prop
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
     distribution_list,
-    fit_vocab,
     sampled_chain,
     truncate_to_prefix,
 )

@@ -15,15 +15,10 @@ import numpy as np
 from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.draft_candidates import draft_distribution
+from anydecode.decoders.framework.draft_candidates import draft_distribution, fit_vocab
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    distribution_list,
-    fit_vocab,
-    sampled_chain,
-)
+from anydecode.decoders.speculative.draft_model import DRAFT, distribution_list, sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction

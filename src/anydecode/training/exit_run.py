@@ -1,0 +1,229 @@
+"""Training of small networks, one per exit of a frozen model, that say whether a token may leave
+there: binary cross-entropy, each step over all rows of the model's own answers.
+
+A run has a folder, from which it can be resumed: `data.pt`, the rows, `state.pt` and `log.json`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from anydecode.api.llm import LLM
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.exit_routers import model_fingerprint
+from anydecode.training.checkpoint import load_state, save_json, save_state
+from anydecode.training.generated import generate_prompts, rendered_prompt
+from anydecode.training.run import LossRun, check_budget
+
+#: The share of the texts that are not trained on.
+HELD_OUT = 0.1
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class ExitRecipe:
+    """How the networks are trained. One of `minutes` and `steps` is the budget.
+
+    Attributes:
+        minutes: See above.
+        steps: See above.
+        width: Inner width of a network.
+        answers: Answers of the model.
+        tokens: Tokens of an answer.
+        rate: Learning rate of Adam.
+        threshold: Of the qualities that are recorded.
+        seed: Of the answers and the weights.
+        save_seconds: Seconds between saved states.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+    width: int = 128
+    answers: int = 64
+    tokens: int = 96
+    rate: float = 1e-3
+    threshold: float = 0.85
+    seed: int = 0
+    save_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_budget(self)
+        counts = (self.minutes or self.steps or 0, self.width, self.tokens)
+        if min(counts) <= 0 or self.answers < 2:
+            raise InvalidRequestError(
+                "minutes or steps, width and tokens must be more than 0, and answers 2 or more"
+            )
+
+
+@dataclass(frozen=True)
+class ExitQuality:
+    """What a network says of held-out rows at a threshold.
+
+    Attributes:
+        exit: Layers before it.
+        share: Of rows with a positive label.
+        chosen: Share of rows above the threshold.
+        precision: Share of positive labels among those; 0 where there are none.
+        loss: Nats per row.
+    """
+
+    exit: int
+    share: float
+    chosen: float
+    precision: float
+    loss: float
+
+
+@dataclass(frozen=True, eq=False)
+class ExitRows:
+    """What is learned from.
+
+    Attributes:
+        inputs: By number of layers before the exit, float32 `[rows, features]`.
+        labels: The same, bool `[rows]`: whether the token may leave.
+        num_held_out: Leading rows that are not trained on.
+    """
+
+    inputs: dict[int, torch.Tensor]
+    labels: dict[int, torch.Tensor]
+    num_held_out: int
+
+
+class ExitRun(LossRun):
+    """A training run in a folder.
+
+    Args:
+        llm: The model, a transformer or a state-space model.
+        folder: The run's folder: new, or that of an interrupted run to resume.
+        recipe: How to train.
+        prompts: User turns to answer; by default the model generates them, if it has a chat
+            template.
+        report: Called, while rows are collected, with the name of the step and the share of it
+            that is done.
+
+    Raises:
+        InvalidRequestError: The folder holds a run of another model, or there are too few prompts.
+        UnsupportedCombinationError: The model has no layers to leave.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        folder: Path,
+        recipe: ExitRecipe,
+        prompts: Seq[str] = (),
+        report: Report = lambda step, done: None,
+    ) -> None:
+        super().__init__(folder, recipe)
+        network: Any = getattr(llm.model, "network", None)
+        if network is None:
+            raise UnsupportedCombinationError(f"{llm.model.name} has no layers to leave")
+        self.recipe, self.fingerprint = recipe, model_fingerprint(network)
+        state, stored = load_state(folder / "state.pt"), load_state(folder / "data.pt")
+        if state is None or stored is None:
+            encoded = [rendered_prompt(llm, text) for text in prompts]
+            encoded = encoded or generate_prompts(llm, recipe.answers, recipe.seed)
+            if len(encoded) < 2:
+                raise InvalidRequestError("training needs two prompts or more: one is held out")
+            self.rows = self._collect(llm, encoded, report)
+            save_state(folder / "data.pt", dict(vars(self.rows)))
+        else:
+            self.rows = ExitRows(**stored)
+        torch.manual_seed(recipe.seed)
+        self.networks = nn.ModuleDict(
+            {str(exit): self._network(one.shape[1]) for exit, one in self.rows.inputs.items()}
+        )
+        self.optimizer = torch.optim.Adam(self.networks.parameters(), lr=recipe.rate)
+        if state is not None and stored is not None:
+            self._restore(state)
+
+    @abstractmethod
+    def _collect(self, llm: LLM, prompts: Seq[list[int]], report: Report) -> ExitRows:
+        """The rows of the model's answers to `prompts`."""
+
+    @abstractmethod
+    def _network(self, num_features: int) -> nn.Module:
+        """A new network: logits `[rows, 1]` of features `[rows, num_features]`."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """The trained networks' file."""
+
+    @abstractmethod
+    def _write(self) -> None:
+        """Write `path`."""
+
+    def _update(self) -> float:
+        total = torch.zeros(())
+        for exit in self.rows.inputs:
+            total = total + self._loss(exit, slice(self.rows.num_held_out, None))
+        self.optimizer.zero_grad()
+        total.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.step += 1
+        return float(total.detach()) / len(self.networks)
+
+    def _logits(self, exit: int, part: slice) -> torch.Tensor:
+        logits: torch.Tensor = self.networks[str(exit)](self.rows.inputs[exit][part])[:, 0]
+        return logits
+
+    def _loss(self, exit: int, part: slice) -> torch.Tensor:
+        labels = self.rows.labels[exit][part].to(torch.float32)
+        return functional.binary_cross_entropy_with_logits(self._logits(exit, part), labels)
+
+    @torch.no_grad()
+    def qualities(self) -> list[ExitQuality]:
+        """What each network says of held-out rows now."""
+        part, found = slice(0, self.rows.num_held_out), []
+        for exit in self.rows.inputs:
+            labels = self.rows.labels[exit][part]
+            chosen = torch.sigmoid(self._logits(exit, part)) > self.recipe.threshold
+            precision = float(labels[chosen].double().mean()) if chosen.any() else 0.0
+            shares = float(labels.double().mean()), float(chosen.double().mean())
+            found.append(ExitQuality(exit, *shares, precision, float(self._loss(exit, part))))
+        return found
+
+    def save(self) -> None:
+        """Evaluate, and write the state, the log and the networks."""
+        self._record(exits=[asdict(one) for one in self.qualities()])
+        state = {
+            "weights": self.networks.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            **{name: getattr(self, name) for name in _STATE_FIELDS},
+        }
+        save_state(self.folder / "state.pt", state)
+        save_json(self.folder / "log.json", self.log())
+        self._write()
+
+    def log(self) -> dict[str, Any]:
+        """Recipe and history as plain JSON."""
+        return {"recipe": asdict(self.recipe), "steps": self.step, "history": self.history}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state.get("fingerprint") != self.fingerprint:
+            raise InvalidRequestError(
+                f"{self.folder} holds a run of another model: give another folder"
+            )
+        try:
+            self.networks.load_state_dict(state["weights"])
+        except RuntimeError:
+            raise InvalidRequestError(
+                f"{self.folder} holds a run of another width: give another folder"
+            ) from None
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in _STATE_FIELDS:
+            setattr(self, name, state[name])
+
+
+_STATE_FIELDS = ("step", "seconds", "history", "fingerprint")
