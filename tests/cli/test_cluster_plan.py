@@ -18,13 +18,27 @@ def test_a_plan_names_the_best_placement_first(
     trace.write_text("".join(json.dumps({"timestamp": 1000 * n, **line}) + "\n" for n in range(5)))
     arguments = ["cluster", "plan", "tiny-autoregressive", "--trace", str(trace)]
     arguments += ["--slo", "ttft=60,tpot=60", "--search", "distserve:max_probes=1"]
-    for more in ([], ["--json"]):
+    for more in ([], ["--rate", "5"], ["--json"]):
         with pytest.raises(SystemExit) as end:
             main.run([*arguments, "--threads", "1", "--cache-positions", "2048", *more])
         assert end.value.code == 0
     *lines, data = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("2 mixed ") and lines[2].startswith("1 prefill, 1 decode ")
     assert "within the limits at 2 mixed" in lines[3] and "100.0%" in lines[4]
+    assert [line[:15].strip() for line in lines[6:8]] == ["1 mixed", "2 mixed"]
+    assert "5 requests/s need 5 x 1 mixed: 5 workers" in lines
     first = json.loads(data)["placements"][0]
     assert first["placement"] == {"mixed": 2, "prefill": 0, "decode": 0}
     assert first["goodput"] == 1.0
+
+
+def test_a_rate_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = json.dumps({"timestamp": 0, "input_length": 3, "output_length": 3})
+    trace.write_text(f"{line}\n{line}\n")
+    with pytest.raises(SystemExit):
+        main.run(
+            ["cluster", "plan", "tiny-autoregressive", "--trace", str(trace), "--slo"]
+            + ["ttft=60,tpot=60", "--rate", "0"]
+        )
+    assert "--rate is 0; allowed is a number above 0" in capsys.readouterr().err

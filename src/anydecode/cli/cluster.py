@@ -410,6 +410,14 @@ def plan(
     workers: Annotated[
         int, typer.Option("--workers", "-w", min=1, max=64, help="Number of workers.")
     ] = 2,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--rate",
+            help="Requests per second to plan for: finds the best unit of up to --workers workers,"
+            " and how many of them this rate needs.",
+        ),
+    ] = None,
     search: Annotated[
         str, typer.Option("--search", help="Method of the search, with parameters.")
     ] = "distserve",
@@ -466,9 +474,11 @@ def plan(
 
     limits, method = _limits(slo), build_as(search, PlacementSearch)
     traced = read_trace(trace, requests)
-    rate = parse_bytes(link_rate)
-    if rate == 0:
+    link_bytes = parse_bytes(link_rate)
+    if link_bytes == 0:
         raise InvalidRequestError("--link-rate is 0; allowed is 1 or more")
+    if rate is not None and not 0 < rate < float("inf"):
+        raise InvalidRequestError(f"--rate is {rate:g}; allowed is a number above 0")
     engine = options.without_none(schedule=schedule, row_budget=row_budget)
     memory = options.without_none(
         cache_positions=cache_positions,
@@ -480,19 +490,38 @@ def plan(
     )
     with status_line(f"measuring {model}"), LLM(model, draft="none", **engine, **memory) as llm:
         machine = measured(llm, max_running=max_running, engine=engine)
-    link = Link(machine.position_bytes, rate, link_latency)
+    link = Link(machine.position_bytes, link_bytes, link_latency)
     with status_line(f"simulating {len(traced)} requests"):
-        found = found_by(traced, limits, workers, machine, link, method, shorten=shorten)
+        found = found_by(
+            traced,
+            limits,
+            workers,
+            machine,
+            link,
+            method,
+            shorten=shorten,
+            can_replicate=rate is not None,
+        )
+    best = found[0]
+    replicas = None if rate is None or not best.goodput else best.replicas(rate)
     if as_json:
-        typer.echo(json.dumps({"placements": to_plain(found), "link": to_plain(link)}))
+        typer.echo(
+            json.dumps(
+                {"placements": to_plain(found), "link": to_plain(link), "replicas": replicas}
+            )
+        )
         return
     typer.echo("placement             requests/s  per worker")
     for one in found:
-        typer.echo(f"{one.placement!s:20}  {one.goodput:10.3g}  {one.goodput / workers:10.3g}")
-    best = found[0]
+        typer.echo(f"{one.placement!s:20}  {one.goodput:10.3g}  {one.goodput_per_worker:10.3g}")
     if not best.goodput:
         typer.echo("no placement serves enough requests within the limits at any rate")
         return
+    if replicas is not None:
+        each = best.placement.workers
+        typer.echo(
+            f"{rate:g} requests/s need {replicas} x {best.placement}: {replicas * each} workers"
+        )
     typer.echo(f"within the limits at {best.placement}, by requests/s:")
     for tried, share in best.probes:
         typer.echo(f"{tried:10.3g}  {share:6.1%}")

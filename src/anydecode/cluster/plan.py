@@ -14,6 +14,7 @@ from anydecode.cluster.control.distserve import (
     Placement,
     PlacementSearch,
     placements,
+    units,
 )
 from anydecode.cluster.simulator.simulation import Link, Served, WorkerPlan, simulate
 from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals
@@ -77,8 +78,9 @@ def plan(
     search: PlacementSearch,
     *,
     shorten: float = 1.0,
+    can_replicate: bool = False,
 ) -> list[Found]:
-    """The goodput of each placement of workers, the best first.
+    """The goodput of each placement of workers, that with the most per worker first.
 
     Args:
         trace: The requests.
@@ -88,6 +90,7 @@ def plan(
         link: The network between them.
         search: The search.
         shorten: A divisor of all lengths.
+        can_replicate: Whether fewer workers may be placed, as a unit of which there are several.
 
     Raises:
         InvalidRequestError: A request does not fit into a worker's cache.
@@ -107,7 +110,8 @@ def plan(
 
     span = trace[-1].time - trace[0].time
     rate = (len(trace) - 1) / span if span > 0 else 1.0
-    return search.search(placements(workers), limits, serve, rate)
+    candidates = units(workers) if can_replicate else placements(workers)
+    return search.search(candidates, limits, serve, rate)
 
 
 def _workers(placement: Placement, machine: Machine) -> list[WorkerPlan]:

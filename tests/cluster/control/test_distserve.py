@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from anydecode.cluster.control.distserve import (
+    Found,
     Latency,
     Limits,
     Placement,
@@ -38,6 +39,18 @@ def test_the_rate_that_fails_first_is_rejected(monkeypatch: pytest.MonkeyPatch) 
         return type(found)(found.placement, min(failing, default=found.goodput), found.probes)
 
     monkeypatch.setattr(PlacementSearch, "goodput", above)
+    assert_rejected("distserve")
+
+
+def test_a_unit_with_the_highest_goodput_of_all_its_workers_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Found, "goodput_per_worker", property(lambda self: self.goodput))
+    assert_rejected("distserve")
+
+
+def test_a_replica_too_few_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Found, "replicas", lambda self, rate: max(1, int(rate / self.goodput)))
     assert_rejected("distserve")
 
 

@@ -1,4 +1,5 @@
-"""The search for the roles of workers that serve the most requests within latency limits.
+"""The search for the roles of workers that serve the most requests within latency limits, and for
+the number of such units that a rate needs.
 
 Zhong et al., "DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large Language
 Model Serving", arXiv:2401.09670.
@@ -6,6 +7,7 @@ Model Serving", arXiv:2401.09670.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +29,11 @@ class Placement:
     mixed: int = 0
     prefill: int = 0
     decode: int = 0
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return self.mixed + self.prefill + self.decode
 
     def __str__(self) -> str:
         parts = ("mixed", self.mixed), ("prefill", self.prefill), ("decode", self.decode)
@@ -65,6 +72,15 @@ class Found:
     goodput: float
     probes: tuple[tuple[float, float], ...]
 
+    @property
+    def goodput_per_worker(self) -> float:
+        """The goodput divided by the number of workers."""
+        return self.goodput / self.placement.workers
+
+    def replicas(self, rate: float) -> int:
+        """How many such units serve `rate` requests per second, each an equal share of them."""
+        return math.ceil(rate / self.goodput)
+
 
 #: The latencies of the requests that a placement serves at a rate in requests per second.
 Serve = Callable[[Placement, float], Sequence[Latency]]
@@ -76,6 +92,11 @@ def placements(workers: int) -> list[Placement]:
     return [Placement(mixed=workers), *split]
 
 
+def units(workers: int) -> list[Placement]:
+    """All placements of so many workers or fewer, the smallest first."""
+    return [one for number in range(1, workers + 1) for one in placements(number)]
+
+
 @register(
     Card(
         "distserve",
@@ -84,10 +105,7 @@ def placements(workers: int) -> list[Placement]:
         exactness="token-exact",
         use="anydecode cluster plan --trace FILE --slo ttft=SECONDS,tpot=SECONDS --workers N",
         summary="Simulates placements of workers for the one with the most requests within limits.",
-        missing=(
-            "tensor and pipeline parallelism: a worker is one engine with a whole model",
-            "replicas of the best unit: all given workers are placed in one fleet",
-        ),
+        missing=("tensor and pipeline parallelism: a worker is one engine with a whole model",),
         deviations=(
             "a request counts if it is within both limits; the paper's code compares the two"
             " percentiles separately",
@@ -96,6 +114,8 @@ def placements(workers: int) -> list[Placement]:
             " decode workers and prompts that wait to be fetched count, which the paper's simulator"
             " leaves out",
             "placements without roles compete, too",
+            "replicas of a unit are fleets of their own; that they share the requests evenly is"
+            " not simulated",
         ),
         bounds={"max_probes": Range(1, 1000)},
     )
@@ -128,7 +148,8 @@ class PlacementSearch:
     def search(
         self, candidates: Sequence[Placement], limits: Limits, serve: Serve, rate: float = 1.0
     ) -> list[Found]:
-        """The goodput of each placement, the best first; of equal ones the first given.
+        """The goodput of each placement, that with the most per worker first; of equal ones the
+        first given.
 
         Args:
             candidates: The placements.
@@ -140,7 +161,7 @@ class PlacementSearch:
         for placement in candidates:
             found.append(self.goodput(placement, limits, serve, rate))
             rate = found[-1].goodput or rate  # that of the next one is probably near
-        return sorted(found, key=lambda one: -one.goodput)
+        return sorted(found, key=lambda one: -one.goodput_per_worker)
 
     def goodput(self, placement: Placement, limits: Limits, serve: Serve, rate: float) -> Found:
         """The goodput of one placement: the rate doubles until too few requests are within the

@@ -16,6 +16,7 @@ from anydecode.cluster.control.distserve import (
     Placement,
     PlacementSearch,
     placements,
+    units,
 )
 
 _LIMITS = Limits(ttft=1.0, tpot=0.1)
@@ -40,6 +41,8 @@ def distserve() -> Iterator[Check]:
     for workers in range(1, 7):
         for prompt, answer in ((1, 5), (3, 4), (7, 2), (1, 1)):
             yield _known(workers, Fraction(prompt, 10), Fraction(answer, 10))
+    for prompt, answer, rate in ((1, 5, 40), (3, 4, 7), (7, 2, 100), (1, 1, 1)):
+        yield _replicas(Fraction(prompt, 10), Fraction(answer, 10), rate)
     yield from _shares()
     yield _all_placements()
 
@@ -63,6 +66,37 @@ def _known(workers: int, prompt: Fraction, answer: Fraction) -> Check:
     is_best = _capacity(found[0].placement, prompt, answer) * Fraction(105, 100) >= best
     name = f"{workers} workers, prompts of {prompt} s and answers of {answer} s"
     return Check(name, is_best and not errors, f"{found[0]}, {errors}")
+
+
+def _replicas(prompt: Fraction, answer: Fraction, rate: int) -> Check:
+    """Units of up to 6 workers, where prompts and answers on one worker take twice as long: the
+    best one serves the most per worker, and its replicas are the fewest that serve the rate."""
+
+    def total(one: Placement) -> Fraction:
+        return _capacity(one, prompt, answer) / (2 if one.mixed else 1)
+
+    def serve(placement: Placement, rate: float) -> list[Latency]:
+        is_within = rate <= total(placement)
+        return [(0.5, 0.05) if is_within else (9.0, 9.0)]
+
+    def per_worker(one: Placement) -> Fraction:
+        return total(one) / (one.mixed + one.prefill + one.decode)
+
+    candidates = units(6)
+    num_of_each_size = [
+        sum(one.mixed + one.prefill + one.decode == size for one in candidates)
+        for size in range(1, 7)
+    ]
+    best = _default().search(candidates, _LIMITS, serve)[0]
+    share = max(map(per_worker, candidates))
+    number, goodput = best.replicas(rate), Fraction(best.goodput)
+    is_right = (
+        num_of_each_size == [1, 2, 3, 4, 5, 6]
+        and per_worker(best.placement) * Fraction(105, 100) >= share
+        and number * goodput >= rate > (number - 1) * goodput
+    )
+    name = f"replicas for {rate} requests/s, prompts of {prompt} s and answers of {answer} s"
+    return Check(name, is_right, f"{number} x {best}, {num_of_each_size}")
 
 
 def _shares() -> Iterator[Check]:
