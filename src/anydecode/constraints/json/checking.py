@@ -87,6 +87,13 @@ class Validator:
         if self._incremental:
             self._held = HeldValues(schema, dropped, self.node)
 
+    def released(self, schema: Any, dropped: list[str]) -> Validator:
+        """A copy of this validator, after `release`."""
+        other: Validator = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other.release(schema, dropped)
+        return other
+
     @property
     def can_release(self) -> bool:
         """Whether a value that is complete and valid stays valid whatever follows it."""

@@ -26,7 +26,11 @@ from anydecode.constraints.json.checking import IncrementalJsonValidator, Valida
 from anydecode.constraints.json.completion_hints import SchemaHints
 from anydecode.constraints.json.forced_completion import CompletedConstraint
 from anydecode.constraints.json.held_values import countable_properties
-from anydecode.constraints.json.narrowed_value import NarrowedValue, value_schema
+from anydecode.constraints.json.narrowed_value import (
+    NarrowedValue,
+    json_value_rules,
+    value_schema,
+)
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.relaxing import (
     INEXACT_FORMATS,
@@ -73,13 +77,18 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class _CompiledSchema:
-    """A compiled schema: the grammar for the mask engine, and the validator of the rest."""
+    """A compiled schema: the grammar for the mask engine, and the validator of the rest, which is
+    made of the keywords `left_out`, as "keyword at #/path"."""
 
     grammar: str
     report: ConstraintReport
     validator: Validator
-    needs_validation: bool
+    left_out: list[str]
     hints: SchemaHints
+
+    @property
+    def needs_validation(self) -> bool:
+        return bool(self.left_out)
 
 
 class JsonSchema(CompletedConstraint):
@@ -168,6 +177,13 @@ class JsonSchema(CompletedConstraint):
         assert self._compiled is not None, "the constraint has not been started"
         return self._compiled.needs_validation
 
+    @property
+    def left_out(self) -> list[str]:
+        """The keywords that the mask leaves out, as "keyword at #/path". Available after `start`.
+        If there are any, those of strings that the mask allows to be too long are among them."""
+        assert self._compiled is not None, "the constraint has not been started"
+        return self._compiled.left_out
+
     def mask_schema(self, tokenizer: Tokenizer, vocab_size: int) -> Any:
         """The schema that the mask enforces, with the options of llguidance: for the `%json` rule
         of a grammar. Raises `ConstraintError` as `start` does."""
@@ -177,10 +193,18 @@ class JsonSchema(CompletedConstraint):
     def incremental_validator(self, tokenizer: Tokenizer) -> IncrementalValidator | None:
         return self.full_validator(tokenizer) if self.needs_validation else None
 
-    def full_validator(self, tokenizer: Tokenizer) -> IncrementalValidator:
-        """A validator for texts that the mask has not restricted. Available after `start`."""
+    def full_validator(
+        self, tokenizer: Tokenizer, validator: Validator | None = None
+    ) -> IncrementalValidator:
+        """A validator for texts that the mask has not restricted, by `validator` in place of the
+        schema's own. Available after `start`."""
+        return IncrementalJsonValidator(validator or self.validator, tokenizer, self.close)
+
+    @property
+    def validator(self) -> Validator:
+        """The validator of the schema. Available after `start`."""
         assert self._compiled is not None, "the constraint has not been started"
-        return IncrementalJsonValidator(self._compiled.validator, tokenizer, self.close)
+        return self._compiled.validator
 
     def is_valid(self, text: str) -> bool:
         """Whether `text` is JSON that is valid under the schema."""
@@ -226,15 +250,16 @@ class JsonSchema(CompletedConstraint):
         schema = narrowed_schema(self.schema, index, len(self.text))
         return None if schema is None else _Narrowed(schema, self, index)
 
-    def narrowed_value(self, prefix: str, index: int, tokenizer: Tokenizer, vocab_size: int) -> Any:
+    def narrowed_value(
+        self, prefix: str, index: int, validator: Validator | None = None
+    ) -> JsonSchema:
         """The `index`-th narrowed form of the schema of the value that follows `prefix`, the start
-        of an answer, for the mask. Available after `start`.
+        of an answer that `validator` validates, or the schema's own. Available after `start`.
 
         Raises:
-            ConstraintError: There is no such form, or it cannot be enforced.
+            ConstraintError: There is no such form.
         """
-        assert self._compiled is not None, "the constraint has not been started"
-        schema = value_schema(self._compiled.validator, prefix)
+        schema = value_schema(validator or self.validator, prefix)
         value = JsonSchema(
             schema,
             whitespace=self.whitespace,
@@ -244,7 +269,17 @@ class JsonSchema(CompletedConstraint):
         ).narrowed(index)
         if value is None:
             raise ConstraintError("the value has no narrowed form")
-        return value.mask_schema(tokenizer, vocab_size)
+        return value
+
+    def narrowed_value_rules(
+        self, prefix: str, index: int, tokenizer: Tokenizer, vocab_size: int
+    ) -> list[str]:
+        """The rules of `NarrowedValue` for `narrowed_value`. Raises `ConstraintError` if there is
+        no such form, or if it cannot be enforced."""
+        value = self.narrowed_value(prefix, index)
+        return json_value_rules(
+            json_rule(value, tokenizer, vocab_size), is_whole=not prefix.strip()
+        )
 
     def _get_compiled(self, tokenizer: Tokenizer, vocab_size: int) -> _CompiledSchema:
         if self._compiled is None:
@@ -281,11 +316,10 @@ class JsonSchema(CompletedConstraint):
         if self.engine == "xgrammar":
             guards: dict[str, Any] = {"finish": self.finish}
             report = ConstraintReport("json_schema", self.engine, (), tuple(keywords), (), guards)
-            return _CompiledSchema("", report, validator, True, SchemaHints(self.schema))
+            return _CompiledSchema("", report, validator, ["schema at #"], SchemaHints(self.schema))
         grammar, candidate, is_guarded = self._compile_grammar(tokenizer, vocab_size)
         dropped = list(dict.fromkeys([*candidate.dropped, *_formats(self.schema, INEXACT_FORMATS)]))
-        if dropped:
-            self._release(validator, candidate)
+        left_out = self._release(validator, candidate) if dropped else []
         guards = {
             "finish": self.finish,
             "whitespace": whitespace,
@@ -299,9 +333,7 @@ class JsonSchema(CompletedConstraint):
             "json_schema", self.engine, masked, tuple(dropped), ignored, guards
         )
         grammar_schema = json.loads(grammar)["grammars"][0]["json_schema"]
-        return _CompiledSchema(
-            grammar, report, validator, bool(dropped), SchemaHints(grammar_schema)
-        )
+        return _CompiledSchema(grammar, report, validator, left_out, SchemaHints(grammar_schema))
 
     def _with_guards(self, schema: Any) -> Any:
         """`schema` with the guards applied."""
@@ -356,9 +388,10 @@ class JsonSchema(CompletedConstraint):
                 yield _Candidate(relaxed, dropped, False)
             yield _Candidate(relaxed, dropped + one_of, True)
 
-    def _release(self, validator: Validator, candidate: _Candidate) -> None:
+    def _release(self, validator: Validator, candidate: _Candidate) -> list[str]:
         """Lets `validator` release what the mask of `candidate` has made valid. The schema is
-        followed as it is written, or in its canonical form if that releases more."""
+        followed as it is written, or in its canonical form if that releases more. Returns the
+        keywords of the schema as it is written that the mask leaves out."""
         options = [(self.schema, candidate.dropped)]
         if candidate.canonical is not None:
             written = relaxed_schema(self.schema)[1] + _one_of(self.schema)
@@ -372,7 +405,8 @@ class JsonSchema(CompletedConstraint):
         for schema, keywords in (*inexact, inexact[0]):
             validator.release(schema, keywords)
             if not validator.is_held_whole:
-                return
+                break
+        return inexact[0][1] if options[0][0] is self.schema else ["schema at #"]
 
     def _grammar(self, schema: Any, coerce: bool) -> str:
         options: dict[str, Any] = {"coerce_one_of": coerce}
@@ -407,8 +441,8 @@ class _Narrowed(JsonSchema):
     def with_prefix(self, prefix: str) -> Constraint:
         if not prefix.strip():
             return self
-        value = partial(self._whole.narrowed_value, prefix, self._index)
-        return NarrowedValue(self._whole, prefix, value)
+        rules = partial(self._whole.narrowed_value_rules, prefix, self._index)
+        return NarrowedValue(self._whole, prefix, rules)
 
     def warm(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         try:
@@ -426,6 +460,12 @@ class _Narrowed(JsonSchema):
 
     def narrowed(self, index: int) -> None:
         return None
+
+
+def json_rule(schema: JsonSchema, tokenizer: Tokenizer, vocab_size: int) -> str:
+    """The `%json` directive of a schema, as the mask enforces it. Raises `ConstraintError` if it
+    cannot be enforced."""
+    return "%json " + json.dumps(schema.mask_schema(tokenizer, vocab_size))
 
 
 def clear_compiled() -> None:

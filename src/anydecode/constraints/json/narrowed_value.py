@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,23 +25,19 @@ class NarrowedValue(CompletedConstraint):
     Args:
         whole: The constraint of the answer, which has been started.
         prefix: The text of the answer before the value.
-        value: Returns the schema of the value for the mask, for a tokenizer and the width of the
-            logits. Raises `ConstraintError` if there is none.
-        is_whole: Whether the value is a whole JSON text, and not in another value.
+        rules: Returns the rules `value`, of the value, and `REST`, of what may follow, for a
+            tokenizer and the width of the logits. Raises `ConstraintError` if there are none.
     """
 
     def __init__(
         self,
         whole: CompletedConstraint,
         prefix: str,
-        value: Callable[[Tokenizer, int], Any],
-        *,
-        is_whole: bool = False,
+        rules: Callable[[Tokenizer, int], Sequence[str]],
     ) -> None:
         self.whole = whole
         self.prefix = prefix
-        self.value = value
-        self.is_whole = is_whole
+        self.rules = rules
         self.finish = whole.finish
 
     @property
@@ -52,16 +48,24 @@ class NarrowedValue(CompletedConstraint):
         return self.whole.report()
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> ConstraintState:
-        rules = (
-            f"start: {json.dumps(self.prefix, ensure_ascii=False)} value REST?",
-            f"value: %json {json.dumps(self.value(tokenizer, vocab_size))}",
-            "REST: /(?s:.+)/" if self.is_whole else r"REST: /[\]},\s](?s:.*)/",
-        )
+        start = f"start: {json.dumps(self.prefix, ensure_ascii=False)} value REST?"
+        rules = (start, *self.rules(tokenizer, vocab_size))
         grammar = Grammar("\n".join(rules)).guidance()
         return _BothStates(
             self.whole.start(tokenizer, vocab_size),
             GuidanceState.of(grammar, tokenizer, vocab_size),
         )
+
+
+def json_value_rules(value: str, *, is_whole: bool = False) -> list[str]:
+    """The rules of `NarrowedValue` for a value that is written as JSON.
+
+    Args:
+        value: An expression of the value.
+        is_whole: Whether it is a whole JSON text, and not in another value.
+    """
+    rest = "REST: /(?s:.+)/" if is_whole else r"REST: /[\]},\s](?s:.*)/"
+    return [f"value: {value}", rest]
 
 
 class _Bytes:

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.json.narrowed_value import json_value_rules
 from anydecode.constraints.tools.stream import Steps, TextStream
 
 _SPACE = r"/[ \n]?/"
 #: A call: the name of its tool and the value of its arguments.
 Call = tuple[str, Any]
+#: The tools whose arguments may match a grammar without being valid, with what it leaves out.
+Inexact = Mapping[str, "list[str] | None"]
 #: Returns the `%json` directive of a schema, as the mask enforces it.
 JsonRule = Callable[[JsonSchema], str]
 
@@ -23,7 +26,8 @@ class CallRules:
     """Parts of a Lark grammar: `trigger first (separator call)* closing`, with their `rules`. Where
     the trigger may be left out, the first call is `bare`, and begins with one of `starts`.
     `others`: other triggers, each with the one call behind it. `inexact`: the tools whose arguments
-    may match the grammar without being valid."""
+    may match the grammar without being valid, with the keywords that the grammar leaves out, as
+    "keyword at #/path"; None if those are the ones that the mask of the schema leaves out."""
 
     first: str
     call: str
@@ -33,7 +37,7 @@ class CallRules:
     bare: str = ""
     starts: Sequence[str] = ()
     others: Mapping[str, str] = field(default_factory=dict)
-    inexact: Set[str] = frozenset()
+    inexact: Inexact = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class ToolFormat(ABC):
     answer_tags: tuple[str, ...] = field(default=(), kw_only=True)
     text_openings: tuple[str, ...] = field(default=(), kw_only=True)
     text_start: str = field(default="", kw_only=True)
-    #: Whether arguments are written as JSON, as the events of `parse` have them.
-    writes_json: ClassVar[bool] = False
+    #: A text behind which `parse` knows that the name of a tool is complete.
+    name_end: ClassVar[str] = "{"
 
     @property
     @abstractmethod
@@ -75,6 +79,19 @@ class ToolFormat(ABC):
     @abstractmethod
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
         """The grammar of calls of the tools with these schemas, by name."""
+
+    def value_rules(
+        self, value: JsonSchema, arguments: str, schema: Any, json_rule: JsonRule
+    ) -> list[str]:
+        """The rules of `NarrowedValue` for a value in the arguments of a call.
+
+        Args:
+            value: The schema of the value.
+            arguments: The arguments before the value, as JSON; empty if the value is all of them.
+            schema: The schema of the tool's arguments.
+            json_rule: Returns the rule of a schema.
+        """
+        return json_value_rules(json_rule(value), is_whole=not arguments)
 
     @abstractmethod
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
@@ -122,7 +139,6 @@ class JsonCalls(ToolFormat):
     layout: tuple[str, str, str] = ("", " ", "")
     object_layout: tuple[str, str, str] = ("", " ", "")
     is_single: bool = False
-    writes_json = True
 
     @property
     def trigger(self) -> str:
@@ -247,7 +263,6 @@ class NamedCalls(ToolFormat):
     separator: str = ""
     is_numbered: bool = False
     id_end: str = ""
-    writes_json = True
 
     @property
     def trigger(self) -> str:
@@ -321,9 +336,9 @@ class NamedCalls(ToolFormat):
         return self.opening + self.separator.join(texts) + self.closing
 
 
-def inexact_tools(schemas: Mapping[str, JsonSchema]) -> Set[str]:
+def inexact_tools(schemas: Mapping[str, JsonSchema]) -> Inexact:
     """The tools whose arguments may match the mask of their schema without being valid."""
-    return {name for name, schema in schemas.items() if schema.needs_validation}
+    return {name: None for name, schema in schemas.items() if schema.needs_validation}
 
 
 def literal(text: str) -> str:

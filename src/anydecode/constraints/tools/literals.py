@@ -4,13 +4,20 @@ LFM2, and Gemma's calls with strings between tokens of their own."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from anydecode.constraints.json.json_schema import JsonSchema
-from anydecode.constraints.tools.formats import Call, CallRules, JsonRule, ToolFormat, literal
+from anydecode.constraints.tools.formats import (
+    Call,
+    CallRules,
+    Inexact,
+    JsonRule,
+    ToolFormat,
+    literal,
+)
 from anydecode.constraints.tools.stream import Steps, TextStream
 from anydecode.constraints.tools.values import ArgumentGrammar, ValueSyntax, tool_rules
 
@@ -96,6 +103,8 @@ class LiteralCalls(ToolFormat):
     syntax: ValueSyntax
     opening: str
     closing: str
+    #: The text between the name of a tool and its arguments that is parsed with the arguments.
+    _start_of_members: ClassVar[str] = ""
 
     @property
     def trigger(self) -> str:
@@ -118,6 +127,18 @@ class LiteralCalls(ToolFormat):
         ]  # fmt: skip
         return grammar.members(members), grammar
 
+    def value_rules(
+        self, value: JsonSchema, arguments: str, schema: Any, json_rule: JsonRule
+    ) -> list[str]:
+        if not arguments:
+            members, grammar = self._members(json_rule, "part", value)
+            rest, start = "(?s:.+)", self._start_of_members
+            return [*grammar.rules, f"value: {start} {members}", f"REST: /{rest}/"]
+        grammar = ArgumentGrammar("part", value, self.syntax, json_rule)
+        expression = grammar.value(value.schema)
+        # Behind a separator, parsers read white space with the value.
+        return [*grammar.rules, f"value: / ?/ ({expression})", r"REST: /[\]}),](?s:.*)/"]
+
     def _name(self, name: str) -> str:
         """The text of an argument's name."""
         return self.syntax.key(name)
@@ -126,7 +147,7 @@ class LiteralCalls(ToolFormat):
         """An expression of a call of the tool `name`."""
         raise NotImplementedError
 
-    def _call_rules(self, rules: Sequence[str], inexact: Set[str]) -> CallRules:
+    def _call_rules(self, rules: Sequence[str], inexact: Inexact) -> CallRules:
         """The grammar of calls, which are the rule `written`."""
         raise NotImplementedError
 
@@ -145,7 +166,7 @@ class PythonicCalls(LiteralCalls):
     def _call_rule(self, name: str, members: str) -> str:
         return f'{literal(name + "(")} {members} ")"'
 
-    def _call_rules(self, rules: Sequence[str], inexact: Set[str]) -> CallRules:
+    def _call_rules(self, rules: Sequence[str], inexact: Inexact) -> CallRules:
         closing = f'"]" ({literal(self.closing)})?'
         first = '"[" written'
         return CallRules(first, "written", rules, '", "', closing, first, inexact=inexact)
@@ -191,10 +212,12 @@ class PythonicCalls(LiteralCalls):
 class EscapedCalls(LiteralCalls):
     """Gemma's calls: a name and arguments in braces, between two tokens."""
 
+    _start_of_members = '"{"'
+
     def _call_rule(self, name: str, members: str) -> str:
         return f'{literal(f"call:{name}{{")} {members} "}}"'
 
-    def _call_rules(self, rules: Sequence[str], inexact: Set[str]) -> CallRules:
+    def _call_rules(self, rules: Sequence[str], inexact: Inexact) -> CallRules:
         first = f"written {literal(self.closing)}"
         return CallRules(first, f"{literal(self.opening)} {first}", rules, inexact=inexact)
 

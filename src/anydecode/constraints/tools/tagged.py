@@ -13,11 +13,11 @@ from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.tools.formats import Call, CallRules, JsonRule, ToolFormat, literal
 from anydecode.constraints.tools.stream import Steps, TextStream
 from anydecode.constraints.tools.values import (
-    JSON_STYLE,
     ArgumentGrammar,
     allows_type,
     arguments_of,
     is_text,
+    open_argument,
     tool_rules,
 )
 
@@ -48,6 +48,7 @@ class TaggedCalls(ToolFormat):
     closing: str
     block: tuple[str, str] = ("", "")
     kinds: tuple[str, str] = ("", "")
+    name_end = "<"
 
     @property
     def trigger(self) -> str:
@@ -75,29 +76,47 @@ class TaggedCalls(ToolFormat):
         expressions = []
         for name, node, is_required in grammar.arguments:
             tag = literal(self.before_key + name + self.after_key)
-            value = self._value_rule(grammar, schema.schema, node)
+            value = self._value_rule(grammar, node, is_text(schema.schema, node))
             expressions.append(f"{tag} {value}" if is_required else f"({tag} {value})?")
         return " ".join(expressions), grammar
 
-    def _value_rule(self, grammar: ArgumentGrammar, root: Any, node: Any) -> str:
-        """An expression of the values under the schema `node` and the texts around them."""
-        is_raw, kinds = is_text(root, node), self.kinds
+    def _value_rule(self, grammar: ArgumentGrammar, node: Any, is_raw: bool) -> str:
+        """An expression of the values under the schema `node` and the texts around them. `is_raw`:
+        whether they are strings, or null, as they are."""
+        kinds = self.kinds
         if is_raw and not kinds[0]:
             return grammar.raw_text(node, self.after_value)
         options = []
         if is_raw:
             text = grammar.raw_text(node, self.after_value, has_null=False)
             options.append(f"{literal(kinds[0])} {text}")
-        elif kinds[0] and allows_type(root, node, "string"):
-            text = grammar.any_text(self.after_value)
+        elif kinds[0] and allows_type(grammar.root, node, "string"):
+            text = grammar.any_text(node, self.after_value)
             options.append(f"{literal(kinds[0])} {text}")
         if not is_raw:
-            part = JsonSchema(grammar.part(node), **JSON_STYLE)
-            value = f"{grammar.json_value(part)} {literal(self.after_value)}"
+            value = f"{grammar.part(node)} {literal(self.after_value)}"
             options.append(f"{literal(kinds[1])} {value}")
-        elif allows_type(root, node, "null"):
+        elif allows_type(grammar.root, node, "null"):
             options.append(literal(kinds[1] + "null" + self.after_value))
         return f"({' | '.join(options)})"
+
+    def value_rules(
+        self, value: JsonSchema, arguments: str, schema: Any, json_rule: JsonRule
+    ) -> list[str]:
+        if not arguments:
+            expression, grammar = self._arguments(json_rule, "part", value)
+            tag = self.after_name.strip()  # it is removed with the name, or else all before "<"
+            head = literal(self.after_name.removeprefix(tag)) if tag else ""
+            expression = f"{head} {expression} {literal(self.closing)}"
+        else:
+            name = open_argument(arguments)
+            if name is None:
+                return super().value_rules(value, arguments, schema, json_rule)
+            nodes = {argument.name: argument.schema for argument in arguments_of(schema)[0]}
+            root, node = (value.schema,) * 2 if self.kinds[0] else (schema, nodes.get(name))
+            grammar = ArgumentGrammar("part", value, None, json_rule)
+            expression = self._value_rule(grammar, value.schema, is_text(root, node))
+        return [*grammar.rules, f"value: {expression}", "REST: /(?s:.+)/"]
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
         while tag := (yield from stream.until(self.trigger, *self.answer_tags)):
@@ -137,14 +156,14 @@ class TaggedCalls(ToolFormat):
             key = yield from stream.read_until(self.after_key)
             if key is None:
                 return False
+            yield "arguments", f"{start}{json.dumps(key, ensure_ascii=False)}: "
+            start = ", "
             is_raw, has_null = is_text(schema, nodes.get(key)), not self.kinds[0]
             if self.kinds[0]:
                 kind = yield from stream.next_of(*self.kinds)
                 if not kind:
                     return False
                 is_raw = kind == self.kinds[0]
-            yield "arguments", f"{start}{json.dumps(key, ensure_ascii=False)}: "
-            start = ", "
             if not (yield from self._value(stream, is_raw, has_null)):
                 return False
         if not tag:

@@ -4,8 +4,9 @@ call are validated under the full schema of its tool."""
 from __future__ import annotations
 
 import codecs
-import json
 from array import array
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,18 @@ from anydecode.constraints.constraint import (
     IncrementalValidator,
 )
 from anydecode.constraints.guidance_engine import GuidanceState, tokenizer_binding
+from anydecode.constraints.json.checking import Validator
 from anydecode.constraints.json.forced_completion import CompletedConstraint
-from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.json.json_schema import JsonSchema, json_rule
 from anydecode.constraints.json.narrowed_value import NarrowedValue
 from anydecode.constraints.languages import Grammar
-from anydecode.constraints.tools.formats import CallRules, ToolFormat, literal, regex_literal
+from anydecode.constraints.tools.formats import (
+    CallRules,
+    Inexact,
+    ToolFormat,
+    literal,
+    regex_literal,
+)
 from anydecode.constraints.tools.stream import Event, Steps, TextStream
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
@@ -75,7 +83,8 @@ class ToolCalls(CompletedConstraint):
         self._prefix = ""
         self._text = ""  # of the grammar, once it has been made
         self._base_text = ""  # of the grammar that this is a narrowed form of
-        self._validated: Set[str] = frozenset()  # names of the tools with validated calls
+        self._validated: Inexact = {}  # the tools with validated calls
+        self._validators: dict[str, Validator] = {}  # of their arguments
         self._whole: ToolCalls | None = None  # the constraint that this is a narrowed form of
         self._index = 0  # of the narrowed form
 
@@ -87,6 +96,8 @@ class ToolCalls(CompletedConstraint):
         super().warm(tokenizer, vocab_size)
         for schema in self._named_schemas().values():
             schema.warm(tokenizer, vocab_size)
+        for validator in filter(None, map(self.validator, self._validated)):
+            validator.build()
 
     def is_warm(self, tokenizer: Tokenizer, vocab_size: int) -> bool:
         binding = tokenizer_binding(tokenizer, vocab_size)
@@ -118,7 +129,20 @@ class ToolCalls(CompletedConstraint):
         assert self._text, "the constraint has not been started"
         if not self._validated and (self.answer is None or not self.answer.needs_validation):
             return None
-        return _CallsValidator(self, self._validated, tokenizer)
+        return _CallsValidator(self, tokenizer)
+
+    def validator(self, name: str) -> Validator | None:
+        """The validator of the arguments of a tool; None if the grammar allows valid ones only, or
+        if there is no such tool. Available after `start`."""
+        if name not in self._validated:
+            return None
+        if name not in self._validators:
+            schema, left_out = self.schemas[name], self._validated[name]
+            own = schema.validator
+            self._validators[name] = (
+                own if left_out is None else own.released(schema.schema, left_out)
+            )
+        return self._validators[name]
 
     def narrowed(self, index: int) -> ToolCalls | None:
         schemas = {
@@ -140,9 +164,11 @@ class ToolCalls(CompletedConstraint):
         whole = self._whole
         opened = None if whole is None else whole._open_value(prefix)
         if whole is not None and opened is not None:
-            schema, text = opened
-            value = partial(schema.narrowed_value, text, self._index)
-            return NarrowedValue(whole, prefix, value, is_whole=not text.strip())
+            name, text = opened
+            if name not in whole._named_schemas() or not whole._is_validated(name):
+                return whole
+            rules = partial(whole._narrowed_value_rules, name, text, self._index)
+            return NarrowedValue(whole, prefix, rules)
         other = self._with(self.schemas, self.answer)
         other._prefix, other._base_text = prefix, self._base_text
         return other
@@ -168,21 +194,46 @@ class ToolCalls(CompletedConstraint):
             is_required=self.is_required,
         )
 
-    def _open_value(self, prefix: str) -> tuple[JsonSchema, str] | None:
-        """The schema and the text so far of the arguments, or of the answer under a schema, within
-        which `prefix` ends; None if it ends outside, or if they are not validated."""
-        stream, value = TextStream(), "{"  # parsers wait for the start of the arguments
-        schema, opened, answer = None, "", self.answer if prefix.strip() else None
-        for kind, text in stream.run(self.parse(stream), prefix + value):
-            if kind == "call":
-                schema, opened, answer = self.schemas[text], "", None
-                schema = schema if text in self._validated else None
-            elif kind == "end":
-                schema = None
-            elif kind == "content" and answer is not None:
-                schema = answer if answer.needs_validation else None
-            opened += text if kind in ("arguments", "content") else ""
-        return None if schema is None else (schema, opened.removesuffix(value))
+    def _open_value(self, prefix: str) -> tuple[str, str] | None:
+        """The name of the tool, or `_ANSWER`, and the text so far of the arguments, or of the
+        answer under a schema, within which `prefix` ends; None if it ends outside."""
+        stream = TextStream()
+        steps = self.parse(stream)
+        name, opened = "", ""
+        has_answer = self.answer is not None and bool(prefix.strip())
+        for part in (prefix, self.call_format.name_end):
+            if name:
+                break
+            for kind, text in stream.run(steps, part):
+                if kind == "call":
+                    name, opened, has_answer = text, "", False
+                elif kind == "end":
+                    name = ""
+                elif kind == "content" and has_answer:
+                    name = _ANSWER
+                if part is prefix and kind in ("arguments", "content"):
+                    opened += text
+        return (name, opened) if name else None
+
+    def _is_validated(self, name: str) -> bool:
+        """Whether the arguments of a tool, or the answer for `_ANSWER`, are validated."""
+        if name == _ANSWER:
+            return self.answer is not None and self.answer.needs_validation
+        return name in self._validated
+
+    def _narrowed_value_rules(
+        self, name: str, text: str, index: int, tokenizer: Tokenizer, vocab_size: int
+    ) -> list[str]:
+        """The rules of `NarrowedValue` for the value that follows `text`, the start of the
+        arguments of a tool, or of the answer for `_ANSWER`."""
+        if name == _ANSWER:
+            assert self.answer is not None
+            return self.answer.narrowed_value_rules(text, index, tokenizer, vocab_size)
+        schema = self.schemas[name]
+        value = schema.narrowed_value(text, index, self.validator(name))
+        value.start(tokenizer, vocab_size)
+        rule = partial(json_rule, tokenizer=tokenizer, vocab_size=vocab_size)
+        return self.call_format.value_rules(value, text.strip(), schema.schema, rule)
 
     def _with(self, schemas: Mapping[str, JsonSchema], answer: JsonSchema | None) -> ToolCalls:
         return ToolCalls(
@@ -201,23 +252,21 @@ class ToolCalls(CompletedConstraint):
     def _grammar(self, tokenizer: Tokenizer, vocab_size: int) -> str:
         """The grammar, in llguidance's dialect of Lark."""
 
-        def json_rule(schema: JsonSchema) -> str:
-            return "%json " + json.dumps(schema.mask_schema(tokenizer, vocab_size))
-
+        rule = partial(json_rule, tokenizer=tokenizer, vocab_size=vocab_size)
         for name, schema in self._named_schemas().items():
             subject = name if name == _ANSWER else f"the parameters of tool {name!r}"
             try:
                 schema.mask_schema(tokenizer, vocab_size)
             except ConstraintError as error:
                 raise ConstraintError(f"{subject} cannot be enforced: {error}") from None
-        parts = self.call_format.rules(self.schemas, json_rule)
+        parts = self.call_format.rules(self.schemas, rule)
         self._validated = parts.inexact
         has_more = self.is_parallel and parts.call
         more = f"({parts.separator} {parts.call})" if has_more else ""
         rest = f"{more and more + '*'} {parts.closing}"
         start, rules = self._start(parts, rest)
         if self.answer is not None:
-            rules.append(f"answer: {json_rule(self.answer)}")
+            rules.append(f"answer: {rule(self.answer)}")
         calls = f"calls: {parts.first} {rest}"
         if self.call_format.text_start and self._is_free and not self._prefix:
             calls += f" | {literal(self.call_format.text_start)} text?"
@@ -374,12 +423,22 @@ class _Parts:
 @dataclass
 class _Value:
     """A JSON text that is validated: its validator, its parts, the tokens they belong to, and the
-    number of characters before it."""
+    ends of its parts, in characters of the JSON text and of the answer. The first end is the start
+    of the value."""
 
     validator: Any
     parts: _Parts
     tokens: list[int]
-    start: int = 0
+    ends: deque[tuple[int, int]]
+
+    def settled_end(self, text: str) -> int:
+        """The end of the settled part of the value in `text`, the answer, in characters."""
+        settled = self.validator.settled_text
+        while len(self.ends) > 1 and self.ends[1][0] <= len(settled):
+            self.ends.popleft()
+        start, end = self.ends[0]
+        rest = settled[start:]  # within a part that is written as JSON
+        return end + (len(rest) if text.startswith(rest, end) else 0)
 
 
 class _CallsValidator:
@@ -387,13 +446,12 @@ class _CallsValidator:
 
     Attributes:
         num_settled: The number of tokens that no retry removes: those before a value that may
-            still become invalid, or before the call with it if its format does not write JSON.
+            still become invalid.
         settled_text: The text up to there.
     """
 
-    def __init__(self, constraint: ToolCalls, validated: Set[str], tokenizer: Tokenizer) -> None:
+    def __init__(self, constraint: ToolCalls, tokenizer: Tokenizer) -> None:
         self._constraint = constraint
-        self._validated = validated
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stream = TextStream()
@@ -404,14 +462,13 @@ class _CallsValidator:
         self._num_settled_characters = 0
         answer = constraint.answer
         has_rules = answer is not None and answer.needs_validation
-        self._answer = self._new_value(answer) if answer is not None and has_rules else None
+        self._answer = (
+            self._new_value(answer, answer.validator) if answer is not None and has_rules else None
+        )
 
     @property
     def num_settled(self) -> int:
-        count = len(self._ends)
-        while count and self._ends[count - 1] > self._num_settled_characters:
-            count -= 1
-        return count
+        return bisect_right(self._ends, self._num_settled_characters)
 
     @property
     def settled_text(self) -> str:
@@ -440,9 +497,11 @@ class _CallsValidator:
         kind, text = event
         if kind == "call":
             self._answer = None
-            schema = self._constraint.schemas.get(text)
+            validator = self._constraint.validator(text)
             self._value = (
-                self._new_value(schema) if schema is not None and text in self._validated else None
+                None
+                if validator is None
+                else self._new_value(self._constraint.schemas[text], validator)
             )
         elif kind == "arguments":
             if self._value is not None:
@@ -454,21 +513,21 @@ class _CallsValidator:
         elif kind == "content" and self._answer is not None:
             if self._value is not self._answer:
                 self._value = self._answer
-                self._value.start = self._stream.num_taken - len(text)
+                self._value.ends = deque([(0, self._stream.num_taken - len(text))])
             return self._push(text)
         self._settle()
         return None
 
     def _settle(self) -> None:
         value = self._value
-        if value is None:
-            self._num_settled_characters = self._stream.num_taken
-        elif value is self._answer or self._constraint.call_format.writes_json:
-            self._num_settled_characters = value.start + len(value.validator.settled_text)
+        self._num_settled_characters = (
+            self._stream.num_taken if value is None else value.settled_end(self._text)
+        )
 
-    def _new_value(self, schema: JsonSchema) -> _Value:
+    def _new_value(self, schema: JsonSchema, validator: Validator) -> _Value:
         parts = _Parts()
-        return _Value(schema.full_validator(parts), parts, [], self._stream.num_taken)  # type: ignore[arg-type]
+        incremental: Any = schema.full_validator(parts, validator)  # type: ignore[arg-type]
+        return _Value(incremental, parts, [], deque([(0, self._stream.num_taken)]))
 
     @staticmethod
     def _end(value: _Value) -> int | None:
@@ -480,8 +539,10 @@ class _CallsValidator:
         value = self._value
         if value is None or not text:
             return None
+        length, end = value.ends[-1]
         value.parts.parts.append(text.encode())
-        value.tokens.append(len(self._ends) - 1)
+        value.tokens.append(min(bisect_right(self._ends, end), len(self._ends) - 1))
+        value.ends.append((length + len(text), self._stream.num_taken))
         num_valid = value.validator.push(len(value.tokens) - 1)
         if num_valid is not None:
             return value.tokens[num_valid]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anydecode.constraints.json.json_schema import JsonSchema
-from anydecode.constraints.json.relaxing import is_pattern
+from anydecode.constraints.json.relaxing import is_pattern, subschemas
 from anydecode.constraints.json.termination import resolve_reference
 from anydecode.constraints.tools.formats import JsonRule, literal, regex_literal
 from anydecode.constraints.tools.stream import Steps, TextStream, json_text
@@ -33,7 +33,7 @@ _ANNOTATIONS = frozenset(
 )  # fmt: skip
 _KEYWORDS = {
     "object": {"properties", "required"},
-    "array": {"items", "minItems", "maxItems"},
+    "array": {"prefixItems", "items", "additionalItems", "minItems", "maxItems"},
     "string": {"pattern", "format", "minLength", "maxLength"},
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
@@ -157,9 +157,10 @@ def tool_rules(
     schemas: Mapping[str, JsonSchema],
     arguments: Callable[[str, JsonSchema], tuple[str, ArgumentGrammar]],
     call: Callable[[str, str], str],
-) -> tuple[list[str], str, set[str]]:
+) -> tuple[list[str], str, dict[str, list[str] | None]]:
     """The rules of calls of any tool: those of the arguments, an expression of a call, and the
-    tools whose arguments may match the grammar without being valid.
+    tools whose arguments may match the grammar without being valid, with the keywords that it
+    leaves out.
 
     Args:
         schemas: The schemas of the tools' arguments, by name.
@@ -169,13 +170,13 @@ def tool_rules(
     """
     rules: list[str] = []
     options: list[str] = []
-    inexact: set[str] = set()
+    inexact: dict[str, list[str] | None] = {}
     for number, (name, schema) in enumerate(schemas.items()):
         expression, grammar = arguments(f"tool_{number}", schema)
         options.append(call(name, expression))
         rules += grammar.rules
-        if not grammar.is_exact:
-            inexact.add(name)
+        if grammar.left_out:
+            inexact[name] = sorted(grammar.left_out)
     return rules, " | ".join(options), inexact
 
 
@@ -183,32 +184,37 @@ class ArgumentGrammar:
     """The rules of the arguments of one tool.
 
     Attributes:
+        root: The schema.
         arguments: The arguments, in order.
         rules: The rules of the grammar.
-        is_exact: Whether the grammar allows valid values only.
+        left_out: What the grammar leaves out of the schema, as "keyword at #/path".
     """
 
     def __init__(
         self, prefix: str, schema: JsonSchema, syntax: ValueSyntax | None, json_rule: JsonRule
     ) -> None:
-        self._root = schema.schema
+        self.root = schema.schema
         self._prefix = prefix
         self._syntax: Any = syntax  # None if values are JSON, or strings as they are
         self._json_rule = json_rule
         self._references: dict[str, str] = {}
         self._has_any = False
         self.rules: list[str] = []
-        self.is_exact = not schema.needs_validation
-        self.arguments, is_exact = arguments_of(self._root)
-        self.is_exact = self.is_exact and is_exact
+        self._paths: dict[int, str] = {}
+        self.left_out = set(schema.left_out)
+        self.arguments, is_exact = arguments_of(self.root)
+        if not is_exact:
+            self._leave_out(self.root)
 
     def value(self, node: Any) -> str:
         """An expression of the values under the schema `node`."""
         if not isinstance(node, dict):
+            if node is False:
+                self._leave_out(node)
             return self._any()
         if "$ref" in node:
             self._note(node, {"$ref"})
-            return self._reference(str(node["$ref"]))
+            return self._reference(node)
         for key in ("const", "enum"):
             if key in node:
                 self._note(node, {key, "type"})
@@ -216,7 +222,7 @@ class ArgumentGrammar:
                 return _options(literal(self._syntax.render(value)) for value in values)
         for key in ("anyOf", "oneOf", "allOf"):
             if node.get(key):
-                self._note(node, {"anyOf"})
+                self._note(node, {key} if len(node[key]) == 1 else {"anyOf"})
                 parts = node[key][:1] if key == "allOf" else node[key]
                 return _options(map(self.value, parts))
         types = node.get("type", _TYPES)
@@ -258,34 +264,48 @@ class ArgumentGrammar:
         """The rule of the values of a scalar type under the schema `node`, written as JSON."""
         keys = sorted(_KEYWORDS[type_name] & node.keys())
         schema = {"type": type_name, **{key: node[key] for key in keys}}
-        return self.json_value(JsonSchema(schema, **JSON_STYLE), type_name)
-
-    def json_value(self, schema: JsonSchema, type_name: str | None = None) -> str:
-        """The rule of the values under `schema`, written as JSON; of all of their type, if the
-        schema cannot be enforced."""
-        try:
-            rule = self._rule(self._json_rule(schema))
-        except ConstraintError:
-            self.is_exact = False
-            loose = {} if type_name is None else {"type": type_name}
-            return self._rule(self._json_rule(JsonSchema(loose, **JSON_STYLE)))
-        self.is_exact = self.is_exact and not schema.needs_validation
+        scalar = JsonSchema(schema, **JSON_STYLE)
+        rule, left_out = self._json(scalar, {"type": type_name})
+        if left_out:
+            self._leave_out(node)
         return rule
 
-    def part(self, node: Any) -> Any:
+    def part(self, node: Any) -> str:
+        """The rule of the values under the schema `node`, a part of the schema of all arguments,
+        written as JSON."""
+        part = JsonSchema(self._with_references(node), **JSON_STYLE)
+        rule, left_out = self._json(part, {})
+        root, path = f"#/$defs/{_ROOT}", self._path(node)
+        for entry in left_out:
+            keyword, _, where = entry.partition(" at ")
+            is_defined = where == root or where.startswith(f"{root}/")
+            where = f"#{where[len(root) :]}" if is_defined else path + where[1:]
+            self.left_out.add(f"{keyword} at {where}")
+        return rule
+
+    def _json(self, schema: JsonSchema, loose: dict[str, Any]) -> tuple[str, list[str]]:
+        """The rule of the values under `schema`, written as JSON, and what it leaves out; if it
+        cannot be enforced, the rule of those under the schema `loose`."""
+        try:
+            return self._rule(self._json_rule(schema)), schema.left_out
+        except ConstraintError:
+            rule = self._rule(self._json_rule(JsonSchema(loose, **JSON_STYLE)))
+            return rule, ["schema at #"]
+
+    def _with_references(self, node: Any) -> Any:
         """The schema `node`, a part of the schema of all arguments, in which its references
         resolve."""
         if not isinstance(node, dict) or '"$ref"' not in json.dumps(node):
             return node
-        root = _rerooted(self._root)
+        root = _rerooted(self.root)
         kept = {key: root.pop(key) for key in ("$schema",) if key in root}
         root.pop("$id", None)
         return {**kept, **_rerooted(node), "$defs": {_ROOT: root}}
 
-    def any_text(self, closing: str) -> str:
+    def any_text(self, node: Any, closing: str) -> str:
         """An expression of any string, written as it is, and the text `closing` behind it, in place
-        of the strings under a schema that allows other values too."""
-        self.is_exact = False
+        of the strings under the schema `node`, which allows other values too."""
+        self._leave_out(node)
         return self.raw_string({}, closing)
 
     def raw_text(self, node: Any, closing: str, *, has_null: bool = True) -> str:
@@ -295,7 +315,7 @@ class ArgumentGrammar:
         for _ in range(_MAX_REFERENCES):
             if isinstance(node, dict) and "$ref" in node:
                 self._note(node, {"$ref"})
-                node = resolve_reference(self._root, str(node["$ref"]))
+                node = resolve_reference(self.root, str(node["$ref"]))
         if not isinstance(node, dict):
             return self.raw_string({}, closing)
         if "const" in node or "enum" in node:
@@ -308,7 +328,7 @@ class ArgumentGrammar:
             )
         for key in ("anyOf", "oneOf", "allOf"):
             if node.get(key):
-                self._note(node, {"anyOf"})
+                self._note(node, {key} if len(node[key]) == 1 else {"anyOf"})
                 parts = node[key][:1] if key == "allOf" else node[key]
                 texts = [self.raw_text(part, closing, has_null=has_null) for part in parts]
                 return _options(filter(None, texts))
@@ -326,7 +346,8 @@ class ArgumentGrammar:
         body = "(?s:.*)"
         if isinstance(pattern, str):
             is_regular = is_pattern(pattern) and "/" not in pattern and "\n" not in pattern
-            self.is_exact = self.is_exact and is_regular and not has_bounds
+            if not is_regular or has_bounds:
+                self._leave_out(node)
             if is_regular:
                 has_end = pattern.endswith("$") and not pattern.endswith("\\$")
                 body = pattern[pattern.startswith("^") : len(pattern) - has_end]
@@ -336,7 +357,8 @@ class ArgumentGrammar:
             body = _FORMATS[node["format"]]
         elif has_bounds:
             body = f"(?s:.{{{min_length},{'' if max_length is None else max_length}}})"
-        self.is_exact = self.is_exact and "format" not in node
+        if "format" in node:
+            self._leave_out(node)
         terminal = f"{self._prefix.upper()}_{len(self.rules)}"
         self.rules.append(f"{terminal}: /{body}/ & ~/(?s:.*){regex_literal(closing)}(?s:.*)/")
         # Lazy: the string ends at the first closing text.
@@ -345,26 +367,39 @@ class ArgumentGrammar:
         return name
 
     def _array(self, node: dict[str, Any]) -> str:
-        item = self._rule(self.value(node.get("items", True)))
+        first, more = node.get("prefixItems", []), node.get("items", True)
+        if isinstance(more, list):  # before draft 2020-12
+            first, more = more, node.get("additionalItems", True)
+        first = first or [more]
         min_items, max_items = node.get("minItems", 0), node.get("maxItems")
-        more = f"({literal(self._syntax.separator)} {item})"
         if not isinstance(min_items, int) or min_items > _MAX_COUNT:
-            min_items, self.is_exact = 1, False
+            min_items = 1
+            self._leave_out(node)
         if max_items is not None and (
             not isinstance(max_items, int) or max_items > _MAX_COUNT or max_items < min_items
         ):
-            max_items, self.is_exact = None, False
-        if max_items == 0:
+            max_items = None
+            self._leave_out(node)
+        if more is False:
+            max_items = min(len(first), len(first) if max_items is None else max_items)
+        first = first[:max_items]
+        if not first or first[0] is False:
             return '"[]"'
-        bounds = f"{{{max(min_items - 1, 0)},{'' if max_items is None else max_items - 1}}}"
-        items = item if max_items == 1 else f"{item} {more}{bounds}"
-        return f'"[" {items if min_items else f"({items})?"} "]"'
+        separator, count, items = literal(self._syntax.separator), len(first), ""
+        if max_items is None or max_items > count:
+            end = "" if max_items is None else max_items - count
+            item = self._rule(self.value(more))
+            items = f"({separator} {item}){{{max(min_items - count, 0)},{end}}}"
+        for index, part in reversed(list(enumerate(first))):
+            items = f"{separator if index else ''} {self._rule(self.value(part))} {items}"
+            items = self._rule(items) if index < min_items else f"({items})?"
+        return f'"[" {items} "]"'
 
     def _object(self, node: dict[str, Any]) -> str:
         properties = node.get("properties")
         if not properties:
             if node.get("required") or isinstance(node.get("additionalProperties"), dict):
-                self.is_exact = False
+                self._leave_out(node)
             if node.get("additionalProperties") is False and not node.get("required"):
                 return '"{}"'
             member = f"{self._syntax.any_key} {self._any()}"
@@ -372,20 +407,22 @@ class ArgumentGrammar:
                 f'"{{" ({member} ({literal(self._syntax.separator)} {member})*)? "}}"'
             )
         required = set(node.get("required", ()))
-        self.is_exact = self.is_exact and required <= properties.keys()
+        if not required <= properties.keys():
+            self._leave_out(node)
         members = [
             (f"{literal(self._syntax.key(name))} {self._rule(self.value(value))}", name in required)
             for name, value in properties.items()
         ]
         return f'"{{" {self.members(members)} "}}"'
 
-    def _reference(self, reference: str) -> str:
+    def _reference(self, node: dict[str, Any]) -> str:
+        reference = str(node["$ref"])
         if reference not in self._references:
             name = f"{self._prefix}_ref_{len(self._references)}"
             self._references[reference] = name
-            target = resolve_reference(self._root, reference)
+            target = resolve_reference(self.root, reference)
             if target is None:
-                self.is_exact = False
+                self._leave_out(node)
             self.rules.append(f"{name}: {self.value(target)}")
         return self._references[reference]
 
@@ -412,7 +449,17 @@ class ArgumentGrammar:
     def _note(self, node: dict[str, Any], known: set[str]) -> None:
         """Records whether all keywords of `node` are expressed."""
         if node.keys() - _ANNOTATIONS - known:
-            self.is_exact = False
+            self._leave_out(node)
+
+    def _leave_out(self, node: Any) -> None:
+        """Records that the grammar does not express all of the schema `node`."""
+        self.left_out.add(f"schema at {self._path(node)}")
+
+    def _path(self, node: Any) -> str:
+        """The JSON pointer of the schema `node`; of the whole schema, if it is no part of it."""
+        if not self._paths:
+            self._paths = {id(part): path for path, part in subschemas(self.root)}
+        return self._paths.get(id(node), "#")
 
 
 def arguments_of(schema: Any) -> tuple[list[Argument], bool]:
@@ -422,6 +469,16 @@ def arguments_of(schema: Any) -> tuple[list[Argument], bool]:
     is_exact = _collect(schema, schema, True, found, required, 0)
     arguments = [Argument(name, value, name in required) for name, value in found.items()]
     return arguments, is_exact
+
+
+def open_argument(arguments: str) -> str | None:
+    """The name of the argument whose value follows the start of arguments as JSON; None if a value
+    within it follows."""
+    try:
+        names = list(json.loads(arguments + "null}"))
+    except ValueError:
+        return None
+    return names[-1]
 
 
 def _collect(
