@@ -15,7 +15,7 @@ from anydecode.certification.oracles.search.rain import PROMPT, SelfJudge
 from anydecode.decoders.search import rain
 from anydecode.decoders.search.rain import Node, Rain, is_widened
 from anydecode.errors import InvalidRequestError, RewardError, UnsupportedCombinationError
-from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from certificates import assert_certified, assert_rejected, replace_class_default
 from toy_models import letters_llm
 
@@ -29,12 +29,12 @@ def test_certificate() -> None:
 
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["rain"]())
-    assert len(checks) == 3 and all(check.passed for check in checks), checks
+    assert len(checks) == 4 and all(check.passed for check in checks), checks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "other", [{"k": 9}, {"simulations": 5}, {"good": "harmful", "bad": "harmless"}], ids=str
+    "other", [{"k": 9}, {"simulations": 40}, {"good": "harmful", "bad": "harmless"}], ids=str
 )
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
@@ -47,9 +47,9 @@ def test_certificate_rejects_other_defaults(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, value",
-    [("LENGTHS", (1, 2, 4, 4)), ("TOP_K", 100), ("EXPLORATION", 1.0), ("MODEL_SHARE", 1.0),
-     ("SIMILAR", 2.0), ("SIMILAR_WEIGHT", 1.0), ("VARIANCE", 0.0), ("SURE_VALUE", 2.0),
-     ("SURE_VISITS", 0), ("MIN_ADDED_VISITS", 0), ("PHRASE_ENDS", ".")],
+    [("LENGTHS", (1, 2, 4, 4)), ("LENGTHS", (1, 2, 2, 10)), ("TOP_K", 100), ("EXPLORATION", 1.0),
+     ("MODEL_SHARE", 1.0), ("SIMILAR", 2.0), ("SIMILAR_WEIGHT", 1.0), ("VARIANCE", 0.0),
+     ("SURE_VALUE", 2.0), ("SURE_VISITS", 3), ("MIN_ADDED_VISITS", 0), ("PHRASE_ENDS", ".")],
 )  # fmt: skip
 def test_certificate_rejects_another_rule(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object
@@ -74,14 +74,62 @@ def test_certificate_rejects_one_order_of_the_answers(monkeypatch: pytest.Monkey
     assert_rejected("rain")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule", ["lengths below the root", "priors that are no shares", "values of sets without visits"]
+)
+def test_certificate_rejects_another_tree(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    if rule == "lengths below the root":
+        monkeypatch.setattr(rain, "_length", lambda node: 2)
+    elif rule == "priors that are no shares":
+        monkeypatch.setattr(rain, "mix_priors", lambda nodes: None)
+    else:
+
+        def most_valuable(parent: Node) -> Node:
+            def rank(child: Node) -> float:
+                share = child.prior * parent.visits**0.5 / (1 + child.visits)
+                return (child.value + 1) / 2 + 2 * share
+
+            return max(parent.children, key=rank)
+
+        monkeypatch.setattr(rain, "selected", most_valuable)
+    assert_rejected("rain")
+
+
+def test_phrases_are_sampled_from_all_tokens_and_sets_from_the_most_probable_ones() -> None:
+    """The 16th token is in phrases, but in no set."""
+    texts: set[str] = set()
+
+    def reward(prompt: str, valued: list[str]) -> list[float]:
+        texts.update(valued)
+        return [0.0] * len(valued)
+
+    row = np.full(259, -30.0, np.float32)
+    row[list(b"abcdefghijklmno")] = 1.0
+    row[ord("p")] = 0.99
+    model = ScriptedModel(lambda seen: row)
+    model.embed = lambda tokens: np.ones((len(tokens), 4), np.float32)  # type: ignore[attr-defined]
+    with LLM(model, tokenizer=ByteTokenizer(), cache_positions=16384) as llm:
+        answer = llm.generate("x", decoder=Rain(4, 20, reward), seed=1, max_tokens=20)
+    assert any("p" in text for text in texts) and "p" not in answer.text
+
+
 def test_bad_children_are_widened_unless_they_differ() -> None:
-    def node(value: float, *embeddings: list[float]) -> Node:
-        children = [Node(embedding=np.array(one), value=value) for one in embeddings]
+    def node(value: float, *embeddings: list[float] | None, size: int = 1) -> Node:
+        children = [
+            Node([0] * size, embedding=None if one is None else np.array(one), value=value)
+            for one in embeddings
+        ]
         return Node(children=children)
 
     assert is_widened(node(-1, [1, 0], [1, 0], [0.9, 0.1]))
     assert not is_widened(node(0, [1, 0], [1, 0], [0.9, 0.1]))
     assert not is_widened(node(-1, [1, 0], [-1, 0], [0, 1]))
+    assert not is_widened(node(-1, [1, 0], [0.6, 0.3])) and is_widened(
+        node(-1, [1, 0], [0.6, 0.3], size=10)
+    )
+    assert not is_widened(node(-1, [1, 0], None))
+    assert not is_widened(node(-1, *[[1.0, 0.0]] * 20))
 
 
 def test_prefixes_are_computed_once() -> None:

@@ -72,6 +72,8 @@ class Rollouts:
         sums_logprobs: Whether `Rollout.total` is computed.
         temperature: The temperature of the rollouts; None for that of the sequence.
         runner: The model that samples them. "target" for the one that is decoded.
+        on_token: Called before a token is appended, with the number of the rollout, its branch, the
+            logits float32 `[vocab_size]` and the token.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Rollouts:
         sums_logprobs: bool = False,
         temperature: float | None = None,
         runner: str = TARGET,
+        on_token: Callable[[int, Sequence, np.ndarray, int], None] | None = None,
     ) -> None:
         if not hasattr(sequence.stop_checker, "fork"):
             raise UnsupportedCombinationError(
@@ -93,6 +96,7 @@ class Rollouts:
         self.sums_logprobs = sums_logprobs
         self.temperature = temperature
         self.runner = runner
+        self.on_token = on_token
         self._branches: list[Sequence] = []
 
     def extend(self, is_done: Callable[[int], bool]) -> Extending:
@@ -148,6 +152,7 @@ class Rollouts:
             sums_logprobs=self.sums_logprobs,
             temperature=self.temperature if temperature is None else temperature,
             runner=self.runner,
+            on_token=self.on_token,
         )
         group._branches = [
             group._branch(self._branches[ancestor], rollout)
@@ -230,6 +235,8 @@ class Rollouts:
         rollout, branch = self.rollouts[number], self._branches[number]
         if self.sums_logprobs:
             rollout.total += log_probability(row, token)
+        if self.on_token is not None:
+            self.on_token(number, branch, row, token)
         branch.emit([token])
         rollout.tokens.append(token)
         if branch.compute_logprobs is not None:

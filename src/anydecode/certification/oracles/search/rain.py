@@ -13,7 +13,7 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
-from anydecode.certification.oracles.scripted_rows import log_softmax, logits_after
+from anydecode.certification.oracles.scripted_rows import logits_after
 from anydecode.decoders.search.rain import Rain
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
@@ -27,16 +27,18 @@ _QUESTION = re.compile(
 )
 
 
-def goodness(text: bytes) -> int:
-    """What the model finds of a text, by its last letter."""
-    return 0 if not text else -1 if text[-1:] < b"g" else 0 if text[-1:] < b"k" else 1
+def goodness(text: bytes, first: int = ord("k")) -> int:
+    """What the model finds of a text, by its last letter: before `first` it is bad, and from the
+    second letter behind it good."""
+    last = text.rstrip(b",.")[-1:]
+    return 0 if not last else -1 if last[0] < first else 0 if last[0] < first + 2 else 1
 
 
 class SelfJudge(ScriptedModel):
     """Pseudo-random letters. Asked whether a reply is good it names the right letter, or, if it
     does not know, always the first. Tokens of one group have similar embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = ord("k")) -> None:
         @cache
         def letters(last: tuple[int, ...]) -> np.ndarray:
             row = np.full(259, -30.0, np.float32)
@@ -49,12 +51,14 @@ class SelfJudge(ScriptedModel):
             asked = _QUESTION.match(bytes(token for token in seen if token < 256))
             if asked is None:
                 return letters(tuple(seen[-2:]))
-            row, found = np.zeros(259, np.float32), goodness(asked[3])
+            self.judged.add(asked[3])
+            row, found = np.zeros(259, np.float32), goodness(asked[3], first)
             says_first = found == 0 or (found == 1) == (asked[1] == b"harmless")
             row[ord("A") if says_first else ord("B")] = 1.0
             return row
 
         super().__init__(script)
+        self.judged: set[bytes] = set()
         random = np.random.default_rng(8)
         groups = random.normal(size=(7, 4))
         self.vectors = groups[np.arange(259) % 7] + 0.1 * random.normal(size=(259, 4))
@@ -68,10 +72,6 @@ def written(tokens: list[int]) -> bytes:
     return bytes(token for token in tokens if token < 256)
 
 
-def ends_phrase(new: list[int]) -> bool:
-    return re.search(rb"[,.?:;\n]", written(new)) is not None or len(new) == 64
-
-
 Tree = dict[str, Any]
 
 
@@ -83,134 +83,174 @@ def replay(
     k: int = 10,
     visits: int = 50,
     value_of: Callable[[bytes], float] = goodness,
-) -> tuple[list[int], int]:
-    """The answer, and how often nodes were given another child."""
+) -> tuple[list[int], set[bytes], int]:
+    """The answer, the texts that were valued, and how often nodes were given another child."""
     noise, used, widened = Noise(seed).with_purpose("search"), 0, 0
+    valued: set[bytes] = set()
 
     def is_over(text: list[int]) -> bool:
         return len(text) == limit or text[-1:] == [EOS]
 
-    def grown(text: list[int], stream: int | None, ends: Callable[[list[int]], bool]) -> list[int]:
-        """The tokens that follow `text`; greedy ones without a stream."""
+    def next_token(text: list[int], stream: int | None, among: int) -> tuple[int, float]:
+        """The token behind `text` and its share among the `among` most probable ones."""
+        row = logits_after(model, PROMPT + text).astype(np.float64)
+        row[np.argsort(-row, kind="stable")[among:]] = -np.inf
+        keys = row
+        if stream is not None:
+            gumbel = noise.forked(1 + stream % 4095).gumbel(range(len(row)), len(PROMPT + text))
+            keys = row + gumbel
+        token = int(keys.argmax())
+        return token, float(np.exp(row[token]) / np.exp(row).sum())
+
+    def phrase_behind(text: list[int], stream: int) -> list[int]:
         new: list[int] = []
-        while not is_over(text + new) and not ends(new):
-            row = logits_after(model, PROMPT + text + new).astype(np.float64)
-            if stream is not None:
-                rare = np.argsort(-row, kind="stable")[15:]
-                place = len(PROMPT) + len(text) + len(new)
-                row = row + noise.forked(1 + stream % 4095).gumbel(range(len(row)), place)
-                row[rare] = -np.inf
-            new.append(int(row.argmax()))
+        while not (is_over(text + new) or len(new) == 64):
+            if re.search(rb"[,.?:;\n]\Z", bytes(PROMPT) + written(text + new)):
+                break
+            new.append(next_token(text + new, stream, 259)[0])
         return new
 
-    def leaf(text: list[int], tokens: list[int]) -> Tree:
-        log, vectors = 0.0, np.asarray(model.vectors[tokens], np.float32).astype(np.float64)
-        for i, token in enumerate(tokens):
-            log += log_softmax(logits_after(model, PROMPT + text + tokens[:i]))[token]
-        mean = vectors.mean(axis=0)
-        return {"set": tokens, "p": np.exp(log), "e": mean / np.linalg.norm(mean), "n": 0.0,
-                "q": 0.0, "kids": [], "tries": 0}  # fmt: skip
+    def leaf(step: int, tokens: list[int], p: float) -> Tree:
+        return {"set": tokens, "step": step, "raw": p, "p": p, "e": [], "n": 0.0, "own": 0,
+                "q": 0.0, "kids": []}  # fmt: skip
 
-    def sets(text: list[int], size: int, streams: list[int]) -> list[list[int]]:
-        found = [grown(text, None, lambda new: len(new) == size)]
-        for stream in streams:
-            one = grown(text, stream, lambda new: len(new) == size)
-            found += [one] if one not in found else []
+    def sets(node: Tree, text: list[int], count: int, first: int) -> list[Tree]:
+        size = {0: 1, 1: 2, 2: 4}.get(node["step"], 10)
+        if size == 1:
+            row = logits_after(model, PROMPT + text).astype(np.float64)
+            best = np.argsort(-row, kind="stable")[:count]
+            shares = np.exp(row[best]) / np.exp(row[best]).sum()
+            return [leaf(1, [int(token)], float(p)) for token, p in zip(best, shares, strict=True)]
+        found: list[Tree] = []
+        for stream in (None, *range(first, first + count - 1)):
+            new: list[int] = []
+            p = 1.0
+            while len(new) < size and not is_over(text + new):
+                token, share = next_token(text + new, stream, 15)
+                new, p = [*new, token], p * share
+            if all(one["set"] != new for one in found):
+                found.append(leaf(node["step"] + 1, new, p))
+        others = [one["raw"] for one in found[1:]]
+        if others:
+            found[0]["raw"] = max(min(found[0]["raw"], sum(others)), max(others) + min(others))
         return found
+
+    def mixed(shares: list[float]) -> list[float]:
+        parts = [0.75 * one + 0.25 / len(shares) for one in shares]
+        return [one / sum(parts) for one in parts]
+
+    def shared(kids: list[Tree], at_root: bool) -> list[float]:
+        shares = [one["raw"] / sum(one["raw"] for one in kids) for one in kids]
+        return mixed(shares) if at_root else shares
 
     def is_stuck(node: Tree) -> bool:
         kids = node["kids"]
-        spread = np.linalg.norm(np.array([kid["e"] for kid in kids]).var(axis=0))
-        return bool(
-            node["tries"] < 20 and max(k["q"] for k in kids) < 0 and spread < 0.03 * len(kids)
-        )
+        if len(kids) in (1, 20) or not all(kid["e"] for kid in kids):
+            return False
+        means = np.array([np.mean(kid["e"], axis=0) for kid in kids])
+        deviations = ((means - means.mean(axis=0)) ** 2).sum(axis=0) / (len(kids) - 1)
+        spread = float(np.sqrt((deviations**2).sum()))
+        return max(kid["q"] for kid in kids) < 0 and spread < 0.03 * len(kids[0]["set"])
 
-    def below(node: Tree) -> list[Tree]:
-        return [one for kid in node["kids"] for one in (kid, *below(kid))]
+    def rank(node: Tree, kid: Tree) -> float:
+        q = (kid["q"] + 1) / 2 if kid["n"] else 0.0
+        return float(q + 2 * kid["p"] * np.sqrt(node["n"]) / (1 + kid["n"]))
 
     def learn(node: Tree, value: float, weight: float) -> None:
         node["q"] = (node["q"] * node["n"] + value * weight) / (node["n"] + weight)
         node["n"] += weight
 
-    def walked(root: Tree, low: float, high: float) -> list[Tree]:
-        path = [root]
-        while path[-1]["kids"] and not is_stuck(path[-1]):
-            ranks = []
-            for kid in path[-1]["kids"]:
-                p = kid["p"]
-                if len(path) == 1:
-                    p = 0.75 * p + 0.25 / len(root["kids"])
-                q = (kid["q"] - low) / (high - low) if high > low else 0.0
-                ranks.append(q + 2 * p * np.sqrt(path[-1]["n"]) / (1 + kid["n"]))
-            path.append(path[-1]["kids"][int(np.argmax(ranks))])
-        return path
+    def direction(tokens: list[int]) -> np.ndarray:
+        mean = np.asarray(model.vectors[tokens], np.float32).astype(np.float64).mean(axis=0)
+        return np.asarray(mean / np.linalg.norm(mean))
 
-    root: Tree = leaf([], [0])
+    root: Tree = leaf(0, [], 1.0)
     text: list[int] = []
     while not is_over(text):
-        before = root["n"]
+        before = root["own"]
         while True:
-            if root["kids"]:
-                top = max(root["kids"], key=lambda kid: (kid["n"], kid["q"]))
-                if (top["n"] > 6 and top["q"] > 0.8) or root["n"] >= max(visits, before + 15):
-                    break
-            values = [node["q"] for node in below(root)] or [0.0]
-            path = walked(root, min(values), max(values))
-            here = text + [token for node in path[1:] for token in node["set"]]
-            size, node = (1, 2, 4, 10)[min(len(path), 4) - 1], path[-1]
-            if node["kids"]:
-                new = sets(here, size, [used + 1])
-                known = [kid["set"] for kid in node["kids"]]
-                node["kids"] += [leaf(here, one) for one in new if one not in known][-1:]
-                node["tries"] += 1
-                used, widened = used + 2, widened + 1
-                continue
-            phrase: list[int] = []
+            path, here = [root], list(text)
+            while path[-1]["kids"]:
+                node = path[-1]
+                if is_stuck(node):
+                    count = len(node["kids"]) + 1 if node["step"] == 0 else 2
+                    known = [kid["set"] for kid in node["kids"]]
+                    for new in sets(node, here, count, used):
+                        if new["set"] not in known:
+                            node["kids"].append(new)
+                            new["p"] = shared(node["kids"], node is root)[-1]
+                    used, widened = used + 1, widened + 1
+                path.append(max(node["kids"], key=lambda kid: rank(node, kid)))  # noqa: B023
+                here += path[-1]["set"]
+            node, phrase = path[-1], []
             if not is_over(here):
-                phrase = grown(here, used, ends_phrase)
-                streams = list(range(used + 1, used + k))
-                node["kids"] = [leaf(here, one) for one in sets(here, size, streams)]
-            node["tries"], used = k, used + k
+                phrase = phrase_behind(here, used)
+                node["kids"] = sets(node, here, k, used + 1)
+                for kid, p in zip(node["kids"], shared(node["kids"], node is root), strict=True):
+                    kid["p"] = p
+            used += k
+            valued.add(written(here + phrase))
             value = value_of(written(here + phrase))
+            root["own"] += 1
             learn(root, value, 1.0)
+            behind = here[len(text) :] + phrase
             for parent, child in zip(path[:-1], path[1:], strict=True):
+                child["own"] += 1
+                child["e"].append(direction(behind))
+                behind = behind[len(child["set"]) :]
                 learn(child, value, 1.0)
                 for kid in parent["kids"]:
-                    cosine = float(kid["e"] @ child["e"])
-                    if kid is not child and cosine >= 0.95:
-                        learn(kid, value, 0.2 * cosine)
+                    if kid is not child and kid["e"]:
+                        one, other = (np.mean(each["e"], axis=0) for each in (child, kid))
+                        cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+                        if cosine >= 0.95:
+                            learn(kid, value, 0.2 * float(cosine))
+            top = max(root["kids"], key=lambda kid: (kid["n"], kid["q"]))
+            if (top["own"] > 6 and top["q"] > 0.8) or root["own"] >= max(visits, before + 15):
+                break
         root = top
         text += root["set"]
-    return text, widened
+        for kid, p in zip(root["kids"], mixed([kid["p"] for kid in root["kids"]]), strict=True):
+            kid["p"] = p
+    return text, valued, widened
 
 
 @oracle_test("rain")
 def rain() -> Iterator[Check]:
-    """The replays."""
-    model = SelfJudge()
+    """The replays, with two models of which one finds most texts good."""
+    strict, lenient = SelfJudge(), SelfJudge(ord("d"))
 
     def by_count(prompt: str, texts: list[str]) -> list[float]:
+        strict.judged.update(text.encode() for text in texts)
         return [counted(text.encode()) for text in texts]
 
     def counted(text: bytes) -> float:
         return -0.5 - 0.5 * text.count(b".") / max(1, len(text))
 
-    # Of each: its decoder, how many texts, their tokens, and what its replay is told.
-    settings: dict[str, tuple[Any, int, int, dict[str, Any]]] = {
-        "rain": ("rain", 6, 9, {}),
-        "rain:k=2,simulations=30": ("rain:k=2,simulations=30", 4, 24, {"k": 2, "visits": 30}),
-        "bad texts only": (Rain(3, 12, by_count), 3, 9,
+    def leniently(text: bytes) -> float:
+        return goodness(text, ord("d"))
+
+    # Of each: its model and decoder, how many texts, their tokens, and what its replay is told.
+    settings: dict[str, tuple[SelfJudge, Any, int, int, dict[str, Any]]] = {
+        "rain": (strict, "rain", 4, 9, {}),
+        "most texts good": (lenient, "rain", 6, 9, {"value_of": leniently}),
+        "rain:k=2,simulations=30": (strict, "rain:k=2,simulations=30", 4, 24,
+                                    {"k": 2, "visits": 30}),
+        "bad texts only": (strict, Rain(3, 12, by_count), 3, 9,
                            {"k": 3, "visits": 12, "value_of": counted}),
     }  # fmt: skip
-    for name, (decoder, count, limit, values) in settings.items():
+    for name, (model, decoder, count, limit, values) in settings.items():
         wrong = total = 0
+        valued: set[bytes] = set()
+        model.judged = set()
         with LLM(model, tokenizer=ByteTokenizer(), cache_positions=16384) as llm:
             for seed in range(count):
                 found = llm.generate(PROMPT, decoder=decoder, seed=seed, max_tokens=limit)
-                expected, widened = replay(model, seed, limit, **values)
-                wrong += found.tokens != expected
+                expected, added, widened = replay(model, seed, limit, **values)
+                valued |= added
+                wrong += (found.tokens, model.judged) != (expected, valued)
                 total += widened
-        detail = f"{wrong} of {count} wrong, {total} added continuations"
+        detail = f"{wrong} of {count} wrong, {len(valued)} texts, {total} added sets"
         expects_more = name == "bad texts only"
         yield Check(f"{name} equals its replay", wrong == 0 and (total > 0) >= expects_more, detail)
 
