@@ -54,9 +54,18 @@ def test_certificate_rejects_parts_that_end_with_their_tokens_only(
     assert_rejected("simul-mt")
 
 
-def test_certificate_rejects_another_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simul_mt, "EXTRA", -1)
+@pytest.mark.parametrize("name, value", [("EXTRA", 24), ("TOKENS_PER_WORD", 3)])
+def test_certificate_rejects_another_limit(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: int
+) -> None:
+    monkeypatch.setattr(simul_mt, name, value)
     assert_rejected("simul-mt")
+
+
+def test_the_last_part_of_a_trained_model_has_a_limit() -> None:
+    with part_llm(ends=False) as llm:
+        found = llm.generate(SOURCES[2], decoder=f"{TRAINED},source==", max_tokens=240)
+    assert found.finish_reason == "stop" and len(found.tokens) < 2 * (2 + 25) * 2
 
 
 def test_nothing_is_computed_twice() -> None:

@@ -57,7 +57,7 @@ _STATE: StateKey[Progress] = StateKey("simul-mt", "progress")
         "simul-mt",
         "search",
         paper="STACL (arXiv:1810.08398); LLMs Can Achieve High-quality Simultaneous Machine"
-        " Translation as Efficiently as Offline",
+        " Translation as Efficiently as Offline (arXiv:2504.09570)",
         exactness="lossy",
         summary="Reads a source word by word and writes its translation meanwhile, by wait-k or by"
         " the decisions of a trained model.",
@@ -69,7 +69,8 @@ _STATE: StateKey[Progress] = StateKey("simul-mt", "progress")
             " is for models with an encoder",
             "with wait-k a part of the target is one word, and one that the model ends at once is"
             " empty",
-            "no part is forced at the ends of sentences, as the authors' document mode does",
+            "no part is forced at the ends of sentences, as the authors' document mode does, and"
+            " none ends after 128 tokens, the default of their script",
         ),
         missing=("the training of a model on interleaved texts",),
         remote={
@@ -89,7 +90,7 @@ class SimulMt(Decoder):
     further one. With "trained", the model is asked after each word: a part is written if its most
     probable token, the ends of text and part left out, is `end_of_read`. A part goes on to
     `end_of_write`, or to twice as many tokens as the number of words read for it plus 25. When all
-    words are read, the rest is written.
+    words are read, the rest is written; with "trained" as one more part.
 
     With tracing, each pass that writes has the tokens and how many words had been read: its delay.
     See `average_lagging`.
@@ -126,6 +127,10 @@ class SimulMt(Decoder):
             raise UnsupportedCombinationError(
                 "simul-mt reads the prompt in parts: it works with no constraint and no second"
                 " prompt"
+            )
+        if self.policy == "trained" and not sequence.tokenizers[TARGET].eos_ids:
+            raise UnsupportedCombinationError(
+                "simul-mt:policy=trained needs a tokenizer with an end token"
             )
         self._marks(sequence.tokenizers[TARGET])
         split_source(sequence.tokenizers[TARGET], sequence.prompt, self.source)
@@ -201,10 +206,9 @@ class SimulMt(Decoder):
         assert state.part is not None
         if token in tokenizer.eos_ids or (self.policy == "trained" and token == write[0]):
             return True
-        limit = (state.num_read - state.first_read + EXTRA) * TOKENS_PER_WORD
-        if is_over:
+        if is_over and self.policy == "wait-k":
             return False
-        if len(state.part) >= limit:
+        if len(state.part) >= (state.num_read - state.first_read + EXTRA) * TOKENS_PER_WORD:
             return True
         text = b"".join(map(tokenizer.token_bytes, state.part))
         begins = tokenizer.token_bytes(token)[:1].isspace()

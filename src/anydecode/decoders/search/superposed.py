@@ -92,7 +92,8 @@ _STATE: StateKey[Drafts] = StateKey("superposed", "drafts")
             "the n-grams are those of the prompt, and of the file `texts`; the paper's are those of"
             " 100,000 documents of RedPajama",
             "the text is emitted when all texts have ended, not while they grow",
-            "the search ends when as many texts as asked for have ended",
+            "the search ends when `k` texts have ended",
+            "long texts are not reset to one of them from time to time",
         ),
         remote={"k": Range(1, 10), "alpha": Range(0, 1), "temperature": Range(0.02, 10)},
     )

@@ -24,25 +24,28 @@ TRAINED = "simul-mt:policy=trained,end_of_read=<r>,end_of_write=<w>"
 LIMIT = 24
 
 
-def part_model(seed: int = 6) -> ScriptedModel:
-    """Pseudo-random pieces; the marks of the first kind are probable, the end is not."""
+def part_model(seed: int = 6, *, ends: bool = True) -> ScriptedModel:
+    """Pseudo-random pieces; the marks of the first kind are probable, the end is not. Unless it
+    `ends` parts, neither by a mark nor by a word."""
 
     @cache
     def row_after(last: tuple[int, ...]) -> np.ndarray:
         row = np.random.default_rng([seed, *last]).normal(size=END + 1)
         row[[READ, WRITE]] += 1.0
         row[END] -= 1.5
+        if not ends:
+            row[[0, 1, 3, WRITE, END]] -= 30.0
         return np.asarray(row, np.float32)
 
     return ScriptedModel(lambda seen: row_after(tuple(seen[-3:])), vocab_size=END + 1)
 
 
-def part_llm() -> LLM:
-    return LLM(part_model(), tokenizer=PieceTokenizer(*PIECES), cache_positions=4096)
+def part_llm(*, ends: bool = True) -> LLM:
+    return LLM(part_model(ends=ends), tokenizer=PieceTokenizer(*PIECES), cache_positions=4096)
 
 
 def replay(
-    model: ScriptedModel, source: str, seed: int, heat: float, k: int | None
+    model: ScriptedModel, source: str, seed: int, heat: float, k: int | None, limit: int = LIMIT
 ) -> tuple[list[int], list[int]]:
     """The text, and how many words had been read before each of its tokens; by a trained model if
     there is no k."""
@@ -82,14 +85,15 @@ def replay(
             token = draw(row)
             is_last = used == len(words)
             ends = token == END or (k is None and token == WRITE)
-            if not is_last:
+            if k is None or not is_last:
                 ends |= len(part) == 2 * (used - last + 25)
+            if not is_last:
                 ends |= k is not None and (*PIECES, "")[token][:1] == " " and len(part) > 0
             if ends and not is_last:
                 break
             text.append(END if ends else token)
             delays.append(used)
-            if ends or len(text) == LIMIT:
+            if ends or len(text) == limit:
                 return text, delays
             part.append(token)
             context.append(token)
@@ -119,6 +123,15 @@ def simul_mt() -> Iterator[Check]:
                     lags |= set(delays)
             detail = f"{wrong} of 12 wrong, {len(lags)} different delays"
             yield Check(f"{decoder} equals its replay", wrong == 0, detail)
+    with part_llm(ends=False) as llm:
+        for decoder, k in (("simul-mt:k=1", 1), (TRAINED + ",source==", None)):
+            wrong, count, model = 0, 240, part_model(ends=False)
+            for source in SOURCES:
+                found = llm.generate(source, decoder=decoder, max_tokens=count, trace=True)
+                expected, delays = replay(model, source, 0, 0.0, k, count)
+                read = [one["num_read"] for one in found.trace or ()]
+                wrong += (found.tokens, read) != (expected, delays)
+            yield Check(f"{decoder} equals its replay, long parts", wrong == 0, f"{wrong} of 3")
     for k in (1, 3, 5):
         lag = average_lagging([min(k + i, 9) for i in range(9)], 9, 9)
         yield Check(f"wait-{k} lags {k} words behind", lag == k, f"{lag:g}")
