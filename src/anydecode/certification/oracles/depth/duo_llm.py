@@ -1,0 +1,91 @@
+"""Oracle test of Duo-LLM's oracle: all patterns of MLPs of each token, one forward pass each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.depth.fewer_layers import layered
+from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.rounds import TracedRound, plain_token, rounds
+from anydecode.models.network import Network
+
+LAYERS, FIRST, COUNT = 10, 1, 8
+#: Nats by which float32 may differ.
+CLOSE = 1e-3
+
+
+class PatternForward(Forward):
+    """Scores a position with some of its MLPs, with or without keeping it."""
+
+    def step_pattern(self, token: int, skipped: set[int], keep: bool) -> np.ndarray:
+        x, length = self._embedding(token), len(self.keys[0])
+        for layer in range(LAYERS):
+            x = x + self._attention(x, layer)
+            x = x + (0 if layer in skipped else self._mlp(x, layer))
+        if not keep:
+            for rows in (*self.keys, *self.values):
+                del rows[length:]
+        return self._logits(x)
+
+
+def nats(logits: np.ndarray, label: int) -> float:
+    """-ln of the label's probability."""
+    return float(np.logaddexp.reduce(logits) - logits[label])
+
+
+@oracle_test("duo-llm")
+def duo_llm() -> Iterator[Check]:
+    """Of ten layers, the eight in the middle have a choice."""
+    for temperature, decoder, budget in ((0.0, "duo-llm", None), (0.9, "duo-llm:budget=3", 3)):
+        where = f"T={temperature}, budget {budget}"
+        with layered(LAYERS, 1.0) as llm:
+            network: Network = llm.model.network  # type: ignore[attr-defined]
+            trace = rounds(llm, decoder, "abcab", 5, temperature=temperature)
+        forward = PatternForward(network)
+        for token in b"abca":
+            forward.step_pattern(token, set(), keep=True)
+        results = [_equals(forward, one, budget, temperature) for one in trace]
+        names = ("tokens", "losses", "best patterns", "controls")
+        for name, equal in zip(names, zip(*results, strict=True), strict=True):
+            yield Check(f"{where}: {name} equal the replay", all(equal))
+        chosen = {tuple(one.entry["pattern"]) for one in trace}
+        yield Check(f"{where}: tokens choose different patterns", len(chosen) > 1)
+        gains = [one.entry["full_loss"] - one.entry["loss"] for one in trace]
+        yield Check(f"{where}: choices predict better", float(np.mean(gains)) > 0, f"{gains}")
+
+
+def _equals(
+    forward: PatternForward, one: TracedRound, budget: int | None, temperature: float
+) -> list[bool]:
+    """Whether the token, the losses of all patterns, the best one and the control are right."""
+    token, entry = one.text[-1], one.entry
+    middle = range(FIRST, FIRST + COUNT)
+    table: dict[frozenset[int], np.ndarray] = {}
+    for size in range(COUNT + 1):
+        for run in combinations(middle, size):
+            table[frozenset(run)] = forward.step_pattern(token, set(middle) - set(run), keep=False)
+    full = forward.step_pattern(token, set(), keep=True)
+    label = plain_token(full, len(one.text), temperature)
+    wrong = abs(entry["full_loss"] - nats(full, label))
+    for number, loss in enumerate(entry["losses"]):
+        chosen = frozenset(FIRST + i for i in range(COUNT) if number >> i & 1)
+        wrong = max(wrong, abs(loss - nats(table[chosen], label)))
+    allowed = {run: row for run, row in table.items() if budget in (None, len(run))}
+    chosen = frozenset(entry["pattern"])
+    least = min(nats(row, label) for row in allowed.values())
+    is_best = chosen in allowed and nats(allowed[chosen], label) < least + CLOSE
+    controls = [
+        (nats(full, other), min(nats(row, other) for row in allowed.values()))
+        for other in sorted(set(one.text))
+    ]
+    found = entry["control_full_loss"], entry["control_loss"]
+    return [
+        one.generated == [label],
+        wrong < CLOSE and len(entry["losses"]) == 2**COUNT,
+        is_best and abs(entry["loss"] - least) < CLOSE,
+        any(np.allclose(found, expected, atol=CLOSE) for expected in controls),
+    ]
