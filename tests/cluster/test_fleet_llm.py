@@ -285,3 +285,17 @@ def test_constraints_are_the_same_after_a_message(alone: LLM, constraint: Any) -
 def test_workers_name_themselves() -> None:
     with LLM(MODEL, **OPTIONS) as llm:
         assert Worker(llm, SECRET).join_frame("x", ("h", 1))["name"] == f"worker-{os.getpid()}"
+
+
+def test_the_server_shows_the_workers(fleet: FleetLLM, workers: list[LLM]) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    httpx = pytest.importorskip("httpx")
+    from anydecode.server.running import LiveServer
+    from anydecode.server.settings import Settings
+
+    fleet.generate(PROMPT, max_tokens=4)
+    with LiveServer(fleet, Settings(name="m", port=0)) as server:
+        live = httpx.get(f"{server.url}/live").json()["fleet"]
+    assert {one["role"] for one in live["workers"]} == {"prefill", "decode"}
+    assert live["counts"] == fleet.status()["counts"] and live["waiting"] == live["running"] == 0

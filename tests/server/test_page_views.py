@@ -419,6 +419,35 @@ def test_the_charts_of_the_load_are_in_line(browser: Browser, width: int) -> Non
     assert len({chart - box for box, chart in boxes}) == 1
 
 
+def test_the_workers_of_a_fleet_are_shown(
+    browser: Browser, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {"tasks": 1, "waiting_rows": 2000, "leases": 3, "passes": 4, "rows": 5, "hits": 6}
+    workers = [
+        {"name": name, "role": "decode", "state": state, "positions": 200, "used": 50, **numbers}
+        for name, state in (("decode-10", "silent"), ("decode-2", "ready"))
+    ]
+    counts = {"tasks": 7, "lost_workers": 1}
+    monkeypatch.setattr(
+        llm.driver,
+        "status",
+        lambda: {"workers": [{**one, "scenario": None} for one in workers], "counts": counts},
+    )
+    show(browser, "load")
+    rows = "[...document.querySelectorAll('#fleet tr')].map((one) => one.innerText.split('\\t'))"
+    browser.until(f"{rows}.length === 3")
+    heads, first, second = browser.script(f"return {rows}")
+    assert (first[0], second[0]) == ("decode-2", "decode-10") and "Scenario" not in heads
+    shown = ["decode", "ready", "1", "2,000", "25.0 %", "3", "4", "5", "6"]
+    assert first[1:] == shown and len(heads) == len(first)
+    browser.until(
+        "document.getElementById('load-details').innerText.endsWith('tasks 7, lost workers 1.')"
+    )
+    browser.tab_to("element.matches('#fleet .scroll')")
+    monkeypatch.undo()
+    browser.until("document.getElementById('fleet').hidden")
+
+
 def test_a_list_of_decoders_is_used_with_the_keyboard(browser: Browser) -> None:
     show(browser, "race")
     select = "document.querySelector('article select')"

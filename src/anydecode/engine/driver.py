@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from anydecode.engine.engine import Engine, Job
 from anydecode.errors import EngineStoppedError
@@ -49,6 +50,10 @@ class Driver:
     def num_waiting(self) -> int:
         """Number of sequences that wait to run."""
         return len(self.engine.waiting)
+
+    def status(self) -> dict[str, Any] | None:
+        """The state of the workers that run the jobs, as JSON; None: this process runs them."""
+        return None
 
     @property
     def error(self) -> EngineStoppedError | None:

@@ -70,7 +70,14 @@ _PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 #: The load of a model that is not loaded.
-_NO_LOAD = {"running": 0, "waiting": 0, "preemptions": 0, "num_tokens": 0, "runners": {}}
+_NO_LOAD = {
+    "running": 0,
+    "waiting": 0,
+    "preemptions": 0,
+    "num_tokens": 0,
+    "runners": {},
+    "fleet": None,
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in {
@@ -313,7 +320,8 @@ def _add_metrics(app: FastAPI, models: ServedModels) -> None:
     async def live(model: str | None = None) -> Response:
         """The current load of a model, for the web page; without `model`, of the first one."""
         served = models.find(model)
-        load = _NO_LOAD if served.service is None else _load(served.service.llm)
+        service = served.service
+        load = _NO_LOAD if service is None else await asyncio.to_thread(_load, service.llm)
         return JSONResponse({"model": served.model.name, "status": served.status, **load})
 
     @app.get("/decoders", responses={404: _ERRORS[404], 503: _ERRORS[503]})
@@ -326,7 +334,7 @@ def _add_metrics(app: FastAPI, models: ServedModels) -> None:
 
 
 def _load(llm: LLM) -> dict[str, Any]:
-    """The current load of an engine."""
+    """The current load of an engine, and of the workers that compute for it, if any."""
     engine = llm.engine
     runners = {
         name: {
@@ -344,6 +352,7 @@ def _load(llm: LLM) -> dict[str, Any]:
         "preemptions": engine.num_preemptions,
         "num_tokens": engine.num_tokens,
         "runners": runners,
+        "fleet": llm.driver.status(),
     }
 
 

@@ -2,6 +2,7 @@
 
 import { getOfModel, inWords } from "./api.js";
 import { at, make } from "./dom.js";
+import { cacheOfFleet, drawFleet, fleetInWords } from "./fleet.js";
 
 const NUM_SAMPLES = 120;
 const [WIDTH, HEIGHT] = [240, 64];
@@ -61,7 +62,8 @@ function draw(name) {
 }
 
 function sampleOf(live, now) {
-  const { used, capacity } = live.runners.target ?? { used: 0, capacity: 1 };
+  const own = live.runners.target ?? { used: 0, capacity: 1 };
+  const { used, capacity } = live.fleet ? cacheOfFleet(live.fleet) : own;
   const seconds = last ? (now - last.now) / 1000 : 0;
   const tokens = last ? Math.max(0, live.num_tokens - last.live.num_tokens) : 0;
   const running = last ? (live.running + last.live.running) / 2 : live.running;
@@ -76,6 +78,7 @@ function sampleOf(live, now) {
 
 function details(live) {
   if (live.status !== "loaded") return "The model is not loaded: the next request for it loads it.";
+  if (live.fleet) return `${live.num_tokens} tokens since the start. ${fleetInWords(live.fleet)}`;
   const runners = Object.entries(live.runners).map(([name, runner]) =>
     `${name}: ${runner.used} of ${runner.capacity} cache positions, ${runner.shared} with prefixes, ${runner.passes} passes`);
   return `${live.num_tokens} tokens since the start; ${live.preemptions} preemptions. ${runners.join("; ")}.`;
@@ -92,6 +95,7 @@ async function refresh() {
     if (at("load").hidden) return;
     Object.keys(CHARTS).forEach(draw);
     at("load-details").textContent = details(live);
+    drawFleet(live.fleet);
   } catch (error) {
     last = null;
     if (at("load-error").textContent !== inWords(error)) at("load-error").textContent = inWords(error);
