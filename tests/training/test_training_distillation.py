@@ -164,6 +164,8 @@ def test_distillation_loss_decreases(method: str) -> None:
     for _ in range(15):
         if method == "cd4lm":
             loss = distillation.dscd(student, teacher, [part], 0.5, recipe, _generator())
+        elif method == "duo":
+            loss = distillation.closer(student, teacher, [part], 4, _generator())
         else:
             loss = distillation.certainty(student, [part], recipe, _generator())
         optimizer.zero_grad()

@@ -116,7 +116,11 @@ def train_diffusion(
 def train_distilled(
     method: Annotated[
         str,
-        typer.Option("--method", help="Distillation method: cd4lm, dparallel, deer or specdiff-2."),
+        typer.Option(
+            "--method",
+            help="Distillation method: cd4lm, dparallel, duo (for models whose noise is random"
+            " tokens), deer or specdiff-2.",
+        ),
     ],
     model: Annotated[
         str, typer.Option("--model", "-m", help="Masked-diffusion model to start from.")

@@ -4,8 +4,8 @@ data that the package generates.
 `dscd` (Liang et al., CD4LM, arXiv:2601.02236) trains the student to agree with the teacher under
 nested masks: the teacher's mask is a subset of the student's. `certainty` (Chen et al., dParallel,
 arXiv:2509.26488) lowers the model's entropy where it is right, on its own answers. Both train all
-weights instead of a low-rank adapter, which is enough at this size. `deer` and `specdiff-2`: see
-`draft_distillation.py`.
+weights instead of a low-rank adapter, which is enough at this size. `duo`: see `consistency.py`;
+`deer` and `specdiff-2`: see `draft_distillation.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from anydecode.api.llm import LLM
 from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.training.consistency import ROUNDS, consistency, distance
 from anydecode.training.data import sample_texts
 from anydecode.training.denoising import denoise
 from anydecode.training.draft_distillation import (
@@ -39,7 +40,7 @@ from anydecode.training.teachers import Teacher, open_teacher, save_student
 from anydecode.training.tokenizer import OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
 
-METHODS = ("cd4lm", "dparallel", "deer", "specdiff-2")
+METHODS = ("cd4lm", "dparallel", "duo", "deer", "specdiff-2")
 #: Methods that train a draft model on answers of a target, and the answers' temperature.
 DRAFTING = {"deer": 0.0, "specdiff-2": 1.0}
 
@@ -88,6 +89,8 @@ def distil(
         raise InvalidRequestError(
             f"block={recipe.block} does not divide the model's blocks of {size} positions"
         )
+    if recipe.method == "duo" and size is not None:
+        raise InvalidRequestError("duo distils models whose rows see the whole canvas")
     with ExitStack() as stack:
         target = None
         if recipe.method in DRAFTING:
@@ -112,6 +115,7 @@ def _train(
     methods that train a draft model."""
     special = teacher.special
     student = copy.deepcopy(teacher.model).train()
+    earlier, current_round = copy.deepcopy(teacher.model).eval(), 0
     optimizer = torch.optim.AdamW(student.parameters(), recipe.rate, (0.9, 0.98), weight_decay=0.01)
     generator = torch.Generator().manual_seed(recipe.seed)
     losses = []
@@ -124,6 +128,12 @@ def _train(
         elif recipe.method == "cd4lm":
             progress = step / recipe.steps
             loss = dscd(student, teacher.model, canvases, progress, recipe, generator, special)
+        elif recipe.method == "duo":
+            this_round = step * ROUNDS // recipe.steps
+            if this_round > current_round:
+                earlier.load_state_dict(student.state_dict())
+                current_round = this_round
+            loss = closer(student, earlier, canvases, this_round, generator, special)
         else:
             loss = certainty(student, canvases, recipe, generator, special)
         optimizer.zero_grad(set_to_none=True)
@@ -259,6 +269,22 @@ def nested_masks(part: Canvases, generator: torch.Generator) -> tuple[torch.Tens
         student_mask[row, positions] = True
         teacher_mask[row, positions[:num_teacher]] = True
     return student_mask, teacher_mask
+
+
+def closer(
+    student: Transformer,
+    earlier: Transformer,
+    canvases: list[Canvases],
+    current_round: int,
+    generator: torch.Generator,
+    special: SpecialTokens = OWN_TOKENS,
+) -> torch.Tensor:
+    """The loss of `duo`; `earlier` is the student at the start of the round."""
+    total, apart = torch.zeros(()), distance(current_round)
+    for part in canvases:
+        given = part.tokens, part.start, student.shape.vocab, apart, generator, special
+        total = total + consistency(student, earlier, *given) * len(part.tokens)
+    return total / sum(len(part.tokens) for part in canvases)
 
 
 def certainty(

@@ -82,9 +82,10 @@ class Duo(UniformDenoiser):
             "time runs from 1 to 0 in equal steps over each block; the released code stops at 1e-5,"
             " and at time 1 one of 1000 tokens is not noise",
             "kappa is constant over time",
+            "discrete consistency distillation (train distil --method duo) is for models without a"
+            " time input, and does not average the weights over the training",
             STATEFUL,
         ),
-        missing=("discrete consistency distillation",),
         remote={
             "steps": Range(1, 4096),
             "kappa": Range(0, 1),
