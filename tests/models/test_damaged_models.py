@@ -420,7 +420,7 @@ def test_learned_positions_bound_the_context() -> None:
 @pytest.mark.parametrize(
     ("model_type", "change", "message"),
     [
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("olmo", {"clip_qkv": -1}, "clip_qkv is -1"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk is .*the same number for every layer"),

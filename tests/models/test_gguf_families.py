@@ -374,6 +374,9 @@ CASES = {
     "starcoder2": Case("Starcoder2", "starcoder2"),
     "starcoder2 no bias": Case("Starcoder2", "starcoder2", {"use_bias": False}),
     "cohere": Case("Cohere", "command-r", {"logit_scale": 0.5}, {"logit_scale": 0.5}),
+    "cohere norms": Case(
+        "Cohere", "command-r", {"logit_scale": 0.5, "use_qk_norm": True}, {"logit_scale": 0.5}
+    ),
     "cohere2": Case(
         "Cohere2",
         "cohere2",
@@ -392,6 +395,16 @@ CASES = {
         "stablelm",
         {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
         {"rope.dimension_count": 6, "use_parallel_residual": True},  # as the converter writes it
+    ),
+    "stablelm norms": Case(
+        "StableLm",
+        "stablelm",
+        {
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+        {"rope.dimension_count": 6, "use_parallel_residual": True},
     ),
     "stablelm parallel": Case(
         "StableLm",
@@ -522,7 +535,7 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
 
 def _stored(model: Any) -> Iterator[tuple[str, Any]]:
     """The tensors of a model; the experts of Llama 4 as matrices `[experts, out, in]`, and the
-    projections of streams of Gemma 3n as stacks."""
+    projections of streams of Gemma 3n and the norms of heads of StableLM 2 as stacks."""
     import torch
 
     stacks: dict[str, list[Any]] = {}
@@ -534,6 +547,8 @@ def _stored(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, parameter.transpose(1, 2)
         elif name.startswith(("model.altup_projections", "model.altup_unembed_projections")):
             stacks.setdefault(name.split(".")[1], []).append(parameter)
+        elif "_layernorm.norms." in name:
+            stacks.setdefault(name.removeprefix("model.").split(".norms.")[0], []).append(parameter)
         elif name.endswith("correct_output_scale"):
             yield f"{name}.weight", parameter
         else:
@@ -562,6 +577,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 NOT_OF_LLAMA_CPP = {
     "granite without factors": "it requires the factors, which the converter always writes",
     "minicpm longrope": "it has no attention factor for contexts longer than the original one",
+    "cohere norms": "it has norms of queries and keys in models of 64 layers only",
     "gemma3n": "it has the sizes of the published models",
     "exaone4": "it has windows in models of 64 layers only",
     "olmo3": "it multiplies the usual attention factor by the one of the file",

@@ -715,6 +715,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.34}, "layer_norm_eps": 1e-3},
     ),
     "stablelm": ("StableLm", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "stablelm norms": (
+        "StableLm",
+        {
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "num_key_value_heads": 2,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.34},
+        },
+    ),
     "stablelm parallel": (
         "StableLm",
         {
@@ -766,6 +775,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**BAMBA, "mamba_n_groups": 2, "mamba_proj_bias": True, "attn_layer_indices": [0, 2]},
     ),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "cohere norms": (
+        "Cohere",
+        {"use_qk_norm": True, "layer_norm_eps": 1e-3, "num_key_value_heads": 2},
+    ),
     "cohere biases": ("Cohere", {"attention_bias": True, "num_key_value_heads": 4}),
     "cohere2": ("Cohere2", {"logit_scale": 0.3, "num_hidden_layers": 4, "sliding_window": 6}),
     "gptj": ("GPTJ", {"rotary_dim": 8}),
@@ -1539,6 +1552,15 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
         "bloom",
         lambda network: setattr(network, "spec", replace(network.spec, has_embedding_norm=False)),
     ),
+    "the norm of the first head for all": (
+        "cohere norms",
+        lambda network: _same_head_norms(network),
+    ),
+    "no norms of heads": ("stablelm norms", lambda network: _each_spec(network, qk_norm=None)),
+    "one norm of all heads": (
+        "stablelm norms",
+        lambda network: _each_spec(network, qk_norm="full"),
+    ),
     "no scale of layers": ("gemma4", lambda network: _each(network, scale=1.0)),
     "values without a norm": ("gemma4", lambda network: _each_spec(network, has_value_norm=False)),
     "experts without factors": ("gemma4 experts", lambda network: _without_factors(network)),
@@ -1570,6 +1592,13 @@ def _each(network: Network, **changes: Any) -> None:
 def _each_spec(network: Network, **changes: Any) -> None:
     layers = tuple(replace(layer, **changes) for layer in network.spec.layers)
     network.spec = replace(network.spec, layers=layers)
+
+
+def _same_head_norms(network: Network) -> None:
+    for shape, layer in zip(network.spec.layers, network.weights.layers, strict=True):
+        assert shape.attention is not None and layer.query_norm is not None
+        first = layer.query_norm[: shape.attention.head_dim]
+        layer.query_norm = np.tile(first, shape.attention.num_heads)
 
 
 def _zero(network: Network, name: str) -> None:

@@ -53,13 +53,20 @@ class RowArithmetic:
         return parts.reshape(x.shape)
 
     def layer_norm(
-        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float
+        self,
+        x: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None,
+        eps: float,
+        groups: int = 1,
     ) -> np.ndarray:
         """See `Backend.layer_norm`."""
-        width = np.float32(x.shape[-1])
-        centred = x - tree_sum(x)[..., None] / width
+        parts = x.reshape(len(x), groups, x.shape[-1] // groups)
+        width = np.float32(parts.shape[-1])
+        centred = parts - tree_sum(parts)[..., None] / width
         variance = tree_sum(centred * centred)[..., None] / width
-        y: np.ndarray = centred / np.sqrt(variance + np.float32(eps)) * weight
+        normed = centred / np.sqrt(variance + np.float32(eps))
+        y: np.ndarray = normed.reshape(x.shape) * weight
         return y if bias is None else y + bias
 
     def add_positions(self, x: np.ndarray, table: Weight) -> np.ndarray:

@@ -783,8 +783,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def layer_norm(self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> Any:
-        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis.
+    def layer_norm(
+        self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float, groups: int = 1
+    ) -> Any:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, with the mean and the variance
+        of each of `groups` equal parts of a row.
 
         `weight` and `bias` are float32 `[width]`.
         """

@@ -315,10 +315,11 @@ class NativeBackend(Backend):
         return out
 
     def layer_norm(
-        self, x: Value, weight: np.ndarray, bias: np.ndarray | None, eps: float
+        self, x: Value, weight: np.ndarray, bias: np.ndarray | None, eps: float, groups: int = 1
     ) -> Value:
         both = np.concatenate([weight, np.zeros_like(weight) if bias is None else bias])
-        return self._record(Code.LAYER_NORM, (x,), x.width, weight=self._keep_vector(both), x=eps)
+        fields = {"groups": groups, "weight": self._keep_vector(both), "x": eps}
+        return self._record(Code.LAYER_NORM, (x,), x.width, **fields)
 
     def activate(self, x: Value, activation: str) -> Value:
         return self._record(Code.ACTIVATE, (x,), x.width, activation=_ACTIVATIONS[activation])

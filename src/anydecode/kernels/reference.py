@@ -366,11 +366,17 @@ class ReferenceBackend(Backend):
         return out
 
     def layer_norm(
-        self, x: torch.Tensor, weight: np.ndarray, bias: np.ndarray | None, eps: float
+        self,
+        x: torch.Tensor,
+        weight: np.ndarray,
+        bias: np.ndarray | None,
+        eps: float,
+        groups: int = 1,
     ) -> torch.Tensor:
-        centred = x - elementary.tree_sum(x).unsqueeze(-1) / x.shape[-1]
-        variance = elementary.tree_sum(centred * centred).unsqueeze(-1) / x.shape[-1]
-        y = centred / torch.sqrt(variance + eps) * self._vector(weight)
+        parts = x.view(*x.shape[:-1], groups, x.shape[-1] // groups)
+        centred = parts - elementary.tree_sum(parts).unsqueeze(-1) / parts.shape[-1]
+        variance = elementary.tree_sum(centred * centred).unsqueeze(-1) / parts.shape[-1]
+        y = (centred / torch.sqrt(variance + eps)).flatten(-2) * self._vector(weight)
         return y if bias is None else y + self._vector(bias)
 
     def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -861,7 +861,10 @@ class Network:
             x = backend.rope(x, heads, rope)
         if spec.qk_norm is not None:
             groups = 1 if spec.qk_norm == "full" else heads
-            x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
+            if self.spec.norm == "layer":
+                x = backend.layer_norm(x, norm, None, self.spec.norm_eps, groups)
+            else:
+                x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         return x
@@ -1121,7 +1124,7 @@ def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock 
 def _check_attention(
     prefix: str, spec: LayerSpec, shape: Attention, layer: LayerWeights, hidden: int, width: int
 ) -> None:
-    dim, is_full_norm = shape.head_dim, spec.qk_norm == "full"
+    dim, is_full_norm = shape.head_dim, spec.qk_norm in ("full", "heads")
     q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
     if (layer.differential is not None) != spec.is_differential:
         raise CheckpointError(f"{prefix}only one of the spec and the weights is differential")
@@ -1150,7 +1153,7 @@ def _check_attention(
         if linear is None:
             raise CheckpointError(f"{prefix}{name} is missing")
         _check_linear(prefix + name, linear, size)
-    has_norm = spec.qk_norm in ("head", "full")
+    has_norm = spec.qk_norm in ("head", "heads", "full")
     vectors = {
         "query_norm": (q_size if is_full_norm else dim) if has_norm else None,
         "key_norm": (kv_size if is_full_norm else dim) if has_norm and has_own_keys else None,

@@ -120,8 +120,10 @@ class LayerSpec:
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3), "sum" (BERT: on the sum of a sublayer's input
             and output).
-        qk_norm: The norm of queries and keys: None, "head" (Qwen3, Gemma 3), "full" (OLMo 2) or
-            "plain" (each head, without weights; Llama 4).
+        qk_norm: The norm of queries and keys: None, "head" (each head, all with the same weights;
+            Qwen3, Gemma 3), "heads" (each head, with weights of its own; Command R+, StableLM 2),
+            "full" (OLMo 2) or "plain" (each head, without weights; Llama 4). A layer norm, which
+            "heads" and "full" may be, if `ModelSpec.norm` is one.
         activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu2" or, of a gated
             MLP, a `ClampedSwiglu`.
         num_experts: The number of experts; 0 for a dense MLP.
@@ -405,6 +407,9 @@ class ModelSpec:
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)
+            if self.norm == "layer" and layer.qk_norm in ("head", "plain"):
+                allowed = "None, heads or full with layer norms"
+                raise refusal(f"layer {index}: qk_norm", layer.qk_norm, allowed)
             _check_cache_layer(f"layer {index}: ", self.layers, index)
             _check_mixes(f"layer {index}: ", self, layer)
             if size and not isinstance(layer.activation, str):
@@ -528,7 +533,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             _check_rope(prefix, rope, head_dim)
     choices = {
         "norms": ("pre", "post", "both", "sum"),
-        "qk_norm": (None, "head", "full", "plain"),
+        "qk_norm": (None, "head", "heads", "full", "plain"),
         "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
         "mlp": ("gated", "plain", "none"),
         "memory": (None, "makes", "reads", "side"),

@@ -170,7 +170,7 @@ static void run_row(const Step *s, int r) {
              op->groups, out + to);
       break;
     case OP_LAYER_NORM:
-      layer_norm(a + from, op->width, op->weight, op->x, out + from);
+      layer_norm(a + from, op->width, op->groups, op->weight, op->x, out + from);
       break;
     case OP_ACTIVATE: activate(a + from, op->width, op->activation, out + from); break;
     case OP_ADD_POSITION: {

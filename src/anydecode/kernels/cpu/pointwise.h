@@ -37,23 +37,32 @@ static void rms_norm(const float *x, int width, int groups, const float *weight,
   }
 }
 
-/* Layer norm of a row. `weight`: the weights and then the biases. */
-static void layer_norm(const float *x, int width, const float *weight, float eps, float *out) {
+/* Layer norm of one group. */
+static void layer_norm_part(const float *x, int width, const float *weight, const float *bias,
+                            float eps, float *out) {
   f8 sum = f8_set(0.0f), squares = f8_set(0.0f);
   for (int i = 0; i < width; i += 8) sum = f8_add(sum, f8_load_part(x + i, width - i));
   f8 mean = f8_set(f8_sum(sum) / (float)width);
   for (int i = 0; i < width; i += 8) {
     f8 centred = f8_sub(f8_load_part(x + i, width - i), mean);
     f8_store_part(out + i, centred, width - i);
-    centred = f8_load_part(out + i, width - i); /* zeros after the row's end */
+    centred = f8_load_part(out + i, width - i); /* zeros after the group's end */
     squares = f8_fma(centred, centred, squares);
   }
   f8 factor = f8_set(1.0f / sqrtf(f8_sum(squares) / (float)width + eps));
   for (int i = 0; i < width; i += 8) {
     f8 y = f8_mul(f8_load_part(out + i, width - i), factor);
-    y = f8_fma(y, f8_load_part(weight + i, width - i), f8_load_part(weight + width + i, width - i));
+    y = f8_fma(y, f8_load_part(weight + i, width - i), f8_load_part(bias + i, width - i));
     f8_store_part(out + i, y, width - i);
   }
+}
+
+/* Layer norm of each group of a row. `weight`: the weights of the row and then its biases. */
+static void layer_norm(const float *x, int width, int groups, const float *weight, float eps,
+                       float *out) {
+  int part = width / groups;
+  for (int i = 0; i < width; i += part)
+    layer_norm_part(x + i, part, weight + i, weight + width + i, eps, out + i);
 }
 
 /* The cosines and then the sines of position * frequency, times `factor`, which grows with the

@@ -268,9 +268,9 @@ class TritonBackend(ReferenceBackend):
     # These run as operations of torch in the reference's order, which are captured as well.
 
     def layer_norm(
-        self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float
+        self, x: Any, weight: np.ndarray, bias: np.ndarray | None, eps: float, groups: int = 1
     ) -> torch.Tensor:
-        return super().layer_norm(self.force(x), weight, bias, eps)
+        return super().layer_norm(self.force(x), weight, bias, eps, groups)
 
     def activate(self, x: Any, activation: str) -> torch.Tensor:
         return super().activate(self.force(x), activation)

@@ -303,7 +303,11 @@ class _LayerReader:
         if self._spec.has_sinks:
             name = f"{self._name}.self_attn.sinks"
             layer.sinks = self._reader.vector(name, shape.num_heads)
-        if self._spec.qk_norm not in (None, "plain"):
+        if self._spec.qk_norm == "heads":
+            names = ("self_attn.q_norm", "self_attn.k_norm")
+            layer.query_norm = self._head_norms(names[0], shape.num_heads, self._spec.query_order())
+            layer.key_norm = self._head_norms(names[1], shape.num_kv_heads, self._spec.key_order())
+        elif self._spec.qk_norm not in (None, "plain"):
             per_head = self._spec.qk_norm == "head"
             heads, kv_heads = (1, 1) if per_head else (shape.num_heads, shape.num_kv_heads)
             layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
@@ -394,6 +398,18 @@ class _LayerReader:
 
     def _norm(self, name: str, size: int | None = None) -> np.ndarray:
         return read_norm(self._reader, self._family, self._full(name), size or self._hidden)
+
+    def _head_norms(self, name: str, count: int, order: np.ndarray | None) -> np.ndarray:
+        """The weights of the norms of all heads, `[count * head_dim]`, which are stored as one
+        tensor (Command R+) or as one per head (StableLM 2)."""
+        assert self._spec.attention is not None, "the norms of its heads"
+        dim, full = self._spec.attention.head_dim, self._full(name)
+        if self._reader.has(f"{full}.norms.0.weight"):
+            parts = [self._reader.vector(f"{full}.norms.{i}.weight", dim) for i in range(count)]
+            norms = np.concatenate(parts)
+        else:
+            norms = self._reader.tensor(f"{full}.weight", (count, dim)).ravel()
+        return norms if order is None else norms[order]
 
     def _norm_bias(self, name: str) -> np.ndarray:
         return self._reader.vector(f"{self._full(name)}.bias", self._hidden)

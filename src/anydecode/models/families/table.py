@@ -520,7 +520,12 @@ FAMILIES |= {
             "tie_word_embeddings": True,
         },
     ),
-    "cohere": Family(("CohereForCausalLM",), all_full, **_COHERE),
+    "cohere": Family(
+        ("CohereForCausalLM",),
+        all_full,
+        qk_norm="heads",
+        **{**_COHERE, "defaults": {**_COHERE["defaults"], "use_qk_norm": False}},
+    ),
     "cohere2": Family(
         ("Cohere2ForCausalLM",),
         full_every_nth,

@@ -140,6 +140,8 @@ def _convert(
     if part in ("shortconv.conv", "ssm_conv1d") and leaf == "weight":
         shape = (info.shape[0], 1, *info.shape[1:])
         return [(name, shape, partial(_as_shape, reader, shape))]
+    if part in ("attn_q_norm", "attn_k_norm") and len(info.shape) == 2:  # of all heads
+        return [(name, info.shape, partial(_as_shape, reader, info.shape))]
     if part == "ffn_gate_inp_shexp":
         row = (1, *info.shape)
         return [(name, row, partial(_as_shape, reader, row))]

@@ -113,8 +113,8 @@ def phi2(keys: Keys, config: dict[str, Any]) -> None:
 
 def stablelm(keys: Keys, config: dict[str, Any]) -> None:
     """StableLM. `use_parallel_residual` is wrong in files of models whose configs lack it."""
-    _refuse_norms(keys)
     partial_rotary(keys, config)
+    config["use_qk_norm"] = _has_head_norms(keys)
     config["qkv_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in keys.file.tensors
 
@@ -136,17 +136,18 @@ def arcee(keys: Keys, config: dict[str, Any]) -> None:
     config["hidden_act"] = "relu2"
 
 
-def _refuse_norms(keys: Keys) -> None:
-    if "blk.0.attn_q_norm.weight" in keys.file.tensors:
-        raise CheckpointError(f"{keys.file.path}: norms of queries and keys are not supported here")
+def _has_head_norms(keys: Keys) -> bool:
+    """Whether there are norms of queries and keys, which few models of the architecture have."""
+    return "blk.0.attn_q_norm.weight" in keys.file.tensors
 
 
 def cohere(keys: Keys, config: dict[str, Any]) -> None:
     """Command R and Command R7B."""
-    _refuse_norms(keys)
     config["logit_scale"] = keys.number("logit_scale")
     if config["model_type"] == "cohere2":
         windows(keys, config)
+    else:
+        config["use_qk_norm"] = _has_head_norms(keys)
 
 
 def gpt2(keys: Keys, config: dict[str, Any]) -> None:

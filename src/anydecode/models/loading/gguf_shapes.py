@@ -161,6 +161,10 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
             matrices[f"self_attn.{part}_proj"] = (rows, hidden)
     if family.qk_norm in (None, "plain") or not config.get("use_qk_norm", True):
         return matrices, {}
+    if family.qk_norm == "heads":
+        for part, rows in (("q", q), ("k", kv)):
+            matrices[f"self_attn.{part}_norm"] = (rows // head, head)
+        return matrices, {}
     full = family.qk_norm == "full"
     norms = {"self_attn.q_norm": q if full else head, "self_attn.k_norm": kv if full else head}
     return matrices, norms
