@@ -66,7 +66,7 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     model = getattr(transformers, f"{family}{suffix}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif "_proj" in name or ".gate." in name:
                 torch.nn.init.normal_(parameter, std=0.25)
