@@ -862,6 +862,7 @@ class Network:
         if spec.qk_norm is not None:
             groups = 1 if spec.qk_norm == "full" else heads
             if self.spec.norm == "layer":
+                assert norm is not None, "checked by `ModelSpec`"
                 x = backend.layer_norm(x, norm, None, self.spec.norm_eps, groups)
             else:
                 x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
