@@ -60,7 +60,7 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     torch.set_num_threads(1)
     text = getattr(transformers, f"{family}TextConfig", None)
     config_class = text or getattr(transformers, f"{family}Config")
-    config = config_class(**{**BASE, **settings}, attn_implementation="eager")
+    config = config_class(**{**BASE, "attn_implementation": "eager", **settings})
     torch.manual_seed(seed)
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{suffix}")(config).eval()

@@ -167,13 +167,15 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
         ("gpt2", {"n_embd": "x"}, "hidden_size is 'x'; allowed is"),
         ("gpt2", {"n_inner": -1}, "intermediate_size is -1; allowed is"),
         ("gpt2", {"n_positions": 300}, "embed_positions.weight has shape"),
-        ("gpt2", {"activation_function": "relu"}, "activation 'relu'"),
+        ("gpt2", {"activation_function": "tanh"}, "activation 'tanh'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"n_embd": 96}, "c_attn.weight has shape"),
         ("gptj", {"rotary_dim": 99}, "rotary_dim is 99; allowed is"),
         ("gptj", {"rotary_dim": 1}, "rotary size"),
         ("codegen", {"n_head": 6}, "num_attention_heads is 6; allowed is a multiple of 4"),
-        ("falcon", {"alibi": True}, "alibi True is not supported"),
+        ("falcon", {"alibi": 1}, "alibi is 1; allowed is"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
+        ("opt", {"word_embed_proj_dim": 7}, "word_embed_proj_dim is 7; allowed is"),
         ("bloom", {"n_head": 5}, "num_attention_heads is 5; allowed is"),
         (
             "bloom",
@@ -201,7 +203,7 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
     family: str, change: dict[str, Any], message: str
 ) -> None:
     names = {"gpt2": "GPT2", "falcon": "Falcon", "bloom": "Bloom", "mpt": "Mpt"}
-    names |= {"gptj": "GPTJ", "codegen": "CodeGen"}
+    names |= {"gptj": "GPTJ", "codegen": "CodeGen", "opt": "OPT"}
     rotary = {"rotary_dim": 8} if family in ("gptj", "codegen") else {}
     model = hf_model(names[family], **rotary)
     with pytest.raises(CheckpointError) as caught:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import quantize
+from anydecode.kernels.interface import Rope
 from anydecode.kernels.library import load_library
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network, spec_from_config
@@ -807,6 +808,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpt": ("Mpt", {}),
     "mpt odd": ("Mpt", {"num_attention_heads": 12, "attn_config": MPT_ATTENTION}),
+    "opt": ("OPT", {"ffn_dim": 72, "max_position_embeddings": 120}),
+    "opt without biases": (
+        "OPT",
+        {
+            "ffn_dim": 72,
+            "enable_bias": False,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+        },
+    ),
+    "falcon linear biases": (
+        "Falcon",
+        # The eager attention of transformers adds the linear biases twice.
+        {
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "attn_implementation": "sdpa",
+            "tie_word_embeddings": False,
+        },
+    ),
     "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon one norm": (
         "Falcon",
@@ -1542,6 +1565,15 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
         lambda network: setattr(network, "spec", replace(network.spec, embedding_scale=1.0)),
     ),
     "no linear biases": ("bloom", lambda network: _each_shape(network, slopes=None)),
+    "linear biases that are not scaled": (
+        "falcon linear biases",
+        lambda network: _each_shape(network, slopes=alibi_slopes(4)),
+    ),
+    "rotation beside linear biases": (
+        "falcon linear biases",
+        lambda network: _each_spec(network, rope=Rope(np.ones(6, np.float32))),
+    ),
+    "the table from its first row": ("opt", lambda network: _move_positions(network)),
     "slopes of a power of two": (
         "bloom odd",
         lambda network: _each_shape(
@@ -1629,6 +1661,12 @@ def _share(network: Network, sources: dict[int, int]) -> None:
         for index, layer in enumerate(network.spec.layers)
     ]
     network.spec = replace(network.spec, layers=tuple(layers))
+
+
+def _move_positions(network: Network) -> None:
+    table = network.weights.position_table
+    assert table is not None
+    table.data = np.roll(table.data, 2, 0)
 
 
 def _zero_table(network: Network) -> None:

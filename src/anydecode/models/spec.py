@@ -124,8 +124,8 @@ class LayerSpec:
             Qwen3, Gemma 3), "heads" (each head, with weights of its own; Command R+, StableLM 2),
             "full" (OLMo 2) or "plain" (each head, without weights; Llama 4). A layer norm, which
             "heads" and "full" may be, if `ModelSpec.norm` is one.
-        activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu2" or, of a gated
-            MLP, a `ClampedSwiglu`.
+        activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu", "relu2" or, of a
+            gated MLP, a `ClampedSwiglu`.
         num_experts: The number of experts; 0 for a dense MLP.
         routing: How a token's experts are chosen; None for a dense MLP.
         has_sinks: Whether each head has an attention sink (gpt-oss).
@@ -534,7 +534,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     choices = {
         "norms": ("pre", "post", "both", "sum"),
         "qk_norm": (None, "head", "heads", "full", "plain"),
-        "activation": ("silu", "gelu_tanh", "gelu", "relu2"),
+        "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
         "mlp": ("gated", "plain", "none"),
         "memory": (None, "makes", "reads", "side"),
     }

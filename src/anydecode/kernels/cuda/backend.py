@@ -39,6 +39,8 @@ from anydecode.kernels.reference import ReferenceBackend
 from anydecode.kernels.torch_arrays import as_tensor
 
 _MIN_POSITIONS = 1024
+#: The activations that the kernels have; others run as operations of torch.
+_FUSED = ("silu", "gelu", "gelu_tanh")
 
 
 @dataclass(eq=False)
@@ -225,7 +227,7 @@ class TritonBackend(ReferenceBackend):
         )
 
     def gated(self, gate: Any, up: Any, activation: Activation) -> torch.Tensor:
-        if isinstance(activation, ClampedSwiglu):
+        if isinstance(activation, ClampedSwiglu) or activation not in _FUSED:
             return super().gated(self.force(gate), self.force(up), activation)
         if isinstance(gate, Product) and isinstance(up, Product) and gate.x is up.x:
             packed = self.group((gate.weight, up.weight), gated=True)

@@ -57,6 +57,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
+    "relu": "relu",
     "relu2": "relu2",
     "sqrelu": "relu2",
 }
@@ -514,19 +515,32 @@ def _attention(
         layer_type != HYBRID or family.recurrent is None
     ):
         raise ConfigError(f"attention of type {layer_type!r} is not supported")
+    scale = scale or (optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5
     return Attention(
         num_heads=heads,
         num_kv_heads=int_value(config, "num_key_value_heads", heads, high=MAX_COUNT),
         head_dim=dim,
-        scale=scale or (optional_number(config, "query_pre_attn_scalar") or dim) ** -0.5,
+        scale=scale,
         window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
         chunk=int_value(config, "attention_chunk_size") if layer_type == CHUNKED else None,
         is_two_sided=family.is_encoder and layer_type == SLIDING,
         softcap=optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap
         else None,
-        slopes=alibi_slopes(heads, _max_bias(config)) if family.has_alibi else None,
+        slopes=_slopes(config, family, heads, scale),
     )
+
+
+def _slopes(config: Config, family: Family, heads: int, scale: float) -> tuple[float, ...] | None:
+    """The slope of each head, if attention has linear biases. Falcon rounds the slopes to bfloat16,
+    and scales the biases as the products of queries and keys."""
+    if not family.has_alibi or not bool_value(config, "alibi", True):
+        return None
+    slopes = alibi_slopes(heads, _max_bias(config))
+    if config["model_type"] != "falcon":
+        return slopes
+    rounded = np.array(slopes, np.float32).astype(DTYPES["BF16"]).astype(np.float32)
+    return tuple((rounded * np.float32(scale)).tolist())
 
 
 def _max_bias(config: Config) -> float:

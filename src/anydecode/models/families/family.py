@@ -159,8 +159,8 @@ class Family:
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
         has_value_norm: See `LayerSpec.has_value_norm`.
         has_layer_scale: See `LayerSpec.has_scale`.
-        has_alibi: Whether attention has linear biases, see `Attention.slopes`. The key
-            `alibi_bias_max` has the exponent of the smallest slope.
+        has_alibi: Whether attention has linear biases, see `Attention.slopes`, unless the key
+            `alibi` is false. The key `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
         is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.

@@ -115,6 +115,11 @@ def llama4_layers(config: Config) -> dict[str, Any]:
     }
 
 
+def rope_unless_alibi(config: Config, layer_types: list[str]) -> list[bool]:
+    """Falcon: a rotary position embedding in every layer, unless attention has linear biases."""
+    return [not bool_value(config, "alibi")] * len(layer_types)
+
+
 def no_rope(config: Config, layer_types: list[str]) -> list[bool]:
     """No rotary position embedding in any layer."""
     return [False] * len(layer_types)

@@ -40,6 +40,7 @@ from anydecode.models.families.patterns import (
     rope_flags,
     rope_if_named,
     rope_if_sliding,
+    rope_unless_alibi,
     sliding_from_layer,
     sliding_without_rope,
 )
@@ -587,7 +588,15 @@ FAMILIES |= {
         norm="layer",
         mlp="plain",
     ),
-    "falcon": Family(("FalconForCausalLM", "RWForCausalLM"), all_full, is_parallel=True, **_GPT),
+    "falcon": Family(
+        ("FalconForCausalLM", "RWForCausalLM"),
+        all_full,
+        rope_layers=rope_unless_alibi,
+        is_parallel=True,
+        has_alibi=True,
+        defaults={"alibi": False},
+        **_GPT,
+    ),
 }
 
 

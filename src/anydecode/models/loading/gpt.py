@@ -1,5 +1,5 @@
-"""Converts the layouts of GPT-2, GPT-J, CodeGen, GPT-NeoX, Falcon, BLOOM and MPT to the usual one:
-module names, separate queries, keys and values, and matrices of shape [out, in]."""
+"""Converts the layouts of GPT-2, GPT-J, CodeGen, GPT-NeoX, Falcon, BLOOM, MPT and OPT to the usual
+one: module names, separate queries, keys and values, and matrices of shape [out, in]."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class _Layout:
         qkv: The fused queries, keys and values of a layer; empty if they are separate.
         rows: Returns the rows of queries, keys and values in the fused matrix.
         is_transposed: Whether the matrices of layers are stored as [in, out].
+        num_unused: The rows of the table of positions before that of position 0.
     """
 
     keys: Mapping[str, str]
@@ -49,6 +50,7 @@ class _Layout:
     qkv: str
     rows: Callable[[dict[str, Any]], tuple[np.ndarray, np.ndarray, np.ndarray]]
     is_transposed: bool = False
+    num_unused: int = 0
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
@@ -167,7 +169,7 @@ _FALCON = _Layout(
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
-    fixed={"alibi": False},
+    fixed={},
     prefixes=("transformer.",),
     blocks="h",
     outer={"word_embeddings": "embed_tokens", "ln_f": "norm"},
@@ -240,6 +242,37 @@ _MPT = _Layout(
     qkv="attn.Wqkv",
     rows=_in_sequence,
 )
+_OPT = _Layout(
+    keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+    defaults={
+        "hidden_act": "relu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    fixed={
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+    },
+    prefixes=("model.decoder.", "decoder."),
+    blocks="layers",
+    outer={
+        "embed_tokens": "embed_tokens",
+        "embed_positions": "embed_positions",
+        "final_layer_norm": "norm",
+    },
+    inner={
+        "self_attn_layer_norm": ("input_layernorm",),
+        "final_layer_norm": ("post_attention_layernorm",),
+        **{f"self_attn.{part}_proj": (f"self_attn.{part}_proj",) for part in "qkv"},
+        "self_attn.out_proj": ("self_attn.o_proj",),
+        "fc1": ("mlp.up_proj",),
+        "fc2": ("mlp.down_proj",),
+    },
+    qkv="",
+    rows=_in_sequence,
+    num_unused=2,
+)
 _LAYOUTS = {
     "gpt2": _GPT2,
     "gptj": _GPT_J,
@@ -248,6 +281,7 @@ _LAYOUTS = {
     "falcon": _FALCON,
     "bloom": _BLOOM,
     "mpt": _MPT,
+    "opt": _OPT,
 }
 #: Options of MPT's attention, and the only value that is supported.
 _MPT_ATTENTION = {
@@ -285,6 +319,10 @@ def to_hf_layout(
         inner |= _complete_falcon(usual)
     if config["model_type"] == "mpt":
         _complete_mpt(usual)
+    if config["model_type"] == "opt":
+        size = usual.get("word_embed_proj_dim", usual.get("hidden_size"))
+        if size != usual.get("hidden_size"):
+            raise refusal("word_embed_proj_dim", size, "the hidden size in an opt config")
     if config["model_type"] in ("gptj", "codegen"):
         size = _heads(usual)[2]
         rotary = integer("rotary_dim", usual["rotary_dim"], 1, size)
@@ -368,6 +406,8 @@ def _converted(
     start = next((prefix for prefix in layout.prefixes if module.startswith(prefix)), "")
     module = module[len(start) :]
     if module in layout.outer:
+        if module == "embed_positions":
+            reader = partial(_without_first, reader, layout.num_unused)
         return {f"model.{layout.outer[module]}.{leaf}": reader}
     layer = _LAYER.fullmatch(module)
     if layer is None or layer[1] != layout.blocks:
@@ -385,6 +425,10 @@ def _converted(
 
 def _transposed(reader: Reader) -> np.ndarray:
     return np.asarray(reader()).T
+
+
+def _without_first(reader: Reader, count: int) -> np.ndarray:
+    return np.asarray(reader())[count:]
 
 
 def _selected(reader: Reader, name: str, rows: np.ndarray) -> np.ndarray:
