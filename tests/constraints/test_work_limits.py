@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from anydecode.constraints import guidance_engine, patterns
 from anydecode.constraints.byte_cache import (
     ENTRY_BYTES,
     ByteCache,
-    GrowingByteCache,
     allocated_bytes,
     byte_cached,
 )
@@ -39,7 +39,7 @@ from anydecode.constraints.json.shortest_completion import (
     shortest_completion,
 )
 from anydecode.constraints.json.termination import cannot_terminate
-from anydecode.constraints.languages import Grammar
+from anydecode.constraints.languages import Grammar, Regex
 from anydecode.constraints.monitors import Monitor
 from anydecode.constraints.reasoning import AfterReasoning
 from anydecode.errors import ConstraintError
@@ -124,55 +124,95 @@ def test_compiled_grammars_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch)
     assert 0 < len(binding._templates) < 20 and 0 < len(json_schema._COMPILED) < 20
 
 
-class Growing:
-    """A value whose memory grows when it is used, outside of Python's allocator."""
-
-    def __init__(self) -> None:
-        self.parts = [bytearray(10_000)]
-
-    def use(self) -> None:
-        self.parts += [bytearray(10_000) for _ in range(19)]
-
-
-@needs_allocator_report
 def test_values_that_grow_in_use_are_counted_as_grown() -> None:
-    cache: GrowingByteCache[int, Growing] = GrowingByteCache(4 << 20)
-    values = []
-    for number in range(100):
-        value = Growing()
-        if number % 10 == 0:
-            values.append(value)  # in use when it is dropped: nothing is freed then
-        cache.put(number, value, 10_000)
-        value.use()
-        del value
-    assert 15 < cache.growth < 25
-    assert len(cache) < 30 and cache.num_bytes <= 4 << 20
-    assert cache.num_bytes > len(cache) * 150_000
-    assert 99 in cache
-    cache.clear()
-    for _ in range(20):  # the one that is there is not dropped for a measurement
-        cache.put(0, Growing(), 10_000)
-        assert 0 in cache
+    cache: ByteCache[str, object] = ByteCache(3 * ENTRY_BYTES + 1000)
+    values = {key: object() for key in "abc"}
+    for key, value in values.items():
+        cache.put(key, value, 100)
+    cache.grow("a", values["a"], 300, 500)
+    cache.grow("b", object(), 300, 500)  # not the one that is kept
+    assert cache.num_bytes == 3 * ENTRY_BYTES + 600
+    cache.grow("c", values["c"], 500, 800)  # "a" has not been used for longest
+    assert [key for key in "abc" if key in cache] == ["b", "c"]
+    cache.grow("c", values["c"], 300, 800)
+    assert "c" not in cache and cache.num_bytes == ENTRY_BYTES + 100
+
+
+def walk_constant(number: int, length: int, tokenizer: ByteTokenizer) -> Any:
+    """The state within a constant of a pattern, before which the text has a choice: the lexer makes
+    the states of the constant when it is reached."""
+    constant = "".join(chr(97 + (number + i * i + i // 7) % 26) for i in range(length))
+    state = Regex(f"x[{number}-9]y{constant}").start(tokenizer, SIZE)
+    for token in b"x9y":
+        state.mask()
+        state.advance(token)
+    state.mask()
+    return state
 
 
 @needs_allocator_report
-def test_compiled_grammars_count_what_their_lexers_learn_in_use() -> None:
+def test_compiled_grammars_count_what_their_lexers_learn_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guidance_engine, "MAX_TEMPLATE_BYTES", 24 << 20)
     tokenizer = ByteTokenizer()
     binding = tokenizer_binding(tokenizer, SIZE)
-    for number in range(40):
-        schema = {"type": "object", "properties": {f"p{number}": {"type": "string"}},
-                  "required": [f"p{number}"]}  # fmt: skip
-        state = JsonSchema(schema).start(tokenizer, SIZE)
-        for byte in f'{{"p{number}":"'.encode() + b"ab" * 60:
-            assert state.mask() is not None
-            state.advance(byte)
-    del state
+    for length in (100, 10_000):
+        for number in range(9):
+            walk_constant(number, length, tokenizer)
     counted, used = binding._templates.num_bytes, allocated_bytes()
+    assert counted <= 24 << 20 and len(binding._templates) > 2
     binding.clear()
     left = allocated_bytes()
     assert used is not None and left is not None
-    # They are counted with less than half of this when they are new.
-    assert (used - left) / 2 < counted < (used - left) * 2
+    # The matchers of the states, which have ended, were counted too.
+    assert 4 << 20 < used - left < counted < 2 * (used - left)
+
+
+def test_a_slow_report_of_what_is_allocated_measures_several_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0, num_reports=0, report_seconds=0.0)
+
+    def report() -> int:
+        clock.num_reports += 1
+        clock.now += clock.report_seconds
+        return 1000 * clock.num_reports
+
+    monkeypatch.setattr(guidance_engine, "allocated_bytes", report)
+    monkeypatch.setattr(guidance_engine, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    binding = tokenizer_binding(ByteTokenizer(), SIZE)
+    template = binding.template(Regex("[ab]+").guidance())
+
+    def call() -> None:
+        clock.now += 0.0011
+
+    for seconds, expected in ((0.0, 200), (0.00009, 100), (0.01, 40)):
+        clock.report_seconds = seconds
+        binding.call(template, call)
+        binding._count()
+        before, counted = clock.num_reports, binding._templates.num_bytes
+        for _ in range(100):
+            binding.call(template, call)
+        assert clock.num_reports - before == expected
+        assert binding._templates.num_bytes - counted == 1000 * expected / 2
+
+
+@needs_allocator_report
+def test_a_grammar_that_grows_much_is_compiled_again_when_no_text_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guidance_engine, "MAX_TEMPLATE_GROWTH", 1 << 20)
+    tokenizer = ByteTokenizer()
+    binding = tokenizer_binding(tokenizer, SIZE)
+    state = walk_constant(0, 10_000, tokenizer)
+    grammar = state.origin
+    template = state._template
+    assert not binding.has_template(grammar) and binding.template(grammar) is template
+    del state, template
+    assert len(binding._used) == 0
+    binding.template(grammar)
+    assert binding.has_template(grammar)
 
 
 def test_a_lexer_at_its_limit_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ class Fuzzer:
             self.try_case(case)
             self.report.update(seconds=round(used, 1))
             if self.report["cases"] % 20 == 0:
+                self.report["resident"] = resident_bytes() >> 20
                 self._write_report()
         sizes.append(unlimited_bytes())
         if sizes[-1] > sizes[0] + MAX_GROWTH:
@@ -205,7 +206,11 @@ def fuzz_in_process(name: str, seconds: float, seed: int, is_native: bool) -> li
                 break
             path = keep(name, current.read_bytes())
             reason = {-signal.SIGPROF: "hang", 1: "hang or error"}.get(done.returncode, "crash")
-            findings.append(f"{path.name}: {reason} (exit {done.returncode})")
+            first = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[0][:200]
+            findings.append(
+                f"{path.name}: {reason} (exit {done.returncode}), {report.get('resident', 0)} MiB"
+                f" resident shortly before: {first}"
+            )
     memory = f", memory {sizes[0]} to {sizes[-1]} MiB" if sizes else ""
     print(f"{name}: {cases} cases in {used:.0f} s of processor time, the longest in {longest:g} s"
           f"{memory}; {len(findings)} findings", flush=True)  # fmt: skip

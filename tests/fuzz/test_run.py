@@ -67,6 +67,29 @@ def test_the_time_of_an_ended_process_is_not_that_of_the_case_in_which_it_ends(
     assert run.processor_seconds() - start > 0.5 > fuzzer.report["longest"]
 
 
+def test_the_input_of_a_process_that_dies_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "current = Path(sys.argv[sys.argv.index('--here') + 1])\n"
+        "current.write_bytes(b'the case')\n"
+        "current.with_suffix('.json').write_text('{\"resident\": 77, \"seconds\": 1}')\n"
+        "os.write(2, b'memory allocation of 9 bytes failed')\n"
+        "os.abort()\n"
+    )
+    monkeypatch.setattr(run, "__file__", str(script))
+    monkeypatch.setattr(run, "FINDINGS", tmp_path / "findings")
+    monkeypatch.setattr(run, "MAX_CRASHES", 2)
+    findings = run.fuzz_in_process("patterns", 1.0, 0, is_native=False)
+    (kept,) = (tmp_path / "findings" / "patterns").iterdir()
+    assert kept.read_bytes() == b"the case" and len(findings) == 2
+    for part in (kept.name, "exit -6", "77 MiB", "memory allocation of 9 bytes failed"):
+        assert part in findings[0]
+
+
 @pytest.mark.parametrize("name", SURFACES)
 def test_changes_are_those_of_the_seed(name: str) -> None:
     surface = SURFACES[name]

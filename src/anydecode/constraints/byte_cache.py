@@ -8,15 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cache, wraps
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 #: Bytes counted for every entry beside its size: the key, the links and the counters.
 ENTRY_BYTES = 512
-#: A `GrowingByteCache` drops one of so many new values after as many others, to measure its growth
-#: (which takes up to some milliseconds); and the growth is that of about so many values.
-_SAMPLE_INTERVAL, _NUM_SAMPLES = 8, 64
 
 
 #: All caches of this process.
@@ -67,6 +64,21 @@ class ByteCache(Generic[Key, Value]):
             self._counted += size
             self._limit()
 
+    def grow(self, key: Key, value: Value, size: int, max_size: int) -> None:
+        """Counts `size` more bytes for `value`, if it is kept for `key`, and drops those not used
+        for longest. Drops `value` if it takes more than `max_size` bytes then."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry[0] is not value:
+                return
+            grown = entry[1] + size
+            if grown > min(self.max_bytes, max_size + ENTRY_BYTES):
+                self._drop(key)
+                return
+            self._entries[key] = value, grown
+            self._counted += size
+            self._limit()
+
     def drop(self, key: Key) -> None:
         """Drops the value of `key`, if it is kept."""
         with self._lock:
@@ -79,68 +91,13 @@ class ByteCache(Generic[Key, Value]):
             self._counted = 0
 
     def _limit(self) -> None:
-        """Drops old values until the newest and the others are within the limit."""
-        while self.num_bytes > self.max_bytes and len(self._entries) > 1:
+        while self._counted > self.max_bytes:
             self._drop(next(iter(self._entries)))
 
     def _drop(self, key: Key) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._counted -= entry[1]
-
-
-class GrowingByteCache(ByteCache[Key, Value]):
-    """A `ByteCache` of values whose memory grows while they are used.
-
-    The memory of a value is known again only when it is freed, so the sizes of all values are
-    multiplied by the growth of those that were freed last. For this, some new values are dropped
-    before the cache is full. A value that is still referenced elsewhere when it is dropped is not
-    measured. Values must allow weak references.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
-        self._num_put = 0
-        self._sample: Key | None = None
-        #: The sizes of the values that were freed, as counted and as measured, in bytes. Each value
-        #: weighs less than the next one.
-        self._freed_counted = self._freed_measured = 0.0
-
-    @property
-    def growth(self) -> float:
-        """The ratio of the sizes of values after use to their sizes when new; 1 or more."""
-        return max(1.0, self._freed_measured / self._freed_counted) if self._freed_counted else 1.0
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self._counted * self.growth)
-
-    def _limit(self) -> None:
-        if self._num_put % _SAMPLE_INTERVAL == 0:
-            newest = next(reversed(self._entries))
-            if self._sample is not None and self._sample != newest:
-                self._measure(self._sample)
-            self._sample = newest
-            if self.num_bytes > self.max_bytes and len(self._entries) > 1:
-                self._measure(next(iter(self._entries)))  # longest in use
-        self._num_put += 1
-        super()._limit()
-
-    def _measure(self, key: Key) -> None:
-        """Drops the value of `key`, if it is kept, and measures what that frees."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        value, size = entry
-        reference, before = ref(value), allocated_bytes()
-        del entry, value
-        self._drop(key)
-        after = allocated_bytes()
-        if reference() is None and before is not None and after is not None:
-            weight = 1 - 1 / _NUM_SAMPLES
-            self._freed_counted = weight * self._freed_counted + size
-            freed = min(max(0, before - after), self.max_bytes)  # other threads free memory too
-            self._freed_measured = weight * self._freed_measured + freed
 
 
 def cached_bytes() -> int:

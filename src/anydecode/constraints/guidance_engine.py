@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from anydecode.constraints.background import BackgroundTask, BackgroundThread
-from anydecode.constraints.byte_cache import GrowingByteCache, allocated_bytes, measured_bytes
+from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.compile_errors import compile_error
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.optional_parts import check_grammar, check_pattern
@@ -20,10 +21,17 @@ from anydecode.constraints.patterns import patterns
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 
+_Result = TypeVar("_Result")
 #: Maximum size of the compiled grammars cached per tokenizer, in bytes.
 MAX_TEMPLATE_BYTES = 128 << 20
-#: The size of a compiled grammar where the system does not report it: bytes per character.
-_BYTES_PER_CHARACTER = 256
+#: A compiled grammar that has grown by more bytes than this in use is compiled again later.
+MAX_TEMPLATE_GROWTH = 16 << 20
+#: Where the system does not report what is allocated: the bytes of a compiled grammar per
+#: character, and those by which a call of a matcher makes it grow.
+_BYTES_PER_CHARACTER, _BYTES_PER_CALL = 256, 1024
+#: The growth of a compiled grammar is measured over calls that take so many times as long as a
+#: report of what is allocated, but at most so many seconds; at most so many are measured at a time.
+_CALLS_PER_REPORT, _MAX_INTERVAL, _MAX_MEASURED = 20, 0.005, 16
 #: Maximum number of references in one grammar or schema. Chains of some thousand of them overflow
 #: the stack.
 MAX_REFERENCES = 1000
@@ -145,12 +153,16 @@ def check_optional_parts(grammar: str) -> None:
 
 class _Template:
     """A compiled grammar. Copies of its matcher share one lexer, whose tables grow as they read new
-    texts; the state of each copy keeps the template, so that it is measured only when all of that
-    is freed."""
+    texts, to at most `max_bytes` as long as the template is cached."""
 
-    def __init__(self, grammar: str, matcher: Any) -> None:
+    def __init__(self, grammar: str, matcher: Any, max_bytes: int) -> None:
         self.grammar = grammar
         self.matcher = matcher
+        self.max_bytes = max_bytes
+        #: Whether its growth is measured now: since when so many bytes were allocated, and how long
+        #: the calls since then took.
+        self.is_measured, self.seconds = False, 0.0
+        self.allocated: int | None = None
 
 
 class TokenizerBinding:
@@ -170,7 +182,14 @@ class TokenizerBinding:
             slices=guidance.LLTokenizer.json_slices(),
         )
         self.limits = guidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        self._templates: GrowingByteCache[str, _Template] = GrowingByteCache(MAX_TEMPLATE_BYTES)
+        self._templates: ByteCache[str, _Template] = ByteCache(MAX_TEMPLATE_BYTES)
+        #: The templates that are measured now, and how long the calls take after which they are
+        #: counted, in seconds.
+        self._measured: weakref.WeakSet[_Template] = weakref.WeakSet()
+        self._interval = 0.0
+        self._lock = threading.Lock()
+        #: All templates that states use, also those that are not cached any more.
+        self._used: weakref.WeakValueDictionary[str, _Template] = weakref.WeakValueDictionary()
 
     def has_template(self, grammar: str) -> bool:
         """Whether `grammar` is compiled already."""
@@ -179,27 +198,81 @@ class TokenizerBinding:
     def clear(self) -> None:
         """Drops the compiled grammars."""
         self._templates.clear()
+        self._used.clear()
 
     def drop(self, template: _Template) -> None:
         """Drops a compiled grammar, so that it is compiled anew for the next state."""
-        if self._templates.get(template.grammar) is template:
+        if self._used.get(template.grammar) is template:
             self._templates.drop(template.grammar)
+            self._used.pop(template.grammar, None)
+
+    def call(
+        self, template: _Template, method: Callable[..., _Result], *arguments: object
+    ) -> _Result:
+        """Calls a method of a matcher of `template`, and counts by how much the template grows.
+
+        The system's report takes longer the more gaps its memory has. So calls that together take
+        less than some times as long are measured together, with all that happens between them:
+        memory that others have allocated is counted too. A lexer never shrinks, so if there is less
+        memory, others have freed it.
+        """
+        if not template.is_measured:
+            self._begin(template)
+        start = time.perf_counter()
+        try:
+            return method(*arguments)
+        finally:
+            template.seconds += time.perf_counter() - start
+            if template.seconds >= self._interval:
+                self._count([template])
+
+    def _begin(self, template: _Template) -> None:
+        """Begins to measure by how much `template` grows."""
+        if len(self._measured) >= _MAX_MEASURED:
+            self._count()
+        start = time.perf_counter()
+        allocated = allocated_bytes()
+        self._interval = min(_CALLS_PER_REPORT * (time.perf_counter() - start), _MAX_INTERVAL)
+        with self._lock:
+            if not template.is_measured:
+                template.is_measured, template.allocated, template.seconds = True, allocated, 0.0
+                self._measured.add(template)
+
+    def _count(self, templates: Sequence[_Template] | None = None) -> None:
+        """Counts by how much `templates` have grown, or all that are measured."""
+        with self._lock:
+            now = allocated_bytes()
+            for template in list(self._measured if templates is None else templates):
+                if not template.is_measured:
+                    continue
+                before, template.is_measured = template.allocated, False
+                self._measured.discard(template)
+                grown = _BYTES_PER_CALL if before is None or now is None else now - before
+                if grown > 0:
+                    self._templates.grow(template.grammar, template, grown, template.max_bytes)
 
     def template(self, grammar: str) -> _Template:
         """Returns `grammar`, which is compiled once. Raises `ConstraintError`."""
-        template = self._templates.get(grammar)
+        template = self._templates.get(grammar) or self._used.get(grammar)
         if template is not None:
             return template
         check_references(grammar)
         check_numbers(grammar)
         check_optional_parts(grammar)
+        self._count()
         allocated = allocated_bytes()
         matcher = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if matcher.is_error():
             raise ConstraintError(compile_error(matcher.get_error()))
-        template = _Template(grammar, matcher)
+        # The states of a long constant at the start of the text are made for the first mask. The
+        # copy keeps an error of the mask from the matcher: the first state raises it.
+        bitmask = np.empty((self.vocab_size + 31) // 32, np.int32)
+        matcher.deep_copy().unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
         size = len(grammar) * (4 if allocated is not None else _BYTES_PER_CHARACTER)
-        self._templates.put(grammar, template, measured_bytes(allocated, size))
+        size = measured_bytes(allocated, size)
+        template = _Template(grammar, matcher, size + MAX_TEMPLATE_GROWTH)
+        self._used[grammar] = template
+        self._templates.put(grammar, template, size)
         return template
 
 
@@ -275,7 +348,7 @@ class GuidanceState(ConstraintState):
             raise ConstraintError("the text continues after its end-of-text token")
         matcher = self._own_matcher()
         self._invalidate_mask()
-        if not matcher.try_consume_tokens([token]):
+        if not self._call(matcher.try_consume_tokens, [token]):
             if matcher.is_error():
                 self._binding.drop(self._template)
             raise ConstraintError(self._error() or f"token {token} is not allowed here")
@@ -285,7 +358,7 @@ class GuidanceState(ConstraintState):
         self._num_eos -= num_eos
         if count > num_eos:
             matcher = self._own_matcher()
-            if not matcher.rollback(count - num_eos):
+            if not self._call(matcher.rollback, count - num_eos):
                 raise ConstraintError(f"cannot roll back {count} tokens: {self._error()}")
         self._invalidate_mask()
 
@@ -302,7 +375,7 @@ class GuidanceState(ConstraintState):
         self._wait_for_mask()
         if self.finished:
             return [int(self._binding.eos_ids[0])] if len(self._binding.eos_ids) == 1 else []
-        if self._mask is None and not self._matcher.compute_ff_bytes():
+        if self._mask is None and not self._call(self._matcher.compute_ff_bytes):
             return []  # a forced token would imply a forced first byte
         forced: list[int] = []
         probe = self.fork()
@@ -318,7 +391,7 @@ class GuidanceState(ConstraintState):
     @property
     def can_stop(self) -> bool:
         self._wait_for_mask()
-        return bool(self._num_eos or self._matcher.is_accepting())
+        return bool(self._num_eos or self._call(self._matcher.is_accepting))
 
     @property
     def finished(self) -> bool:
@@ -327,17 +400,19 @@ class GuidanceState(ConstraintState):
 
     def allows(self, token: int) -> bool:
         if self._mask is None and self._pending_mask is None and token not in self._binding.eos_set:
-            if self._num_eos or self._matcher.validate_tokens([token]) != 1:
+            if self._num_eos or self._call(self._matcher.validate_tokens, [token]) != 1:
                 return False
             # Of text that must follow, the mask allows only the tokens in which the tokenizer
             # writes it, while the matcher accepts all.
-            if not self._matcher.compute_ff_bytes():
+            if not self._call(self._matcher.compute_ff_bytes):
                 return True
         return bool(self.mask()[token])
 
     def allows_sequence(self, tokens: Sequence[int]) -> bool:
         self._wait_for_mask()
-        return not self._num_eos and self._matcher.validate_tokens(list(tokens)) == len(tokens)
+        if self._num_eos:
+            return False
+        return self._call(self._matcher.validate_tokens, list(tokens)) == len(tokens)
 
     def prepare(self) -> None:
         if self._mask is None and self._pending_mask is None and not self._num_eos:
@@ -348,6 +423,9 @@ class GuidanceState(ConstraintState):
         """Waits for a pending mask: a matcher is used by one thread at a time."""
         if self._pending_mask is not None:
             self.mask()
+
+    def _call(self, method: Callable[..., _Result], *arguments: object) -> _Result:
+        return self._binding.call(self._template, method, *arguments)
 
     def _own_matcher(self) -> Any:
         self._wait_for_mask()
@@ -365,7 +443,7 @@ class GuidanceState(ConstraintState):
             allowed[self._binding.eos_ids] = True
             return allowed
         bitmask = np.empty((size + 31) // 32, np.int32)
-        self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
+        self._call(self._matcher.unsafe_compute_mask_ptr, bitmask.ctypes.data, bitmask.nbytes)
         if self._matcher.is_error():
             # The lexer, which the template shares, may have reached the limit on its states.
             self._binding.drop(self._template)
