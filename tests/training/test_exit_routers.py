@@ -15,7 +15,8 @@ import torch
 from anydecode import LLM
 from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.errors import InvalidRequestError
-from anydecode.models.exit_routers import ExitRouters, model_fingerprint
+from anydecode.models.exit_files import model_fingerprint
+from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.training import curve
 from anydecode.training.exit_routers import RouterRecipe, RouterRun, are_similar

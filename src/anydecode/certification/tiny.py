@@ -13,8 +13,9 @@ import numpy as np
 from anydecode.api.llm import LLM
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model, find_loader
+from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.exit_predictors import NUM_CANDIDATES, NUM_FEATURES, ExitPredictors, Predictor
-from anydecode.models.exit_routers import ExitRouters, model_fingerprint
+from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.families import load_network
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor

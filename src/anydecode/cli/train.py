@@ -493,6 +493,53 @@ def train_depth(
     print(run.model_folder)
 
 
+@app.command("heads")
+def train_exit_heads(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-heads"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    decoder: Annotated[
+        str, typer.Option("--decoder", help="The decoder that will use them, with its exits.")
+    ] = "specbound",
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a light head for each exit of a model, for the decoder specbound. The model stays as it
+    is. A run with the same --out is resumed. The heads are in the file "heads.safetensors" of
+    --out.
+
+    Example: anydecode train heads --minutes 60 --out my-heads --plot curve.svg
+    """
+    from anydecode.catalogue import build_as
+    from anydecode.decoders.depth.specbound import SpecBound
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.exit_heads import HeadRecipe, HeadRun
+
+    minutes = _minutes(minutes, steps)
+    recipe = HeadRecipe(minutes, steps, answers=answers, batch=batch, rate=rate, seed=seed)
+    exits = build_as(decoder, "the decoder specbound", SpecBound).exits
+    limit_threads(threads)
+    run = _trained(lambda: HeadRun(load_checkpoint(model), out, recipe, exits), "heads")
+    if plot is not None:
+        curve.draw_agreement(run.log(), plot)
+    if json:
+        print_json({"path": str(run.file), **run.log()})
+        return
+    first, *_, last = run.agreements()
+    note("tokens of held-out answers that each exit predicts as the last layer does:")
+    for exit, before, after in zip(run.exits, first, last, strict=True):
+        note(f"after {exit} layers {before:.3f} -> {after:.3f}")
+    print(run.file)
+
+
 @app.command("masks")
 def train_masks(
     model: LlamaModel = options.DEFAULT_MODEL,

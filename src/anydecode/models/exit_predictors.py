@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.models.exit_routers import model_fingerprint
+from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.network import Network
 
 #: The file of a model's folder that has its predictors.

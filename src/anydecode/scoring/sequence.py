@@ -241,9 +241,11 @@ class Sequence(SequenceData):
         runner: str = TARGET,
         hidden: tuple[int, ...] = (),
         stop: int | None = None,
+        logits: bool = True,
     ) -> ScoreRequest:
         """Returns a request that runs early-exit positions through their remaining layers, then
-        `tokens` behind them through all layers. The result has all these rows.
+        `tokens` behind them through all layers. The result has all these rows; with `stop`, the
+        last one.
 
         Args:
             tokens: Token ids to score behind the early-exit positions.
@@ -251,6 +253,7 @@ class Sequence(SequenceData):
             hidden: Layers whose hidden states to return.
             stop: Without `tokens`: run only to this layer, and only the positions that have not
                 reached it.
+            logits: Whether to return logits, besides the hidden states.
 
         Raises:
             InvalidRequestError: If no position stopped at an early layer.
@@ -274,10 +277,15 @@ class Sequence(SequenceData):
         spans: list[Span] = list(self._completion_spans(kv_cache, capture_layers, last))
         positions: list[int] = []
         for span, partial in zip(spans, _before_layer(kv_cache, last), strict=True):
-            span.output_rows = range(len(span))
+            span.output_rows, span.logits = range(len(span)), logits
             positions += range(partial.start, partial.stop)
+        if stop is not None:
+            for span in spans[:-1]:
+                span.output_rows = ()
+            spans[-1].output_rows, positions = spans[-1].output_rows[-1:], positions[-1:]
         if len(tokens):
-            spans.append(ChainSpan(kv_cache, tokens, 0, depth, range(len(tokens)), capture_layers))
+            rows = range(len(tokens))
+            spans.append(ChainSpan(kv_cache, tokens, 0, depth, rows, capture_layers, logits))
         row_tokens = [*(kv_cache.tokens[position] for position in positions), *tokens]
         row_positions = np.array(
             [*positions, *range(kv_cache.length, kv_cache.length + len(tokens))]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from anydecode.plots import COLOURS, figure, logarithmic
+from anydecode.plots import COLOURS, INK, figure, logarithmic
 
 
 def draw_training(log: dict[str, Any], file: Path) -> None:
@@ -61,18 +61,24 @@ def draw_acceptance(log: dict[str, Any], file: Path) -> None:
 
 
 def draw_agreement(log: dict[str, Any], file: Path) -> None:
-    """Draw a run of LayerSkip: how often each of some layers predicts the token of the last one on
-    held-out answers. `log` is the content of `log.json`."""
-    entries = [entry for entry in log["history"] if "agreement" in entry]
-    num_layers = len(entries[0]["agreement"])
-    with figure(file, "Training for early exits", height=2.6) as (panel,):
-        layers = sorted({max(1, num_layers * part // 6) for part in range(1, 6)})
-        for layer, colour in zip(layers, COLOURS, strict=False):
-            points = [(_minutes(e), e["agreement"][layer - 1]) for e in entries]
-            panel.plot(*_transposed(points), color=colour, marker=".", label=f"{layer} layers")
-        panel.set_title("agreement with the last layer, held-out answers")
-        panel.set_ylim(0, 1)
-        panel.set_xlabel("minutes")
+    """Draw a run that trains exits: the training loss above, and below how often each of some exits
+    predicts the token of the last layer on held-out answers. `log` is the content of `log.json`;
+    its agreements are those of its `exits`, or of all layers."""
+    history: list[dict[str, Any]] = log["history"]
+    entries = [entry for entry in history if "agreement" in entry]
+    exits = log.get("exits") or range(1, len(entries[0]["agreement"]) + 1)
+    shown = {exits[len(exits) * part // 6 - 1] for part in range(1, 6)} if len(exits) > 5 else exits
+    with figure(file, "Training for early exits", rows=2, share_x=True) as (loss, agreement):
+        points = [(_minutes(e), e["loss"]) for e in history if "loss" in e]
+        loss.plot(*_transposed(points), color=INK)
+        loss.set_title("training loss")
+        for layers, colour in zip(sorted(shown), COLOURS, strict=False):
+            index = exits.index(layers)
+            points = [(_minutes(e), e["agreement"][index]) for e in entries]
+            agreement.plot(*_transposed(points), color=colour, marker=".", label=f"{layers} layers")
+        agreement.set_title("agreement with the last layer, held-out answers")
+        agreement.set_ylim(0, 1)
+        agreement.set_xlabel("minutes")
 
 
 def draw_exits(log: dict[str, Any], file: Path) -> None:

@@ -20,13 +20,13 @@ from anydecode.api.llm import LLM
 from anydecode.decoders.depth.specee import CandidateGuide, PredictedExit, SpecEe
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.routes import RoutedPass
+from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.exit_predictors import (
     FILE_NAME,
     NUM_FEATURES,
     ExitPredictors,
     Predictor,
 )
-from anydecode.models.exit_routers import model_fingerprint
 from anydecode.training.exit_run import HELD_OUT, ExitRecipe, ExitRows, ExitRun, Report
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.exit_routers import model_fingerprint
+from anydecode.models.exit_files import model_fingerprint
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.generated import generate_prompts, rendered_prompt
 from anydecode.training.run import LossRun, check_budget

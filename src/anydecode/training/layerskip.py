@@ -12,7 +12,7 @@ A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and `m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -111,7 +111,7 @@ def early_exit_loss(
     """
     rows, targets = is_answer[:, 1:], tokens[:, 1:][is_answer[:, 1:]]
     total = torch.zeros(())
-    for layer, x in enumerate(_states(model, tokens[:, :-1], is_kept)):
+    for layer, x in enumerate(states_behind_layers(model, tokens[:, :-1], is_kept)):
         if layer in weights:
             logits = model.transformer["ff_out"](model.transformer["ln_f"](x[rows]))
             total = total + weights[layer] * functional.cross_entropy(logits, targets)
@@ -126,13 +126,16 @@ def agreement(model: Transformer, tokens: torch.Tensor, is_answer: torch.Tensor)
     is_kept = torch.ones(model.shape.layers, len(tokens), dtype=torch.bool)
     predicted = [
         model.transformer["ff_out"](model.transformer["ln_f"](x[rows])).argmax(-1)
-        for x in _states(model, tokens[:, :-1], is_kept)
+        for x in states_behind_layers(model, tokens[:, :-1], is_kept)
     ]
     return [float((one == predicted[-1]).double().mean()) for one in predicted]
 
 
-def _states(model: Transformer, tokens: torch.Tensor, is_kept: torch.Tensor) -> Any:
-    """Yields the states `[batch, length, width]` behind each layer."""
+def states_behind_layers(
+    model: Transformer, tokens: torch.Tensor, is_kept: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Yields the states `[batch, length, width]` behind each layer, of `tokens` `[batch, length]`;
+    `is_kept`, bool `[layers, batch]`: whether a layer runs for a text."""
     indices = torch.arange(tokens.shape[1])
     rope = model.cos[indices], model.sin[indices]
     x = model.transformer["wte"](tokens)

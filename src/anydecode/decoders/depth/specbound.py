@@ -8,12 +8,16 @@ have not been there, so that every layer has the keys and values of all tokens b
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
-from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import ScoreRequest
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.exit_heads import ExitHeads
+from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
 
 
@@ -21,6 +25,7 @@ class _Session(DepthSession):
     def __init__(self, sequence: Sequence, method: SpecBound) -> None:
         super().__init__(sequence)
         self.method, self.exits = method, method.exits(sequence.num_layers)
+        self.model: Any = sequence.kv_cache().pool.model
         self.is_last_read = False  # whether the last draft has run, and left at no exit
 
     def size(self) -> int:
@@ -32,11 +37,17 @@ class _Session(DepthSession):
         drafts: list[int] = []
         while True:
             for layers in self.exits:
+                has_head = self.method.heads is not None
+                hidden = (layers,) if has_head else ()
                 if layers == self.exits[0]:
-                    scores = yield sequence.score([token], layers=(0, layers))
+                    scores = yield sequence.score(
+                        [token], layers=(0, layers), hidden=hidden, logits=not has_head
+                    )
                 else:
-                    scores = yield sequence.complete(stop=layers)
-                row = scores.row(-1)
+                    scores = yield sequence.complete(
+                        stop=layers, hidden=hidden, logits=not has_head
+                    )
+                row = self._row(scores, layers)
                 if self._confidence(row, layers) >= self.method.threshold:
                     break
             else:
@@ -51,6 +62,14 @@ class _Session(DepthSession):
 
     def verification(self, drafts: list[int]) -> ScoreRequest:
         return self.sequence.complete(() if self.is_last_read else drafts[-1:])
+
+    def _row(self, scores: Scores, layers: int) -> np.ndarray:
+        """The logits of the last position, float32 `[vocab_size]`."""
+        heads = self.method.heads
+        if heads is None:
+            return scores.row(-1)
+        row: np.ndarray = self.model.head(heads(layers, scores.hidden[layers][-1:]))[0]
+        return row
 
     def _confidence(self, row: np.ndarray, layers: int) -> float:
         """The largest probability, at a temperature that falls with depth."""
@@ -67,10 +86,12 @@ class _Session(DepthSession):
         summary="Each draft leaves the model at the first layer that is sure enough; a token that"
         " leaves at none ends the draft.",
         works_with=("constraints", "samplers", "batches", "adapters"),
-        missing=("the training of a light head for each layer",),
         deviations=(
-            "exits read the model's own norm and head, as those of `layerskip`, for which"
-            " `anydecode train depth` trains a model; the paper trains a head for each layer",
+            "without heads= exits read the model's own norm and head, as those of `layerskip`, for"
+            " which `anydecode train depth` trains a model",
+            "the form of the paper's heads is not known: those of `anydecode train heads` map the"
+            " state linearly before the model's own norm and head, and learn the distributions of"
+            " the last layer on the model's own answers",
             "the values of slope, threshold and bounds are not known: the paper chooses them by"
             " task",
             "which layers are checked is not known: by default those after a fifth of them, and"
@@ -101,6 +122,8 @@ class SpecBound(SelfSpeculative):
         first: Layers before the first exit (default: a fifth of the model's).
         interval: Layers between exits (default: two fifteenths of the model's).
         depth: Layers before the last exit at most (default: three fifths of the model's).
+        heads: The file of `anydecode train heads`, which has a head for each exit; None: exits read
+            the model's own norm and head.
     """
 
     def __init__(
@@ -111,6 +134,7 @@ class SpecBound(SelfSpeculative):
         first: int | None = None,
         interval: int | None = None,
         depth: int | None = None,
+        heads: str | Path | None = None,
     ) -> None:
         super().__init__()
         counts = [one for one in (size, first, interval, depth) if one is not None]
@@ -121,6 +145,7 @@ class SpecBound(SelfSpeculative):
             )
         self.max_drafts, self.threshold, self.slope = size, threshold, slope
         self.first, self.interval, self.depth = first, interval, depth
+        self.heads = None if heads is None else ExitHeads.load(Path(heads))
 
     def exits(self, num_layers: int) -> list[int]:
         """Numbers of layers after which a token may leave."""
@@ -136,6 +161,22 @@ class SpecBound(SelfSpeculative):
             raise InvalidRequestError(
                 f"specbound has the exits {exits} of {num_layers} layers; choose first and depth so"
                 f" that there is one from 1 to {num_layers - 1}"
+            )
+        if self.heads is not None:
+            self._check_heads(self.heads, sequence.kv_cache().pool.model, exits)
+
+    @staticmethod
+    def _check_heads(heads: ExitHeads, model: Any, exits: list[int]) -> None:
+        network = getattr(model, "network", None)
+        if network is None:
+            raise UnsupportedCombinationError(
+                f"{model.name} has no layers to leave: heads are for a transformer"
+            )
+        heads.check(network)
+        if not set(exits) <= set(heads.exits):
+            raise InvalidRequestError(
+                f"specbound has the exits {exits}, and the file has heads after {heads.exits}"
+                " layers: choose first, interval and depth so that each exit has one"
             )
 
     def open(self, sequence: Sequence) -> DepthSession:

@@ -1,0 +1,87 @@
+"""Files of what is trained for exits of one model: routers and heads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.network import Network
+
+#: Tensors by number of layers before the exit.
+ByExit = dict[int, np.ndarray]
+
+
+def write_exits(path: Path, parts: dict[str, ByExit], fingerprint: str) -> None:
+    """Write a safetensors file with the tensors `exits.LAYERS.PART` and the fingerprint of the
+    model that they are for."""
+    from safetensors.numpy import save_file
+
+    tensors = {
+        f"exits.{exit}.{part}": np.ascontiguousarray(tensor)
+        for part, tensors in parts.items()
+        for exit, tensor in tensors.items()
+    }
+    save_file(tensors, path, metadata={"fingerprint": fingerprint})
+
+
+def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], str]:
+    """Read the file that `write_exits` writes.
+
+    Args:
+        path: The file.
+        parts: The parts of each exit.
+        what: What the file has, for errors.
+
+    Returns:
+        The tensors of each part, float32, and the fingerprint.
+
+    Raises:
+        CheckpointError: There is no such file, or it has other tensors.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, ByExit] = {part: {} for part in parts}
+    try:
+        with safe_open(path, "np") as file:
+            fingerprint = (file.metadata() or {}).get("fingerprint", "")
+            for name in file.keys():  # noqa: SIM118
+                _, exit, part = name.split(".", 2)
+                found[part][int(exit)] = np.asarray(file.get_tensor(name), np.float32)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{what} {path}: {error}") from None
+    first, *others = found.values()
+    if not first or any(one.keys() != first.keys() for one in others):
+        raise CheckpointError(f"{what} {path}: the tensors do not fit together")
+    return list(found.values()), fingerprint
+
+
+def check_model(fingerprint: str, network: Network, what: str) -> None:
+    """Raise InvalidRequestError unless the exit `what` (routers or heads) with this fingerprint are
+    those of `network`."""
+    if fingerprint != model_fingerprint(network):
+        raise InvalidRequestError(
+            f"these exit {what} are those of another model; `anydecode train {what}` makes some for"
+            " this one"
+        )
+
+
+def model_fingerprint(network: Network) -> str:
+    """A hash of the shape and the last norm, which no number format changes."""
+    spec = network.spec
+    return fingerprint(
+        spec.num_layers, spec.hidden_size, spec.vocab_size, network.weights.final_norm
+    )
+
+
+def fingerprint(num_layers: int, hidden_size: int, vocab_size: int, norm: Any) -> str:
+    """See `model_fingerprint`."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(repr((num_layers, hidden_size, vocab_size)).encode())
+    if norm is not None:
+        digest.update(np.asarray(norm, np.float16).tobytes())
+    return digest.hexdigest()

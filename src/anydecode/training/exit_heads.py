@@ -1,0 +1,237 @@
+"""Training of light heads for early exits, as SpecBound needs (arXiv:2604.12247).
+
+The model stays as it is. Each head maps the state of its exit linearly, before the model's own norm
+and head, and learns the distributions of the last layer on the model's own answers: the mean over
+exits of the Kullback-Leibler divergence. Heads start as the exits of the model itself.
+
+A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and `heads.safetensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from anydecode.errors import InvalidRequestError
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.exit_files import fingerprint
+from anydecode.models.exit_heads import ExitHeads
+from anydecode.training.block_adapter import open_llama
+from anydecode.training.checkpoint import load_state, save_json, save_state
+from anydecode.training.layerskip import states_behind_layers
+from anydecode.training.nested import own_answers, padded
+from anydecode.training.run import LossRun, check_budget
+from anydecode.training.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """How heads are trained. One of `minutes` and `steps` is the budget.
+
+    Attributes:
+        minutes: See above.
+        steps: See above.
+        answers: Number of answers of the model, an eighth of which is held out.
+        tokens: Maximum number of tokens of an answer.
+        batch: Texts per step.
+        rate: Peak learning rate.
+        seed: Random seed.
+        save_seconds: Seconds between saved states.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+    answers: int = 256
+    tokens: int = 64
+    batch: int = 4
+    rate: float = 1e-3
+    seed: int = 0
+    save_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_budget(self)
+        if min(self.minutes or self.steps or 0, self.tokens, self.batch) <= 0 or self.answers < 2:
+            raise InvalidRequestError(
+                "minutes or steps, tokens and batch must be more than 0, and answers 2 or more"
+            )
+
+
+class HeadMaps(nn.ModuleDict):
+    """The linear map of each exit, by its number of layers; at first all zeros."""
+
+    def __init__(self, exits: Sequence[int], width: int) -> None:
+        super().__init__({str(exit): nn.Linear(width, width) for exit in exits})
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+def exit_log_probabilities(
+    model: Transformer, maps: HeadMaps, tokens: torch.Tensor, is_answer: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Log-probabilities `[rows, vocab]` of the answers' tokens at each exit, and at the last layer.
+
+    Args:
+        model: The model.
+        maps: The heads.
+        tokens: `[batch, length]`.
+        is_answer: bool `[batch, length]`.
+    """
+
+    def log_probabilities(states: torch.Tensor) -> torch.Tensor:
+        logits = model.transformer["ff_out"](model.transformer["ln_f"](states))
+        return functional.log_softmax(logits, -1)
+
+    rows, found = is_answer[:, 1:], list[torch.Tensor]()
+    is_kept = torch.ones(model.shape.layers, len(tokens), dtype=torch.bool)
+    for layer, x in enumerate(states_behind_layers(model, tokens[:, :-1], is_kept), 1):
+        if str(layer) in maps:
+            states = x[rows]
+            found.append(log_probabilities(states + maps[str(layer)](states)))
+    return found, log_probabilities(x[rows])
+
+
+def divergence(found: Sequence[torch.Tensor], last: torch.Tensor) -> torch.Tensor:
+    """The mean over exits and rows of KL(last layer || exit), in nats."""
+    losses = [functional.kl_div(one, last, reduction="batchmean", log_target=True) for one in found]
+    return torch.stack(losses).mean()
+
+
+class HeadRun(LossRun):
+    """A training run in a folder.
+
+    Args:
+        checkpoint: The model.
+        folder: The run's folder: new, or that of an interrupted run to resume.
+        recipe: How to train.
+        exits: Gives the exits of a model by its number of layers, as numbers of layers too.
+
+    Raises:
+        CheckpointError: The model is no plain Llama.
+        InvalidRequestError: There is no exit, there are too few answers, or the folder holds
+            another run.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        folder: Path,
+        recipe: HeadRecipe,
+        exits: Callable[[int], Sequence[int]],
+    ) -> None:
+        super().__init__(folder, recipe)
+        self.recipe, self.model = recipe, open_llama(checkpoint)
+        depth, width = self.model.shape.layers, self.model.shape.width
+        self.exits = list(exits(depth))
+        if not self.exits or self.exits[0] < 1 or self.exits[-1] >= depth:
+            raise InvalidRequestError(
+                f"the exits are {self.exits}; allowed are 1 to {depth - 1}, as {checkpoint.name}"
+                f" has {depth} layers"
+            )
+        norm = self.model.state_dict()["transformer.ln_f.weight"]
+        self.fingerprint = fingerprint(depth, width, self.model.shape.vocab, norm.numpy())
+        self.maps = HeadMaps(self.exits, width)
+        self.optimizer = torch.optim.AdamW(
+            self.maps.parameters(), recipe.rate, (0.9, 0.95), weight_decay=0.0
+        )
+        state = load_state(folder / "state.pt")
+        if state is None:
+            self.pairs = own_answers(checkpoint, recipe.answers, recipe.tokens, recipe.seed)
+            if len(self.pairs) < 2:
+                raise InvalidRequestError(
+                    f"{checkpoint.name} has written {len(self.pairs)} of {recipe.answers} answers,"
+                    " and training needs 2: give more answers"
+                )
+        else:
+            self._restore(state)
+
+    @property
+    def file(self) -> Path:
+        """The file of the heads."""
+        return self.folder / "heads.safetensors"
+
+    def _update(self) -> float:
+        random = Random(f"{self.recipe.seed}/heads/{self.step}")
+        trained = self.pairs[self._num_held_out :]
+        texts = padded(random.sample(trained, min(self.recipe.batch, len(trained))))
+        loss = divergence(*exit_log_probabilities(self.model, self.maps, *texts))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._descend(self.optimizer, self.maps.parameters(), self.recipe.rate)
+        return float(loss.detach())
+
+    @property
+    def _num_held_out(self) -> int:
+        return max(1, len(self.pairs) // 8)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Record the loss of held-out answers, and how often the most probable token of each exit
+        is that of the last layer."""
+        totals, loss, count = [0] * len(self.exits), 0.0, 0
+        held_out = self.pairs[: self._num_held_out]
+        for start in range(0, len(held_out), self.recipe.batch):
+            texts = padded(held_out[start : start + self.recipe.batch])
+            found, last = exit_log_probabilities(self.model, self.maps, *texts)
+            loss += len(last) * float(divergence(found, last))
+            count += len(last)
+            for index, one in enumerate(found):
+                totals[index] += int((one.argmax(-1) == last.argmax(-1)).sum())
+        agreement = [round(total / count, 4) for total in totals]
+        self._record(agreement=agreement, held_out_loss=loss / count)
+
+    def save(self) -> None:
+        """Evaluate, and write the state, the log and the heads."""
+        self._evaluate()
+        state = {
+            "weights": self.maps.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            **{name: getattr(self, name) for name in _STATE_FIELDS},
+        }
+        save_state(self.folder / "state.pt", state)
+        save_json(self.folder / "log.json", self.log())
+        self.heads().save(self.file)
+
+    def heads(self) -> ExitHeads:
+        """The heads in the engine's format."""
+        weights = {name: one.detach().numpy() for name, one in self.maps.named_parameters()}
+        return ExitHeads(
+            {exit: weights[f"{exit}.weight"] for exit in self.exits},
+            {exit: weights[f"{exit}.bias"] for exit in self.exits},
+            self.fingerprint,
+        )
+
+    def log(self) -> dict[str, Any]:
+        """Recipe and history as plain JSON."""
+        return {
+            "recipe": asdict(self.recipe),
+            "exits": self.exits,
+            "steps": self.step,
+            "history": self.history,
+        }
+
+    def agreements(self) -> Sequence[list[float]]:
+        """The agreement of each exit with the last layer on held-out answers, in the order in which
+        it was measured."""
+        return [entry["agreement"] for entry in self.history if "agreement" in entry]
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        own = {name: one.shape for name, one in self.maps.state_dict().items()}
+        stored = {name: one.shape for name, one in state["weights"].items()}
+        if own != stored or state["fingerprint"] != self.fingerprint:
+            raise InvalidRequestError(
+                f"{self.folder} holds a run of other exits or another model: give another folder"
+            )
+        self.maps.load_state_dict(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in _STATE_FIELDS:
+            setattr(self, name, state[name])
+
+
+_STATE_FIELDS = ("step", "seconds", "history", "pairs", "fingerprint")
