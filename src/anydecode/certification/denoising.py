@@ -19,7 +19,7 @@ from anydecode.certification.tiny import readable_executor
 from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
-from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel
+from anydecode.models.scripted import EOS, MASK, ByteTokenizer, ScriptedModel, normal_row
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.sampling.noise import Noise
 
@@ -35,7 +35,7 @@ def dense(seed: int = 4, spread: float = 4.0) -> Logits:
     token is unlikely."""
 
     def logits(path: tuple[int, ...]) -> np.ndarray:
-        row = np.random.default_rng((seed, *path)).normal(size=VOCABULARY) * spread
+        row = normal_row((seed, *path)) * spread
         row[EOS] = -30.0
         result: np.ndarray = row.astype(np.float32)
         return result

@@ -12,7 +12,7 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.engine.model_runner import ModelRunner, Plan
-from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel, normal_row
 from anydecode.sampling.noise import Noise
 
 VOCABULARY = 259
@@ -50,7 +50,7 @@ def wordy(seed: int = 0, spread: float = 2.5, echo: int = 0) -> Logits:
     def logits(seen: tuple[int, ...]) -> np.ndarray:
         key = seen[-2:]
         if key not in rows:
-            fresh = np.random.default_rng((seed, *key)).normal(size=VOCABULARY)
+            fresh = normal_row((seed, *key)).copy()
             fresh[97:109] += spread
             rows[key] = (spread * fresh).astype(np.float32)
         if not 0 < echo <= len(seen):
@@ -66,7 +66,7 @@ def blurred(logits: Logits, seed: int = 9, error: float = 1.5) -> Logits:
     """Logits of a draft model: `logits` with a pseudo-random error."""
 
     def draft(seen: tuple[int, ...]) -> np.ndarray:
-        noise = np.random.default_rng((seed, *seen[-3:])).normal(size=VOCABULARY)
+        noise = normal_row((seed, *seen[-3:]))
         row: np.ndarray = logits(seen) + (error * noise).astype(np.float32)
         return row
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,15 @@ class ScriptedModel:
     def _normal(self, key: Path) -> np.ndarray:
         words = [part % (1 << 32) for part in key]
         return np.random.default_rng(words).normal(size=self.spec.vocab_size)
+
+
+@lru_cache(maxsize=1 << 13)
+def normal_row(key: Path) -> np.ndarray:
+    """Normally distributed numbers that depend on `key` only, float64 `[BYTE_VOCABULARY]`,
+    read-only. Kept, since an oracle asks for the rows that the engine has asked for."""
+    row = np.random.default_rng(key).normal(size=BYTE_VOCABULARY)
+    row.setflags(write=False)
+    return row
 
 
 class ByteTokenizer:

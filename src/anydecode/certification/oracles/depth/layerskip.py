@@ -19,7 +19,7 @@ from anydecode.certification.rounds import (
     wordy,
 )
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
-from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel, normal_row
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
 LAYERS, EXIT, SIZE, LENGTH = 7, 2, 4, 32
@@ -41,7 +41,7 @@ class _RecordingModel(ScriptedModel):
 
 def early_logits(seen: tuple[int, ...], layers: int, target: Logits = TARGET) -> np.ndarray:
     """The logits of the scripted model of `target` after its first `layers` layers."""
-    error = np.random.default_rng((3, 2, *seen[-4:])).normal(size=VOCABULARY) / layers
+    error = normal_row((3, 2, *seen[-4:])) / layers
     row: np.ndarray = (target(seen) + error).astype(np.float32)
     return row
 
