@@ -204,3 +204,16 @@ def test_many_requests_with_faults_lose_and_change_nothing(repository: Path) -> 
     assert "60 requests, 4 kills, 0 stopped processes" in done.stdout, done.stderr
     assert "0 answers differ, 0 failed" in done.stdout
     assert "left in the fleet: 0 running, 0 waiting" in done.stdout
+
+
+def test_predicted_latencies_are_compared_with_those_of_a_fleet(
+    repository: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"input_length": 80, "output_length": 4}
+    trace.write_text("".join(json.dumps({"timestamp": 100 * n, **line}) + "\n" for n in range(20)))
+    command = [sys.executable, str(repository / "examples" / "plan_against_a_fleet.py")]
+    command += [str(trace), "tiny-autoregressive", "10", "8", "1", "1", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "8 requests, 10 per second, prefill-1, decode-1" in done.stdout, done.stderr
+    assert done.stdout.count("predicted ") == done.stdout.count(" real ") == 4

@@ -158,7 +158,11 @@ def test_the_tutorials_show_the_examples() -> None:
                 assert block.code == examples[block.title], f"{name_of(page)}:{block.line}"
                 shown.add(block.title)
     # tests/examples and tests/cluster run them
-    assert set(examples) - shown == {"openai_client.py", "faults_of_a_fleet.py"}
+    assert set(examples) - shown == {
+        "openai_client.py",
+        "faults_of_a_fleet.py",
+        "plan_against_a_fleet.py",
+    }
 
 
 def test_the_reference_has_every_public_name() -> None:
