@@ -363,6 +363,7 @@ ENDING = {
         "type": "object",
         "properties": {name: {"type": "string", "maxLength": 9} for name in ("a", "b")},
         "required": ["a", "b"],
+        "additionalProperties": False,
     },
     "choices": {"type": "array", "items": {"enum": ["x", "yy", "zzz", [1, 2]]}, "maxItems": 5},
 }  # fmt: skip
@@ -421,8 +422,8 @@ def test_the_probability_of_a_token_beside_the_completion_is_that_of_the_free_te
     assert all(np.isfinite(one.logprob) for one in fitting.logprobs)
 
 
-def test_guards_apply_by_default_and_can_be_disabled():
-    free = JsonSchema({"type": "string"}, max_string=0)
+def test_strings_are_limited_and_white_space_is_set_on_request():
+    free = JsonSchema({"type": "string"})
     guarded = JsonSchema({"type": "string"}, max_string=4)
     assert walk(free, TOKENIZER, json.dumps("x" * 300))
     assert walk(guarded, TOKENIZER, '"xxxx"') and not walk(guarded, TOKENIZER, '"xxxxx"')
@@ -507,7 +508,8 @@ def test_reports_contain_keyword_and_path():
     report = constraint.report().to_dict()
     assert "uniqueItems at #/properties/a~1b" in report["checked"][0]
     assert report["ignored"] == ["format shiny at #/properties/a~1b"]
-    assert report["guards"]["max_string"] == 256 and "type" in report["masked"]
+    assert "type" in report["masked"]
+    assert report["guards"]["max_string"] is None and report["guards"]["extra_properties"]
 
 
 def test_narrowed_schemas_have_no_alternatives_and_can_start():

@@ -40,8 +40,8 @@ ANYDECODE = "anydecode"
 UNCHECKED = "xgrammar"
 #: The names of ablations begin so.
 WITHOUT = "without "
-#: Options of `JsonSchema` under which a schema means what the specification says.
-NO_GUARDS: dict[str, Any] = {"max_string": 0, "extra_properties": True}
+#: Options of `JsonSchema` with which strings are limited and objects closed.
+GUARDS: dict[str, Any] = {"max_string": 256, "extra_properties": False}
 
 Row = dict[str, Any]
 
@@ -57,8 +57,8 @@ class Setting:
         close: Whether this engine completes an answer within the limit.
         seconds: Maximum seconds that a baseline may take for one answer.
         batch: Answers of this engine that are decoded together; changes only their times.
-        guards: Whether this engine limits strings and leaves out properties that the schema does
-            not list, as `JsonSchema` does by itself; the server does not unless a request asks.
+        guards: Whether this engine limits strings to 256 characters and leaves out properties that
+            the schema does not list.
     """
 
     seeds: int = 10
@@ -72,7 +72,7 @@ class Setting:
     @property
     def schema_options(self) -> dict[str, Any]:
         """The options of `JsonSchema`."""
-        return {} if self.guards else NO_GUARDS
+        return GUARDS if self.guards else {}
 
 
 def prompt_for(schema: Any) -> str:

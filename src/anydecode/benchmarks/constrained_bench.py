@@ -21,7 +21,6 @@ from anydecode.benchmarks import constrained_worker
 from anydecode.benchmarks.baselines import find_file
 from anydecode.benchmarks.constrained_answers import (
     ANYDECODE,
-    NO_GUARDS,
     VARIANTS,
     Baseline,
     OwnEngine,
@@ -137,11 +136,7 @@ def measure_schema(
 ) -> Tally:
     """Measure one schema with its instances."""
     tally = Tally(schemas=1)
-    options: dict[str, Any] = {
-        **NO_GUARDS,
-        "resources": resources,
-        "formats": formats,
-    }
+    options: dict[str, Any] = {"resources": resources, "formats": formats}
     start, cpu_start = perf_counter(), thread_time()
     try:
         constraint = JsonSchema(schema, **options)
@@ -334,8 +329,8 @@ def bench_constrained(
     guards: Annotated[
         bool,
         typer.Option(
-            help="Limit strings and leave out properties that the schema does not list; without, a"
-            " schema means what the specification says, as in requests to the server."
+            help="Limit strings to 256 characters and leave out properties that the schema does not"
+            " list; without, a schema means what the specification says."
         ),
     ] = False,
     python: Annotated[

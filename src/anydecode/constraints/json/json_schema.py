@@ -95,7 +95,8 @@ class JsonSchema(CompletedConstraint):
     """Allows the JSON texts that are valid under a schema.
 
     `whitespace`, `max_string`, `extra_properties` and `finish` are guards: limits added to those of
-    the schema and reported in the result.
+    the schema and reported in the result. By default, strings and objects have no limits but those
+    of the schema.
 
     Args:
         schema: A dict, a boolean, JSON text, or a pydantic model.
@@ -124,8 +125,8 @@ class JsonSchema(CompletedConstraint):
         schema: Any,
         *,
         whitespace: str | None = WHITESPACE,
-        max_string: int = 256,
-        extra_properties: bool = False,
+        max_string: int = 0,
+        extra_properties: bool = True,
         finish: bool = True,
         tries: int = 32,
         close: bool = False,
@@ -433,6 +434,7 @@ class _Narrowed(JsonSchema):
             schema,
             whitespace=whole.whitespace,
             max_string=whole.max_string or 64,
+            extra_properties=False,
             finish=whole.finish,
         )
         self._whole = whole

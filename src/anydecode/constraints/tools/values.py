@@ -38,8 +38,8 @@ _KEYWORDS = {
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
 _KEYWORDS["number"] = _KEYWORDS["integer"]
-#: Fixed white space, and none of the guards of `JsonSchema`.
-JSON_STYLE: dict[str, Any] = {"whitespace": None, "max_string": 0, "extra_properties": True}
+#: Fixed white space.
+JSON_STYLE: dict[str, Any] = {"whitespace": None}
 #: Patterns of formats for strings without quotes, which allow all valid strings and few others.
 _DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:([0-5][0-9]|60)(\\.[0-9]+)?"
