@@ -62,6 +62,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     assert [e["loss"] for e in whole.history if "loss" in e] == [
         e["loss"] for e in resumed.history if "loss" in e
     ]
+    pytest.importorskip("matplotlib")
     curve.draw_exits(resumed.log(), tmp_path / "curve.svg")
     assert "held-out" in (tmp_path / "curve.svg").read_text()
 

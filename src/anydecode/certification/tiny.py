@@ -17,6 +17,7 @@ from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.exit_predictors import NUM_CANDIDATES, NUM_FEATURES, ExitPredictors, Predictor
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.families import load_network
+from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
@@ -241,6 +242,17 @@ def predicting_model() -> LLM:
     always = frozenset((5, 9, 12))
     model.exit_predictors = ExitPredictors(predictors, always, model_fingerprint(model.network))
     return LLM(model, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096)
+
+
+def layer_routed_model(**options: Any) -> LLM:
+    """An engine over a tiny model with random layer routers for all but the outermost layers;
+    `options` are those of `LLM`."""
+    model = tiny_model(layers=12, residual=0.3)
+    random, layers = np.random.default_rng(5), list(range(1, 11))
+    weight = random.standard_normal((len(layers), model.spec.hidden_size), np.float32) / 4
+    bias = random.standard_normal(len(layers), np.float32) / 4
+    model.layer_routers = LayerRouters(layers, weight, bias, model_fingerprint(model.network))
+    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
 
 
 def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:

@@ -718,6 +718,68 @@ def train_exit_predictors(
     _train_exits(PredictorRun, recipe, model, draft, out, prompts, threads, plot, json)
 
 
+@app.command("layer-routers")
+def train_layer_routers(
+    out: Out = Path("trained-layer-routers"),
+    model: LlamaModel = options.DEFAULT_MODEL,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    penalty: Annotated[
+        float, typer.Option("--penalty", min=0.0, help="Nats per layer that runs.")
+    ] = 0.01,
+    first: Annotated[
+        int, typer.Option("--first", min=0, help="Layers at the bottom that always run.")
+    ] = 2,
+    last: Annotated[
+        int, typer.Option("--last", min=0, help="Layers at the top that always run.")
+    ] = 1,
+    answers: Answers = 64,
+    tokens: AnswerTokens = 64,
+    batch: Batch = 4,
+    rate: Rate = 1e-2,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    plot: PlotFile = None,
+    json: options.Json = False,
+) -> None:
+    """Train the routers with which first-router chooses layers by the prompt, on the model's own
+    answers. A run with the same --out is resumed.
+
+    Example: anydecode train layer-routers --steps 200 --penalty 0.05 --out my-layers
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.layer_routers import LayerRouterRecipe, LayerRouterRun
+
+    recipe = LayerRouterRecipe(
+        minutes=_minutes(minutes, steps),
+        steps=steps,
+        answers=answers,
+        tokens=tokens,
+        batch=batch,
+        rate=rate,
+        penalty=penalty,
+        first=first,
+        last=last,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = _trained(lambda: LayerRouterRun(load_checkpoint(model), out, recipe), "routers")
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot, "Training of layer routers", "nats per token")
+    results = run.results()
+    if json:
+        print_json({"path": str(run.path), "results": results, **run.log()})
+        return
+    skipped = len(results["runs"]) - sum(results["runs"])
+    note(
+        f"held-out texts skip {skipped:.1f} layers on average, with"
+        f" {results['held_out']['layers skipped']:.3f} nats per token"
+    )
+    print(run.path)
+
+
 def _train_exits(
     open_run: Callable[..., ExitRun],
     recipe: ExitRecipe,

@@ -35,6 +35,7 @@ class Requirements:
             the target runs itself (EESD, Kangaroo).
         reads_exit_routers: Whether the method needs exit routers of the target (TIDE, DYNAMAX).
         reads_exit_predictors: Whether it needs exit predictors of the target (SpecEE).
+        reads_layer_routers: Whether it needs layer routers of the target (FiRST).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -63,6 +64,7 @@ class Requirements:
     drafts_exit: bool = False
     reads_exit_routers: bool = False
     reads_exit_predictors: bool = False
+    reads_layer_routers: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

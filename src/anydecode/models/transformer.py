@@ -33,6 +33,7 @@ from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.exit_routers import ExitRouters
+from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
 from anydecode.models.per_layer import late_start_error
@@ -116,6 +117,7 @@ class Transformer:
         self.reranker: Classifier | YesNo | None = None  # of a cross-encoder
         self.exit_routers: ExitRouters | None = None  # of its folder
         self.exit_predictors: ExitPredictors | None = None  # of its folder
+        self.layer_routers: LayerRouters | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).

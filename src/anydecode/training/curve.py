@@ -27,18 +27,23 @@ def draw_training(log: dict[str, Any], file: Path) -> None:
         accuracy.set_xlabel("minutes")
 
 
-def draw_held_out(log: dict[str, Any], file: Path) -> None:
-    """Draw an adapter run: training loss, and held-out loss by kind of text. `log` is the content
-    of `log.json`."""
+def draw_held_out(
+    log: dict[str, Any],
+    file: Path,
+    title: str = "Training of an adapter",
+    unit: str = "nats per masked token",
+) -> None:
+    """Draw a run of an adapter or of layer routers: training loss, and held-out loss by kind of
+    text. `log` is the content of `log.json`."""
     history: list[dict[str, Any]] = log["history"]
     series = {"training": [(_minutes(e), e["loss"]) for e in history if "loss" in e]}
     for entry in history:
         for name, loss in entry.get("held_out", {}).items():
             series.setdefault(f"held-out {name}", []).append((_minutes(entry), loss))
-    with figure(file, "Training of an adapter", height=2.6) as (panel,):
+    with figure(file, title, height=2.6) as (panel,):
         for colour, (name, points) in zip(COLOURS, series.items(), strict=False):
             panel.plot(*_transposed(points), color=colour, label=name)
-        panel.set_title("nats per masked token")
+        panel.set_title(unit)
         panel.set_ylim(bottom=0)
         panel.set_xlabel("minutes")
 

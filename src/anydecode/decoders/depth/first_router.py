@@ -1,0 +1,160 @@
+"""FiRST: routers choose, while the prompt runs, the layers that a sequence skips for good (Jain et
+al., "FiRST: Finetuning Router-Selective Transformers for Input-Adaptive Latency Reduction",
+arXiv:2410.12513)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anydecode.catalogue import Card, Range, Words, register
+from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.depth.fewer_layers import FewerLayers
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.interface import SkippedParts, Variant
+from anydecode.kernels.routes import Guide, Route, RoutedPass
+from anydecode.models.layer_routers import LayerRouters
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
+
+#: How the scores of a prompt's tokens decide.
+POOLINGS = ("mean", "majority", "last")
+_SKIPPED: StateKey[list[int]] = StateKey("first-router", "skipped layers")
+
+
+@dataclass(eq=False)
+class PromptGuide(Guide):
+    """What a route knows of a row: the layers that its prompt skips, a list that all rows of the
+    prompt share."""
+
+    skipped: list[int] = field(default_factory=list)
+
+
+class RoutedPrompt(Route):
+    """Prompts skip the layers whose routers say so of all their tokens together. All tokens of a
+    prompt run in one pass."""
+
+    def __init__(self, routers: LayerRouters, threshold: float, pooling: str) -> None:
+        self.routers, self.threshold, self.pooling = routers, threshold, pooling
+
+    def run(self, routed: RoutedPass) -> None:
+        guides: list[PromptGuide] = routed.guides
+        rows_of: dict[int, list[int]] = {}
+        for row, guide in enumerate(guides):
+            rows_of.setdefault(id(guide.skipped), []).append(row)
+        prompts = [np.array(rows) for rows in rows_of.values()]
+        for layer in range(routed.num_layers):
+            active = []
+            for rows in prompts:
+                if layer in self.routers.layers and not self.needs(layer, routed.states[rows]):
+                    guides[rows[0]].skipped.append(layer)
+                else:
+                    active += rows.tolist()
+            index = np.array(sorted(active), np.int64)
+            routed.run(index, layer, layer + 1)
+            routed.count(index, 1, 1)
+        routed.stop(np.arange(len(guides)), routed.num_layers)
+
+    def needs(self, layer: int, states: np.ndarray) -> bool:
+        """Whether a prompt with these inputs of `layer`, float32 `[tokens, hidden_size]`, runs
+        it."""
+        scores = self.routers.scores(layer, states)
+        probabilities = 0.5 + 0.5 * np.tanh(0.5 * scores)
+        if self.pooling == "last":
+            return bool(probabilities[-1] >= self.threshold)
+        if self.pooling == "majority":
+            return bool((probabilities >= self.threshold).mean() >= 0.5)
+        return bool(probabilities.mean() >= self.threshold)
+
+
+@register(
+    Card(
+        "first-router",
+        "depth",
+        paper="Jain et al. 2024, FiRST (arXiv:2410.12513)",
+        exactness="lossy",
+        summary="Routers choose by the prompt which layers the whole sequence skips.",
+        needs=("layer routers",),
+        works_with=("constraints", "samplers", "batches"),
+        missing=("the fine-tuning of LoRA adapters with the routers as they are",),
+        deviations=(
+            "how the tokens of a prompt decide together is not published: by the mean of their"
+            " probabilities; `pooling` has others",
+            "the prompt skips the layers too, so that later routers read what is left",
+            "routers learn with the loss on the model's own answers and a penalty on the layers"
+            " that run; a third term of the paper's loss is not published",
+        ),
+        remote={"threshold": Range(0, 1), "pooling": Words(POOLINGS)},
+    )
+)
+class FirstRouter(FewerLayers):
+    """Skips, for the whole sequence, the layers that its prompt does not need.
+
+    While the prompt runs, a layer's router reads the layer's input at every token. If the pooled
+    probability is below the threshold, neither the prompt nor any later token runs the layer.
+
+    Args:
+        threshold: See above.
+        pooling: "mean": of the tokens' probabilities; "majority": half of the tokens are at or
+            above the threshold; "last": that of the last token.
+        routers: The file of `anydecode train layer-routers`; by default that of the model's folder,
+            layer_routers.safetensors.
+    """
+
+    requirements = Requirements(reads_layer_routers=True, attention_only=("target",))
+
+    def __init__(
+        self, threshold: float = 0.5, pooling: str = "mean", routers: str | Path | None = None
+    ) -> None:
+        if pooling not in POOLINGS:
+            raise InvalidRequestError(f"pooling is {pooling!r}; choose from {', '.join(POOLINGS)}")
+        self.threshold, self.pooling = threshold, pooling
+        self._own = None if routers is None else LayerRouters.load(Path(routers))
+        self._routes: dict[int, RoutedPrompt] = {}
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        self._route(sequence)
+
+    def _route(self, sequence: Sequence) -> RoutedPrompt:
+        model: Any = sequence.kv_cache().pool.model
+        routers = self._own or getattr(model, "layer_routers", None)
+        if routers is None:
+            raise UnsupportedCombinationError(
+                "first-router needs layer routers: `anydecode train layer-routers` makes them, and"
+                " first-router:routers=FILE reads them"
+            )
+        if id(routers) not in self._routes:
+            network = getattr(model, "network", None)
+            if network is None:
+                raise UnsupportedCombinationError(
+                    f"{model.name} has no layers to skip: first-router needs a transformer"
+                )
+            routers.check(network)
+            self._routes[id(routers)] = RoutedPrompt(routers, self.threshold, self.pooling)
+        return self._routes[id(routers)]
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        sequence.truncate(0)  # another request's prefix has run other layers
+        guides = [PromptGuide() for _ in sequence.prompt]
+        for guide in guides:
+            guide.skipped = guides[0].skipped
+        request = sequence.score(sequence.prompt, variant=self._route(sequence), guides=guides)
+        request.groups[0][-1].divisible = False
+        yield request
+        sequence.state[_SKIPPED] = guides[0].skipped
+        # The loop starts from a token that has not been scored.
+        sequence.truncate(len(sequence.prompt) - 1)
+        yield from super().decode(sequence)
+
+    def _row_variant(self, sequence: Sequence, index: int) -> Variant | None:
+        return self.variant(sequence, index)
+
+    def variant(self, sequence: Sequence, index: int) -> Variant | None:
+        layers = sequence.state[_SKIPPED]
+        skipped = frozenset(layers)
+        return SkippedParts(skipped, skipped) if skipped else None
