@@ -424,6 +424,7 @@ def test_learned_positions_bound_the_context() -> None:
     [
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("llama", {"hidden_act": "xielu"}, "activation is 'xielu'; allowed is xielu in plain MLPs"),
         ("olmo", {"clip_qkv": -1}, "clip_qkv is -1"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk is .*the same number for every layer"),
         ("hunyuan_v1_moe", {"moe_topk": []}, "moe_topk is"),

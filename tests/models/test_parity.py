@@ -808,6 +808,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpt": ("Mpt", {}),
     "mpt odd": ("Mpt", {"num_attention_heads": 12, "attn_config": MPT_ATTENTION}),
+    "apertus": (
+        "Apertus",
+        {
+            "head_dim": 12,
+            "max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
     "opt": ("OPT", {"ffn_dim": 72, "max_position_embeddings": 120}),
     "opt without biases": (
         "OPT",
@@ -1573,6 +1588,11 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
         "falcon linear biases",
         lambda network: _each_spec(network, rope=Rope(np.ones(6, np.float32))),
     ),
+    "one activation in all layers": ("apertus", lambda network: _same_activation(network)),
+    "no exponential below 0": (
+        "apertus",
+        lambda network: _each(network, xielu=network.weights.layers[0].xielu._replace(eps=-1e3)),
+    ),
     "the table from its first row": ("opt", lambda network: _move_positions(network)),
     "slopes of a power of two": (
         "bloom odd",
@@ -1661,6 +1681,10 @@ def _share(network: Network, sources: dict[int, int]) -> None:
         for index, layer in enumerate(network.spec.layers)
     ]
     network.spec = replace(network.spec, layers=tuple(layers))
+
+
+def _same_activation(network: Network) -> None:
+    _each(network, xielu=network.weights.layers[0].xielu)
 
 
 def _move_positions(network: Network) -> None:

@@ -110,6 +110,14 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return positive * positive
 
 
+def xielu(
+    x: torch.Tensor, positive: float, negative: float, beta: float, eps: float
+) -> torch.Tensor:
+    """See `Xielu`."""
+    below = (exp(x.clamp(max=eps)) - 1.0 - x) * negative
+    return torch.where(x > 0, x * x * positive, below) + x * beta
+
+
 ACTIVATIONS = {
     "relu": torch.relu,
     "relu2": relu2,

@@ -285,6 +285,19 @@ class ClampedSwiglu(NamedTuple):
     limit: float = 7.0
 
 
+class Xielu(NamedTuple):
+    """The activation of Apertus (Huang and Schlag, arXiv:2411.13010).
+
+    beta * x, plus positive * x^2 above 0 and negative * (exp(min(x, eps)) - 1 - x) elsewhere. `eps`
+    is below 0.
+    """
+
+    positive: float
+    negative: float
+    beta: float = 0.5
+    eps: float = -1e-6
+
+
 #: The function of a gate: "silu", "gelu_tanh", "gelu", "sigmoid", "identity" or a `ClampedSwiglu`.
 Activation = str | ClampedSwiglu
 
@@ -793,8 +806,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def activate(self, x: Any, activation: str) -> Any:
-        """activation(x); `activation` as for `gated`."""
+    def activate(self, x: Any, activation: str | Xielu) -> Any:
+        """activation(x); a name is one of those that `gated` takes, "relu" or "relu2"."""
 
     @abstractmethod
     def add_positions(self, x: Any, table: Weight) -> Any:

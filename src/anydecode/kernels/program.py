@@ -22,6 +22,7 @@ from anydecode.kernels.interface import (
     Routing,
     Weight,
     WkvWeights,
+    Xielu,
 )
 from anydecode.kernels.library import Matrix, Op
 from anydecode.kernels.library import Recurrence as RecurrenceStruct
@@ -40,7 +41,7 @@ _ACTIVATIONS = {
     "relu2": 6,
     "relu": 7,
 }
-_CLAMPED_SWIGLU = 3
+_CLAMPED_SWIGLU, _XIELU = 3, 8
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
 # eight rows would not fit a processor's cache.
@@ -321,7 +322,10 @@ class NativeBackend(Backend):
         fields = {"groups": groups, "weight": self._keep_vector(both), "x": eps}
         return self._record(Code.LAYER_NORM, (x,), x.width, **fields)
 
-    def activate(self, x: Value, activation: str) -> Value:
+    def activate(self, x: Value, activation: str | Xielu) -> Value:
+        if isinstance(activation, Xielu):
+            numbers = self._keep_vector(np.array(activation, np.float32))
+            return self._record(Code.ACTIVATE, (x,), x.width, activation=_XIELU, weight=numbers)
         return self._record(Code.ACTIVATE, (x,), x.width, activation=_ACTIVATIONS[activation])
 
     def add_positions(self, x: Value, table: Weight) -> Value:

@@ -34,6 +34,7 @@ from anydecode.kernels.interface import (
     Rows,
     Weight,
     WkvWeights,
+    Xielu,
 )
 from anydecode.kernels.recurrent import Scan, windows
 from anydecode.kernels.scan import convolve, run_scan
@@ -379,7 +380,9 @@ class ReferenceBackend(Backend):
         y = (centred / torch.sqrt(variance + eps)).flatten(-2) * self._vector(weight)
         return y if bias is None else y + self._vector(bias)
 
-    def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+    def activate(self, x: torch.Tensor, activation: str | Xielu) -> torch.Tensor:
+        if isinstance(activation, Xielu):
+            return elementary.xielu(x, *activation)
         return elementary.ACTIVATIONS[activation](x)
 
     def add_positions(self, x: torch.Tensor, table: Weight) -> torch.Tensor:

@@ -31,6 +31,7 @@ from anydecode.kernels.interface import (
     StoredInputs,
     Variant,
     Weight,
+    Xielu,
 )
 from anydecode.models.differential import DifferentialWeights
 from anydecode.models.limits import MAX_FACTOR, number
@@ -252,6 +253,7 @@ class LayerWeights:
     mlp_factors: np.ndarray | None = None
     # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
     mlp_mix: np.ndarray | None = None
+    xielu: Xielu | None = None  # the activation of the MLP, where it is "xielu"
 
     @property
     def matrices(self) -> list[Weight]:
@@ -700,6 +702,9 @@ class Network:
             (y,) = backend.shift(y, index, shape, first, [weights.mlp_mix])
         if isinstance(weights.mlp, Experts) and weights.mlp.norms is not None:
             y = self._experts_beside_mlp(backend, x, y, spec, weights.mlp, weights.mlp.norms)
+        elif weights.xielu is not None:
+            assert isinstance(weights.mlp, PlainMlp), "checked by `ModelSpec`"
+            y = _plain_mlp(backend, y, weights.mlp, weights.xielu)
         else:
             y = _mlp(backend, y, spec, weights.mlp)
         if weights.mlp_factors is not None:
@@ -932,8 +937,7 @@ def _recurrence(
 def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if isinstance(mlp, PlainMlp):
         assert isinstance(spec.activation, str), "checked by `ModelSpec`"
-        inner = backend.activate(mlp.up.apply(backend, x), spec.activation)
-        return mlp.down.apply(backend, inner)
+        return _plain_mlp(backend, x, mlp, spec.activation)
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
         router = mlp.router.apply(backend, x)
@@ -954,6 +958,10 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
     if spec.gate_cutoff is not None:
         gate = backend.cut_off(gate, spec.gate_cutoff)
     return mlp.down.apply(backend, backend.gated(gate, up, spec.activation))
+
+
+def _plain_mlp(backend: Backend, x: Any, mlp: PlainMlp, activation: str | Xielu) -> Any:
+    return mlp.down.apply(backend, backend.activate(mlp.up.apply(backend, x), activation))
 
 
 def _check_head_tokens(spec: ModelSpec, tokens: np.ndarray | None) -> None:
@@ -1051,6 +1059,10 @@ def _check_layer(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an MLP")
     if layer.mlp is not None:
         _check_mlp(prefix, spec, layer.mlp, hidden)
+    if (layer.xielu is not None) != (spec.activation == "xielu" and has_mlp):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has an xIELU")
+    for name, value in ({} if layer.xielu is None else layer.xielu._asdict()).items():
+        number(f"{prefix}{name} of the xIELU", value, -MAX_FACTOR)
     if (layer.scale is not None) != spec.has_scale:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a scale")
     for scale in (layer.scale, layer.canvas_scale):

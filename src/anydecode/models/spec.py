@@ -125,7 +125,7 @@ class LayerSpec:
             "full" (OLMo 2) or "plain" (each head, without weights; Llama 4). A layer norm, which
             "heads" and "full" may be, if `ModelSpec.norm` is one.
         activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu", "relu2" or, of a
-            gated MLP, a `ClampedSwiglu`.
+            gated MLP, a `ClampedSwiglu`, of a plain one, "xielu" (`LayerWeights.xielu`).
         num_experts: The number of experts; 0 for a dense MLP.
         routing: How a token's experts are chosen; None for a dense MLP.
         has_sinks: Whether each head has an attention sink (gpt-oss).
@@ -534,7 +534,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     choices = {
         "norms": ("pre", "post", "both", "sum"),
         "qk_norm": (None, "head", "heads", "full", "plain"),
-        "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
+        "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"),
         "mlp": ("gated", "plain", "none"),
         "memory": (None, "makes", "reads", "side"),
     }
@@ -545,6 +545,8 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
+    if layer.activation == "xielu" and (layer.mlp != "plain" or layer.num_experts):
+        raise refusal(f"{prefix}activation", layer.activation, "xielu in plain MLPs only")
     if layer.gate_cutoff is not None:
         number(f"{prefix}gate_cutoff", layer.gate_cutoff, -MAX_FACTOR)
         if layer.mlp != "gated" or layer.num_experts:

@@ -172,7 +172,10 @@ static void run_row(const Step *s, int r) {
     case OP_LAYER_NORM:
       layer_norm(a + from, op->width, op->groups, op->weight, op->x, out + from);
       break;
-    case OP_ACTIVATE: activate(a + from, op->width, op->activation, out + from); break;
+    case OP_ACTIVATE:
+      if (op->activation == XIELU) xielu(a + from, op->width, op->weight, out + from);
+      else activate(a + from, op->width, op->activation, out + from);
+      break;
     case OP_ADD_POSITION: {
       float *row = buffer(s, op->c) + from;
       int position = s->pass->positions[r], last = op->matrix->out_features - 1;

@@ -93,7 +93,7 @@ static void rope(const float *x, int heads, int head_dim, const float *table, in
   }
 }
 
-enum { SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU };
+enum { SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU, XIELU };
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
 INLINE f8 f8_gelu(f8 x) {
@@ -149,6 +149,20 @@ static void gated(const float *gate, const float *up, int width, const Op *op, f
 static void activate(const float *x, int width, int activation, float *out) {
   for (int i = 0; i < width; i += 8)
     f8_store_part(out + i, f8_activate(f8_load_part(x + i, width - i), activation), width - i);
+}
+
+/* beta * x, plus positive * x^2 above 0 and negative * (exp(min(x, eps)) - 1 - x) elsewhere.
+ * `numbers`: positive, negative, beta, eps. */
+static void xielu(const float *x, int width, const float *numbers, float *out) {
+  f8 positive = f8_set(numbers[0]), negative = f8_set(numbers[1]), beta = f8_set(numbers[2]);
+  f8 eps = f8_set(numbers[3]), zero = f8_set(0.0f), one = f8_set(1.0f);
+  for (int i = 0; i < width; i += 8) {
+    f8 value = f8_load_part(x + i, width - i), linear = f8_mul(beta, value);
+    f8 excess = f8_sub(f8_sub(f8_exp(f8_min(value, eps)), one), value);
+    f8 above = f8_fma(f8_mul(positive, value), value, linear);
+    f8 below = f8_fma(negative, excess, linear);
+    f8_store_part(out + i, f8_select_below(value, zero, below, above), width - i);
+  }
 }
 
 static void add_rows(const float *x, const float *y, int64_t count, float *out) {

@@ -33,6 +33,7 @@ from anydecode.kernels.interface import (
     Routing,
     Rows,
     Weight,
+    Xielu,
 )
 from anydecode.kernels.recurrent import Scan
 from anydecode.kernels.reference import ReferenceBackend
@@ -274,7 +275,7 @@ class TritonBackend(ReferenceBackend):
     ) -> torch.Tensor:
         return super().layer_norm(self.force(x), weight, bias, eps, groups)
 
-    def activate(self, x: Any, activation: str) -> torch.Tensor:
+    def activate(self, x: Any, activation: str | Xielu) -> torch.Tensor:
         return super().activate(self.force(x), activation)
 
     def add_positions(self, x: Any, table: Weight) -> torch.Tensor:

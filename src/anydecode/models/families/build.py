@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.interface import Attention
+from anydecode.kernels.interface import Attention, Xielu
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.experts import read_expert_norms, read_experts
@@ -253,6 +253,8 @@ class _LayerReader:
             )
         if has_mlp:
             layer.mlp = self._mlp()
+            if self._spec.activation == "xielu":
+                layer.xielu = self._xielu()
         if isinstance(layer.recurrent, TimeMixWeights):
             layer.mlp_mix = self._reader.vector(self._full("mlp.mix"), self._hidden)
         if self._per_layer_size:
@@ -445,6 +447,16 @@ class _LayerReader:
             experts.norms = read_expert_norms(self._reader, self._name, self._hidden)
             return experts
         return self._dense_mlp()
+
+    def _xielu(self) -> Xielu:
+        """The activation, of which the checkpoint has the inverse softplus of two factors."""
+        name = self._full("mlp.act_fn")
+        positive, negative = (
+            float(np.logaddexp(0.0, self._reader.vector(f"{name}.alpha_{sign}", 1)[0]))
+            for sign in "pn"
+        )
+        beta, eps = (float(self._reader.tensor(f"{name}.{part}", ())) for part in ("beta", "eps"))
+        return Xielu(positive, beta + negative, beta, eps)
 
     def _dense_mlp(self) -> GatedMlp | PlainMlp:
         inner = int_value(self._config, "intermediate_size")

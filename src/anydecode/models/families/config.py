@@ -60,6 +60,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
     "sqrelu": "relu2",
+    "xielu": "xielu",
 }
 
 #: The keys for the number of experts.
