@@ -57,6 +57,7 @@ COMMANDS = {
     "train cj-grpo": "--model MODEL --out OUT --steps 1",
     "train depth": "--model MODEL --out OUT --answers 2",
     "train adadec": "--model MODEL --data PAIRS",
+    "train schedule": "--model MODEL --out OUT --steps 1 --answers 2",
     "train heads": "--model MODEL --out OUT --steps 1 --answers 2",
     "train masks": "--model MODEL --out OUT --steps 1 --answers 2 --mask 1",
     "train prompts": "--model MODEL --out OUT --steps 1 --answers 2",

@@ -493,6 +493,63 @@ def train_depth(
     print(run.model_folder)
 
 
+@app.command("schedule")
+def train_on_schedule(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-schedule"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    decoder: Annotated[
+        str, typer.Option("--decoder", help="The decoder that will use the model.")
+    ] = "skipdecode",
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="The limit of tokens, where the schedule ends.")
+    ] = 64,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a model whose answers run fewer layers the further they have come, for the decoder
+    skipdecode. A run with the same --out is resumed. The model is in the folder "model" of --out.
+
+    Example: anydecode train schedule --minutes 60 --tokens 128 --out my-model --plot curve.svg
+    """
+    from anydecode.catalogue import build_as
+    from anydecode.decoders.depth.skipdecode import SkipDecode
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.schedule import ScheduleRecipe, ScheduleRun
+
+    minutes = _minutes(minutes, steps)
+    recipe = ScheduleRecipe(
+        minutes,
+        steps,
+        answers=answers,
+        tokens=tokens,
+        batch=batch,
+        rank=rank,
+        rate=rate,
+        seed=seed,
+    )
+    built = build_as(decoder, "the decoder skipdecode", SkipDecode)
+    limit_threads(threads)
+    run = _trained(lambda: ScheduleRun(load_checkpoint(model), out, recipe, built), "schedule")
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot, "Training on a schedule of layers", "nats per token")
+    if json:
+        print_json({"path": str(run.model_folder), **run.log()})
+        return
+    first, *_, last = run.held_out_losses()
+    note(f"held-out answers on the schedule: {first:.3f} -> {last:.3f} nats per token")
+    print(run.model_folder)
+
+
 @app.command("heads")
 def train_exit_heads(
     model: LlamaModel = options.DEFAULT_MODEL,

@@ -26,7 +26,7 @@ from anydecode.models.exit_heads import ExitHeads
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.layerskip import states_behind_layers
-from anydecode.training.nested import own_answers, padded
+from anydecode.training.nested import answers_to_learn_from, padded
 from anydecode.training.run import LossRun, check_budget
 from anydecode.training.transformer import Transformer
 
@@ -142,12 +142,9 @@ class HeadRun(LossRun):
         )
         state = load_state(folder / "state.pt")
         if state is None:
-            self.pairs = own_answers(checkpoint, recipe.answers, recipe.tokens, recipe.seed)
-            if len(self.pairs) < 2:
-                raise InvalidRequestError(
-                    f"{checkpoint.name} has written {len(self.pairs)} of {recipe.answers} answers,"
-                    " and training needs 2: give more answers"
-                )
+            self.pairs = answers_to_learn_from(
+                checkpoint, recipe.answers, recipe.tokens, recipe.seed
+            )
         else:
             self._restore(state)
 
@@ -222,9 +219,8 @@ class HeadRun(LossRun):
         return [entry["agreement"] for entry in self.history if "agreement" in entry]
 
     def _restore(self, state: dict[str, Any]) -> None:
-        own = {name: one.shape for name, one in self.maps.state_dict().items()}
-        stored = {name: one.shape for name, one in state["weights"].items()}
-        if own != stored or state["fingerprint"] != self.fingerprint:
+        is_same = state.get("fingerprint") == self.fingerprint and state["exits"] == self.exits
+        if not is_same:
             raise InvalidRequestError(
                 f"{self.folder} holds a run of other exits or another model: give another folder"
             )
@@ -234,4 +230,4 @@ class HeadRun(LossRun):
             setattr(self, name, state[name])
 
 
-_STATE_FIELDS = ("step", "seconds", "history", "pairs", "fingerprint")
+_STATE_FIELDS = ("step", "seconds", "history", "pairs", "fingerprint", "exits")

@@ -26,7 +26,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
-from anydecode.training.nested import own_answers, padded
+from anydecode.training.nested import answers_to_learn_from, padded
 from anydecode.training.run import LossRun, check_budget
 from anydecode.training.transformer import Transformer
 
@@ -173,13 +173,9 @@ class LayerSkipRun(LossRun):
         )
         state = load_state(folder / "state.pt")
         if state is None:
-            count = recipe.answers
-            self.pairs = own_answers(checkpoint, count, recipe.tokens, recipe.seed)
-            if len(self.pairs) < 2:
-                raise InvalidRequestError(
-                    f"{checkpoint.name} has written {len(self.pairs)} of {count} answers, and"
-                    " training needs 2: give more answers"
-                )
+            self.pairs = answers_to_learn_from(
+                checkpoint, recipe.answers, recipe.tokens, recipe.seed
+            )
         else:
             self._restore(state)
 

@@ -121,6 +121,18 @@ def own_answers(checkpoint: Checkpoint, count: int, tokens: int, seed: int) -> l
     return pairs
 
 
+def answers_to_learn_from(checkpoint: Checkpoint, count: int, tokens: int, seed: int) -> list[Pair]:
+    """See `own_answers`. Raises `InvalidRequestError` if there are fewer than two: one is held
+    out."""
+    pairs = own_answers(checkpoint, count, tokens, seed)
+    if len(pairs) < 2:
+        raise InvalidRequestError(
+            f"{checkpoint.name} has written {len(pairs)} of {count} answers, and training needs 2:"
+            " give more answers"
+        )
+    return pairs
+
+
 def padded(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts padded to one length, and whether each token belongs to an answer: `[batch, length]`
     each."""

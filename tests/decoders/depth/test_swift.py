@@ -109,6 +109,16 @@ def test_a_search_stops_at_a_high_score_and_without_gains() -> None:
     assert search.is_over and not search.is_searched
 
 
+def test_a_gain_starts_the_count_of_proposals_without_one_again() -> None:
+    search = LayerSearch(6, 0.45)
+    for _ in range(layer_search.MAX_WITHOUT_GAIN):
+        search.record(frozenset({1, 2, 3}), 0.5, 0.5)
+    search.record(frozenset({2, 3, 4}), 0.6, 0.5)
+    for _ in range(layer_search.MAX_WITHOUT_GAIN):
+        search.record(frozenset({1, 2, 3}), 0.5, 0.6)
+        assert not search.is_over
+
+
 def test_no_set_is_proposed_twice_on_a_text() -> None:
     search = LayerSearch(4, 0.5)
     tried: set[frozenset[int]] = set()

@@ -13,7 +13,7 @@ from anydecode import Regex
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import mask_groups as scripts
 from anydecode.certification.oracles.speculative import space as oracle
-from anydecode.certification.rounds import rounds
+from anydecode.certification.rounds import rounds, scripted
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import SpeculationRound, Speculative
 from anydecode.decoders.speculative import mask_groups, space
@@ -149,6 +149,16 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
             )  # fmt: skip
             assert drafted.text == plain.text
         llm.engine.check_integrity()
+
+
+def test_a_candidate_counts_for_the_penalties_of_those_after_it() -> None:
+    """So that candidates that penalties allow are drafted, and accepted."""
+    row = np.zeros(MASK + 1, np.float32)
+    row[[97, 98, 99]] = 3, 2, 1
+    with scripted(lambda seen: row) as llm:
+        options = {"logit_bias": {MASK: -100}, "presence_penalty": 1.5}
+        trace = rounds(llm, "space", "x", 4, **options)
+    assert trace[1].text[1:] == [97] and trace[1].paths[:2] == [(98,), (98, 97)]
 
 
 def test_a_pass_has_the_square_of_rows() -> None:

@@ -20,8 +20,10 @@ from anydecode.scoring.sequence import Sequence
         summary="The number of layers falls with the position, and the layers skipped are those"
         " after the first.",
         works_with=("constraints", "samplers", "batches"),
-        missing=("the fine-tuning of a model on its schedule, without which texts fall apart",),
         deviations=(
+            "texts of a model that was not trained on the schedule fall apart: `anydecode train"
+            " schedule` trains a low-rank adapter on the model's own answers; the paper trains all"
+            " weights on the texts of each task",
             "the schedule is that of each request, by its own limit of tokens; the paper's is that"
             " of a batch",
             "the default is two thirds of the layers, falling to a third; the paper tunes both by"
@@ -54,20 +56,30 @@ class SkipDecode(FewerLayers):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        most, fewest = self._limits(sequence.num_layers)
-        if not self.warm_up < fewest <= most <= sequence.num_layers:
+        self.check(sequence.num_layers)
+
+    def check(self, num_layers: int) -> None:
+        """Raise InvalidRequestError unless a model of so many layers has such a schedule."""
+        most, fewest = self._limits(num_layers)
+        if not self.warm_up < fewest <= most <= num_layers:
             raise InvalidRequestError(
                 f"skipdecode has warm_up={self.warm_up}, min_layers={fewest} and max_layers={most}:"
                 " they must rise in this order, up to the model's"
-                f" {sequence.num_layers} layers, with at least one layer behind those of warm_up"
+                f" {num_layers} layers, with at least one layer behind those of warm_up"
             )
 
     def variant(self, sequence: Sequence, index: int) -> Variant | None:
-        most, fewest = self._limits(sequence.num_layers)
-        share = index / max(1, len(sequence.tokens) + sequence.remaining)
-        count = int((1 - share) * most + share * fewest + 0.5)
-        left_out = frozenset(range(self.warm_up, self.warm_up + sequence.num_layers - count))
+        limit = len(sequence.tokens) + sequence.remaining
+        left_out = self.left_out(sequence.num_layers, index, limit)
         return SkippedParts(left_out, left_out) if left_out else None
+
+    def left_out(self, num_layers: int, index: int, limit: int) -> frozenset[int]:
+        """The layers that token `index` of a generated text of up to `limit` tokens does not run,
+        of a model of so many layers."""
+        most, fewest = self._limits(num_layers)
+        share = index / max(1, limit)
+        count = int((1 - share) * most + share * fewest + 0.5)
+        return frozenset(range(self.warm_up, self.warm_up + num_layers - count))
 
     def _limits(self, num_layers: int) -> tuple[int, int]:
         fewest = self.min_layers or max(self.warm_up + 1, num_layers // 3)
