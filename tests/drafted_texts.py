@@ -59,6 +59,7 @@ def assert_text_of_plain_decoding(
     second, are those of plain decoding. Returns the numbers of accepted drafts of both."""
     if "backend" in options:
         pytest.importorskip("torch")
+    request = {"max_tokens": 28, **request}
     with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
         plain = generate(llm, list(prompts), "autoregressive", **request)
         alone = [generate(llm, one, decoders[0], **request) for one in prompts]

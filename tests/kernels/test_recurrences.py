@@ -22,6 +22,8 @@ from anydecode.models.transformer import Transformer
 from rwkv_models import rwkv_checkpoint
 from tiny_models import built, chain, hf_model, logits, make_rows, own_model, whole
 
+# Of the slow backend, which shares the code that keeps states, a model of each kind of recurrence.
+FAST = ("lfm2", "mamba2", "qwen3.5")
 BACKENDS = ["torch", *(["native"] if load_library() is not None else [])]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,8 +62,15 @@ TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 130, 40)]
 
 
 @pytest.fixture(
-    params=[(name, backend) for name in MODELS for backend in BACKENDS],
-    ids=" ".join,
+    params=[
+        pytest.param(
+            (name, backend),
+            id=f"{name} {backend}",
+            marks=[pytest.mark.slow] if backend == "torch" and name not in FAST else [],
+        )
+        for name in MODELS
+        for backend in BACKENDS
+    ],
     scope="module",
 )
 def model(request: Any) -> Transformer:
@@ -101,14 +110,16 @@ SIZES = {"decode": [1] * 40, "mixed": [7, 1, 1, 20, 11], "two": [33, 7]}
 
 
 def with_models(*values: Any, fast: Any) -> Any:
-    """All pairs of a model and one of `values`. Those of the slow backend, which shares the code
-    that keeps states, are slow tests but for the values `fast`."""
+    """All pairs of a model and one of `values`. Those of the slow backend are slow tests but for
+    the models `FAST` with the values `fast`."""
     pairs = [
         pytest.param(
             (name, backend),
             value,
             id=f"{name} {backend}-{value}",
-            marks=[pytest.mark.slow] if backend == "torch" and value not in fast else [],
+            marks=[]
+            if backend == "native" or (name in FAST and value in fast)
+            else [pytest.mark.slow],
         )
         for name in MODELS
         for backend in BACKENDS

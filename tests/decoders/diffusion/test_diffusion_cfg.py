@@ -71,6 +71,7 @@ def test_certificate_rejects_a_canvas_without_a_completion(monkeypatch: pytest.M
     assert_rejected("diffusion-cfg")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_a_schema_whose_bounds_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,6 +137,7 @@ def test_with_few_trie_nodes_no_token_of_a_grammar_without_recursion_is_lost(
     assert num_mistakes(verifier(grammar), grammar) == 0
 
 
+@pytest.mark.slow
 def test_states_that_lead_nowhere_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     completing = RegularAnswer.completing
 

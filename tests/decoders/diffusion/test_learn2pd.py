@@ -13,6 +13,7 @@ from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("learn2pd")
 
