@@ -8,7 +8,7 @@ the rows of a batch need not agree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class RoutedPass:
         run_head: Logits `[m, vocab_size]` of states `[m, hidden_size]`.
         rows: The metadata of the rows.
         cache: The key-value cache.
+        captured: Numbers of layers behind which states are read; see `hidden`.
     """
 
     def __init__(
@@ -62,8 +63,13 @@ class RoutedPass:
         run_head: Head,
         rows: Rows,
         cache: KeyValues,
+        captured: Iterable[int] = (),
     ) -> None:
         self.states, self.guides, self.num_layers = states, guides, num_layers
+        # NaN where a row has not come through so many layers.
+        self._captured = {layers: np.full_like(states, np.nan) for layers in sorted(captured)}
+        if 0 in self._captured:
+            self._captured[0] = states.copy()
         self._run_layers, self._run_head = run_layers, run_head
         self._rows, self._cache = rows, cache
 
@@ -71,9 +77,20 @@ class RoutedPass:
         self, active: np.ndarray, first: int, last: int, variant: Variant | None = None
     ) -> None:
         """Run the rows `active` (their indices) through the layers `[first, last)`."""
-        if len(active) and first < last:
-            states = self._run_layers(self.states[active], active, first, last, variant)
+        if not len(active) or first >= last:
+            return
+        for stop in (*(layers for layers in self._captured if first < layers < last), last):
+            states = self._run_layers(self.states[active], active, first, stop, variant)
             self.states[active] = states
+            if stop in self._captured:
+                self._captured[stop][active] = states
+            first = stop
+
+    def hidden(self, layers: int) -> np.ndarray:
+        """The rows' states after so many layers, float32 `[rows, hidden_size]`, once they have run;
+        of a row that has left before, its last ones. `layers` must be among the captured."""
+        captured = self._captured[layers]
+        return np.where(np.isnan(captured[:, :1]), self.states, captured)
 
     def count(self, active: np.ndarray, mixers: int, mlps: int) -> None:
         """Record that the rows `active` have run so many sublayers."""

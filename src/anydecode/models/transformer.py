@@ -341,10 +341,10 @@ class Transformer:
         depth = self.spec.num_layers
         if str(getattr(executor, "device", "cpu")) != "cpu":
             raise UnsupportedCombinationError("layers are left within a pass on CPUs only")
-        if self.network.has_wide_states or output_spec.hidden.keys() - {depth}:
+        if self.network.has_wide_states:
             raise UnsupportedCombinationError(
                 f"{self.name} cannot leave or skip layers within a pass: its hidden states are"
-                " wider than its embeddings, or a sampler reads those of inner layers"
+                " wider than its embeddings"
             )
         states = np.empty((len(rows), self.spec.hidden_size), np.float32)
         has_token = rows.tokens >= 0
@@ -361,9 +361,13 @@ class Transformer:
                 return to_host(executor.layers(x, active, first, last))
 
         executor.begin(rows, cache)
-        routed = RoutedPass(states, rows.guides, depth, run_layers, self.head, rows, cache)
+        routed = RoutedPass(
+            states, rows.guides, depth, run_layers, self.head, rows, cache, output_spec.hidden
+        )
         route.run(routed)
-        hidden = {depth: routed.states[index] for depth, index in output_spec.hidden.items()}
+        hidden = {
+            layers: routed.hidden(layers)[index] for layers, index in output_spec.hidden.items()
+        }
         logits = np.empty((0, self.spec.num_logits), np.float32)
         if len(output_spec.logits):
             logits = self.head(routed.states[output_spec.logits])

@@ -3,6 +3,7 @@ contents of the cache do not."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,21 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
-from anydecode.certification.tiny import predicting_model, tiny_model
+from anydecode.certification.tiny import (
+    eagle3_checkpoint,
+    predicting_model,
+    tiny_model,
+    with_drafter,
+)
+from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.depth import specee
-from anydecode.decoders.depth.specee import PredictedExit
+from anydecode.decoders.depth.specee import CandidateGuide, PredictedExit
 from anydecode.errors import AnydecodeError
-from anydecode.kernels.routes import RoutedPass
+from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.score import Decoding
+from anydecode.scoring.sequence import Sequence
 from certificates import assert_certified, assert_rejected, replace_defaults
 
 
@@ -110,6 +119,64 @@ def test_later_tokens_read_nothing_of_a_token_in_the_layers_that_it_has_not_run(
             texts.append([[(t.token, t.logprob) for t in one.logprobs] for one in found])
     assert num_filled > 100
     assert texts[0] == texts[1]
+
+
+class _Leaving(PredictedExit):
+    """Every row leaves at its first check."""
+
+    def features(self, routed: RoutedPass, row: int) -> np.ndarray:
+        return np.zeros(12)
+
+
+class _States(Decoder):
+    """Reads the states of one prompt behind some layers, in a pass with or without a route."""
+
+    def __init__(self, route: Route | None, exits: Seq[int]) -> None:
+        self.route, self.exits = route, exits
+        self.hidden: dict[int, np.ndarray] = {}
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        guides = []
+        if self.route is not None:
+            guides = [
+                CandidateGuide(candidates=np.arange(259), checked=frozenset({one} - {16}))
+                for one in self.exits
+            ]
+        options: dict[str, Any] = {"rows": "all", "hidden": (0, 3, 7, 16)}
+        scores = yield sequence.score(variant=self.route, guides=guides, **options)
+        self.hidden = {layers: one.copy() for layers, one in scores.hidden.items()}
+        sequence.emit([0])
+
+
+def test_states_behind_inner_layers_are_those_of_a_pass_without_exits() -> None:
+    """Up to the layer where a row leaves, whose state stands for the later ones."""
+    exits = [16, 5, 16, 2]
+    with predicting_model() as llm:
+        model: Any = llm.model
+        leaving = _Leaving(model, model.exit_predictors, threshold=-1.0)
+        full, routed = _States(None, exits), _States(leaving, exits)
+        for reader in (full, routed):
+            llm.generate([97, 98, 99, 100], decoder=reader, max_tokens=1)
+    for row, exit in enumerate(exits):
+        for layers in (0, 3, 7, 16):
+            found = routed.hidden[layers][row]
+            if layers <= exit and all(one >= layers for one in exits[:row]):
+                assert np.array_equal(found, full.hidden[layers][row])
+            if layers > exit:
+                assert np.array_equal(found, routed.hidden[16][row])
+
+
+def test_candidates_of_a_drafter_that_reads_inner_layers() -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+    with with_drafter(eagle3_checkpoint, layers=16, residual=0.3) as llm:
+        with predicting_model() as other:
+            llm.model.exit_predictors = other.model.exit_predictors  # type: ignore[attr-defined]
+        plain = llm.generate("abcabc", decoder="autoregressive", **options).tokens
+        assert llm.generate("abcabc", decoder="specee:threshold=1", **options).tokens == plain
+        alone = [llm.generate(one, decoder="specee", **options).tokens for one in ("abcabc", "q")]
+        batch = llm.generate(["abcabc", "q"], decoder="specee", **options)
+        assert [one.tokens for one in batch] == alone
+        assert alone[0] != plain
 
 
 def test_predictors_that_never_fire_give_the_text_of_plain_decoding() -> None:

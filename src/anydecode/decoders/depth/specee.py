@@ -107,6 +107,7 @@ class PredictedExit(Route):
             " for Llama-2-7B",
             "candidates are those of any draft model; the paper's is EAGLE's drafter",
             "samples above temperature 0 from the logits at the exit; the paper decodes greedily",
+            "a drafter that reads the model's inner layers reads, behind an exit, the state there",
             "predictors of all depths read the twelve features of the paper's 32-layer models",
         ),
         remote={"threshold": Range(0, 1)},
