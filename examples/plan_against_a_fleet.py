@@ -55,10 +55,10 @@ def main(
                 1000 * float(np.percentile([values(one) for one in served], percentile))
                 for served in (predicted, real)
             )
-            error = 100 * (guess / truth - 1)
+            # Tokens that arrive together have no time between them.
+            error = f"{100 * (guess / truth - 1):+6.1f}%" if truth else ""
             print(
-                f"{name:20} P{percentile}  predicted {guess:8.1f} ms  real {truth:8.1f} ms"
-                f"  {error:+6.1f}%"
+                f"{name:20} P{percentile}  predicted {guess:8.1f} ms  real {truth:8.1f} ms  {error}"
             )
 
 
