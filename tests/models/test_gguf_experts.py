@@ -108,6 +108,47 @@ FAMILIES["llama"] = (  # Mixtral
     {"num_local_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     NORMS,
 )
+FAMILIES["dots1"] = (
+    "Dots1",
+    {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "max_window_layers": 3,
+        "rms_norm_eps": 1e-5,
+    },
+    FAMILIES["ernie4_5-moe"][2],
+)
+FAMILIES["minimax-m2"] = (
+    "MiniMaxM2",
+    {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    NORMS,
+)
+FAMILIES["hunyuan-moe"] = (
+    "HunYuanMoEV1",
+    {"num_experts": 5, "moe_topk": 2, "head_dim": 16},
+    {
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+        "mlp.gate.wg": "ffn_gate_inp",
+        **{f"mlp.shared_mlp.{key}": name for key, name in SHARED.items()},
+    },
+)
 COMMON = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -147,11 +188,18 @@ def write(
     }
     writer = start_writer(path / "tiny.gguf", architecture, sizes)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    is_named_local = architecture in ("glm4moe", "llama")
+    is_named_local = architecture in ("glm4moe", "llama", "dots1", "minimax-m2")
     writer.add_expert_count(config.num_local_experts if is_named_local else config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    is_hunyuan = architecture == "hunyuan-moe"
+    writer.add_expert_used_count(config.moe_topk if is_hunyuan else config.num_experts_per_tok)
     if architecture not in ("olmoe", "llama"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        writer.add_expert_feed_forward_length(inner)
+    if is_hunyuan:
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if architecture == "minimax-m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_rope_dimension_count(sizes["head_dim"] // 2)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if architecture == "ernie4_5-moe":
@@ -159,12 +207,13 @@ def write(
         writer.add_expert_shared_feed_forward_length(config.intermediate_size // 2)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "dots1"):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
+    if architecture == "glm4moe":
         writer.add_nextn_predict_layers(num_extra)
         writer.add_rope_dimension_count(sizes["head_dim"] // 2)
         last = config.num_hidden_layers
@@ -213,7 +262,7 @@ def test_logits_match_transformers(architecture: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_logits_equal_those_of_llama_cpp(architecture: str, tmp_path: Path) -> None:
     family, settings, _ = FAMILIES[architecture]
-    if architecture == "olmoe":  # it has as many heads of keys as of queries there
+    if architecture in ("olmoe", "dots1"):  # it has as many heads of keys as of queries there
         settings = {**settings, "num_key_value_heads": 4}
     path = write(tmp_path, architecture, hf_model(family, **settings), has_further=False)
     expected = llama_cpp_logits(path, TOKENS)
@@ -262,6 +311,9 @@ def test_a_layer_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:
         ("glm4moe", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
         ("glm4moe", "blk.0.ffn_up.weight", "mlp.up_proj.weight"),
         ("glm4moe", "blk.2.ffn_down_exps.weight", "mlp.experts.0.down_proj.weight"),
+        ("dots1", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+        ("minimax-m2", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+        ("hunyuan-moe", "blk.1.ffn_up_shexp.weight", "shared_mlp.up_proj.weight"),
     ],
 )
 def test_missing_tensors_are_named(

@@ -33,10 +33,13 @@ from anydecode.models.loading.gguf_dense import (
 from anydecode.models.loading.gguf_diffusion import denoising, dream, llada_moe, rnd1
 from anydecode.models.loading.gguf_experts import (
     deepseek,
+    dots1,
     ernie_moe,
     glm4_moe,
     gpt_oss,
+    hunyuan_moe,
     llama4,
+    minimax_m2,
     olmoe,
     qwen2_moe,
     qwen3_moe,
@@ -106,6 +109,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "qwen2moe": qwen2_moe,
         "olmoe": olmoe,
         "glm4moe": glm4_moe,
+        "dots1": dots1,
+        "minimax-m2": minimax_m2,
+        "hunyuan-moe": hunyuan_moe,
         "ernie4_5-moe": ernie_moe,
         "lfm2": lfm2,
         "deepseek2": deepseek,

@@ -55,22 +55,54 @@ def qwen2_moe(keys: Keys, config: dict[str, Any]) -> None:
     config["qkv_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
 
 
+def _require_sigmoid(keys: Keys) -> None:
+    if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        name = keys.architecture
+        raise CheckpointError(f"{keys.file.path}: experts of {name} without sigmoid scores")
+
+
+def dots1(keys: Keys, config: dict[str, Any]) -> None:
+    """dots.llm1."""
+    _require_sigmoid(keys)
+    _experts_beside_shared(keys, config)
+    config["use_sliding_window"] = False
+
+
+def minimax_m2(keys: Keys, config: dict[str, Any]) -> None:
+    """MiniMax-M2."""
+    _require_sigmoid(keys)
+    experts(keys, config)
+    config["intermediate_size"] = keys.count("expert_feed_forward_length")
+    partial_rotary(keys, config)
+
+
+def hunyuan_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """Hunyuan-A13B."""
+    experts(keys, config)
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["n_shared_experts"] = keys.count("expert_shared_count", 1, high=MAX_EXPERTS, low=0)
+
+
 def glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
     """GLM-4.5 to 4.7."""
-    experts(keys, config)
-    if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise CheckpointError(f"{keys.file.path}: experts of glm4moe without sigmoid scores")
+    _require_sigmoid(keys)
     # The count of blocks includes those that predict further tokens.
     num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
     config["num_hidden_layers"] -= num_unused
     config["num_nextn_predict_layers"] = num_unused
+    _experts_beside_shared(keys, config)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in keys.file.tensors
+    partial_rotary(keys, config)
+
+
+def _experts_beside_shared(keys: Keys, config: dict[str, Any]) -> None:
+    """Experts beside shared ones, behind the first layers."""
+    experts(keys, config)
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
     config["n_shared_experts"] = keys.count("expert_shared_count", high=MAX_EXPERTS, low=0)
     config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
     config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
     config["norm_topk_prob"] = keys.get("expert_weights_norm", True)
-    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in keys.file.tensors
-    partial_rotary(keys, config)
 
 
 def deepseek(keys: Keys, config: dict[str, Any]) -> None:

@@ -167,6 +167,9 @@ OVERRIDES = {
         "post_attention_norm": "post_attention_layernorm",
         **_shared("shared_experts"),
     },
+    "dots1": _shared("shared_experts"),
+    "minimax-m2": {"ffn_gate_inp": "mlp.gate"},
+    "hunyuan-moe": _shared("shared_mlp"),
     "llama4": {**_shared("shared_expert"), "ffn_gate_inp": "feed_forward.router"},
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
@@ -196,7 +199,7 @@ EXPERTS = {
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
-            *("llada-moe", "rnd1"),
+            *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe"),
         ),
         _MLP_EXPERTS,
     ),
