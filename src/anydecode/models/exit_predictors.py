@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.models.exit_files import model_fingerprint
+from anydecode.models.exit_files import ByExit, check_model, read_exits, write_exits
 from anydecode.models.network import Network
 
 #: The file of a model's folder that has its predictors.
@@ -18,7 +18,7 @@ FILE_NAME = "exit_predictors.safetensors"
 #: themselves, and the change of these.
 NUM_CANDIDATES = 4
 NUM_FEATURES = 3 * NUM_CANDIDATES
-_PARTS = ("down.weight", "down.bias", "up.weight", "up.bias")
+_PARTS = ("down.weight", "down.bias", "up.weight", "up.bias", "always")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,25 +64,22 @@ class ExitPredictors:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the predictors are those of `network`."""
-        if self.fingerprint != model_fingerprint(network) or not all(
-            0 < exit < network.spec.num_layers for exit in self.predictors
-        ):
+        check_model(self.fingerprint, network, "predictors")
+        depth = network.spec.num_layers
+        if not all(0 < exit < depth for exit in self.predictors):
             raise InvalidRequestError(
-                "these exit predictors are those of another model; `anydecode train predictors`"
-                " makes some for this one"
+                f"exit predictors behind {self.exits[-1]} layers do not fit a model of {depth}"
             )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
-        from safetensors.numpy import save_file
-
-        tensors = {}
+        parts: dict[str, ByExit] = {part: {} for part in _PARTS}
         for exit, one in self.predictors.items():
-            arrays = (one.down, one.down_bias, one.up[None], np.array([one.up_bias]))
+            is_always, up_bias = np.array([exit in self.always]), np.array([one.up_bias])
+            arrays = (one.down, one.down_bias, one.up[None], up_bias, is_always)
             for part, array in zip(_PARTS, arrays, strict=True):
-                tensors[f"exits.{exit}.{part}"] = np.ascontiguousarray(array, np.float32)
-        always = ",".join(map(str, sorted(self.always)))
-        save_file(tensors, path, metadata={"fingerprint": self.fingerprint, "always": always})
+                parts[part][exit] = np.asarray(array, np.float32)
+        write_exits(path, parts, self.fingerprint)
 
     @staticmethod
     def load(path: Path) -> ExitPredictors:
@@ -91,33 +88,17 @@ class ExitPredictors:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, "np") as file:
-                metadata = file.metadata() or {}
-                found = {
-                    name: np.asarray(file.get_tensor(name), np.float32)
-                    for name in file.keys()  # noqa: SIM118
-                }
-            exits = {int(name.split(".")[1]) for name in found}
-            predictors = {
-                exit: _predictor(*(found[f"exits.{exit}.{part}"] for part in _PARTS))
-                for exit in exits
-            }
-            always = frozenset(map(int, filter(None, metadata.get("always", "").split(","))))
-        except (OSError, SafetensorError, ValueError, KeyError, IndexError) as error:
-            raise CheckpointError(f"exit predictors {path}: {error}") from None
-        if not predictors or not always <= exits:
-            raise CheckpointError(f"exit predictors {path}: there are none for some layers")
-        return ExitPredictors(predictors, always, metadata.get("fingerprint", ""))
+        (*parts, always), fingerprint = read_exits(path, _PARTS, "exit predictors")
+        predictors = {exit: _predictor(path, *(part[exit] for part in parts)) for exit in always}
+        checked = frozenset(exit for exit, one in always.items() if one.any())
+        return ExitPredictors(predictors, checked, fingerprint)
 
 
 def _predictor(
-    down: np.ndarray, down_bias: np.ndarray, up: np.ndarray, up_bias: np.ndarray
+    path: Path, down: np.ndarray, down_bias: np.ndarray, up: np.ndarray, up_bias: np.ndarray
 ) -> Predictor:
-    width = len(down_bias)
+    width = down_bias.size
     shapes = [one.shape for one in (down, down_bias, up, up_bias)]
     if shapes != [(width, NUM_FEATURES), (width,), (1, width), (1,)]:
-        raise ValueError(f"a predictor has the shapes {shapes}")
+        raise CheckpointError(f"exit predictors {path}: one has the shapes {shapes}")
     return Predictor(down, down_bias, up[0], float(up_bias[0]))
