@@ -182,6 +182,16 @@ def test_the_size_follows_from_the_costs_of_passes() -> None:
         assert {len(one.tokens) for one in trace[2:]} == {expected}
 
 
+@pytest.mark.parametrize(("num_others", "expected"), [(0, 7), (5, 3), (20, 1)])
+def test_rows_of_a_tree_delay_the_other_sequences_too(num_others: int, expected: int) -> None:
+    """The size with the most expected tokens of all sequences per time, each row of which costs a
+    fiftieth of the first."""
+    with scripted(oracle.prompted) as llm:
+        llm.cost_model = FixedCosts(lambda rows, _: 1 + 0.02 * (rows - 1), num_others)
+        trace = rounds(llm, "ppd:size=0", oracle.PROMPTS[0], 12)
+    assert {len(one.tokens) for one in trace[2:]} == {expected}
+
+
 def _tensors(width: int = 4, **changed: Any) -> dict[str, np.ndarray]:
     tensors = {
         "embeddings": np.zeros((3, width), np.float32),
