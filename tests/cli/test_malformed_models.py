@@ -68,6 +68,9 @@ COMMANDS = {
     "bench depth": "--model MODEL --limit 1",
     "cluster plan": "MODEL --trace TRACE --slo ttft=1,tpot=1",
     "train regression": "--model MODEL --data NUMBERS --out OUT",
+    "train trees": "--model MODEL --out OUT --steps 1 --answers 2 --fork a --child b",
+    "train interleaved": "--model MODEL --data CHUNKS --out OUT --steps 1 --end-of-read a"
+    " --end-of-write b",
 }
 #: Commands that start processes, each of which imports the package: tested with one model.
 SLOW = {"bench compare", "bench footprint"}
@@ -146,6 +149,7 @@ def test_a_malformed_model_is_one_line(
         ),
         ("PAIRS", json.dumps({"prompt": "a", "canonical_solution": "b"})),
         ("NUMBERS", json.dumps({"prompt": "a", "number": 1})),
+        ("CHUNKS", json.dumps({"prompt": "a", "chunks": [["b", "c"]]})),
     ):
         (tmp_path / name).write_text(content)
         names[name] = str(tmp_path / name)

@@ -10,11 +10,16 @@ import typer
 
 from anydecode.cli import options
 from anydecode.cli.output import print_json
+from anydecode.errors import CheckpointError
 from anydecode.progress import note, progress
 from anydecode.report import PlotFile
 
 if TYPE_CHECKING:
+    from anydecode.models.checkpoint import Checkpoint
+    from anydecode.models.tokenizer import Tokenizer
+    from anydecode.training.block_adapter import Pair
     from anydecode.training.exit_run import ExitRecipe, ExitRun
+    from anydecode.training.pair_run import PairRun
     from anydecode.training.run import LossRun
 
 Run = TypeVar("Run", bound="LossRun")
@@ -1164,6 +1169,144 @@ def train_regression(
     note(f"after the steps on known digits: {errors.supervised:.4g}, and after all steps:"
          f" {errors.rewarded:.4g}")  # fmt: skip
     print(out)
+
+
+@app.command("trees")
+def train_trees(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-trees"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    prompts: PromptsFile = None,
+    answers: Answers = 256,
+    tokens: AnswerTokens = 256,
+    fork: Annotated[str, typer.Option("--fork", help="Text of the fork token.")] = "\x0e",
+    child: Annotated[str, typer.Option("--child", help="Text of the child token.")] = "\x0f",
+    batch: Batch = 8,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a low-rank adapter that marks the details of lists and paragraphs, for the decoder
+    apar, on the model's own answers. A run with the same --out is resumed.
+
+    Example: anydecode train trees --prompts lists.txt --minutes 60 --out my-trees
+    """
+    from anydecode.decoders.search.apar import mark_tokens
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.nested import own_answers
+    from anydecode.training.pair_run import PairRecipe, PairRun
+    from anydecode.training.trees import tree_texts
+
+    recipe = PairRecipe(
+        _minutes(minutes, steps), steps, rank=rank, batch=batch, rate=rate, seed=seed
+    )
+    lines = [] if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
+    limit_threads(threads)
+    checkpoint = load_checkpoint(model)
+    tokenizer = _tokenizer_with_end(checkpoint)
+    marks = mark_tokens(tokenizer, (fork, child))
+
+    def texts() -> list[list[Pair]]:
+        turns = [line for line in lines if line.strip()]
+        return tree_texts(
+            own_answers(checkpoint, answers, tokens, seed, turns),
+            tokenizer.decode,
+            lambda text: tokenizer.encode(text, special=False),
+            marks,
+            tokenizer.eos_ids,
+        )
+
+    run = _trained(lambda: PairRun(checkpoint, out, recipe, texts, model), "trees")
+    _print_losses(run, plot, json)
+
+
+@app.command("interleaved")
+def train_interleaved(
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data",
+            help="JSON lines with the fields prompt and chunks: pairs of a part of the source and"
+            " what is written after it.",
+        ),
+    ],
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-interleaved"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    end_of_read: Annotated[
+        str, typer.Option("--end-of-read", help="Text of the token behind parts of the source.")
+    ] = "<|end-of-read|>",
+    end_of_write: Annotated[
+        str, typer.Option("--end-of-write", help="Text of the token behind what is written.")
+    ] = "<|end-of-write|>",
+    batch: Batch = 8,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a low-rank adapter that decides when to read and when to write, for the decoder
+    simul-mt with policy=trained. A run with the same --out is resumed.
+
+    Example: anydecode train interleaved --data chunks.jsonl --minutes 60 --out my-translator
+    """
+    from anydecode.decoders.search.simul_mt import SimulMt
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.interleaved import interleaved_row, read_interleaved
+    from anydecode.training.pair_run import PairRecipe, PairRun
+
+    recipe = PairRecipe(
+        _minutes(minutes, steps), steps, rank=rank, batch=batch, rate=rate, seed=seed
+    )
+    translations = read_interleaved(data)
+    limit_threads(threads)
+    checkpoint = load_checkpoint(model)
+    tokenizer = _tokenizer_with_end(checkpoint)
+    decoder = SimulMt("trained", end_of_read=end_of_read, end_of_write=end_of_write)
+    [read], [write] = decoder.mark_tokens(tokenizer)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, special=False)
+
+    def texts() -> list[list[Pair]]:
+        return [
+            [interleaved_row(one, encode, tokenizer.encode(one.prompt), (read, write))]
+            for one in translations
+        ]
+
+    run = _trained(lambda: PairRun(checkpoint, out, recipe, texts, model), "translations")
+    _print_losses(run, plot, json)
+
+
+def _tokenizer_with_end(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a model that is trained on texts that end."""
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None or not tokenizer.eos_ids:
+        raise CheckpointError(f"{checkpoint.name}: training needs a tokenizer with an end of text")
+    return tokenizer
+
+
+def _print_losses(run: PairRun, plot: Path | None, json: bool) -> None:
+    """Print the results of a run on pairs, and draw its curve."""
+    from anydecode.training import curve
+
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot)
+    if json:
+        print_json({"path": str(run.folder), **run.log()})
+        return
+    first, *_, last = run.losses()
+    note(f"loss of held-out texts: {first:.3f} -> {last:.3f}")
+    print(run.folder)
 
 
 @app.command("autodeco")

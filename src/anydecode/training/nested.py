@@ -25,7 +25,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import Pair, open_llama, task_pair
 from anydecode.training.checkpoint import save_nested_llama
-from anydecode.training.generated import generate_prompts, run_requests
+from anydecode.training.generated import generate_prompts, rendered_prompt, run_requests
 from anydecode.training.transformer import Transformer
 
 
@@ -103,12 +103,16 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
     return nested.requires_grad_(False)
 
 
-def own_answers(checkpoint: Checkpoint, count: int, tokens: int, seed: int) -> list[Pair]:
-    """Up to `count` prompts with the model's greedy answers of up to `tokens` tokens. The model
-    writes the prompts if it has a chat template; otherwise they are those of this package's
-    tasks."""
+def own_answers(
+    checkpoint: Checkpoint, count: int, tokens: int, seed: int, texts: Sequence[str] = ()
+) -> list[Pair]:
+    """Up to `count` prompts with the model's greedy answers of up to `tokens` tokens. Without
+    `texts`, user turns, the model writes the prompts if it has a chat template; otherwise they are
+    those of this package's tasks."""
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
-        if llm.tokenizer.chat_template is not None:
+        if texts:
+            prompts = [rendered_prompt(llm, text) for text in texts[:count]]
+        elif llm.tokenizer.chat_template is not None:
             prompts = generate_prompts(llm, count, seed)
         else:
             random = Random(f"{seed}/prompts")

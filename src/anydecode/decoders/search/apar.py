@@ -58,11 +58,11 @@ _STATE: StateKey[list[Row]] = StateKey("apar", "rows")
         deviations=(
             "the marks are two tokens that the model has, by default two control characters; the"
             " paper adds tokens to the vocabulary",
+            "a model that was not trained for it does not write the marks",
             "the text is emitted when all details are written; its marks are left out",
             "the limit of tokens counts those of all rows together, without marks",
-        ),
-        missing=(
-            "the training on trees: a model that was not trained for it does not write the marks",
+            "`anydecode train trees` trains a low-rank adapter on the model's own answers, not all"
+            " weights and the embeddings of the marks on answers that were collected",
         ),
         remote={"rows": Range(1, 32), "depth": Range(0, 8)},
     )
@@ -107,10 +107,10 @@ class Apar(Decoder):
                 "apar orders its tokens at the end: it works with no second prompt, and gives no"
                 " log-probabilities"
             )
-        self._tokens(sequence.tokenizers[TARGET])
+        mark_tokens(sequence.tokenizers[TARGET], self.marks)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        fork, child = self._tokens(sequence.tokenizers[TARGET])
+        fork, child = mark_tokens(sequence.tokenizers[TARGET], self.marks)
         rows = sequence.state.setdefault(_STATE, [Row(sequence.noise)])
         ends = sequence.tokenizers[TARGET].eos_ids
         sequence.kv_cache()
@@ -166,15 +166,19 @@ class Apar(Decoder):
             row.details.append(detail)
             rows.append(detail)
 
-    def _tokens(self, tokenizer: Tokenizer) -> tuple[int, int]:
-        """The fork and the child token."""
-        found = [tokenizer.encode(mark, special=False) for mark in self.marks]
-        if [len(ids) for ids in found] != [1, 1]:
-            raise UnsupportedCombinationError(
-                f"apar needs a tokenizer with a token for each of {self.marks[0]!r} and"
-                f" {self.marks[1]!r}"
-            )
-        return found[0][0], found[1][0]
+
+def mark_tokens(tokenizer: Tokenizer, marks: tuple[str, str]) -> tuple[int, int]:
+    """The fork and the child token.
+
+    Raises:
+        UnsupportedCombinationError: A mark is not one token.
+    """
+    found = [tokenizer.encode(mark, special=False) for mark in marks]
+    if [len(ids) for ids in found] != [1, 1]:
+        raise UnsupportedCombinationError(
+            f"apar needs a tokenizer with a token for each of {marks[0]!r} and {marks[1]!r}"
+        )
+    return found[0][0], found[1][0]
 
 
 def assembled(row: Row, marks: tuple[int, int], ends: frozenset[int]) -> list[int]:

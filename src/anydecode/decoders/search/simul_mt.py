@@ -71,8 +71,9 @@ _STATE: StateKey[Progress] = StateKey("simul-mt", "progress")
             " empty",
             "no part is forced at the ends of sentences, as the authors' document mode does, and"
             " none ends after 128 tokens, the default of their script",
+            "`anydecode train interleaved` trains a low-rank adapter on given parts, not all"
+            " weights on the authors' data; the marks are tokens that the model has",
         ),
-        missing=("the training of a model on interleaved texts",),
         remote={
             "policy": Words(POLICIES),
             "k": Range(1, 1024),
@@ -132,12 +133,12 @@ class SimulMt(Decoder):
             raise UnsupportedCombinationError(
                 "simul-mt:policy=trained needs a tokenizer with an end token"
             )
-        self._marks(sequence.tokenizers[TARGET])
+        self.mark_tokens(sequence.tokenizers[TARGET])
         split_source(sequence.tokenizers[TARGET], sequence.prompt, self.source)
 
     def decode(self, sequence: Sequence) -> Decoding:
         tokenizer = sequence.tokenizers[TARGET]
-        read, write = self._marks(tokenizer)
+        read, write = self.mark_tokens(tokenizer)
         start, words = split_source(tokenizer, sequence.prompt, self.source)
         state = sequence.state.setdefault(_STATE, Progress())
         branch = sequence.fork()
@@ -178,8 +179,12 @@ class SimulMt(Decoder):
             sequence.emit([token])
         branch.release()
 
-    def _marks(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """The tokens of both marks."""
+    def mark_tokens(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """The tokens of both marks.
+
+        Raises:
+            UnsupportedCombinationError: The policy is "trained", and a mark is not one token.
+        """
         read, write = (tokenizer.encode(mark, special=False) for mark in self.marks)
         if self.policy == "trained" and (len(read), len(write)) != (1, 1):
             raise UnsupportedCombinationError(
