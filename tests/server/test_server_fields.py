@@ -168,6 +168,18 @@ def test_unknown_values_of_fields_without_effect_are_refused(
     assert error["message"].startswith(f"{param} must be '")
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize(
+    "field, value", [("user", 5), ("safety_identifier", []), ("prompt_cache_options", "x")]
+)
+def test_fields_without_effect_have_types(
+    client: Client, path: str, field: str, value: Any
+) -> None:
+    error = client.refused(path, **{field: value})
+    assert (error["code"], error["param"]) == ("invalid_body", field)
+    assert error["message"].startswith(f"{field} must be a")
+
+
 @pytest.mark.parametrize(
     "tool, param",
     [

@@ -14,6 +14,7 @@ from anydecode.sampling.preset import SamplerPreset
 from anydecode.server.errors import ApiError
 from anydecode.server.prompts import effort_variables, text_of
 from anydecode.server.protocol import (
+    IGNORED_TYPES,
     OTHER_NAMES,
     Body,
     ChatRequest,
@@ -64,8 +65,8 @@ def engine_options(
 
 
 def check_extra_fields(body: Options) -> None:
-    """Raise `ApiError` for unknown fields, and for unsupported fields of OpenAI's API that would
-    change the answer."""
+    """Raise `ApiError` for unknown fields, for unsupported fields of OpenAI's API that would change
+    the answer, and for fields without effect of a wrong type."""
     extra = body.model_extra or {}
     unknown = sorted(extra.keys() - body.IGNORED.keys() - body.REFUSED.keys())
     for name in sorted(body.model_fields_set):
@@ -79,6 +80,9 @@ def check_extra_fields(body: Options) -> None:
     if unknown:
         names = ", ".join(unknown)
         raise ApiError(400, f"unknown field {names}", code="unknown_parameter", param=unknown[0])
+    for name, (kind, described) in IGNORED_TYPES.items():
+        if not isinstance(extra.get(name), kind | None):
+            raise ApiError(400, f"{name} must be {described}", code="invalid_body", param=name)
     for name, (neutral, advice) in body.REFUSED.items():
         if _has_effect(extra.get(name), neutral):
             message = f"{name} is not supported here: {advice}"

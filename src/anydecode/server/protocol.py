@@ -40,6 +40,16 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "stream_options.include_obfuscation": (False,),
     "user": (),
 }
+#: The types of those that are not declared, and their names in messages.
+IGNORED_TYPES: dict[str, tuple[type, str]] = {
+    "metadata": (dict, "an object"),
+    "prompt_cache_key": (str, "a string"),
+    "prompt_cache_options": (dict, "an object"),
+    "prompt_cache_retention": (str, "a string"),
+    "safety_identifier": (str, "a string"),
+    "store": (bool, "true or false"),
+    "user": (str, "a string"),
+}
 _MODERATION = "this server does not moderate; call a moderation service yourself"
 
 
