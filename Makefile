@@ -7,6 +7,8 @@ PROMPT ?= Why is the sky blue?
 REF ?= HEAD
 FUZZ_SECONDS ?= 10
 FUZZ_ARGS ?=
+# The tests start many processes, each of which would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
