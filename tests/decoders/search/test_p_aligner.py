@@ -67,6 +67,16 @@ def test_iterations_fill_the_first_level_first() -> None:
     assert [node.text for node in PAligner.selected(root)] == ["a", "4"]
 
 
+def test_the_exploration_has_the_visits_of_the_parent() -> None:
+    """ln 7 chooses the visited child, ln 8 the other one."""
+    for visits, chosen in ((7, "visited"), (8, "other")):
+        root = Node("a", visits=visits)
+        root.children = {rule: Node("bad", value=-9.0, visits=1) for rule in range(5)}
+        root.children[1] = Node("visited", value=1.0, visits=3)
+        root.children[2] = Node("other", value=0.4, visits=1)
+        assert PAligner.selected(root)[1].text == chosen
+
+
 def test_an_instruction_that_stays_as_it_is_has_the_answer_of_plain_decoding() -> None:
     with LLM(writing_model(), tokenizer=ByteTokenizer(), cache_positions=8192) as llm:
         options: dict[str, Any] = {"temperature": 0.8, **OPTIONS}

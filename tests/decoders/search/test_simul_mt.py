@@ -5,15 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from anydecode import Regex, catalogue
+from anydecode import LLM, Regex, catalogue
 from anydecode.certification.checks import Restarts
-from anydecode.certification.oracles.search.simul_mt import SOURCES, TRAINED, part_llm
+from anydecode.certification.oracles.search.simul_mt import (
+    END,
+    PIECES,
+    READ,
+    SOURCES,
+    TRAINED,
+    WRITE,
+    part_llm,
+)
 from anydecode.decoders.search import simul_mt
 from anydecode.decoders.search.simul_mt import SimulMt, average_lagging, split_source
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.scripted import ByteTokenizer, PieceTokenizer, ScriptedModel
 from certificates import assert_certified, assert_rejected, replace_class_default
 from toy_models import letters_llm
 
@@ -66,6 +75,24 @@ def test_the_last_part_of_a_trained_model_has_a_limit() -> None:
     with part_llm(ends=False) as llm:
         found = llm.generate(SOURCES[2], decoder=f"{TRAINED},source==", max_tokens=240)
     assert found.finish_reason == "stop" and len(found.tokens) < 2 * (2 + 25) * 2
+
+
+def test_a_part_cannot_end_before_it_has_begun() -> None:
+    """Behind every word the model finds the mark of a part more probable than that of the words."""
+
+    def script(seen: tuple[int, ...]) -> np.ndarray:
+        row = np.zeros(END + 1, np.float32)
+        if seen[-1] == READ:
+            row[2] = 9.0
+        else:
+            row[[WRITE, READ]] = 3.0, 2.0
+        return row
+
+    model = ScriptedModel(script, vocab_size=END + 1)
+    with LLM(model, tokenizer=PieceTokenizer(*PIECES), cache_positions=4096) as llm:
+        found = llm.generate("= a b", decoder=f"{TRAINED},source==", max_tokens=9, trace=True)
+    assert found.text == "cc"
+    assert [one["num_read"] for one in found.trace or ()] == [1, 2, 2]
 
 
 def test_nothing_is_computed_twice() -> None:
