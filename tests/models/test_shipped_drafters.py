@@ -36,7 +36,7 @@ def chat(llm: LLM, question: str) -> list[int]:
     return llm.tokenizer.encode(text, special=False)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_auto_drafts_with_it_and_the_text_is_that_of_plain_decoding(
     llm: LLM, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
