@@ -620,6 +620,8 @@ def test_banned_words_are_short_and_may_be_many(
     monkeypatch.undo()
     banned = client.ask(COMPLETIONS, temperature=0, banned_words=[text[:1], *words])
     assert banned["choices"][0]["text"][0] != text[0]
+    named = client.ask(COMPLETIONS, temperature=0, bad_words=[text[:1], *words])
+    assert named["choices"][0]["text"] == banned["choices"][0]["text"]
 
 
 def test_predictions_and_negative_prompts_may_be_long(client: Client, llm: LLM) -> None:

@@ -111,7 +111,11 @@ _LISTS: dict[str, Any] = {
 
 
 #: Other names that a sampling option has in requests.
-OTHER_NAMES = {"seed": ("random_seed",), "thinking_token_budget": ("max_thinking_tokens",)}
+OTHER_NAMES = {
+    "banned_words": ("bad_words",),  # vLLM
+    "seed": ("random_seed",),
+    "thinking_token_budget": ("max_thinking_tokens",),
+}
 
 
 def _sampling_fields() -> dict[str, Any]:
