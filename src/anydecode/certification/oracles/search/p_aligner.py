@@ -124,7 +124,7 @@ def p_aligner() -> Iterator[Check]:
     model, other = writing_model(), writing_model(3)
     settings: dict[str, dict[str, int]] = {
         "p-aligner": {},
-        "p-aligner:iterations=14,samples=1": {"iterations": 14, "samples": 1},
+        "p-aligner:iterations=40,samples=1": {"iterations": 40, "samples": 1},
         "p-aligner:iterations=0": {"iterations": 0},
     }
     for writer, draft in ((model, None), (other, other)):
