@@ -37,6 +37,19 @@ def test_blocks_that_start_as_copies_of_the_last_token_are_rejected(
     assert_rejected("ceed")
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_blocks_that_start_as_the_prompt_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    def pieces(self: Ceed, sequence: Sequence) -> list[int]:
+        prompt, first = sequence.prompt, sequence.length if moves else 0
+        size = min(self.block, sequence.remaining) - 1
+        return [prompt[(first + i) % len(prompt)] for i in range(size)]
+
+    monkeypatch.setattr(Ceed, "_first_tokens", pieces)
+    assert_rejected("ceed")
+
+
 def test_what_changed_tokens_have_stored_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceed, "num_unchanged", lambda fed, tokens: len(fed))
     assert_rejected("ceed")

@@ -13,7 +13,6 @@ from anydecode.certification.tiny import layer_routed_model, tiny_model
 from anydecode.decoders.depth.first_router import FirstRouter, RoutedPrompt
 from anydecode.engine.schedule import DecodesFirst
 from anydecode.errors import AnydecodeError
-from anydecode.kernels.interface import SkippedParts
 from anydecode.kernels.routes import RoutedPass
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -33,6 +32,14 @@ def test_other_defaults_are_rejected(
     monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
 ) -> None:
     replace_defaults(monkeypatch, "first-router", **defaults)
+    assert_rejected("first-router")
+
+
+def test_a_mean_of_logits_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs(self: RoutedPrompt, layer: int, states: np.ndarray) -> bool:
+        return bool(self.routers.scores(layer, states).mean() >= 0)
+
+    monkeypatch.setattr(RoutedPrompt, "needs", needs)
     assert_rejected("first-router")
 
 
@@ -56,7 +63,7 @@ def test_prompts_that_run_all_layers_are_rejected(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tokens_that_run_all_layers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FirstRouter, "variant", lambda *given: SkippedParts(frozenset({3})))
+    monkeypatch.setattr(FirstRouter, "variant", lambda *given: None)
     assert_rejected("first-router")
 
 

@@ -31,9 +31,14 @@ def ceed() -> Iterator[Check]:
             f"{where}: blocks start as tokens of the prompt",
             all(set(tokens) <= set(prompt.encode()) for prompt, tokens in starts),
         )
+        full = [(prompt, tuple(tokens)) for prompt, tokens in starts if len(tokens) > 8]
         yield Check(
             f"{where}: they start as different tokens",
-            all(len(set(tokens)) > 1 for _, tokens in starts if len(tokens) > 8),
+            all(len(set(tokens)) > 1 for _, tokens in full) and len(set(full)) == len(full),
+        )
+        yield Check(
+            f"{where}: they do not start as a piece of the prompt, repeated",
+            not any(bytes(tokens) in prompt.encode() * BLOCK for prompt, tokens in full),
         )
         yield Check(f"{where}: some blocks settle, some do not", len(numbers) > 1, f"{numbers}")
         with scripted(wordy()) as llm:

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
-from anydecode.certification.oracles.depth.fewer_layers import PROMPTS, agreement_lost
+from anydecode.certification.oracles.depth import fewer_layers
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.rounds import plain_token, rounds
 from anydecode.certification.tiny import layer_routed_model
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.network import Network
 
+#: In the last two, the mean of the probabilities and that of their logits choose differently.
+PROMPTS = (*fewer_layers.PROMPTS, "a bad cab", "if x < 3: return y")
 LENGTH = 40
 
 
@@ -83,4 +85,4 @@ def first_router() -> Iterator[Check]:
 )
 def first_router_loss(samples: int) -> float:
     """On the full model's texts, with random routers."""
-    return agreement_lost("first-router", samples, layer_routed_model)
+    return fewer_layers.agreement_lost("first-router", samples, layer_routed_model)
