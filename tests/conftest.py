@@ -26,11 +26,20 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
+#: What the names of tests begin with that check a certificate itself: it must fail for a method
+#: with a fault. They are many, and of use when a certificate or an oracle changes.
+CONTROLS = ("test_certificate_rejects", "test_other_defaults_are_rejected")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse names of tests that hold an address: parallel runs compare them across processes."""
+    """Refuse names of tests that hold an address, since parallel runs compare them across
+    processes; mark the negative controls of certificates as slow, before tests are selected."""
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"Pass ids=, this differs by process: {item.nodeid}")
+        if item.name.startswith(CONTROLS):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
