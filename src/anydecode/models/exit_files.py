@@ -1,4 +1,4 @@
-"""Files of what is trained for exits of one model: routers and heads."""
+"""Files of what is trained for exits or layers of one model: routers, predictors and heads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.network import Network
 
-#: Tensors by number of layers before the exit.
+#: Tensors by number of layers before the exit, or before the layer.
 ByExit = dict[int, np.ndarray]
 
 
 def write_exits(path: Path, parts: dict[str, ByExit], fingerprint: str) -> None:
-    """Write a safetensors file with the tensors `exits.LAYERS.PART` and the fingerprint of the
+    """Write a safetensors file with the tensors `layers.NUMBER.PART` and the fingerprint of the
     model that they are for."""
     from safetensors.numpy import save_file
 
     tensors = {
-        f"exits.{exit}.{part}": np.ascontiguousarray(tensor)
+        f"layers.{exit}.{part}": np.ascontiguousarray(tensor)
         for part, tensors in parts.items()
         for exit, tensor in tensors.items()
     }
@@ -34,14 +34,15 @@ def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], st
 
     Args:
         path: The file.
-        parts: The parts of each exit.
+        parts: The parts of each exit or layer.
         what: What the file has, for errors.
 
     Returns:
         The tensors of each part, float32, and the fingerprint.
 
     Raises:
-        CheckpointError: There is no such file, or it has other tensors.
+        CheckpointError: There is no such file, or it has other tensors or numbers that are not
+            finite.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -55,17 +56,20 @@ def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], st
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{what} {path}: {error}") from None
     first, *others = found.values()
-    if not first or any(one.keys() != first.keys() for one in others):
-        raise CheckpointError(f"{what} {path}: the tensors do not fit together")
+    is_valid = first and all(one.keys() == first.keys() for one in others)
+    if not is_valid or not all(
+        np.isfinite(tensor).all() for tensors in found.values() for tensor in tensors.values()
+    ):
+        raise CheckpointError(f"{what} {path}: the tensors do not fit together, or are not finite")
     return list(found.values()), fingerprint
 
 
-def check_model(fingerprint: str, network: Network, what: str) -> None:
-    """Raise InvalidRequestError unless the exit `what` (routers or heads) with this fingerprint are
-    those of `network`."""
+def check_model(fingerprint: str, network: Network, what: str, command: str) -> None:
+    """Raise InvalidRequestError unless `what` ("exit routers") with this fingerprint are those of
+    `network`; `anydecode train` and `command` make others."""
     if fingerprint != model_fingerprint(network):
         raise InvalidRequestError(
-            f"these exit {what} are those of another model; `anydecode train {what}` makes some for"
+            f"these {what} are those of another model; `anydecode train {command}` makes some for"
             " this one"
         )
 

@@ -47,7 +47,7 @@ class ExitRouters:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the routers are those of `network`."""
-        check_model(self.fingerprint, network, "routers")
+        check_model(self.fingerprint, network, "exit routers", "routers")
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.models.exit_files import model_fingerprint
+from anydecode.models.exit_files import check_model, read_exits, write_exits
 from anydecode.models.network import Network
 
 #: The file of a model's folder that has its routers.
@@ -41,27 +41,20 @@ class LayerRouters:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the routers are those of `network`."""
-        shape = (len(self.layers), network.spec.hidden_size)
-        if (
-            self.fingerprint != model_fingerprint(network)
-            or self.weight.shape != shape
-            or not all(0 <= layer < network.spec.num_layers for layer in self.layers)
-        ):
+        check_model(self.fingerprint, network, "layer routers", "layer-routers")
+        spec = network.spec
+        is_inside = all(0 <= layer < spec.num_layers for layer in self.layers)
+        if self.weight.shape[1] != spec.hidden_size or not is_inside:
             raise InvalidRequestError(
-                "these layer routers are those of another model; `anydecode train layer-routers`"
-                " makes some for this one"
+                f"the layer routers do not fit a model of {spec.num_layers} layers with states of"
+                f" {spec.hidden_size} numbers"
             )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
-        from safetensors.numpy import save_file
-
-        tensors: dict[str, np.ndarray] = {
-            "layers": np.array(self.layers, np.int64),
-            "weight": np.ascontiguousarray(self.weight, np.float32),
-            "bias": np.ascontiguousarray(self.bias, np.float32),
-        }
-        save_file(tensors, path, metadata={"fingerprint": self.fingerprint})
+        weight = dict(zip(self.layers, self.weight.astype(np.float32), strict=True))
+        bias = dict(zip(self.layers, self.bias[:, None].astype(np.float32), strict=True))
+        write_exits(path, {"weight": weight, "bias": bias}, self.fingerprint)
 
     @staticmethod
     def load(path: Path) -> LayerRouters:
@@ -70,17 +63,10 @@ class LayerRouters:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, "np") as file:
-                fingerprint = (file.metadata() or {}).get("fingerprint", "")
-                layers = np.asarray(file.get_tensor("layers"), np.int64)
-                weight, bias = (
-                    np.asarray(file.get_tensor(name), np.float32) for name in ("weight", "bias")
-                )
-        except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"layer routers {path}: {error}") from None
-        if layers.ndim != 1 or weight.ndim != 2 or not len(layers) == len(weight) == bias.size:
+        (weight, bias), fingerprint = read_exits(path, ("weight", "bias"), "layer routers")
+        layers = sorted(weight)
+        shapes = {(weight[layer].shape, bias[layer].shape) for layer in layers}
+        if shapes != {((weight[layers[0]].size,), (1,))}:
             raise CheckpointError(f"layer routers {path}: the tensors do not fit together")
-        return LayerRouters(layers.tolist(), weight, bias.reshape(-1), fingerprint)
+        weights, biases = ([one[layer] for layer in layers] for one in (weight, bias))
+        return LayerRouters(layers, np.stack(weights), np.concatenate(biases), fingerprint)

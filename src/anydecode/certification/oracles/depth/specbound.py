@@ -104,7 +104,9 @@ class _HeadedForward(Forward):
             x = x + self._attention(x, layer)
             x = x + self._mlp(x, layer)
             if layer + 1 in EXITS:
-                weight, bias = (tensors[f"exits.{layer + 1}.{part}"] for part in ("weight", "bias"))
+                weight, bias = (
+                    tensors[f"layers.{layer + 1}.{part}"] for part in ("weight", "bias")
+                )
                 found[layer + 1] = self._logits(x + weight.astype(np.float64) @ x + bias)
         return found
 
@@ -121,8 +123,8 @@ def _trained_heads() -> Iterator[Check]:
     for exit in EXITS:
         # The deeper the exit, the surer: so that tokens leave at all of them.
         weight = (0.4 + 0.3 * exit) * np.eye(size) + 0.02 * random.standard_normal((size, size))
-        tensors[f"exits.{exit}.weight"] = weight.astype(np.float32)
-        tensors[f"exits.{exit}.bias"] = 0.2 * random.standard_normal(size).astype(np.float32)
+        tensors[f"layers.{exit}.weight"] = weight.astype(np.float32)
+        tensors[f"layers.{exit}.bias"] = 0.2 * random.standard_normal(size).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "heads.safetensors"
         metadata = {"fingerprint": model_fingerprint(model.network)}

@@ -1,0 +1,63 @@
+"""Files of what is trained for exits or layers come back as they were; bad ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode.certification.tiny import tiny_model
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.exit_files import model_fingerprint, read_exits, write_exits
+from anydecode.models.layer_routers import LayerRouters
+
+
+def test_routers_of_layers_come_back_as_they_were(tmp_path: Path) -> None:
+    file, random = tmp_path / "routers.safetensors", np.random.default_rng(0)
+    layers = [2, 9, 10]  # ascending as numbers, not as names
+    weight, bias = random.standard_normal((3, 8), np.float32), np.arange(3, dtype=np.float32)
+    LayerRouters(layers, weight, bias, "a model").save(file)
+    found = LayerRouters.load(file)
+    assert found.layers == layers and found.fingerprint == "a model"
+    assert np.array_equal(found.weight, weight) and np.array_equal(found.bias, bias)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"weight": {1: [1.0, np.nan]}, "bias": {1: [0.0]}},
+        {"weight": {1: [1.0, 2.0]}, "bias": {1: [np.inf]}},
+        {"weight": {1: [1.0, 2.0]}, "bias": {2: [0.0]}},
+        {"weight": {1: [1.0, 2.0], 2: [1.0]}, "bias": {1: [0.0], 2: [0.0]}},
+        {"weight": {1: [[1.0, 2.0]]}, "bias": {1: [0.0]}},
+        {"weight": {1: [1.0, 2.0]}, "bias": {1: [0.0, 1.0]}},
+    ],
+    ids=["nan", "inf", "other layers", "other widths", "a matrix", "two offsets"],
+)
+def test_bad_tensors_of_layers_are_refused(tmp_path: Path, parts: dict[str, Any]) -> None:
+    file = tmp_path / "routers.safetensors"
+    arrays = {
+        part: {number: np.array(one, np.float32) for number, one in tensors.items()}
+        for part, tensors in parts.items()
+    }
+    write_exits(file, arrays, "a model")
+    with pytest.raises(CheckpointError, match="layer routers .*do not fit together"):
+        LayerRouters.load(file)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "heads.safetensors"
+    write_exits(file, {"weight": {3: np.array([1.0, np.nan], np.float32)}}, "a model")
+    with pytest.raises(CheckpointError, match="exit heads .*not finite"):
+        read_exits(file, ("weight",), "exit heads")
+
+
+@pytest.mark.parametrize(("layer", "width"), [(4, 0), (-1, 0), (1, 1)])
+def test_routers_of_layers_that_a_model_does_not_have_are_refused(layer: int, width: int) -> None:
+    network = tiny_model(layers=4).network
+    weight = np.zeros((1, network.spec.hidden_size + width), np.float32)
+    routers = LayerRouters([layer], weight, np.zeros(1, np.float32), model_fingerprint(network))
+    with pytest.raises(InvalidRequestError, match="do not fit a model of 4 layers"):
+        routers.check(network)
