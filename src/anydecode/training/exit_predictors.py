@@ -1,7 +1,9 @@
 """The predictors of SpecEE (arXiv:2504.08850), trained on what they read while the frozen model and
 its draft model generate answers.
 
-The exits that every token checks are those where the most tokens could have left first.
+The exits that every token checks are those where the most tokens could have left first. Every layer
+is checked here, so that what a predictor reads as the change is that since the layer before it;
+later it is the change since the last layer that the token has checked.
 """
 
 from __future__ import annotations

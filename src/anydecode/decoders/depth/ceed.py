@@ -30,6 +30,9 @@ from anydecode.scoring.tree import TokenTree
         ),
         deviations=(
             "the number of passes is not published: half the block",
+            "every pass starts from the cache of the text; in the released code what earlier passes"
+            " have stored stays, so that its fixed points need not be the text of plain decoding",
+            "all blocks start as tokens of the prompt; in the released code also as generated ones",
             "the last token of a block is not fed, and does not count as a change",
             "what a block has stored for tokens that changed in its last pass is computed again"
             " with the next block",

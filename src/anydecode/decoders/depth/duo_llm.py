@@ -81,12 +81,12 @@ class DuoLlm(Decoder):
 
     All 2**layers patterns of MLPs that run or do not run are scored for each token. The best one
     reads the answer: it is a bound of what a choice per token could reach, and beats the full model
-    on noise too. So the trace also has the same search for another token of the text.
+    on noise too. So the trace also has the same search for a random token of the text so far.
 
     The trace has, per token: `losses`, nats per pattern, by its bits; `full_loss`, those of the
-    full model; `pattern`, the best one within the budget, as a list of layers, and `loss`; and, for
-    another token of the text in the label's place, the best pattern's `control_loss` and the full
-    model's `control_full_loss`.
+    full model; `pattern`, the best one of `budget` MLPs, as a list of layers, and `loss`; and, with
+    that random token in the label's place, the best pattern's `control_loss` and the full model's
+    `control_full_loss`.
 
     Args:
         layers: Layers in the middle of the model that have a choice; at most all.

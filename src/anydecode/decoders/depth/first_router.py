@@ -85,8 +85,9 @@ class RoutedPrompt(Route):
             "how the tokens of a prompt decide together is not published: by the mean of their"
             " probabilities; `pooling` has others",
             "the prompt skips the layers too, so that later routers read what is left",
-            "routers learn with the loss on the model's own answers and a penalty on the layers"
-            " that run; a third term of the paper's loss is not published",
+            "the first two layers and the last have no router by default",
+            "routers learn with the loss on the model's own answers and 0.01 nats for each layer"
+            " that runs; a third term of the paper's loss is not published",
         ),
         remote={"threshold": Range(0, 1), "pooling": Words(POOLINGS)},
     )

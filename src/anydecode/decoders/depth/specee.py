@@ -105,6 +105,8 @@ class PredictedExit(Route):
         deviations=(
             "the layers that are always checked are those that the training finds, not the paper's"
             " for Llama-2-7B",
+            "layers near recent exits are checked from an answer's second token on; the release"
+            " waits for five tokens, and goes on with the exits of the answer before",
             "candidates are those of any draft model; the paper's is EAGLE's drafter",
             "samples above temperature 0 from the logits at the exit; the paper decodes greedily",
             "a drafter that reads the model's inner layers reads, behind an exit, the state there",
