@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -26,14 +28,16 @@ def prefixes() -> PrefixCache:
     return PrefixCache(KVPool(Storage(), 8 * BLOCK))
 
 
-def insert(prefixes: PrefixCache, tokens: list[int], first: float = 0.0) -> None:
+def insert(
+    prefixes: PrefixCache, tokens: list[int], first: float = 0.0, namespace: object = None
+) -> None:
     """Insert a finished sequence whose keys are `first`, `first` + 1, ..."""
     kv_cache = SequenceCache(prefixes.pool)
     slots = kv_cache.append(len(tokens))
     kv_cache.tokens = list(tokens)
     keys = prefixes.pool.cache.keys[0]
     keys[slots, 0, 0] = first + np.arange(len(tokens))
-    prefixes.insert(kv_cache)
+    prefixes.insert(kv_cache, namespace)
     kv_cache.release()
 
 
@@ -52,6 +56,27 @@ def test_the_prefix_used_least_recently_is_evicted_from_its_end(prefixes: Prefix
     assert [held(prefixes, tokens) for tokens in (ONE + TWO, THREE)] == [1, 1]
     assert prefixes.num_slots == 2 * BLOCK
     assert prefixes.pool.num_free == 6 * BLOCK
+
+
+@pytest.mark.parametrize("spills", [False, True])
+def test_namespaces_without_blocks_take_no_memory(prefixes: PrefixCache, spills: bool) -> None:
+    prefixes.spill = MemorySpill(4 * BLOCK * 8) if spills else None
+    tracemalloc.start()
+    try:
+        for number in range(3000):
+            if number == 1000:
+                before = tracemalloc.get_traced_memory()[0]
+            tokens = [number + 1] * BLOCK
+            for wanted in (prefixes.match, lambda one, name: insert(prefixes, one, 0.0, name)):
+                wanted(tokens, f"tenant {number}")
+            prefixes.expect([(tokens, f"waiting tenant {number}")])
+            if prefixes.pool.num_free < BLOCK:
+                prefixes.evict(BLOCK)
+        assert prefixes.num_slots >= 7 * BLOCK
+        assert len(prefixes.match([3000] * BLOCK, "tenant 2999")) == BLOCK
+        assert tracemalloc.get_traced_memory()[0] - before < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_only_whole_blocks_are_shared(prefixes: PrefixCache) -> None:

@@ -52,7 +52,7 @@ class PrefixCache:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
-        self._roots: dict[Hashable, _Node] = {}
+        self._roots: dict[Hashable, _Node] = {}  # those with blocks
         # Every block, the next one to evict first. Blocks of one use are in the order of their
         # positions from the last to the first, so that the next one is always a leaf.
         self._order: OrderedDict[_Node, None] = OrderedDict()
@@ -155,15 +155,18 @@ class PrefixCache:
         return [node.slots for node in self._order]
 
     def _root(self, namespace: Hashable) -> _Node:
+        """The root of a namespace; one without blocks is kept as soon as it has one."""
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = _Node(np.empty(0, np.int32), None, namespace)
+            root = _Node(np.empty(0, np.int32), None, namespace)
         if self.spill is not None and root.digest is None:
             name = self.namespace_id(namespace)
             root.digest = None if name is None else hashlib.sha256(name.encode()).digest()
         return root
 
     def _add(self, parent: _Node, key: tuple[int, ...], slots: Slots) -> _Node:
+        if parent.parent is None:
+            self._roots[parent.key] = parent
         child = parent.children[key] = _Node(slots, parent, key)
         child.digest = None if parent.digest is None else _digest(parent.digest, key)
         self._order[child] = None
@@ -184,6 +187,8 @@ class PrefixCache:
             if spill is not None and leaf.digest is not None and leaf.digest not in spill:
                 spill.put(leaf.digest, read_slots(self.pool.cache, leaf.slots))
             del leaf.parent.children[leaf.key], self._order[leaf]
+            if leaf.parent.parent is None and not leaf.parent.children:
+                self._roots.pop(leaf.parent.key, None)
             self.pool.free(leaf.slots)
             self.num_slots -= BLOCK
 
