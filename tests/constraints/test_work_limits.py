@@ -179,10 +179,10 @@ def test_a_slow_report_of_what_is_allocated_measures_several_calls(
         clock.now += clock.report_seconds
         return 1000 * clock.num_reports
 
-    monkeypatch.setattr(guidance_engine, "allocated_bytes", report)
-    monkeypatch.setattr(guidance_engine, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     binding = tokenizer_binding(ByteTokenizer(), SIZE)
     template = binding.template(Regex("[ab]+").guidance())
+    monkeypatch.setattr(guidance_engine, "allocated_bytes", report)
+    monkeypatch.setattr(guidance_engine, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def call() -> None:
         clock.now += 0.0011

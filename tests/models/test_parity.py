@@ -1393,7 +1393,7 @@ def test_a_tensor_of_wrong_shape_is_named() -> None:
     ("change", "message"),
     [
         ({"model_type": "rwkv"}, "model type 'rwkv'"),
-        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"hidden_act": "mish"}, "activation 'mish'"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope scaling 'spiral'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks 'factor'"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),

@@ -208,6 +208,9 @@ def test_a_folder_generates_text_and_constrained_text(tmp_path: Path) -> None:
     with LLM(str(tmp_path)) as llm:
         assert isinstance(llm.tokenizer, RwkvTokenizer)
         assert llm.generate("hello", max_tokens=8, ignore_eos=True).tokens
-        constraint = JsonSchema({"type": "object", "properties": {"it's": {"type": "boolean"}}})
+        constraint = JsonSchema(
+            {"type": "object", "properties": {"it's": {"type": "boolean"}}},
+            extra_properties=False,
+        )
         found = llm.generate("hello", max_tokens=64, constraint=constraint)
         assert set(json.loads(found.text)) <= {"it's"}

@@ -21,6 +21,8 @@ def compile_error(error: object) -> str:
     if found := _PATTERN.search(text):
         pattern, indent, reason = found.groups()
         return _pattern_error(pattern, len(indent), reason)
+    if "NoExtensionBias" in text:  # the error for an empty grammar
+        return "the constraint cannot be met: it allows no text"
     if "too many expressions" in text or "too big" in text:
         return (
             "the constraint is too large to be compiled: make the repetitions in its patterns"

@@ -264,10 +264,14 @@ class TokenizerBinding:
         matcher = library().LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         if matcher.is_error():
             raise ConstraintError(compile_error(matcher.get_error()))
-        # The states of a long constant at the start of the text are made for the first mask. The
-        # copy keeps an error of the mask from the matcher: the first state raises it.
+        # The states of a long constant at the start of the text are made for the first mask. It may
+        # take the lexer, which all copies share, beyond its limits, which only the next copy says.
         bitmask = np.empty((self.vocab_size + 31) // 32, np.int32)
-        matcher.deep_copy().unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
+        for _ in range(2):
+            copy = matcher.deep_copy()
+            copy.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
+            if copy.is_error():
+                raise ConstraintError(compile_error(copy.get_error()))
         size = len(grammar) * (4 if allocated is not None else _BYTES_PER_CHARACTER)
         size = measured_bytes(allocated, size)
         template = _Template(grammar, matcher, size + MAX_TEMPLATE_GROWTH)
@@ -452,7 +456,4 @@ class GuidanceState(ConstraintState):
         return bits[:size].view(np.bool_)
 
     def _error(self) -> str:
-        message = compile_error(self._matcher.get_error())
-        if "NoExtensionBias" in message:  # the engine's error for an empty grammar
-            return "the constraint cannot be met: it allows no text"
-        return message
+        return compile_error(self._matcher.get_error())
