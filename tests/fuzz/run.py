@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import hashlib
 import json
 import os
@@ -33,8 +34,8 @@ FINDINGS = TESTS / "fuzz" / "findings"
 MAX_SECONDS = 5.0
 #: Most time that one case may take in all: long, since other processes may hold the processors.
 MAX_WALL_SECONDS = 300.0
-#: Most memory that one case may take, and by which a process may grow after its first third, beside
-#: what caches keep within their limits.
+#: Most memory that one case may take, and by which a process with empty caches may grow after its
+#: first third.
 MAX_CASE_BYTES, MAX_GROWTH = 512 << 20, 64 << 20
 #: Memory is sampled so often in a run.
 NUM_SAMPLES = 12
@@ -58,10 +59,13 @@ def resident_bytes() -> int:
 
 
 def unlimited_bytes() -> int:
-    """Memory of this process without what its caches keep within limits, and without the free
-    memory that the allocator keeps: values of many sizes that caches replace leave gaps."""
-    from anydecode.constraints.byte_cache import cached_bytes
+    """Memory of this process after its caches are emptied, and without the free memory that the
+    allocator keeps: values of many sizes that caches replace leave gaps."""
+    from anydecode.constraints import byte_cache
 
+    for cache in list(byte_cache._caches):
+        cache.clear()
+    gc.collect()
     library = ctypes.CDLL(None)
     try:
         allocated = library.__sanitizer_get_current_allocated_bytes
@@ -70,9 +74,9 @@ def unlimited_bytes() -> int:
             library.malloc_trim(0)
         except (AttributeError, OSError):  # another C library
             pass
-        return resident_bytes() - cached_bytes()
+        return resident_bytes()
     allocated.restype = ctypes.c_size_t
-    return int(allocated()) - cached_bytes()
+    return int(allocated())
 
 
 def peak_bytes() -> int:

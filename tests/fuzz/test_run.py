@@ -41,7 +41,7 @@ def test_memory_that_grows_and_the_longest_case_are_reported(
     kept = []
 
     def keep(case: bytes) -> None:
-        kept.append(b"x" * (3 << 19))  # 100 times in a second
+        kept.append(b"x" * (3 << 20))
         start = run.processor_seconds()
         while run.processor_seconds() < start + 0.01:
             pass
