@@ -27,40 +27,19 @@ from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.layerskip import states_behind_layers
 from anydecode.training.nested import answers_to_learn_from, padded
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import AnswerRecipe, LossRun
 from anydecode.training.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class HeadRecipe:
-    """How heads are trained. One of `minutes` and `steps` is the budget.
+class HeadRecipe(AnswerRecipe):
+    """How heads are trained.
 
     Attributes:
-        minutes: See above.
-        steps: See above.
-        answers: Number of answers of the model, an eighth of which is held out.
-        tokens: Maximum number of tokens of an answer.
         batch: Texts per step.
-        rate: Peak learning rate.
-        seed: Random seed.
-        save_seconds: Seconds between saved states.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
-    answers: int = 256
-    tokens: int = 64
     batch: int = 4
-    rate: float = 1e-3
-    seed: int = 0
-    save_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_budget(self)
-        if min(self.minutes or self.steps or 0, self.tokens, self.batch) <= 0 or self.answers < 2:
-            raise InvalidRequestError(
-                "minutes or steps, tokens and batch must be more than 0, and answers 2 or more"
-            )
 
 
 class HeadMaps(nn.ModuleDict):

@@ -22,7 +22,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.exit_files import model_fingerprint
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.generated import generate_prompts, rendered_prompt
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import AnswerRecipe, LossRun
 
 #: The share of the texts that are not trained on.
 HELD_OUT = 0.1
@@ -31,38 +31,19 @@ Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class ExitRecipe:
-    """How the networks are trained. One of `minutes` and `steps` is the budget.
+class ExitRecipe(AnswerRecipe):
+    """How the networks are trained, with Adam.
 
     Attributes:
-        minutes: See above.
-        steps: See above.
         width: Inner width of a network.
-        answers: Answers of the model.
-        tokens: Tokens of an answer.
-        rate: Learning rate of Adam.
         threshold: Of the qualities that are recorded.
-        seed: Of the answers and the weights.
-        save_seconds: Seconds between saved states.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
-    width: int = 128
     answers: int = 64
     tokens: int = 96
-    rate: float = 1e-3
+    width: int = 128
     threshold: float = 0.85
-    seed: int = 0
-    save_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_budget(self)
-        counts = (self.minutes or self.steps or 0, self.width, self.tokens)
-        if min(counts) <= 0 or self.answers < 2:
-            raise InvalidRequestError(
-                "minutes or steps, width and tokens must be more than 0, and answers 2 or more"
-            )
+    counts = ("width", "tokens")
 
 
 @dataclass(frozen=True)

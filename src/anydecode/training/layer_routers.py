@@ -26,48 +26,31 @@ from anydecode.models.layer_routers import FILE_NAME, LayerRouters
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.nested import own_answers, padded
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import AnswerRecipe, LossRun
 from anydecode.training.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class LayerRouterRecipe:
-    """How routers are trained. One of `minutes` and `steps` is the budget.
+class LayerRouterRecipe(AnswerRecipe):
+    """How routers are trained.
 
     Attributes:
-        minutes: See above.
-        steps: See above.
-        answers: Number of answers of the model, an eighth of which is held out.
-        tokens: Maximum number of tokens of an answer.
         batch: Texts per step.
-        rate: Peak learning rate.
         penalty: Nats per layer that runs.
         first: Layers at the bottom that always run.
         last: Layers at the top that always run.
-        seed: Random seed.
-        save_seconds: Seconds between saved states.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
     answers: int = 64
-    tokens: int = 64
     batch: int = 4
     rate: float = 1e-2
     penalty: float = 0.01
     first: int = 2
     last: int = 1
-    seed: int = 0
-    save_seconds: float = 300.0
+    counts = ("tokens", "batch", "rate")
 
     def __post_init__(self) -> None:
-        check_budget(self)
-        counts = (self.minutes or self.steps or 0, self.tokens, self.batch, self.rate)
-        if min(counts) <= 0 or self.answers < 2:
-            raise InvalidRequestError(
-                "minutes or steps, tokens, batch and rate must be more than 0, and answers 2 or"
-                " more"
-            )
+        super().__post_init__()
         if min(self.first, self.last, self.penalty) < 0:
             raise InvalidRequestError("first, last and penalty must be 0 or more")
 

@@ -27,48 +27,30 @@ from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
 from anydecode.training.nested import answers_to_learn_from, padded
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import AnswerRecipe, LossRun
 from anydecode.training.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class LayerSkipRecipe:
-    """How a model is trained. One of `minutes` and `steps` is the budget.
+class LayerSkipRecipe(AnswerRecipe):
+    """How a model is trained.
 
     Attributes:
-        minutes: See above.
-        steps: See above.
-        answers: Number of answers of the model, an eighth of which is held out.
-        tokens: Maximum number of tokens of an answer.
         batch: Texts per step.
-        rate: Peak learning rate.
         dropout: Probability that the last layer is left out for a text; it falls to 0 at the first.
         exit_scale: Weight of the exits, relative to the last layer.
         every: Each step has losses at every so-many-th layer, moved by one from step to step.
-        seed: Random seed.
-        save_seconds: Seconds between saved states.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
-    answers: int = 256
-    tokens: int = 64
     batch: int = 4
     rate: float = 3e-5
     dropout: float = 0.1
     exit_scale: float = 0.2
     every: int = 8
-    seed: int = 0
-    save_seconds: float = 300.0
+    counts = ("tokens", "batch", "every")
 
     def __post_init__(self) -> None:
-        check_budget(self)
-        counts = (self.minutes or self.steps or 0, self.tokens, self.batch, self.every)
-        if min(counts) <= 0 or self.answers < 2:
-            raise InvalidRequestError(
-                "minutes or steps, tokens, batch and every must be more than 0, and answers 2 or"
-                " more"
-            )
+        super().__post_init__()
         if not 0 <= self.dropout <= 1 or self.exit_scale < 0:
             raise InvalidRequestError("dropout must be from 0 to 1, and exit_scale 0 or more")
 

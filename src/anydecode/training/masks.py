@@ -40,7 +40,7 @@ from anydecode.training.block_adapter import (
 )
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
 from anydecode.training.nested import own_answers
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import AnswerRecipe, LossRun
 from anydecode.training.transformer import Transformer
 
 #: Number of ranks whose accuracies are measured.
@@ -48,41 +48,19 @@ RANKS = 10
 
 
 @dataclass(frozen=True)
-class GroupRecipe:
-    """How groups are trained. One of `minutes` and `steps` is the budget.
+class GroupRecipe(AnswerRecipe):
+    """How groups are trained.
 
     Attributes:
-        minutes: See above.
-        steps: See above.
+        batch: Texts per step.
         masks: Number of masks or prompt tokens of a group.
         groups: Maximum number of groups per text and step.
-        answers: Number of answers of the model, an eighth of which is held out.
-        tokens: Maximum number of tokens of an answer.
-        batch: Texts per step.
-        rate: Peak learning rate.
-        seed: Random seed.
-        save_seconds: Seconds between saved states.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
+    batch: int = 4
     masks: int = 2
     groups: int = 16
-    answers: int = 256
-    tokens: int = 64
-    batch: int = 4
-    rate: float = 1e-3
-    seed: int = 0
-    save_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_budget(self)
-        counts = (self.minutes or self.steps or 0, self.masks, self.groups, self.tokens, self.batch)
-        if min(counts) <= 0 or self.answers < 2:
-            raise InvalidRequestError(
-                "minutes or steps, masks, groups, tokens and batch must be more than 0, and answers"
-                " 2 or more"
-            )
+    counts = ("masks", "groups", "tokens", "batch")
 
 
 @dataclass(frozen=True)

@@ -27,44 +27,22 @@ from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights, open_llama
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
 from anydecode.training.nested import answers_to_learn_from, padded
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import AnswerRecipe, LossRun
 from anydecode.training.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class ScheduleRecipe:
-    """How a model is trained. One of `minutes` and `steps` is the budget.
+class ScheduleRecipe(AnswerRecipe):
+    """How a model is trained. The schedule ends at `tokens`, the limit of an answer.
 
     Attributes:
-        minutes: See above.
-        steps: See above.
-        answers: Number of answers of the model, an eighth of which is held out.
-        tokens: The limit of tokens of an answer, at which the schedule ends.
         batch: Texts per step.
         rank: Rank of the adapter.
-        rate: Peak learning rate.
-        seed: Random seed.
-        save_seconds: Seconds between saved states.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
-    answers: int = 256
-    tokens: int = 64
     batch: int = 4
     rank: int = 16
-    rate: float = 1e-3
-    seed: int = 0
-    save_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_budget(self)
-        counts = (self.minutes or self.steps or 0, self.tokens, self.batch, self.rank)
-        if min(counts) <= 0 or self.answers < 2:
-            raise InvalidRequestError(
-                "minutes or steps, tokens, batch and rank must be more than 0, and answers 2 or"
-                " more"
-            )
+    counts = ("tokens", "batch", "rank")
 
 
 def scheduled_layers(
