@@ -10,7 +10,7 @@ A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and `h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,11 +23,9 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.exit_files import fingerprint
 from anydecode.models.exit_heads import ExitHeads
-from anydecode.training.block_adapter import open_llama
-from anydecode.training.checkpoint import load_state, save_json, save_state
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun
 from anydecode.training.layerskip import states_behind_layers
-from anydecode.training.nested import answers_to_learn_from, padded
-from anydecode.training.run import AnswerRecipe, LossRun
+from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
 
@@ -36,10 +34,7 @@ class HeadRecipe(AnswerRecipe):
     """How heads are trained.
 
     Attributes:
-        batch: Texts per step.
     """
-
-    batch: int = 4
 
 
 class HeadMaps(nn.ModuleDict):
@@ -82,7 +77,7 @@ def divergence(found: Sequence[torch.Tensor], last: torch.Tensor) -> torch.Tenso
     return torch.stack(losses).mean()
 
 
-class HeadRun(LossRun):
+class HeadRun(AnswerRun):
     """A training run in a folder.
 
     Args:
@@ -97,6 +92,8 @@ class HeadRun(LossRun):
             another run.
     """
 
+    differs_in = "other exits or another model"
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -104,8 +101,8 @@ class HeadRun(LossRun):
         recipe: HeadRecipe,
         exits: Callable[[int], Sequence[int]],
     ) -> None:
-        super().__init__(folder, recipe)
-        self.recipe, self.model = recipe, open_llama(checkpoint)
+        super().__init__(checkpoint, folder, recipe)
+        self.recipe = recipe
         depth, width = self.model.shape.layers, self.model.shape.width
         self.exits = list(exits(depth))
         if not self.exits or self.exits[0] < 1 or self.exits[-1] >= depth:
@@ -116,16 +113,7 @@ class HeadRun(LossRun):
         norm = self.model.state_dict()["transformer.ln_f.weight"]
         self.fingerprint = fingerprint(depth, width, self.model.shape.vocab, norm.numpy())
         self.maps = HeadMaps(self.exits, width)
-        self.optimizer = torch.optim.AdamW(
-            self.maps.parameters(), recipe.rate, (0.9, 0.95), weight_decay=0.0
-        )
-        state = load_state(folder / "state.pt")
-        if state is None:
-            self.pairs = answers_to_learn_from(
-                checkpoint, recipe.answers, recipe.tokens, recipe.seed
-            )
-        else:
-            self._restore(state)
+        self._begin(self.maps.parameters(), [self.fingerprint, self.exits])
 
     @property
     def file(self) -> Path:
@@ -134,24 +122,15 @@ class HeadRun(LossRun):
 
     def _update(self) -> float:
         random = Random(f"{self.recipe.seed}/heads/{self.step}")
-        trained = self.pairs[self._num_held_out :]
-        texts = padded(random.sample(trained, min(self.recipe.batch, len(trained))))
-        loss = divergence(*exit_log_probabilities(self.model, self.maps, *texts))
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(self.optimizer, self.maps.parameters(), self.recipe.rate)
-        return float(loss.detach())
-
-    @property
-    def _num_held_out(self) -> int:
-        return max(1, len(self.pairs) // 8)
+        texts = padded(self._sample(random))
+        return self._learn(divergence(*exit_log_probabilities(self.model, self.maps, *texts)))
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Record the loss of held-out answers, and how often the most probable token of each exit
         is that of the last layer."""
         totals, loss, count = [0] * len(self.exits), 0.0, 0
-        held_out = self.pairs[: self._num_held_out]
+        held_out = self._held_out
         for start in range(0, len(held_out), self.recipe.batch):
             texts = padded(held_out[start : start + self.recipe.batch])
             found, last = exit_log_probabilities(self.model, self.maps, *texts)
@@ -162,16 +141,7 @@ class HeadRun(LossRun):
         agreement = [round(total / count, 4) for total in totals]
         self._record(agreement=agreement, held_out_loss=loss / count)
 
-    def save(self) -> None:
-        """Evaluate, and write the state, the log and the heads."""
-        self._evaluate()
-        state = {
-            "weights": self.maps.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
+    def _write(self) -> None:
         self.heads().save(self.file)
 
     def heads(self) -> ExitHeads:
@@ -184,29 +154,9 @@ class HeadRun(LossRun):
         )
 
     def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {
-            "recipe": asdict(self.recipe),
-            "exits": self.exits,
-            "steps": self.step,
-            "history": self.history,
-        }
+        return {**super().log(), "exits": self.exits}
 
     def agreements(self) -> Sequence[list[float]]:
         """The agreement of each exit with the last layer on held-out answers, in the order in which
         it was measured."""
         return [entry["agreement"] for entry in self.history if "agreement" in entry]
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        is_same = state.get("fingerprint") == self.fingerprint and state["exits"] == self.exits
-        if not is_same:
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of other exits or another model: give another folder"
-            )
-        self.maps.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "pairs", "fingerprint", "exits")

@@ -22,7 +22,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.exit_files import model_fingerprint
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.generated import generate_prompts, rendered_prompt
-from anydecode.training.run import AnswerRecipe, LossRun
+from anydecode.training.run import LossRun, check_budget
 
 #: The share of the texts that are not trained on.
 HELD_OUT = 0.1
@@ -31,19 +31,38 @@ Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class ExitRecipe(AnswerRecipe):
-    """How the networks are trained, with Adam.
+class ExitRecipe:
+    """How the networks are trained. One of `minutes` and `steps` is the budget.
 
     Attributes:
+        minutes: See above.
+        steps: See above.
         width: Inner width of a network.
+        answers: Answers of the model.
+        tokens: Tokens of an answer.
+        rate: Learning rate of Adam.
         threshold: Of the qualities that are recorded.
+        seed: Of the answers and the weights.
+        save_seconds: Seconds between saved states.
     """
 
+    minutes: float | None = None
+    steps: int | None = None
+    width: int = 128
     answers: int = 64
     tokens: int = 96
-    width: int = 128
+    rate: float = 1e-3
     threshold: float = 0.85
-    counts = ("width", "tokens")
+    seed: int = 0
+    save_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_budget(self)
+        counts = (self.minutes or self.steps or 0, self.width, self.tokens)
+        if min(counts) <= 0 or self.answers < 2:
+            raise InvalidRequestError(
+                "minutes or steps, width and tokens must be more than 0, and answers 2 or more"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A run has a folder, from which it can be resumed: `state.pt`, `log.json` and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,10 +23,8 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.families import load_network
 from anydecode.models.layer_routers import FILE_NAME, LayerRouters
-from anydecode.training.block_adapter import open_llama
-from anydecode.training.checkpoint import load_state, save_json, save_state
-from anydecode.training.nested import own_answers, padded
-from anydecode.training.run import AnswerRecipe, LossRun
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun
+from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
 
@@ -35,14 +33,12 @@ class LayerRouterRecipe(AnswerRecipe):
     """How routers are trained.
 
     Attributes:
-        batch: Texts per step.
         penalty: Nats per layer that runs.
         first: Layers at the bottom that always run.
         last: Layers at the top that always run.
     """
 
     answers: int = 64
-    batch: int = 4
     rate: float = 1e-2
     penalty: float = 0.01
     first: int = 2
@@ -106,7 +102,7 @@ def routed_logits(
     return logits, torch.stack(gates)
 
 
-class LayerRouterRun(LossRun):
+class LayerRouterRun(AnswerRun):
     """A training run in a folder.
 
     Args:
@@ -120,9 +116,11 @@ class LayerRouterRun(LossRun):
             holds another run.
     """
 
+    differs_in = "another model or of other layers"
+
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: LayerRouterRecipe) -> None:
-        super().__init__(folder, recipe)
-        self.recipe, self.model = recipe, open_llama(checkpoint)
+        super().__init__(checkpoint, folder, recipe)
+        self.recipe = recipe
         self.fingerprint = model_fingerprint(load_network(checkpoint, None))
         depth = self.model.shape.layers
         layers = range(recipe.first, depth - recipe.last)
@@ -131,18 +129,7 @@ class LayerRouterRun(LossRun):
                 f"first={recipe.first} and last={recipe.last} leave no layer of {depth}"
             )
         self.routers = Routers(layers, self.model.shape.width)
-        self.optimizer = torch.optim.AdamW(self.routers.parameters(), recipe.rate, weight_decay=0.0)
-        state = load_state(folder / "state.pt")
-        if state is None:
-            count = recipe.answers
-            self.pairs = own_answers(checkpoint, count, recipe.tokens, recipe.seed)
-            if len(self.pairs) < 2:
-                raise InvalidRequestError(
-                    f"{checkpoint.name} has written {len(self.pairs)} of {count} answers, and"
-                    " training needs 2: give more answers"
-                )
-        else:
-            self._restore(state)
+        self._begin(self.routers.parameters(), [self.fingerprint, self.routers.layers])
 
     @property
     def path(self) -> Path:
@@ -152,25 +139,16 @@ class LayerRouterRun(LossRun):
     def _update(self) -> float:
         recipe = self.recipe
         random = Random(f"{recipe.seed}/layer routers/{self.step}")
-        trained = self.pairs[self._num_held_out :]
-        texts = padded(random.sample(trained, min(recipe.batch, len(trained))))
+        texts = padded(self._sample(random))
         logits, gates = routed_logits(self.model, self.routers, *texts)
         loss = functional.cross_entropy(logits, _targets(*texts))
-        loss = loss + recipe.penalty * gates.mean(1).sum()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(self.optimizer, self.routers.parameters(), recipe.rate)
-        return float(loss.detach())
-
-    @property
-    def _num_held_out(self) -> int:
-        return max(1, len(self.pairs) // 8)
+        return self._learn(loss + recipe.penalty * gates.mean(1).sum())
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Record, of held-out texts, the nats per token when layers are skipped, and the share of
         texts that run each layer with a router."""
-        held_out = self.pairs[: self._num_held_out]
+        held_out = self._held_out
         loss, count, runs = 0.0, 0, torch.zeros(len(self.routers.layers))
         for pair in held_out:
             texts = padded([pair])
@@ -182,42 +160,13 @@ class LayerRouterRun(LossRun):
         shares = (runs / len(held_out)).tolist()
         self._record(held_out={"layers skipped": loss / count}, runs=shares)
 
-    def save(self) -> None:
-        """Evaluate, and write the state, the log and the routers."""
-        self._evaluate()
-        state = {
-            "weights": self.routers.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "layers": self.routers.layers,
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
+    def _write(self) -> None:
         weight, bias = (one.detach().numpy() for one in (self.routers.weight, self.routers.bias))
         LayerRouters(self.routers.layers, weight, bias, self.fingerprint).save(self.path)
-
-    def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {"recipe": asdict(self.recipe), "steps": self.step, "history": self.history}
 
     def results(self) -> dict[str, Any]:
         """The last evaluation."""
         return next(entry for entry in reversed(self.history) if "runs" in entry)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        is_same = state.get("layers") == self.routers.layers
-        if state.get("fingerprint") != self.fingerprint or not is_same:
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of another model or of other layers: give another"
-                " folder"
-            )
-        self.routers.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "pairs", "fingerprint")
 
 
 def _targets(tokens: torch.Tensor, is_answer: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -24,10 +23,9 @@ from torch.nn import functional
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.tokenizers import HFTokenizer
-from anydecode.training.block_adapter import open_llama
-from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
-from anydecode.training.nested import answers_to_learn_from, padded
-from anydecode.training.run import AnswerRecipe, LossRun
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun
+from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
 
@@ -36,13 +34,11 @@ class LayerSkipRecipe(AnswerRecipe):
     """How a model is trained.
 
     Attributes:
-        batch: Texts per step.
         dropout: Probability that the last layer is left out for a text; it falls to 0 at the first.
         exit_scale: Weight of the exits, relative to the last layer.
         every: Each step has losses at every so-many-th layer, moved by one from step to step.
     """
 
-    batch: int = 4
     rate: float = 3e-5
     dropout: float = 0.1
     exit_scale: float = 0.2
@@ -128,7 +124,7 @@ def states_behind_layers(
         yield x
 
 
-class LayerSkipRun(LossRun):
+class LayerSkipRun(AnswerRun):
     """A training run in a folder.
 
     Args:
@@ -145,21 +141,12 @@ class LayerSkipRun(LossRun):
         tokenizer = checkpoint.tokenizer
         if not isinstance(tokenizer, HFTokenizer):
             raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
-        super().__init__(folder, recipe)
+        super().__init__(checkpoint, folder, recipe)
         self.tokenizer, self.recipe = tokenizer, recipe
-        self.model = open_llama(checkpoint).requires_grad_(True)
+        self.model.requires_grad_(True)
         if self.num_layers < 2:
             raise InvalidRequestError(f"{checkpoint.name} has one layer, and no exit before it")
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), recipe.rate, (0.9, 0.95), weight_decay=0.0
-        )
-        state = load_state(folder / "state.pt")
-        if state is None:
-            self.pairs = answers_to_learn_from(
-                checkpoint, recipe.answers, recipe.tokens, recipe.seed
-            )
-        else:
-            self._restore(state)
+        self._begin(self.model.parameters(), [asdict(self.model.shape)])
 
     @property
     def num_layers(self) -> int:
@@ -174,25 +161,17 @@ class LayerSkipRun(LossRun):
         recipe = self.recipe
         random = Random(f"{recipe.seed}/layerskip/{self.step}")
         generator = torch.Generator().manual_seed(random.getrandbits(63))
-        trained = self.pairs[self._num_held_out :]
-        tokens, is_answer = padded(random.sample(trained, min(recipe.batch, len(trained))))
+        tokens, is_answer = padded(self._sample(random))
         rates = torch.tensor(dropout_rates(self.num_layers, recipe.dropout))[:, None]
         is_kept = torch.rand(self.num_layers, len(tokens), generator=generator) >= rates
         weights = exit_weights(self.num_layers, recipe.exit_scale, recipe.every, self.step)
         loss = early_exit_loss(self.model, tokens, is_answer, weights, is_kept)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(self.optimizer, self.model.parameters(), recipe.rate)
-        return float(loss.detach())
-
-    @property
-    def _num_held_out(self) -> int:
-        return max(1, len(self.pairs) // 8)
+        return self._learn(loss)
 
     def _evaluate(self) -> None:
         """Record how well each layer predicts held-out answers: its agreement with the last layer,
         and the loss of the last layer."""
-        held_out = self.pairs[: self._num_held_out]
+        held_out = self._held_out
         totals, loss, count = [0.0] * self.num_layers, 0.0, 0
         for start in range(0, len(held_out), self.recipe.batch):
             texts = padded(held_out[start : start + self.recipe.batch])
@@ -206,39 +185,12 @@ class LayerSkipRun(LossRun):
         shares = [round(total / count, 4) for total in totals]
         self._record(agreement=shares, held_out_loss=loss / count)
 
-    def save(self) -> None:
-        """Evaluate, and write the state, the log and the model."""
-        self._evaluate()
-        state = {
-            "weights": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "shape": asdict(self.model.shape),
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
+    def _write(self) -> None:
         save_nested_llama(
             self.model_folder, self.model.state_dict(), self.model.shape, self.tokenizer
         )
-
-    def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {"recipe": asdict(self.recipe), "steps": self.step, "history": self.history}
 
     def agreements(self) -> Sequence[list[float]]:
         """The agreement of each layer with the last one on held-out answers, in the order in which
         it was measured."""
         return [entry["agreement"] for entry in self.history if "agreement" in entry]
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if state.get("shape") != asdict(self.model.shape):
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of another model: give another folder"
-            )
-        self.model.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "pairs")

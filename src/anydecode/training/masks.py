@@ -31,6 +31,7 @@ from torch.nn import functional
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.tokenizers import HFTokenizer
+from anydecode.training.answer_run import AnswerRecipe
 from anydecode.training.block_adapter import (
     Pair,
     add_low_rank,
@@ -40,7 +41,7 @@ from anydecode.training.block_adapter import (
 )
 from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
 from anydecode.training.nested import own_answers
-from anydecode.training.run import AnswerRecipe, LossRun
+from anydecode.training.run import LossRun
 from anydecode.training.transformer import Transformer
 
 #: Number of ranks whose accuracies are measured.
@@ -52,12 +53,10 @@ class GroupRecipe(AnswerRecipe):
     """How groups are trained.
 
     Attributes:
-        batch: Texts per step.
         masks: Number of masks or prompt tokens of a group.
         groups: Maximum number of groups per text and step.
     """
 
-    batch: int = 4
     masks: int = 2
     groups: int = 16
     counts = ("masks", "groups", "tokens", "batch")

@@ -6,9 +6,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -35,40 +34,6 @@ def check_budget(budget: Budget) -> None:
     """Raise `InvalidRequestError` unless one of `minutes` and `steps` is given."""
     if (budget.minutes is None) == (budget.steps is None):
         raise InvalidRequestError("training takes either minutes or steps")
-
-
-@dataclass(frozen=True)
-class AnswerRecipe:
-    """How a run trains on the model's own answers. One of `minutes` and `steps` is the budget.
-
-    Attributes:
-        minutes: See above.
-        steps: See above.
-        answers: Number of answers of the model, an eighth of which is held out.
-        tokens: Maximum number of tokens of an answer.
-        rate: Peak learning rate.
-        seed: Random seed.
-        save_seconds: Seconds between saved states.
-    """
-
-    minutes: float | None = None
-    steps: int | None = None
-    answers: int = 256
-    tokens: int = 64
-    rate: float = 1e-3
-    seed: int = 0
-    save_seconds: float = 300.0
-    #: Attributes that must be more than 0.
-    counts: ClassVar[tuple[str, ...]] = ("tokens", "batch")
-
-    def __post_init__(self) -> None:
-        check_budget(self)
-        values = [getattr(self, name) for name in self.counts]
-        if min(self.minutes or self.steps or 0, *values) <= 0 or self.answers < 2:
-            names = ", ".join(["minutes or steps", *self.counts[:-1]])
-            raise InvalidRequestError(
-                f"{names} and {self.counts[-1]} must be more than 0, and answers 2 or more"
-            )
 
 
 class TrainingRun(ABC, Generic[Result]):

@@ -15,19 +15,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from torch.nn import functional
 
 from anydecode.decoders.depth.skipdecode import SkipDecode
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.tokenizers import HFTokenizer
-from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights, open_llama
-from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
-from anydecode.training.nested import answers_to_learn_from, padded
-from anydecode.training.run import AnswerRecipe, LossRun
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun
+from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights
+from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
 
@@ -36,11 +35,9 @@ class ScheduleRecipe(AnswerRecipe):
     """How a model is trained. The schedule ends at `tokens`, the limit of an answer.
 
     Attributes:
-        batch: Texts per step.
         rank: Rank of the adapter.
     """
 
-    batch: int = 4
     rank: int = 16
     counts = ("tokens", "batch", "rank")
 
@@ -79,7 +76,7 @@ def scheduled_logits(
     return logits
 
 
-class ScheduleRun(LossRun):
+class ScheduleRun(AnswerRun):
     """A training run in a folder.
 
     Args:
@@ -94,26 +91,25 @@ class ScheduleRun(LossRun):
             holds another run.
     """
 
+    differs_in = "another rank, schedule or model"
+
     def __init__(
         self, checkpoint: Checkpoint, folder: Path, recipe: ScheduleRecipe, decoder: SkipDecode
     ) -> None:
         tokenizer = checkpoint.tokenizer
         if not isinstance(tokenizer, HFTokenizer):
             raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
-        super().__init__(folder, recipe)
+        super().__init__(checkpoint, folder, recipe)
         self.tokenizer, self.recipe, self.decoder = tokenizer, recipe, decoder
-        self.model = open_llama(checkpoint)
-        decoder.check(self.model.shape.layers)
+        num_layers = self.model.shape.layers
+        decoder.check(num_layers)
         torch.manual_seed(recipe.seed)
-        self.trained = add_low_rank(self.model, recipe.rank)
-        self.optimizer = torch.optim.AdamW(self.trained, recipe.rate, (0.9, 0.95), weight_decay=0.0)
-        state = load_state(folder / "state.pt")
-        if state is None:
-            self.pairs = answers_to_learn_from(
-                checkpoint, recipe.answers, recipe.tokens, recipe.seed
-            )
-        else:
-            self._restore(state)
+        trained = add_low_rank(self.model, recipe.rank)
+        schedule = [
+            sorted(decoder.left_out(num_layers, index, recipe.tokens))
+            for index in range(recipe.tokens)
+        ]
+        self._begin(trained, [asdict(self.model.shape), recipe.rank, schedule])
 
     @property
     def model_folder(self) -> Path:
@@ -130,68 +126,24 @@ class ScheduleRun(LossRun):
 
     def _update(self) -> float:
         random = Random(f"{self.recipe.seed}/schedule/{self.step}")
-        trained = self.pairs[self._num_held_out :]
-        loss, _ = self.loss(random.sample(trained, min(self.recipe.batch, len(trained))))
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(self.optimizer, self.trained, self.recipe.rate)
-        return float(loss.detach())
-
-    @property
-    def _num_held_out(self) -> int:
-        return max(1, len(self.pairs) // 8)
+        loss, _ = self.loss(self._sample(random))
+        return self._learn(loss)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Record the loss of held-out answers."""
         total, count = 0.0, 0
-        for start in range(0, self._num_held_out, self.recipe.batch):
-            end = min(start + self.recipe.batch, self._num_held_out)
-            loss, num_tokens = self.loss(self.pairs[start:end])
+        held_out = self._held_out
+        for start in range(0, len(held_out), self.recipe.batch):
+            loss, num_tokens = self.loss(held_out[start : start + self.recipe.batch])
             total, count = total + num_tokens * float(loss), count + num_tokens
         self._record(held_out={"answers": total / count})
 
-    def save(self) -> None:
-        """Evaluate, and write the state, the log and the model."""
-        self._evaluate()
-        state = {
-            "trained": [weight.data for weight in self.trained],
-            "optimizer": self.optimizer.state_dict(),
-            "settings": self._settings(),
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
+    def _write(self) -> None:
         weights, shape = merged_weights(self.model), self.model.shape
         save_nested_llama(self.model_folder, weights, shape, self.tokenizer)
-
-    def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {"recipe": asdict(self.recipe), "steps": self.step, "history": self.history}
 
     def held_out_losses(self) -> Sequence[float]:
         """The losses of held-out answers, in nats per token, in the order in which they were
         measured."""
         return [entry["held_out"]["answers"] for entry in self.history if "held_out" in entry]
-
-    def _settings(self) -> list[Any]:
-        """What a resumed run must have in common with the one before."""
-        schedule = [
-            sorted(self.decoder.left_out(self.model.shape.layers, index, self.recipe.tokens))
-            for index in range(self.recipe.tokens)
-        ]
-        return [asdict(self.model.shape), self.recipe.rank, schedule]
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if state.get("settings") != self._settings():
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of another rank, schedule or model: give another folder"
-            )
-        for weight, stored in zip(self.trained, state["trained"], strict=True):
-            weight.data.copy_(stored)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "pairs")
