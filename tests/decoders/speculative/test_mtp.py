@@ -107,7 +107,7 @@ def test_the_text_is_that_of_plain_decoding(
     accepted = assert_text_of_plain_decoding(
         drafter, ("mtp", "mtp"), options, prompts, temperature=temperature
     )
-    assert min(accepted) > 20
+    assert min(accepted) > 10
 
 
 @pytest.mark.parametrize("drafter", [mtp_checkpoint, QWEN], ids=["nextn", "qwen"])
