@@ -139,7 +139,13 @@ def _nodes(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _dumped(tree: Any) -> bytes:
+    parts, size = [], 0
     try:
-        return json.dumps(tree).encode()[:MAX_BYTES]
+        for part in json.JSONEncoder().iterencode(tree):
+            parts.append(part)
+            size += len(part)
+            if size >= MAX_BYTES:  # what a tree holds in many places has no end in text
+                break
     except (RecursionError, ValueError):
         return b"[" * 2000
+    return "".join(parts).encode()[:MAX_BYTES]
