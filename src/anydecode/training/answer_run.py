@@ -1,10 +1,9 @@
-"""What training runs on a model's own answers share: their recipes, and how they are resumed."""
+"""What training runs on a model's own answers share: their recipes and their texts."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -14,9 +13,9 @@ import torch
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.block_adapter import Pair, open_llama
-from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.nested import answers_to_learn_from
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import check_budget
+from anydecode.training.weight_run import WeightRun
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class AnswerRecipe:
             )
 
 
-class AnswerRun(LossRun):
+class AnswerRun(WeightRun):
     """A training run in a folder on the model's own answers, an eighth of which is held out.
 
     Subclasses end their constructor with `_begin`.
@@ -63,89 +62,34 @@ class AnswerRun(LossRun):
     Attributes:
         model: The model.
         pairs: Prompts and answers, the held-out ones first.
-        trained: The weights that are trained.
     """
 
-    #: What a run in the folder may differ in, for the error.
-    differs_in = "another model"
+    data = ("pairs",)
+    recipe: AnswerRecipe
     pairs: list[Pair]
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: AnswerRecipe) -> None:
         super().__init__(folder, recipe)
-        self._recipe, self._checkpoint = recipe, checkpoint
-        self.model = open_llama(checkpoint)
+        self._checkpoint, self.model = checkpoint, open_llama(checkpoint)
 
     def _begin(self, trained: Iterable[torch.Tensor], settings: list[Any]) -> None:
-        """Begin or resume to train some weights.
+        """Begin or resume to train weights: see `_resume`. Raises `InvalidRequestError` too if
+        there are too few answers."""
+        weights = list(trained)
+        optimizer = torch.optim.AdamW(weights, self.recipe.rate, (0.9, 0.95), weight_decay=0.0)
+        if not self._resume(weights, optimizer, settings):
+            self.pairs = self._new_pairs(self._checkpoint)
 
-        Args:
-            trained: The weights.
-            settings: What a resumed run must have in common with the one before, as plain data.
-
-        Raises:
-            InvalidRequestError: There are too few answers, or the folder holds another run.
-        """
-        recipe = self._recipe
-        self.trained, self._settings = list(trained), settings
-        self._optimizer = torch.optim.AdamW(
-            self.trained, recipe.rate, (0.9, 0.95), weight_decay=0.0
-        )
-        state = load_state(self.folder / "state.pt")
-        if state is None:
-            self.pairs = answers_to_learn_from(
-                self._checkpoint, recipe.answers, recipe.tokens, recipe.seed
-            )
-            return
-        if state.get("settings") != settings:
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of {self.differs_in}: give another folder"
-            )
-        for weight, stored in zip(self.trained, state["trained"], strict=True):
-            weight.data.copy_(stored)
-        self._optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
+    def _new_pairs(self, checkpoint: Checkpoint) -> list[Pair]:
+        """The prompts and answers of a new run."""
+        recipe = self.recipe
+        return answers_to_learn_from(checkpoint, recipe.answers, recipe.tokens, recipe.seed)
 
     def _sample(self, random: Random) -> list[Pair]:
         """The texts of a step."""
         trained = self.pairs[len(self._held_out) :]
-        return random.sample(trained, min(self._recipe.batch, len(trained)))
-
-    def _learn(self, loss: torch.Tensor) -> float:
-        """Take a step down; returns the loss."""
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(self._optimizer, self.trained, self._recipe.rate)
-        return float(loss.detach())
+        return random.sample(trained, min(self.recipe.batch, len(trained)))
 
     @property
     def _held_out(self) -> list[Pair]:
         return self.pairs[: max(1, len(self.pairs) // 8)]
-
-    @abstractmethod
-    def _evaluate(self) -> None:
-        """Record what is measured on the held-out answers."""
-
-    @abstractmethod
-    def _write(self) -> None:
-        """Write what has been trained."""
-
-    def save(self) -> None:
-        """Evaluate, and write the state, the log and what has been trained."""
-        self._evaluate()
-        state = {
-            "trained": [weight.data for weight in self.trained],
-            "optimizer": self._optimizer.state_dict(),
-            "settings": self._settings,
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
-        self._write()
-
-    def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {"recipe": asdict(self._recipe), "steps": self.step, "history": self.history}
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "pairs")

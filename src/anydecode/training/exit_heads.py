@@ -92,6 +92,7 @@ class HeadRun(AnswerRun):
             another run.
     """
 
+    recipe: HeadRecipe
     differs_in = "other exits or another model"
 
     def __init__(
@@ -102,7 +103,6 @@ class HeadRun(AnswerRun):
         exits: Callable[[int], Sequence[int]],
     ) -> None:
         super().__init__(checkpoint, folder, recipe)
-        self.recipe = recipe
         depth, width = self.model.shape.layers, self.model.shape.width
         self.exits = list(exits(depth))
         if not self.exits or self.exits[0] < 1 or self.exits[-1] >= depth:

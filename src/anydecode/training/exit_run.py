@@ -20,9 +20,10 @@ from torch.nn import functional
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.exit_files import model_fingerprint
-from anydecode.training.checkpoint import load_state, save_json, save_state
+from anydecode.training.checkpoint import load_state, save_state
 from anydecode.training.generated import generate_prompts, rendered_prompt
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import check_budget
+from anydecode.training.weight_run import WeightRun
 
 #: The share of the texts that are not trained on.
 HELD_OUT = 0.1
@@ -99,7 +100,7 @@ class ExitRows:
     num_held_out: int
 
 
-class ExitRun(LossRun):
+class ExitRun(WeightRun):
     """A training run in a folder.
 
     Args:
@@ -116,6 +117,9 @@ class ExitRun(LossRun):
         UnsupportedCombinationError: The model has no layers to leave.
     """
 
+    differs_in = "another model or another width"
+    recipe: ExitRecipe
+
     def __init__(
         self,
         llm: LLM,
@@ -128,9 +132,9 @@ class ExitRun(LossRun):
         network: Any = getattr(llm.model, "network", None)
         if network is None:
             raise UnsupportedCombinationError(f"{llm.model.name} has no layers to leave")
-        self.recipe, self.fingerprint = recipe, model_fingerprint(network)
-        state, stored = load_state(folder / "state.pt"), load_state(folder / "data.pt")
-        if state is None or stored is None:
+        self.fingerprint = model_fingerprint(network)
+        stored = load_state(folder / "data.pt")
+        if stored is None or not (folder / "state.pt").is_file():
             encoded = [rendered_prompt(llm, text) for text in prompts]
             encoded = encoded or generate_prompts(llm, recipe.answers, recipe.seed)
             if len(encoded) < 2:
@@ -143,9 +147,9 @@ class ExitRun(LossRun):
         self.networks = nn.ModuleDict(
             {str(exit): self._network(one.shape[1]) for exit, one in self.rows.inputs.items()}
         )
-        self.optimizer = torch.optim.Adam(self.networks.parameters(), lr=recipe.rate)
-        if state is not None and stored is not None:
-            self._restore(state)
+        weights = list(self.networks.parameters())
+        optimizer = torch.optim.Adam(weights, lr=recipe.rate)
+        self._resume(weights, optimizer, [self.fingerprint, recipe.width])
 
     @abstractmethod
     def _collect(self, llm: LLM, prompts: Seq[list[int]], report: Report) -> ExitRows:
@@ -159,10 +163,6 @@ class ExitRun(LossRun):
     @abstractmethod
     def path(self) -> Path:
         """The trained networks' file."""
-
-    @abstractmethod
-    def _write(self) -> None:
-        """Write `path`."""
 
     def _update(self) -> float:
         total = torch.zeros(())
@@ -194,36 +194,5 @@ class ExitRun(LossRun):
             found.append(ExitQuality(exit, *shares, precision, float(self._loss(exit, part))))
         return found
 
-    def save(self) -> None:
-        """Evaluate, and write the state, the log and the networks."""
+    def _evaluate(self) -> None:
         self._record(exits=[asdict(one) for one in self.qualities()])
-        state = {
-            "weights": self.networks.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
-        self._write()
-
-    def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {"recipe": asdict(self.recipe), "steps": self.step, "history": self.history}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if state.get("fingerprint") != self.fingerprint:
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of another model: give another folder"
-            )
-        try:
-            self.networks.load_state_dict(state["weights"])
-        except RuntimeError:
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of another width: give another folder"
-            ) from None
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "fingerprint")

@@ -116,11 +116,11 @@ class LayerRouterRun(AnswerRun):
             holds another run.
     """
 
+    recipe: LayerRouterRecipe
     differs_in = "another model or of other layers"
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: LayerRouterRecipe) -> None:
         super().__init__(checkpoint, folder, recipe)
-        self.recipe = recipe
         self.fingerprint = model_fingerprint(load_network(checkpoint, None))
         depth = self.model.shape.layers
         layers = range(recipe.first, depth - recipe.last)

@@ -137,12 +137,14 @@ class LayerSkipRun(AnswerRun):
         InvalidRequestError: The model has one layer only, or the folder holds another run.
     """
 
+    recipe: LayerSkipRecipe
+
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: LayerSkipRecipe) -> None:
         tokenizer = checkpoint.tokenizer
         if not isinstance(tokenizer, HFTokenizer):
             raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
         super().__init__(checkpoint, folder, recipe)
-        self.tokenizer, self.recipe = tokenizer, recipe
+        self.tokenizer = tokenizer
         self.model.requires_grad_(True)
         if self.num_layers < 2:
             raise InvalidRequestError(f"{checkpoint.name} has one layer, and no exit before it")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,17 +31,15 @@ from torch.nn import functional
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.tokenizers import HFTokenizer
-from anydecode.training.answer_run import AnswerRecipe
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun
 from anydecode.training.block_adapter import (
     Pair,
     add_low_rank,
     choose_mask_token,
     merged_weights,
-    open_llama,
 )
-from anydecode.training.checkpoint import load_state, save_json, save_nested_llama, save_state
+from anydecode.training.checkpoint import save_nested_llama
 from anydecode.training.nested import own_answers
-from anydecode.training.run import LossRun
 from anydecode.training.transformer import Transformer
 
 #: Number of ranks whose accuracies are measured.
@@ -139,7 +137,7 @@ def mask_logits(
     return rows[: len(text)], rows[len(text) :].unflatten(0, (len(ends), masks))
 
 
-class GroupRun(LossRun):
+class GroupRun(AnswerRun):
     """A training run in a folder.
 
     Args:
@@ -152,61 +150,53 @@ class GroupRun(LossRun):
         InvalidRequestError: The answers are too few or too short, or the folder holds another run.
     """
 
-    #: The tokens of a group, `[masks]`, and what is trained.
+    differs_in = "another rank, mask or model"
+    recipe: GroupRecipe
+    #: The tokens of a group, `[masks]`.
     group: torch.Tensor
-    trained: list[nn.Parameter]
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: GroupRecipe) -> None:
-        super().__init__(folder, recipe)
-        self._group_recipe = recipe
-        self.model = open_llama(checkpoint)
+        super().__init__(checkpoint, folder, recipe)
         torch.manual_seed(recipe.seed)
-        self._set_up()
-        self.optimizer = torch.optim.AdamW(self.trained, recipe.rate, (0.9, 0.95), weight_decay=0.0)
-        state = load_state(folder / "state.pt")
-        if state is None:
-            answers = own_answers(checkpoint, recipe.answers, recipe.tokens, recipe.seed)
-            self.pairs = [pair for pair in answers if len(pair[1]) > recipe.masks]
-            if len(self.pairs) < 2:
-                raise InvalidRequestError(
-                    f"{checkpoint.name} has written {len(self.pairs)} answers of more than"
-                    f" {recipe.masks} tokens, and training needs 2: give more answers"
-                )
-        else:
-            self._restore(state)
+        trained = self._set_up()
+        self._begin(trained, [[list(one.shape) for one in trained], self.group.tolist()])
+
+    def _new_pairs(self, checkpoint: Checkpoint) -> list[Pair]:
+        recipe = self.recipe
+        answers = own_answers(checkpoint, recipe.answers, recipe.tokens, recipe.seed)
+        pairs = [pair for pair in answers if len(pair[1]) > recipe.masks]
+        if len(pairs) < 2:
+            raise InvalidRequestError(
+                f"{checkpoint.name} has written {len(pairs)} answers of more than {recipe.masks}"
+                " tokens, and training needs 2: give more answers"
+            )
+        return pairs
 
     @abstractmethod
-    def _set_up(self) -> None:
-        """Set `group` and `trained`, and change the model's modules."""
+    def _set_up(self) -> list[nn.Parameter]:
+        """Set `group`, and change the model's modules; returns what is trained."""
 
     @abstractmethod
     def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
         """The loss of a text with groups behind `ends` of its tokens."""
 
-    @abstractmethod
-    def _write(self) -> None:
-        """Write the results."""
-
     def _update(self) -> float:
-        recipe, random = self._group_recipe, Random(f"{self._group_recipe.seed}/masks/{self.step}")
-        trained = self.pairs[self._num_held_out :]
-        pairs = random.sample(trained, min(recipe.batch, len(trained)))
+        random = Random(f"{self.recipe.seed}/masks/{self.step}")
+        pairs = self._sample(random)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for pair in pairs:
             loss = self.loss(pair, self.draw_ends(pair, random)) / len(pairs)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        self._descend(self.optimizer, self.trained, recipe.rate)
+        self._descend(self.optimizer, self.trained, self.recipe.rate)
         return total
 
     def draw_ends(self, pair: Pair, random: Random) -> torch.Tensor:
         """The number of tokens before each of some groups, whose masks all predict tokens of the
         answer."""
         every = self._all_ends(pair).tolist()
-        return torch.tensor(
-            sorted(random.sample(every, min(self._group_recipe.groups, len(every))))
-        )
+        return torch.tensor(sorted(random.sample(every, min(self.recipe.groups, len(every)))))
 
     def _all_ends(self, pair: Pair) -> torch.Tensor:
         first = len(pair[0])
@@ -221,17 +211,13 @@ class GroupRun(LossRun):
             (masked[:, index], text[ends + index + 1]) for index in range(len(self.group))
         ]
 
-    @property
-    def _num_held_out(self) -> int:
-        return max(1, len(self.pairs) // 8)
-
     @torch.no_grad()
     def accuracies(self, ranks: int) -> list[list[float]]:
         """How often a held-out label is the token of each of the first `ranks` ranks: of the rows
         of the text, and of each mask."""
         counts = torch.zeros(len(self.group) + 1, ranks, dtype=torch.double)
         totals = torch.zeros(len(self.group) + 1, 1, dtype=torch.double)
-        for pair in self.pairs[: self._num_held_out]:
+        for pair in self._held_out:
             for part, (logits, labels) in enumerate(self._rows(pair, self._all_ends(pair))):
                 best = logits.topk(min(ranks, logits.shape[-1])).indices
                 counts[part, : best.shape[1]] += (best == labels[:, None]).double().sum(0)
@@ -239,46 +225,17 @@ class GroupRun(LossRun):
         shares: list[list[float]] = (counts / totals).tolist()
         return shares
 
-    def save(self) -> None:
-        """Evaluate, and write the state, the log and the results."""
+    def _evaluate(self) -> None:
         text, *held_out = (round(shares[0], 4) for shares in self.accuracies(1))
         self._record(text=text, held_out=held_out)
-        state = {
-            "trained": [weight.data for weight in self.trained],
-            "optimizer": self.optimizer.state_dict(),
-            "group": self.group,
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
-        self._write()
 
     def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {
-            "recipe": asdict(self._group_recipe),
-            "group": self.group.tolist(),
-            "steps": self.step,
-            "history": self.history,
-        }
+        return {**super().log(), "group": self.group.tolist()}
 
     def shares(self) -> Sequence[tuple[float, list[float]]]:
         """The shares of held-out tokens that the text's rows and each mask predict, in the order in
         which they were measured."""
         return [(entry["text"], entry["held_out"]) for entry in self.history if "text" in entry]
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        shapes = [one.shape for one in self.trained]
-        is_same = [one.shape for one in state["trained"]] == shapes
-        if not is_same or not torch.equal(state["group"], self.group):
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of another rank, mask or model: give another folder"
-            )
-        for weight, stored in zip(self.trained, state["trained"], strict=True):
-            weight.data.copy_(stored)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
 
 
 class MaskRun(GroupRun):
@@ -295,13 +252,15 @@ class MaskRun(GroupRun):
         InvalidRequestError: There is no token for the mask, or as `GroupRun`.
     """
 
+    recipe: MaskRecipe
+
     def __init__(
         self, checkpoint: Checkpoint, folder: Path, recipe: MaskRecipe, mask: int | None = None
     ) -> None:
         tokenizer = checkpoint.tokenizer
         if not isinstance(tokenizer, HFTokenizer):
             raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
-        self.tokenizer, self.recipe = tokenizer, recipe
+        self.tokenizer = tokenizer
         self.mask = choose_mask_token(tokenizer) if mask is None else mask
         super().__init__(checkpoint, folder, recipe)
 
@@ -310,16 +269,16 @@ class MaskRun(GroupRun):
         """The folder of the trained model."""
         return self.folder / "model"
 
-    def _set_up(self) -> None:
+    def _set_up(self) -> list[nn.Parameter]:
         size = self.model.shape.vocab
         if not 0 <= self.mask < size:
             raise InvalidRequestError(f"the mask token is {self.mask}; allowed are 0 to {size - 1}")
-        self.trained = add_low_rank(self.model, self.recipe.rank)
+        trained = add_low_rank(self.model, self.recipe.rank)
         embedding: Any = self.model.transformer["wte"]
         self.embedding = TrainedRows(embedding.weight.data, self.mask, 1)
         self.model.transformer["wte"] = self.embedding
-        self.trained.append(self.embedding.rows)
         self.group = torch.full((self.recipe.masks,), self.mask)
+        return [*trained, self.embedding.rows]
 
     def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
         """The mean loss of all labels of a text."""
@@ -348,13 +307,13 @@ class PromptRun(GroupRun):
         """The file of the prompt tokens."""
         return self.folder / "prompts.safetensors"
 
-    def _set_up(self) -> None:
+    def _set_up(self) -> list[nn.Parameter]:
         size = self.model.shape.vocab
         embedding: Any = self.model.transformer["wte"]
-        self.embedding = TrainedRows(embedding.weight.data, size, self._group_recipe.masks)
+        self.embedding = TrainedRows(embedding.weight.data, size, self.recipe.masks)
         self.model.transformer["wte"] = self.embedding
-        self.trained = [self.embedding.rows]
-        self.group = torch.arange(size, size + self._group_recipe.masks)
+        self.group = torch.arange(size, size + self.recipe.masks)
+        return [self.embedding.rows]
 
     def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
         """The mean over distances and groups of the weighted divergences."""
@@ -374,6 +333,3 @@ class PromptRun(GroupRun):
             "accuracies": torch.tensor(self.accuracies(RANKS)[1:], dtype=torch.float32),
         }
         save_file(tensors, str(self.file), metadata={"format": "pt"})
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "pairs")

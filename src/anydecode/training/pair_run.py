@@ -7,10 +7,9 @@ a folder, from which it can be resumed: `state.pt`, `log.json`, and the adapter 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -18,9 +17,9 @@ from torch.nn import functional
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.block_adapter import Pair, add_low_rank, open_llama, save_adapter
-from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.nested import padded
-from anydecode.training.run import LossRun, check_budget
+from anydecode.training.run import check_budget
+from anydecode.training.weight_run import WeightRun
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class PairRecipe:
             raise InvalidRequestError("minutes or steps, rank and batch must be more than 0")
 
 
-class PairRun(LossRun):
+class PairRun(WeightRun):
     """A training run in a folder.
 
     Args:
@@ -68,6 +67,11 @@ class PairRun(LossRun):
             another run.
     """
 
+    differs_in = "another rank or model"
+    data = ("texts",)
+    recipe: PairRecipe
+    texts: list[list[Pair]]
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -77,16 +81,11 @@ class PairRun(LossRun):
         base: str,
     ) -> None:
         super().__init__(folder, recipe)
-        self.recipe, self.base = recipe, base
-        self.model = open_llama(checkpoint)
+        self.base, self.model = base, open_llama(checkpoint)
         torch.manual_seed(recipe.seed)
-        self.trained = add_low_rank(self.model, recipe.rank)
-        self.optimizer = torch.optim.AdamW(
-            self.trained, recipe.rate, (0.9, 0.98), weight_decay=0.01
-        )
-        state = load_state(folder / "state.pt")
-        if state is not None:
-            self._restore(state)
+        trained = add_low_rank(self.model, recipe.rank)
+        optimizer = torch.optim.AdamW(trained, recipe.rate, (0.9, 0.98), weight_decay=0.01)
+        if self._resume(trained, optimizer, [list(one.shape) for one in trained]):
             return
         limit = self.model.shape.max_positions
         self.texts = make_texts()
@@ -110,11 +109,7 @@ class PairRun(LossRun):
     def _update(self) -> float:
         random = Random(f"{self.recipe.seed}/pairs/{self.step}")
         rows = [row for text in self.texts[self._num_held_out :] for row in text]
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(random.sample(rows, min(self.recipe.batch, len(rows))))
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(self.optimizer, self.trained, self.recipe.rate)
-        return float(loss.detach())
+        return self._learn(self._loss(random.sample(rows, min(self.recipe.batch, len(rows)))))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -122,36 +117,12 @@ class PairRun(LossRun):
         rows = [row for text in self.texts[: self._num_held_out] for row in text]
         return sum(float(self._loss([row])) for row in rows) / len(rows)
 
-    def save(self) -> None:
-        """Evaluate, and write the adapter, the state and the log."""
+    def _evaluate(self) -> None:
         self._record(held_out={"held out": round(self.evaluate(), 4)})
-        save_adapter(self.folder, self.model, self.recipe.rank, self.base)
-        state = {
-            "trained": [weight.data for weight in self.trained],
-            "optimizer": self.optimizer.state_dict(),
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
-        }
-        save_state(self.folder / "state.pt", state)
-        save_json(self.folder / "log.json", self.log())
 
-    def log(self) -> dict[str, Any]:
-        """Recipe and history as plain JSON."""
-        return {"recipe": asdict(self.recipe), "steps": self.step, "history": self.history}
+    def _write(self) -> None:
+        save_adapter(self.folder, self.model, self.recipe.rank, self.base)
 
     def losses(self) -> list[float]:
         """The held-out losses, in the order in which they were measured."""
         return [entry["held_out"]["held out"] for entry in self.history if "held_out" in entry]
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if [one.shape for one in state["trained"]] != [one.shape for one in self.trained]:
-            raise InvalidRequestError(
-                f"{self.folder} holds a run of another rank or model: give another folder"
-            )
-        for weight, stored in zip(self.trained, state["trained"], strict=True):
-            weight.data.copy_(stored)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in _STATE_FIELDS:
-            setattr(self, name, state[name])
-
-
-_STATE_FIELDS = ("step", "seconds", "history", "texts")

@@ -91,6 +91,7 @@ class ScheduleRun(AnswerRun):
             holds another run.
     """
 
+    recipe: ScheduleRecipe
     differs_in = "another rank, schedule or model"
 
     def __init__(
@@ -100,7 +101,7 @@ class ScheduleRun(AnswerRun):
         if not isinstance(tokenizer, HFTokenizer):
             raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
         super().__init__(checkpoint, folder, recipe)
-        self.tokenizer, self.recipe, self.decoder = tokenizer, recipe, decoder
+        self.tokenizer, self.decoder = tokenizer, decoder
         num_layers = self.model.shape.layers
         decoder.check(num_layers)
         torch.manual_seed(recipe.seed)
