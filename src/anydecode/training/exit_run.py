@@ -141,6 +141,7 @@ class ExitRun(WeightRun):
                 raise InvalidRequestError("training needs two prompts or more: one is held out")
             self.rows = self._collect(llm, encoded, report)
             save_state(folder / "data.pt", dict(vars(self.rows)))
+            (folder / "state.pt").unlink(missing_ok=True)  # of other rows
         else:
             self.rows = ExitRows(**stored)
         torch.manual_seed(recipe.seed)
