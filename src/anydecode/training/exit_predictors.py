@@ -136,8 +136,8 @@ class _Recorder(SpecEe):
         self.features: list[np.ndarray] = []
         self.labels: list[list[bool]] = []
 
-    def route(self, model: Any, predictors: ExitPredictors) -> PredictedExit:
-        return _RecordedExit(model, predictors, self)
+    def route(self, model: Any, trained: ExitPredictors) -> PredictedExit:
+        return _RecordedExit(model, trained, self)
 
 
 class _RecordedExit(PredictedExit):

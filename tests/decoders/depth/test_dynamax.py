@@ -16,7 +16,6 @@ from anydecode.decoders.depth.routed_exits import RoutedExit
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.routes import RoutedPass
 from anydecode.models.exit_routers import ExitRouters
-from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from certificates import assert_certified, assert_rejected, replace_defaults
 
@@ -37,7 +36,7 @@ def test_keys_and_values_that_are_computed_are_rejected(monkeypatch: pytest.Monk
 
 
 def test_exits_in_the_lower_half_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def route(self: Dynamax, network: Network, routers: ExitRouters) -> RoutedExit:
+    def route(self: Dynamax, model: Any, routers: ExitRouters) -> RoutedExit:
         return CopiedExit(routers, routers.exits, self.threshold)
 
     monkeypatch.setattr(Dynamax, "route", route)

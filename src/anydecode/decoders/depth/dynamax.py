@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from anydecode.decoders.depth.routed_exits import RoutedExit, RoutedExits
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.routes import RoutedPass
 from anydecode.models.exit_routers import ExitRouters
-from anydecode.models.network import Network
 
 
 class CopiedExit(RoutedExit):
@@ -66,18 +66,18 @@ class Dynamax(RoutedExits):
     def __init__(self, threshold: float = 0.9, routers: str | Path | None = None) -> None:
         super().__init__(threshold, routers)
 
-    def route(self, network: Network, routers: ExitRouters) -> RoutedExit:
-        spec = network.spec
-        exits = [exit for exit in routers.exits if 2 * exit >= spec.num_layers]
+    def route(self, model: Any, trained: ExitRouters) -> RoutedExit:
+        spec = model.spec
+        exits = [exit for exit in trained.exits if 2 * exit >= spec.num_layers]
         if not exits or exits[-1] >= spec.num_layers:
             raise UnsupportedCombinationError(
                 f"dynamax needs routers behind layers of the upper half of {spec.num_layers}: these"
-                f" are behind {', '.join(map(str, routers.exits))}"
+                f" are behind {', '.join(map(str, trained.exits))}"
             )
         if any(layer.recurrence is not None for layer in spec.layers):
-            return RoutedExit(routers, exits, self.threshold)
+            return RoutedExit(trained, exits, self.threshold)
         if len(set(spec.cache_shapes[exits[0] - 1 :])) > 1:
             raise UnsupportedCombinationError(
                 "dynamax copies keys and values, and the layers of this model store different ones"
             )
-        return CopiedExit(routers, exits, self.threshold)
+        return CopiedExit(trained, exits, self.threshold)

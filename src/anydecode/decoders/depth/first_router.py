@@ -12,8 +12,8 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.decoder import Requirements
-from anydecode.decoders.depth.fewer_layers import FewerLayers
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.decoders.depth.trained_routes import TrainedRoutes
+from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import SkippedParts, Variant
 from anydecode.kernels.routes import Guide, Route, RoutedPass
 from anydecode.models.layer_routers import LayerRouters
@@ -92,7 +92,7 @@ class RoutedPrompt(Route):
         remote={"threshold": Range(0, 1), "pooling": Words(POOLINGS)},
     )
 )
-class FirstRouter(FewerLayers):
+class FirstRouter(TrainedRoutes):
     """Skips, for the whole sequence, the layers that its prompt does not need.
 
     While the prompt runs, a layer's router reads the layer's input at every token. If the pooled
@@ -107,44 +107,27 @@ class FirstRouter(FewerLayers):
     """
 
     requirements = Requirements(reads_layer_routers=True, attention_only=("target",))
+    part, command = "layer_routers", "layer-routers"
 
     def __init__(
         self, threshold: float = 0.5, pooling: str = "mean", routers: str | Path | None = None
     ) -> None:
         if pooling not in POOLINGS:
             raise InvalidRequestError(f"pooling is {pooling!r}; choose from {', '.join(POOLINGS)}")
+        super().__init__(None if routers is None else LayerRouters.load(Path(routers)))
         self.threshold, self.pooling = threshold, pooling
-        self._own = None if routers is None else LayerRouters.load(Path(routers))
-        self._routes: dict[int, RoutedPrompt] = {}
 
-    def prepare(self, sequence: Sequence) -> None:
-        super().prepare(sequence)
-        self._route(sequence)
-
-    def _route(self, sequence: Sequence) -> RoutedPrompt:
-        model: Any = sequence.kv_cache().pool.model
-        routers = self._own or getattr(model, "layer_routers", None)
-        if routers is None:
-            raise UnsupportedCombinationError(
-                "first-router needs layer routers: `anydecode train layer-routers` makes them, and"
-                " first-router:routers=FILE reads them"
-            )
-        if id(routers) not in self._routes:
-            network = getattr(model, "network", None)
-            if network is None:
-                raise UnsupportedCombinationError(
-                    f"{model.name} has no layers to skip: first-router needs a transformer"
-                )
-            routers.check(network)
-            self._routes[id(routers)] = RoutedPrompt(routers, self.threshold, self.pooling)
-        return self._routes[id(routers)]
+    def route(self, model: Any, trained: LayerRouters) -> RoutedPrompt:
+        return RoutedPrompt(trained, self.threshold, self.pooling)
 
     def decode(self, sequence: Sequence) -> Decoding:
         sequence.truncate(0)  # another request's prefix has run other layers
         guides = [PromptGuide() for _ in sequence.prompt]
         for guide in guides:
             guide.skipped = guides[0].skipped
-        request = sequence.score(sequence.prompt, variant=self._route(sequence), guides=guides)
+        request = sequence.score(
+            sequence.prompt, variant=self.trained_route(sequence), guides=guides
+        )
         request.groups[0][-1].divisible = False
         yield request
         sequence.state[_SKIPPED] = guides[0].skipped

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from anydecode.decoders.decoder import Requirements
-from anydecode.decoders.depth.fewer_layers import FewerLayers
-from anydecode.errors import UnsupportedCombinationError
+from anydecode.decoders.depth.trained_routes import TrainedRoutes
 from anydecode.kernels.interface import Variant
 from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.exit_routers import ExitRouters
-from anydecode.models.network import Network
 from anydecode.scoring.sequence import Sequence
 
 
@@ -44,7 +40,7 @@ class RoutedExit(Route):
         routed.stop(np.arange(len(routed.states)), depth)
 
 
-class RoutedExits(FewerLayers):
+class RoutedExits(TrainedRoutes):
     """A decoder whose tokens follow a `RoutedExit`.
 
     Args:
@@ -54,38 +50,12 @@ class RoutedExits(FewerLayers):
     """
 
     requirements = Requirements(reads_exit_routers=True)
+    part, command = "exit_routers", "routers"
 
     def __init__(self, threshold: float, routers: str | Path | None) -> None:
+        super().__init__(None if routers is None else ExitRouters.load(Path(routers)))
         self.threshold = threshold
-        self._own = None if routers is None else ExitRouters.load(Path(routers))
-        self._routes: dict[int, RoutedExit] = {}
-
-    @abstractmethod
-    def route(self, network: Network, routers: ExitRouters) -> RoutedExit:
-        """How the rows of generated tokens run through `network`, whose routers these are.
-
-        Raises:
-            AnydecodeError: There is no exit, or the network has no such passes.
-        """
-
-    def prepare(self, sequence: Sequence) -> None:
-        super().prepare(sequence)
-        self.variant(sequence, 0)
 
     def variant(self, sequence: Sequence, index: int) -> Variant | None:
-        model: Any = sequence.kv_cache().pool.model
-        routers, key = self._own or getattr(model, "exit_routers", None), self.card.key
-        if routers is None:
-            raise UnsupportedCombinationError(
-                f"{key} needs exit routers: `anydecode train routers --out FILE` makes them, and"
-                f" {key}:routers=FILE reads them"
-            )
-        if id(routers) not in self._routes:
-            network = getattr(model, "network", None)
-            if network is None:
-                raise UnsupportedCombinationError(
-                    f"{model.name} has no layers to leave: {key} needs a transformer"
-                )
-            routers.check(network)
-            self._routes[id(routers)] = self.route(network, routers)
-        return self._routes[id(routers)]
+        route: RoutedExit = self.trained_route(sequence)
+        return route

@@ -13,10 +13,9 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
-from anydecode.decoders.depth.fewer_layers import FewerLayers
+from anydecode.decoders.depth.trained_routes import TrainedRoutes
 from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.two_models import DRAFT
-from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import Variant
 from anydecode.kernels.routes import Guide, Route, RoutedPass
 from anydecode.models.exit_predictors import NUM_CANDIDATES, ExitPredictors
@@ -115,7 +114,7 @@ class PredictedExit(Route):
         remote={"threshold": Range(0, 1)},
     )
 )
-class SpecEe(FewerLayers):
+class SpecEe(TrainedRoutes):
     """Leaves the model where a predictor expects a candidate to be the most probable token.
 
     A draft model's four most probable tokens are a token's candidates. Behind the layers that it
@@ -134,36 +133,18 @@ class SpecEe(FewerLayers):
         runners=(DRAFT,), reads_states=True, reads_exit_predictors=True, attention_only=("target",)
     )
 
-    def __init__(self, threshold: float = 0.5, predictors: str | Path | None = None) -> None:
-        self.threshold = threshold
-        self._own = None if predictors is None else ExitPredictors.load(Path(predictors))
-        self._routes: dict[int, PredictedExit] = {}
+    part, command, parameter = "exit_predictors", "predictors", "predictors"
 
-    def prepare(self, sequence: Sequence) -> None:
-        super().prepare(sequence)
-        self.variant(sequence, 0)
+    def __init__(self, threshold: float = 0.5, predictors: str | Path | None = None) -> None:
+        super().__init__(None if predictors is None else ExitPredictors.load(Path(predictors)))
+        self.threshold = threshold
 
     def variant(self, sequence: Sequence, index: int) -> Variant | None:
-        model: Any = sequence.kv_cache().pool.model
-        predictors = self._own or getattr(model, "exit_predictors", None)
-        if predictors is None:
-            raise UnsupportedCombinationError(
-                "specee needs exit predictors: `anydecode train predictors --out FILE` makes them,"
-                " and specee:predictors=FILE reads them"
-            )
-        if id(predictors) not in self._routes:
-            network = getattr(model, "network", None)
-            if network is None:
-                raise UnsupportedCombinationError(
-                    f"{model.name} has no layers to leave: specee needs a transformer"
-                )
-            predictors.check(network)
-            self._routes[id(predictors)] = self.route(model, predictors)
-        return self._routes[id(predictors)]
+        route: PredictedExit = self.trained_route(sequence)
+        return route
 
-    def route(self, model: Any, predictors: ExitPredictors) -> PredictedExit:
-        """How the rows of generated tokens run through `model`."""
-        return PredictedExit(model, predictors, self.threshold)
+    def route(self, model: Any, trained: ExitPredictors) -> PredictedExit:
+        return PredictedExit(model, trained, self.threshold)
 
     def decode(self, sequence: Sequence) -> Decoding:
         if sequence.draft_states:  # the drafter reads the state of every position

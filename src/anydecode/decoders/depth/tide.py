@@ -4,12 +4,12 @@ would change its state little ("TIDE: Token-Informed Depth Execution")."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.routed_exits import RoutedExit, RoutedExits
 from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_routers import ExitRouters
-from anydecode.models.network import Network
 
 
 @register(
@@ -55,12 +55,12 @@ class Tide(RoutedExits):
         super().__init__(threshold, routers)
         self.min_layers = min_layers
 
-    def route(self, network: Network, routers: ExitRouters) -> RoutedExit:
-        depth = network.spec.num_layers
-        exits = [exit for exit in routers.exits if exit > self.min_layers]
+    def route(self, model: Any, trained: ExitRouters) -> RoutedExit:
+        depth = model.spec.num_layers
+        exits = [exit for exit in trained.exits if exit > self.min_layers]
         if not exits or exits[-1] >= depth:
             raise InvalidRequestError(
                 f"min_layers={self.min_layers} leaves no exit: the routers have some after"
-                f" {', '.join(map(str, routers.exits))} of {depth} layers"
+                f" {', '.join(map(str, trained.exits))} of {depth} layers"
             )
-        return RoutedExit(routers, exits, self.threshold)
+        return RoutedExit(trained, exits, self.threshold)
