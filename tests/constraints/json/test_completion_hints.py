@@ -1,6 +1,8 @@
-"""The order of property names, and references without an end."""
+"""The names of properties and their order, and references without an end."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from anydecode.constraints.json.completion_hints import SchemaHints
 
@@ -17,6 +19,12 @@ def test_required_names_from_the_last_then_small_values() -> None:
     }
     names = {"long", "first", "short", "last"}
     assert SchemaHints(schema).ordered(names) == ["last", "first", "short", "long"]
+
+
+def test_an_object_that_needs_more_properties_than_it_names_has_names_of_its_patterns() -> None:
+    schema: dict[str, Any] = {"patternProperties": {r"^\d+\.\d+$": True}, "required": ["a"]}
+    assert set(SchemaHints({**schema, "minProperties": 2}).names) == {"a", "0.0"}
+    assert set(SchemaHints({**schema, "minProperties": 1}).names) == {"a"}
 
 
 def test_references_without_an_end_have_a_size() -> None:

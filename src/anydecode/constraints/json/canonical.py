@@ -4,7 +4,7 @@ the `dependent` keywords into alternatives, and `propertyNames` is turned into p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import jsonschema_rs
@@ -136,20 +136,51 @@ def _is_string(value: Any) -> bool:
 
 def _rewrite_property_names(node: dict[str, Any]) -> None:
     """Replaces `propertyNames` by properties and patterns if that is equivalent."""
-    names = node.get("propertyNames")
-    if not isinstance(names, dict) or "patternProperties" in node or node.get("type") != "object":
+    found = _names_and_patterns(node.get("propertyNames"))
+    if found is None or node.get("type") != "object":
         return
+    names, patterns = found
     properties = dict(node.get("properties", {}))
     additional = node.get("additionalProperties", True)
-    keywords = {key for key in names if key != "type"}
-    if keywords <= {"const", "enum"} and keywords:
-        allowed = names["enum"] if "enum" in names else [names["const"]]
-        node["properties"] = {name: properties.get(name, additional) for name in allowed}
-    elif keywords == {"pattern"}:
-        if not all(matches(names["pattern"], name) for name in properties):
+    by_pattern = node.get("patternProperties")
+    if by_pattern is None:
+        by_pattern = dict.fromkeys(patterns, additional)
+        if len(by_pattern) > 1 or (additional is not True and _any_matches(patterns, properties)):
             return
-        node["patternProperties"] = {names["pattern"]: additional}
-    else:
+    if by_pattern.keys() != set(patterns):
         return
+    if patterns and not all(name in names or _any_matches(patterns, [name]) for name in properties):
+        return
+    properties = {name: value for name, value in properties.items() if name in names or patterns}
+    for name in names:
+        if not _any_matches(patterns, [name]):
+            properties.setdefault(name, additional)
+    node["properties"] = properties
+    if patterns:
+        node["patternProperties"] = by_pattern
     node["additionalProperties"] = False
     del node["propertyNames"]
+
+
+def _names_and_patterns(names: Any) -> tuple[list[str], list[str]] | None:
+    """The names and the patterns of names that the value of a `propertyNames` allows; None if it is
+    no alternative of these."""
+    if not isinstance(names, dict):
+        return None
+    listed: list[str] = []
+    patterns: list[str] = []
+    for option in names["anyOf"] if names.keys() == {"anyOf"} else [names]:
+        keywords = option.keys() - {"type"} if isinstance(option, dict) else set()
+        if keywords == {"pattern"}:
+            patterns.append(option["pattern"])
+        elif keywords == {"enum"}:
+            listed += option["enum"]
+        elif keywords == {"const"}:
+            listed.append(option["const"])
+        else:
+            return None
+    return listed, patterns
+
+
+def _any_matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    return any(matches(pattern, name) for pattern in patterns for name in names)

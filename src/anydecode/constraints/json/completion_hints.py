@@ -168,6 +168,12 @@ class SchemaHints:
         sizes = {name: self._size(value, 0) for name, value in properties.items()}
         for name in required_names:
             sizes.setdefault(name, 2)
+        by_pattern = node.get("patternProperties")
+        if isinstance(by_pattern, dict) and _count(node, "minProperties") > len(required_names):
+            for pattern, value in islice(by_pattern.items(), _MAX_VALUES):
+                text = example(pattern)
+                if text is not None:
+                    sizes.setdefault(text, self._size(value, 0))
         return _Object(sizes, frozenset(required_names))
 
     def _size(self, node: Any, depth: int) -> int:
