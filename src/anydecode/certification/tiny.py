@@ -225,9 +225,9 @@ def add_routers(model: Any, exits: Seq[int]) -> None:
     model.exit_routers = ExitRouters(down, up, model_fingerprint(model.network))
 
 
-def predicting_model() -> LLM:
+def predicting_model(**options: Any) -> LLM:
     """An engine over a tiny model with random exit predictors behind every layer, and its first
-    four layers as the draft model."""
+    four layers as the draft model; `options` are those of `LLM`."""
     model, draft = (tiny_model(layers=layers, residual=0.3) for layers in (16, 4))
     random = np.random.default_rng(8)
     scales = np.repeat(np.array([0.25, 0.5, 4.0], np.float32), NUM_CANDIDATES)
@@ -241,7 +241,7 @@ def predicting_model() -> LLM:
     }
     always = frozenset((5, 9, 12))
     model.exit_predictors = ExitPredictors(predictors, always, model_fingerprint(model.network))
-    return LLM(model, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096)
+    return LLM(model, tokenizer=ByteTokenizer(), draft=draft, cache_positions=4096, **options)
 
 
 def layer_routed_model(**options: Any) -> LLM:

@@ -30,7 +30,8 @@ class EarlyExitRows:
 class PendingTree:
     """The nodes of a token tree after the last position, until `retain` selects a path.
 
-    `slots` is int32 `[nodes]`; `parents` holds node indices, -1 for the first level.
+    `slots` is int32 `[nodes]`; `parents` holds node indices, -1 for the first level; `num_layers`
+    how many of the first layers hold each node that followed a route, None: all of all nodes.
     """
 
     slots: Slots
@@ -38,6 +39,7 @@ class PendingTree:
     parents: list[int]
     depth: int
     hidden: np.ndarray | None = None
+    num_layers: list[int] | None = None
 
     def path(self, node: int) -> list[int]:
         """Node indices from the first level to `node`."""
@@ -208,8 +210,11 @@ class SequenceCache:
             self.partials.append(EarlyExitRows(self.length, pending.depth, pending.hidden[index]))
         self._grow(self.length + len(retained))
         self._table[self.length : self.length + len(retained)] = retained
-        self.length += len(retained)
+        start, self.length = self.length, self.length + len(retained)
         self.tokens += [pending.tokens[node] for node in path]
+        if pending.num_layers is not None:
+            self.reusable = False
+            self.limit_layers(start, [pending.num_layers[node] for node in path])
 
     def discard(self) -> None:
         """Free the pending token tree, if any."""

@@ -326,14 +326,10 @@ class Sequence(SequenceData):
         Returns:
             How many tokens were taken before a stop rule applied.
         """
-        kv_caches = self._open_kv_caches(runner)
-        if kv_caches[0].pending is not None:
-            if runner == TARGET:
-                for states in self.draft_states.values():
-                    states.accept(path, kv_caches[0].length)
-            for kv_cache in kv_caches:
-                kv_cache.retain(path)
-        elif kv_caches[0].length > self.length + len(path):  # a chain
+        kv_cache = self.kv_cache(runner)
+        if kv_cache.pending is not None:
+            self.retain(path, runner)
+        elif kv_cache.length > self.length + len(path):  # a chain
             self.truncate(self.length + len(path), runner)
         sampler = (
             scores.sampler_after(scores.after(path[-1] if len(path) else ROOT))
@@ -341,6 +337,16 @@ class Sequence(SequenceData):
             else None
         )
         return self.emit(tokens, sampler)
+
+    def retain(self, path: Seq[int], runner: str = TARGET) -> None:
+        """Keep the nodes of `path` of the pending tree, in the order in which they were scored, and
+        drop the others."""
+        kv_caches = self._open_kv_caches(runner)
+        if runner == TARGET:
+            for states in self.draft_states.values():
+                states.accept(path, kv_caches[0].length)
+        for kv_cache in kv_caches:
+            kv_cache.retain(path)
 
     def record(self, tree: TokenTree, path: Seq[int], tokens: Seq[int], **fields: Any) -> None:
         """Append one decoding round to the trace, if tracing is on. Nodes without a token are left

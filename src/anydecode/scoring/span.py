@@ -332,6 +332,9 @@ class TreeSpan(Span):
         if self.is_partial and pending is not None:
             assert hidden is not None
             pending.hidden = hidden.copy()
+        if isinstance(self.variant, Route) and pending is not None:
+            counts = [guide.num_layers for guide in self.guides]
+            pending.num_layers = [*(pending.num_layers or ()), *counts]
         self.done += count
 
 

@@ -4,13 +4,15 @@ contents of the cache do not."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from anydecode import LLM
+from anydecode import LLM, catalogue
+from anydecode.certification.certify import claim
 from anydecode.certification.tiny import (
     eagle3_checkpoint,
     predicting_model,
@@ -19,20 +21,24 @@ from anydecode.certification.tiny import (
 )
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.depth import specee
-from anydecode.decoders.depth.specee import CandidateGuide, PredictedExit
+from anydecode.decoders.depth.specee import CandidateGuide, PredictedExit, SpecEe
+from anydecode.engine.schedule import DecodesFirst
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.span import TreeSpan
 from certificates import assert_certified, assert_rejected, replace_defaults
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("specee")
 
 
+@pytest.mark.slow
 def test_another_threshold_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_defaults(monkeypatch, "specee", threshold=0.8)
     assert_rejected("specee")
@@ -57,6 +63,7 @@ def test_other_schedules_and_candidates_are_rejected(
     assert_rejected("specee")
 
 
+@pytest.mark.slow
 def test_exits_that_the_head_does_not_confirm_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def head(self: RoutedPass, active: np.ndarray) -> np.ndarray:
         logits = np.zeros((len(active), 259), np.float32)
@@ -67,6 +74,7 @@ def test_exits_that_the_head_does_not_confirm_are_rejected(monkeypatch: pytest.M
     assert_rejected("specee")
 
 
+@pytest.mark.slow
 def test_changes_since_the_first_check_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     features = PredictedExit.features
 
@@ -81,6 +89,7 @@ def test_changes_since_the_first_check_are_rejected(monkeypatch: pytest.MonkeyPa
     assert_rejected("specee")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["propagate", "copy"])
 def test_layers_that_store_something_behind_an_exit_are_rejected(
     monkeypatch: pytest.MonkeyPatch, policy: str
@@ -217,3 +226,92 @@ def test_bad_predictors_and_models_are_refused_in_one_line(tmp_path: Path) -> No
         (tmp_path / "broken").write_text("no tensors")
         with pytest.raises(AnydecodeError, match="exit predictors"):
             llm.generate("a", decoder=f"specee:predictors={tmp_path / 'broken'}")
+
+
+@pytest.mark.slow
+def test_trees_are_the_same_in_batches_and_after_restarts() -> None:
+    """Also with a row budget below the size of a tree."""
+    card = catalogue.find("specee").card
+    checks = list(claim(card, partial(SpecEe, size=6)))
+    assert len(checks) == 4 and all(check.passed for check in checks)
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "decoder": "specee:size=6"}
+    with predicting_model() as llm:
+        whole = llm.generate(["abcabc", "q"], **options)
+    with predicting_model(schedule=DecodesFirst(row_budget=3)) as llm:
+        small = llm.generate(["abcabc", "q"], **options)
+    assert [one.tokens for one in whole] == [one.tokens for one in small]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_alone", [False, True], ids=["root and leaf", "alone"])
+def test_paths_that_leave_before_all_of_their_tokens_may_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    whole = specee.paths_of
+
+    def split(guides: list[CandidateGuide]) -> list[list[int]]:
+        if is_alone:
+            return [[row] for row in range(len(guides))]
+        return [[path[0], path[-1]] for path in whole(guides)]
+
+    monkeypatch.setattr(specee, "paths_of", split)
+    assert_rejected("specee")
+
+
+@pytest.mark.slow
+def test_trees_whose_kept_tokens_have_no_holes_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complete = TreeSpan.complete
+
+    def forgetful(self: TreeSpan, hidden: np.ndarray | None, count: int) -> None:
+        complete(self, hidden, count)
+        if self.kv_cache.pending is not None:
+            self.kv_cache.pending.num_layers = None
+
+    monkeypatch.setattr(TreeSpan, "complete", forgetful)
+    assert_rejected("specee")
+
+
+@pytest.mark.slow
+def test_trees_whose_tokens_do_not_count_as_recent_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked = PredictedExit.checked
+
+    def early(self: PredictedExit, past: list[int]) -> frozenset[int]:
+        return checked(self, past[:5])
+
+    monkeypatch.setattr(PredictedExit, "checked", early)
+    assert_rejected("specee")
+
+
+@pytest.mark.slow
+def test_trees_of_another_width_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_defaults(monkeypatch, "specee", width=1)
+    assert_rejected("specee")
+
+
+def test_trees_with_predictors_that_never_fire_give_the_text_of_plain_decoding() -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+    with predicting_model() as llm:
+        plain = llm.generate("abc", decoder="autoregressive", **options).tokens
+        found = llm.generate("abc", decoder="specee:threshold=1,size=5", **options)
+        assert found.tokens == plain
+        with pytest.raises(AnydecodeError, match="width is 0; allowed are 1 to"):
+            llm.generate("abc", decoder="specee:size=5,width=0", **options)
+
+
+def test_trees_of_a_drafter_that_reads_inner_layers() -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+    with with_drafter(eagle3_checkpoint, layers=16, residual=0.3) as llm:
+        with predicting_model() as other:
+            llm.model.exit_predictors = other.model.exit_predictors  # type: ignore[attr-defined]
+        plain = llm.generate("abcabc", decoder="autoregressive", **options).tokens
+        found = llm.generate("abcabc", decoder="specee:threshold=1,size=6", **options).tokens
+        assert found == plain
+        alone = [
+            llm.generate(one, decoder="specee:size=6", **options).tokens for one in ("abcabc", "q")
+        ]
+        batch = llm.generate(["abcabc", "q"], decoder="specee:size=6", **options)
+        assert [one.tokens for one in batch] == alone

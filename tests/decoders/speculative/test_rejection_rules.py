@@ -24,8 +24,9 @@ from anydecode.certification.oracles.speculative.rejection_rules import (
     small_diffusion_llm,
     small_masked_llm,
 )
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.decoders.speculative.dyspec import DySpecDrafter
 from anydecode.decoders.speculative.rsd import StochasticBeam
 from anydecode.errors import InvalidRequestError

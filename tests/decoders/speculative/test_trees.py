@@ -7,7 +7,7 @@ import pytest
 
 from anydecode.certification.rounds import accepted, blurred, rounds, scripted, wordy
 from anydecode.decoders.framework import draft_candidates
-from anydecode.decoders.speculative.draft_trees import GrowingTree
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache

@@ -7,7 +7,8 @@ from collections.abc import Generator
 from typing import Any
 
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.decoders.framework.growing_tree import GrowingTree
+from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT

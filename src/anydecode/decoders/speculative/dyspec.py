@@ -13,9 +13,10 @@ from typing import Any
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT
 

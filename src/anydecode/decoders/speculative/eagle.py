@@ -20,12 +20,12 @@ from typing import Any
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter
+from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.tree import ROOT
 
 
 class EagleDrafter(TreeDrafter):
@@ -41,22 +41,7 @@ class EagleDrafter(TreeDrafter):
         self.width = width
 
     def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
-        weights = {ROOT: 1.0}
-        level = [ROOT]
-        for depth in range(self.depth):
-            if depth:
-                yield from growing.expand(level)
-            children = []
-            for parent in level:
-                candidates = growing.candidates[parent]
-                chances = candidates.acceptance_probabilities[: self.width]
-                for token, chance in zip(candidates.tokens[: self.width], chances, strict=True):
-                    node = growing.add(int(token), parent)
-                    weights[node] = weights[parent] * float(chance)
-                    children.append(node)
-            level = sorted(sorted(children, key=lambda node: -weights[node])[: self.width])
-        nodes = [node for node in weights if node != ROOT]
-        return sorted(sorted(nodes, key=lambda node: -weights[node])[:size])
+        return (yield from growing.grow_best(size, self.depth, self.width))
 
 
 @register(

@@ -15,6 +15,7 @@ from typing import Any
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     DraftSession,
@@ -23,7 +24,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.speculative.draft_model import DRAFT
-from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeDrafter, TreeSession
+from anydecode.decoders.speculative.draft_trees import TreeDrafter, TreeSession
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import DecoderAction

@@ -18,10 +18,10 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.growing_tree import GrowingTree, TreeNoise
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.best_tree import BestTreeDrafter
-from anydecode.decoders.speculative.draft_trees import GrowingTree, TreeNoise
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
@@ -44,12 +44,12 @@ class HeadsTree(GrowingTree):
         scores = yield sequence.score(tokens, runner=runner, rows=count)
         self._rows = [scores.row(row) for row in range(count)]
         self._samplers[ROOT] = sequence.sampler.fork()
-        self._store_candidates(ROOT, self._rows[0])
+        self.store_candidates(ROOT, self._rows[0])
 
     def expand(self, nodes: Seq[int]) -> Generator[DecoderAction, Any, None]:
         for node in nodes:
             self._advance_sampler(node)
-            self._store_candidates(node, self._rows[self.depths[node]])
+            self.store_candidates(node, self._rows[self.depths[node]])
         return
         yield  # a generator, as that of its base, but without a pass
 

@@ -14,8 +14,8 @@ from typing import Any
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
-from anydecode.decoders.speculative.draft_trees import GrowingTree
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction, Decoding, Submit, Ticket, Wait
 from anydecode.scoring.sequence import Sequence
