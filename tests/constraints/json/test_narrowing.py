@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
+from anydecode import JsonSchema
 from anydecode.constraints.json.narrowing import narrowed_schema
+from anydecode.constraints.json.shortest_completion import shortest_completion
+from anydecode.models.scripted import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
 
 CLOSED = {"additionalProperties": False}
 
@@ -66,3 +71,44 @@ def test_an_array_has_as_many_matching_items_as_it_needs(
     item = {"type": "integer"}
     narrow = narrowed_schema({"type": "array", "contains": item, **bounds}, 0, 80)
     assert (narrow["items"], narrow["minItems"], narrow["maxItems"]) == (item, length, length)
+
+
+def _every(item: str) -> dict[str, Any]:
+    return {"type": "array", "items": {"$ref": f"#/$defs/{item}"}}
+
+
+def _some(item: str) -> dict[str, Any]:
+    return {"type": "array", "contains": {"$ref": f"#/$defs/{item}"}}
+
+
+ITEMS = {"few": {"type": "integer", "multipleOf": 7}, "big": {"type": "number", "minimum": 50}}
+LISTS = {
+    "few": {"type": "array", "contains": {"$ref": "#/$defs/few_numbers"}},
+    "big": {"type": "array", "contains": {"$ref": "#/$defs/big_numbers"}},
+    "few_numbers": {"type": "array", "contains": ITEMS["few"]},
+    "big_numbers": {"type": "array", "items": ITEMS["big"]},
+}
+
+
+@pytest.mark.parametrize("index", range(2))
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "oneOf": [{"anyOf": [_every("few"), _some("big")]},
+         {"anyOf": [_every("big"), _some("few")]}], "$defs": LISTS},
+        {"allOf": [_some("few"), {"not": _every("few")}, {"not": _some("big")}], "$defs": ITEMS},
+        {"allOf": [_some("few"), _some("big"), {"contains": {"type": "null"}, "minItems": 5}],
+         "$defs": ITEMS},
+        {"allOf": [_some("few"), {"contains": {"type": "null"}, "maxItems": 3, "minItems": 2,
+         "items": {"type": ["integer", "null"], "minimum": 1}}], "$defs": ITEMS},
+    ],
+    ids=["only one of lists", "not every item", "several items", "items"],
+)  # fmt: skip
+def test_the_shortest_array_of_a_narrowed_form_is_valid(schema: dict[str, Any], index: int) -> None:
+    constraint = JsonSchema(schema)
+    narrow = constraint.narrowed(index)
+    assert narrow is not None
+    state = narrow.start(TOKENIZER, TOKENIZER.vocab_size)
+    tokens = shortest_completion(state, TOKENIZER, narrow.completion_hints)
+    assert tokens is not None
+    assert constraint.is_valid(TOKENIZER.decode(tokens[:-1]))

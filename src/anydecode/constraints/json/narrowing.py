@@ -10,12 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.constraints.json.canonical import canonical
-from anydecode.constraints.json.relaxing import FORMATS, UNMASKED, is_pattern, without_assertions
+from anydecode.constraints.json.relaxing import (
+    FORMATS,
+    UNMASKED,
+    is_pattern,
+    subschemas,
+    without_assertions,
+)
 from anydecode.constraints.json.witnesses import is_negation, witnesses
 
-#: Maximum number of subschemas of a narrowed form, and how many of them a property that a negation
-#: requires counts for, as it is canonicalized by itself.
-_MAX_NODES, _NODES_PER_WITNESS = 50_000, 200
+#: Maximum number of subschemas of a narrowed form, and how many of them a schema that is
+#: canonicalized by itself counts for: so many, and one for each of so many characters.
+_MAX_NODES, _NODES_PER_CANONICAL, _CHARACTERS_PER_NODE = 50_000, 200, 4
+_DEFINITIONS = ("$schema", "$defs", "definitions")
+_REFERENCES = ("#/$defs/", "#/definitions/")
 #: Patterns for values of formats that the mask engine does not support.
 _FORMAT_PATTERNS = {
     "idn-email": r"[a-z]{1,12}@[a-z]{1,12}\.com",
@@ -41,7 +49,8 @@ def narrowed_schema(schema: Any, index: int, size: int) -> Any | None:
     try:
         canonical_schema = canonical(schema, size)
         whole = canonical_schema if canonical_schema is not None else schema
-        return _Narrowing(index).node(whole)
+        definitions = {key: whole[key] for key in _DEFINITIONS if key in whole}
+        return _Narrowing(index, definitions).node(whole)
     except ValueError:
         return None
 
@@ -51,10 +60,16 @@ class _TooLargeError(ValueError):
 
 
 class _Narrowing:
-    """Narrows one schema; the alternatives of a negation can repeat a subschema many times."""
+    """Narrows one schema; the alternatives of a negation can repeat a subschema many times.
 
-    def __init__(self, index: int) -> None:
+    Args:
+        index: The number of the narrowed form.
+        definitions: What the references in the schema refer to.
+    """
+
+    def __init__(self, index: int, definitions: dict[str, Any]) -> None:
         self._index = index
+        self._definitions = definitions
         self._num_nodes = 0
 
     def node(self, schema: Any) -> Any:
@@ -64,6 +79,8 @@ class _Narrowing:
         self._num_nodes += 1
         if self._num_nodes > _MAX_NODES:
             raise _TooLargeError
+        if len(schema.get("oneOf", ())) > 1 and (chosen := self._only_one(schema)) is not None:
+            return self.node(chosen)
         result = {key: value for key, value in schema.items() if key not in UNMASKED}
         if result.get("format") not in (None, *FORMATS):
             pattern = _FORMAT_PATTERNS.get(result.pop("format"))
@@ -80,11 +97,12 @@ class _Narrowing:
                 }
         if isinstance(result.get("prefixItems"), list):
             result["prefixItems"] = [self.node(subschema) for subschema in result["prefixItems"]]
+        contained = _contained(schema)
         if isinstance(result.get("allOf"), list):
             parts = [
                 self.node(subschema)
                 for subschema in result.pop("allOf")
-                if not is_negation(subschema)
+                if not is_negation(subschema) and not (contained and _is_contains(subschema))
             ]
             result |= {"allOf": parts} if parts else {}
         for key in ("items", "additionalProperties", "additionalItems"):
@@ -93,8 +111,47 @@ class _Narrowing:
         self._choose_alternative(result)
         if not self._add_witnesses(schema, result):
             _close_object(result, self._index)
-        self._shorten_array(schema, result)
+        if contained:
+            self._list_items(schema, result, contained)
+        else:
+            self._shorten_array(schema, result)
         return result
+
+    def _only_one(self, schema: dict[str, Any]) -> dict[str, Any] | None:
+        """`schema` with one alternative of its `oneOf`, and without those values that others allow
+        too; None if it has no canonical form."""
+        options = schema["oneOf"]
+        rest = {key: value for key, value in schema.items() if key not in ("oneOf", *_DEFINITIONS)}
+        definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        for number in range(len(options)):
+            others = [*options]
+            option = others.pop((self._index // 2 + number) % len(options))
+            combined = self._all_of([rest, option, {"not": {"anyOf": others}}])
+            if isinstance(combined, dict) and "oneOf" not in combined:
+                return {**combined, **definitions}
+        return None
+
+    def _all_of(self, schemas: list[Any]) -> Any | None:
+        """A schema, in canonical form, of the values that all `schemas` allow: False if there are
+        none, None if there is no such form."""
+        combined = {**self._definitions, "allOf": schemas}
+        references = {node["$ref"] for _, node in subschemas(combined) if "$ref" in node}
+        if not all(str(reference).startswith(_REFERENCES) for reference in references):
+            return None  # to another root than that of the combined schema
+        size = len(str(combined))
+        self._num_nodes += _NODES_PER_CANONICAL + size // _CHARACTERS_PER_NODE
+        if self._num_nodes > _MAX_NODES:
+            raise _TooLargeError
+        try:
+            simplified = canonical(combined, size)
+        except ValueError:
+            return False
+        if not isinstance(simplified, dict):
+            return simplified
+        for key in _DEFINITIONS[1:]:
+            if simplified.get(key, {}).keys() - self._definitions.get(key, {}).keys():
+                return None
+        return {key: value for key, value in simplified.items() if key not in _DEFINITIONS}
 
     def _choose_alternative(self, result: dict[str, Any]) -> None:
         """Replaces `oneOf` and `anyOf` by one of their alternatives."""
@@ -114,15 +171,10 @@ class _Narrowing:
             if name in result.get("required", ())
         }
         for name, values in all_witnesses:
-            self._num_nodes += _NODES_PER_WITNESS
-            combined = {"allOf": values} if len(values) > 1 else values[0]
-            try:
-                simplified = canonical(combined, len(str(combined)))
-            except ValueError:
+            combined = self._all_of(values)
+            if combined is False:
                 return False
-            if isinstance(simplified, dict):
-                simplified.pop("$schema", None)
-            properties[name] = self.node(combined if simplified is None else simplified)
+            properties[name] = self.node({"allOf": values} if combined is None else combined)
         if all_witnesses:
             result["properties"], result["additionalProperties"] = properties, False
             result["required"] = [*dict.fromkeys((*result.get("required", ()), *properties))]
@@ -134,15 +186,29 @@ class _Narrowing:
         min_items = int(result.get("minItems", 0))
         if contains is not None and schema.get("minContains", 1):
             min_items = max(min_items, int(schema.get("minContains", 1)))
-            parts = [self.node(contains)]
-            if "items" in result:
-                parts.append(result["items"])
-            result["items"] = {"allOf": parts} if len(parts) > 1 else parts[0]
+            result["items"] = self._item(contains, schema.get("items", True))
             result["minItems"] = min_items
         if schema.get("uniqueItems") or contains is not None:
             result["maxItems"] = max(min_items, 1)
         if schema.get("uniqueItems") and min_items > 1 and "prefixItems" not in result:
             self._separate_items(result, min_items)
+
+    def _list_items(
+        self, schema: dict[str, Any], result: dict[str, Any], contained: list[Any]
+    ) -> None:
+        """Gives each of the schemas of `contained` an item of its own, the first ones."""
+        items = schema.get("items", True)
+        result["prefixItems"] = [self._item(subschema, items) for subschema in contained]
+        result["minItems"] = result["maxItems"] = max(len(contained), schema.get("minItems", 0))
+
+    def _item(self, contains: Any, items: Any) -> Any:
+        """The narrowed form of the items that two schemas allow."""
+        if items is True:
+            return self.node(contains)
+        combined = self._all_of([contains, items])
+        if combined is None:
+            return {"allOf": [self.node(contains), self.node(items)]}
+        return self.node(combined)
 
     def _separate_items(self, result: dict[str, Any], count: int) -> None:
         """Gives each of `count` items, which must differ, its own part of the listed values."""
@@ -153,6 +219,22 @@ class _Narrowing:
             starts = [(place + self._index) % count for place in range(count)]
             result["prefixItems"] = [{**items, "enum": values[start::count]} for start in starts]
             result["items"] = False
+
+
+def _contained(schema: dict[str, Any]) -> list[Any]:
+    """The schemas of which an array must contain an item each, if there are several of them and
+    nothing else says how its items are."""
+    parts = [schema, *filter(_is_contains, schema.get("allOf", ()))]
+    contained = [part["contains"] for part in parts if "contains" in part]
+    is_simple = not any("minContains" in part for part in parts) and "prefixItems" not in schema
+    fits = len(contained) <= schema.get("maxItems", len(contained))
+    is_list = isinstance(schema.get("items", True), (dict, bool))
+    return contained if len(contained) > 1 and is_simple and is_list and fits else []
+
+
+def _is_contains(schema: Any) -> bool:
+    """Whether a schema says only what an array contains."""
+    return isinstance(schema, dict) and {"contains"} <= schema.keys() <= {"contains", "type"}
 
 
 def _close_object(result: dict[str, Any], index: int) -> None:
