@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anydecode.api.text import Detokenizer, OutputProcessor, completing_tokens
+from anydecode.certification.checks import scripted_llm
 
 
 class TokenPieces:
@@ -124,6 +125,13 @@ def test_only_some_tokens_complete_stop_strings(text, cuts, stops):
         parts = [stop.encode() for stop in stops]
         begins = any(piece.startswith(part[i:]) for part in parts for i in range(1, len(part)))
         assert (token in possible) == (begins or any(part in piece for part in parts))
+
+
+def test_the_samples_of_a_request_share_the_stop_rules():
+    with scripted_llm() as llm:
+        request = llm.request("abc", stop=["e", "f"], n=3, temperature=1, max_tokens=5)
+    first, *others = [job.sequence.stop_checker for job in request.jobs]
+    assert first.end_tokens and all(one.end_tokens is first.end_tokens for one in others)
 
 
 def test_any_token_may_complete_a_replaced_character():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from anydecode.errors import (
     InvalidRequestError,
     UnsupportedCombinationError,
 )
+from anydecode.sampling.banned_words import BannedWordTable
 
 SECRET = b"a secret of the tests"
 MODEL, OPTIONS = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
@@ -280,6 +282,12 @@ def test_constraints_are_the_same_after_a_message(alone: LLM, constraint: Any) -
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 1}
     expected, found = (alone.generate("a", constraint=one, **options) for one in (constraint, read))
     assert results(found) == results(expected)
+
+
+def test_a_table_of_banned_words_passes_in_a_message(alone: LLM) -> None:
+    words = BannedWordTable([[97], [98, 99]])
+    message = to_message(alone.request("a", banned_words=words), {"banned_words": words})
+    assert BannedWordTable(json.loads(json.dumps(message))["banned_words"]) == words
 
 
 def test_workers_name_themselves() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.sampling import truncation, typical
-from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRepeatNgram
+from anydecode.sampling.banned_words import BannedWords, BannedWordTable
+from anydecode.sampling.bias import LogitBias, MinimumLength, NoRepeatNgram
 from anydecode.sampling.candidates import Candidates, Distribution, largest
 from anydecode.sampling.constrained import Constrained
 from anydecode.sampling.dola import DoLa
@@ -376,6 +378,29 @@ class TestPenalties:
             longer = [*text, token]
             ends = any(longer[len(longer) - len(word) :] == word for word in words)
             assert (scores[token] == -math.inf) == ends
+
+    @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=4)))
+    def test_a_table_of_words_has_each_once(self, words):
+        table = BannedWordTable(words)
+        assert sorted(table) == sorted(map(list, {tuple(word) for word in words}))
+        assert table[1:] == list(table)[1:] and pickle.loads(pickle.dumps(table)) == table
+        assert table == BannedWordTable(words[::-1]) and table != BannedWordTable([*words, [999]])
+        everything = [token for word in words for token in word]
+        assert table.ids == ((min(everything), max(everything)) if words else ())
+
+    def test_words_that_end_within_each_other(self):
+        words = [[1] * length + [length] for length in range(1, 400)]
+        table = BannedWordTable([*words, *([2, token, 3] for token in range(500))])
+        assert table.next_banned(np.array([2, 77])).tolist() == [3]
+        assert table.next_banned(np.ones(100, np.int32)).tolist() == list(range(1, 101))
+        assert table.next_banned(np.array([0])).tolist() == []
+
+    def test_the_samples_of_a_request_share_the_words(self):
+        params = SamplingParams(banned_words=[(3,), (1, 2)])
+        assert replace(params, n=2).banned_words is params.banned_words
+        assert SamplingParams(banned_words=[[1, 2], [3]]) == params != SamplingParams()
+        with pytest.raises(InvalidRequestError, match="32 bits"):
+            SamplingParams(banned_words=[[1 << 40]])
 
     def test_minimum_length(self):
         sampler = Sampler(0, [MinimumLength(2, {1})])

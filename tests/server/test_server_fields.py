@@ -4,6 +4,7 @@ log-probabilities, and token counts."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("uvicorn")
 from anydecode.api.llm import LLM  # noqa: E402
 from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel  # noqa: E402
+from anydecode.sampling.banned_words import BannedWordTable  # noqa: E402
 from anydecode.server.anthropic.protocol import MessagesRequest  # noqa: E402
 from anydecode.server.protocol import (  # noqa: E402
     ChatRequest,
@@ -599,29 +601,70 @@ def test_strings_that_the_text_is_searched_for_are_few(client: Client, field: st
     assert client.ask(COMPLETIONS, **{field: ["~" * 1000] * 256})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("stop", ["~" * 1000] * 256), ("stop_tokens", [5] * 16384)],
+)
+def test_requests_with_long_options_are_built_off_the_event_loop(
+    client: Client, llm: LLM, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
+) -> None:
+    request, threads = llm.request, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        threads.append(threading.current_thread())
+        return request(*arguments, **options)
+
+    monkeypatch.setattr(llm, "request", counted)
+    client.ask(COMPLETIONS, **{field: value})
+    assert threads
+
+
+@pytest.mark.parametrize("field", ["stop_tokens", "dry_breakers"])
+def test_sets_of_tokens_are_limited(client: Client, field: str) -> None:
+    assert "16384" in client.refused(COMPLETIONS, **{field: [5] * 16385})["message"]
+
+
 def test_banned_words_are_short_and_may_be_many(
     client: Client, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Many words are tokenised in a worker process, once for all prompts and samples."""
     assert "1000 characters" in client.refused(COMPLETIONS, banned_words=["a" * 1001])["message"]
-    calls = []
-    word_tokens = llm.word_tokens
-
-    def counted(words: Any) -> Any:
-        with pytest.raises(RuntimeError, match="no running event loop"):
-            asyncio.get_running_loop()
-        calls.append({type(word) for word in words})
-        return word_tokens(words)
-
     words = [f"w{number}" for number in range(2000)]
     text = client.ask(COMPLETIONS, temperature=0)["choices"][0]["text"]
-    monkeypatch.setattr(llm, "word_tokens", counted)
-    answer = client.ask(COMPLETIONS, temperature=0, banned_words=words, prompt=["a"] * 8)
-    assert calls == [{str}] + [{list}] * 8 and len(answer["choices"]) == 8
+    encode, encoded = ByteTokenizer.encode, []
+
+    def counted(self: ByteTokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", counted)
+    tables, build = [], BannedWordTable.__init__
+
+    def counted_build(self: BannedWordTable, words: Any) -> None:
+        tables.append(words)
+        build(self, words)
+
+    monkeypatch.setattr(BannedWordTable, "__init__", counted_build)
+    answer = client.ask(COMPLETIONS, temperature=1, n=4, banned_words=words, prompt=["a"] * 8)
+    assert len(answer["choices"]) == 32 and encoded == ["a"] * 8 and not tables
+    client.ask(COMPLETIONS, temperature=1, n=4, banned_words=words[:2], prompt=["a"] * 8)
+    assert len(tables) == 1
     monkeypatch.undo()
     banned = client.ask(COMPLETIONS, temperature=0, banned_words=[text[:1], *words])
     assert banned["choices"][0]["text"][0] != text[0]
     named = client.ask(COMPLETIONS, temperature=0, bad_words=[text[:1], *words])
     assert named["choices"][0]["text"] == banned["choices"][0]["text"]
+    few = client.ask(COMPLETIONS, temperature=0, banned_words=[text[:1]])
+    assert few["choices"][0]["text"] == banned["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "words", [["a"] * 2000 + [""], [[97]] * 2000 + [[]], [[97]] * 2000 + [[9999]]]
+)
+def test_wrong_words_in_long_lists_are_refused(client: Client, words: Any) -> None:
+    assert "banned_words contains" in client.refused(COMPLETIONS, banned_words=words)["message"]
 
 
 def test_predictions_and_negative_prompts_may_be_long(client: Client, llm: LLM) -> None:

@@ -51,6 +51,7 @@ from anydecode.api.request import Request
 from anydecode.api.resources import Resources
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
 from anydecode.api.segment_rollout import Segment
+from anydecode.api.words import word_tokens
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
@@ -65,6 +66,7 @@ from anydecode.kernels.pages import memory_bytes
 from anydecode.memory.pool import KVPool, new_cache
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
+from anydecode.sampling.banned_words import BannedWordTable
 from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
@@ -697,7 +699,8 @@ class LLM:
             words = given["banned_words"]
             if not isinstance(words, Seq) or isinstance(words, str):
                 raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
-            given["banned_words"] = self.word_tokens(words)
+            if not isinstance(words, BannedWordTable):
+                given["banned_words"] = word_tokens(self.tokenizer, words)
         return self.request_type(
             self.resources,
             self.encode(prompt),
@@ -717,18 +720,6 @@ class LLM:
             prompt_embeds=prompt_embeds,
             prediction=None if prediction is None else self.encode(prediction, special=False),
         )
-
-    def word_tokens(self, words: Seq[str | Seq[int]]) -> list[Seq[int]]:
-        """Words as token ids, as `banned_words` takes them; a text gives two entries, without and
-        with a leading space."""
-        encoded: list[Seq[int]] = []
-        for word in words:
-            if isinstance(word, str):
-                forms = (word, " " + word)
-                encoded += [self.encode(form, special=False) for form in forms]
-            else:
-                encoded.append(word)
-        return encoded
 
     def start(self, request: Request, *, background: bool = True) -> None:
         """Queue a request. With `background`, a thread steps the engine and reports progress

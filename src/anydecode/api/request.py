@@ -124,6 +124,18 @@ class Request:
         self._end_times: list[float | None] = [None] * len(samples)
         self._on_progress: Callable[[], Any] | None = None
         self._order = SampleOrder.of(decoder.requirements, params, len(samples))
+        tokenizer = resources.tokenizer
+        self._stop_rules = OutputProcessor(
+            tokenizer,
+            params.stop,
+            params.stop_tokens,
+            tokenizer.eos_ids,
+            None,
+            params.ignore_eos,
+            params.include_stop,
+            params.min_tokens,
+            completing_tokens(tokenizer, resources.model.spec.vocab_size, params.stop),
+        )
         self.jobs = [
             self._job(index, sample, decoder, constraint, trace, priority, namespace)
             for index, sample in enumerate(samples)
@@ -310,16 +322,8 @@ class Request:
         tokenizer, spec = resources.tokenizer, resources.model.spec
         mask = tokenizer.mask_id
         segment = self.segment.tokens or self.limit
-        output_processor = OutputProcessor(
-            tokenizer,
-            params.stop,
-            params.stop_tokens,
-            tokenizer.eos_ids,
-            min(self.limit, len(sample.tokens) + segment),
-            params.ignore_eos,
-            params.include_stop,
-            params.min_tokens,
-            completing_tokens(tokenizer, spec.vocab_size, params.stop),
+        output_processor = self._stop_rules.with_limit(
+            min(self.limit, len(sample.tokens) + segment)
         )
         adapter = -1 if self.adapter is None else self.adapter.index
         key = (adapter, namespace)

@@ -49,12 +49,12 @@ def completing_tokens(
 ) -> frozenset[int] | None:
     """The tokens, of logits of width `size`, that may complete a stop string; None if any may: an
     invalid byte becomes U+FFFD only with the next token."""
-    ends: frozenset[int] = frozenset()
-    for stop in stop_strings:
-        if "\ufffd" in stop:
-            return None
-        ends |= vocabulary(tokenizer, size).tokens_completing(stop.encode())
-    return ends
+    stops = list(stop_strings)
+    if any("\ufffd" in stop for stop in stops):
+        return None
+    if not stops:
+        return frozenset()
+    return vocabulary(tokenizer, size).tokens_completing(stop.encode() for stop in stops)
 
 
 class OutputProcessor:
@@ -161,6 +161,12 @@ class OutputProcessor:
     def end(self, reason: str) -> None:
         """End the generation for `reason`, which is none of the stop rules."""
         self._finish(reason, None)
+
+    def with_limit(self, max_tokens: int) -> OutputProcessor:
+        """A copy that takes at most `max_tokens` tokens. Copies share the stop rules."""
+        other = self.fork()
+        other._max_tokens = max_tokens
+        return other
 
     def fork(self) -> OutputProcessor:
         """A copy that can be pushed to on its own."""

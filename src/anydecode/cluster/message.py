@@ -20,6 +20,7 @@ from anydecode.constraints.tools.families import TOOL_FORMATS
 from anydecode.constraints.tools.tool_calls import ToolCalls
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import UnsupportedCombinationError
+from anydecode.sampling.banned_words import BannedWordTable
 from anydecode.sampling.logprobs import TokenLogprobs
 
 #: The options of requests that a fleet does not serve.
@@ -99,7 +100,7 @@ def _plain(name: str, value: Any) -> Any:
         return float(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(name, entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset | np.ndarray):
+    if isinstance(value, list | tuple | set | frozenset | np.ndarray | BannedWordTable):
         return [_plain(name, entry) for entry in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from anydecode.constraints.byte_cache import ByteCache
 from anydecode.models.tokenizer import Tokenizer
 
-#: Texts of which the tokens that complete them are kept.
-NUM_COMPLETED = 64
+#: Maximum size of the sets of tokens that are kept, which complete texts, in bytes; and the size of
+#: such a set per token.
+MAX_COMPLETED_BYTES, _BYTES_PER_TOKEN = 16 << 20, 96
 
 
 class Vocabulary:
@@ -29,8 +32,15 @@ class Vocabulary:
         self._order = sorted(range(num_tokens), key=lambda token: (self.token_bytes[token], token))
         self._sorted = [self.token_bytes[token] for token in self._order]
         self._longest = max(map(len, self._sorted), default=0)
-        #: `_completing`, of the last few texts.
-        self.tokens_completing = lru_cache(NUM_COMPLETED)(self._completing)
+        self._bytes = np.frombuffer(b"".join(self._sorted), np.uint8)
+        #: By position in `_bytes`, the place in `_sorted` of the token there.
+        self._owners = np.repeat(
+            np.arange(num_tokens, dtype=np.int32), list(map(len, self._sorted))
+        )
+        #: `tokens_completing` of the last texts.
+        self._completed: ByteCache[frozenset[bytes], frozenset[int]] = ByteCache(
+            MAX_COMPLETED_BYTES
+        )
 
     def tokens_with_prefix(self, prefix: bytes) -> Iterator[int]:
         """Tokens whose bytes start with `prefix` (not empty), in the order of their bytes."""
@@ -51,13 +61,41 @@ class Vocabulary:
                 return
             yield token
 
-    def _completing(self, text: bytes) -> frozenset[int]:
-        """Tokens with which a text may come to contain `text` (not empty): those that contain it,
-        and those that begin with an end of it."""
-        found = {token for token, data in enumerate(self.token_bytes) if text in data}
-        for start in range(max(1, len(text) - self._longest), len(text)):
-            found.update(self.tokens_with_prefix(text[start:]))
-        return frozenset(found)
+    def tokens_completing(self, texts: Iterable[bytes]) -> frozenset[int]:
+        """Tokens with which a text may come to contain one of `texts` (not empty): those that
+        contain one, and those that begin with an end of one."""
+        key = frozenset(texts)
+        found = self._completed.get(key)
+        if found is None:
+            is_found = np.zeros(len(self._sorted), bool)
+            for text in key:
+                is_found[self._containing(text)] = True
+                for start in range(max(1, len(text) - self._longest), len(text)):
+                    is_found[self._beginning_with(text[start:])] = True
+            found = frozenset(self._order[place] for place in np.flatnonzero(is_found).tolist())
+            self._completed.put(key, found, _BYTES_PER_TOKEN * len(found) + sum(map(len, key)))
+        return found
+
+    def _containing(self, text: bytes) -> np.ndarray:
+        """The places in `_sorted` of the tokens that contain `text`."""
+        if len(text) > self._longest:
+            return np.empty(0, np.int32)
+        num_starts = len(self._bytes) - len(text) + 1
+        starts = np.flatnonzero(self._bytes[:num_starts] == text[0])
+        for offset in range(1, len(text)):
+            if not len(starts):
+                break
+            starts = starts[self._bytes[starts + offset] == text[offset]]
+        owners: np.ndarray = self._owners[starts]
+        return owners[owners == self._owners[starts + len(text) - 1]]
+
+    def _beginning_with(self, prefix: bytes) -> slice:
+        """The places in `_sorted` of the tokens that begin with `prefix`."""
+        start = bisect_left(self._sorted, prefix)
+        if start == len(self._sorted) or not self._sorted[start].startswith(prefix):
+            return slice(0)
+        size = len(prefix)
+        return slice(start, bisect_right(self._sorted, prefix, start, key=lambda data: data[:size]))
 
     def tokenize_greedily(self, text: bytes) -> list[int] | None:
         """Tokenizes `text`, taking the longest matching token each time. None if no token matches

@@ -1,4 +1,4 @@
-"""Logit bias, banned tokens and token sequences, minimum length, and no-repeat n-grams."""
+"""Logit bias, banned tokens, minimum length, and no-repeat n-grams."""
 
 from __future__ import annotations
 
@@ -34,49 +34,6 @@ class LogitBias(LogitsProcessor):
         candidates.writable()[positions] += self._values[found]
         candidates.masked |= self._forbids
         return candidates
-
-
-class BannedWords(LogitsProcessor):
-    """Bans token sequences from the output: the last token of each is forbidden after the others.
-    The end of the prompt counts."""
-
-    is_stateful = True
-
-    def __init__(self, words: Iterable[Sequence[int]], prompt: Sequence[int] = ()) -> None:
-        single: list[int] = []
-        #: The last tokens of words by the number of the tokens before them, and by these.
-        self._longer: dict[int, dict[tuple[int, ...], list[int]]] = {}
-        for word in words:
-            *start, last = word
-            if start:
-                by_start = self._longer.setdefault(len(start), {})
-                by_start.setdefault(tuple(start), []).append(last)
-            else:
-                single.append(last)
-        self._single = np.unique(np.array(single, np.int32))
-        self._lookback = max(self._longer, default=0)
-        self._history = History(prompt[len(prompt) - min(self._lookback, len(prompt)) :])
-
-    def apply(self, candidates: Candidates) -> Candidates:
-        tokens = self._history.tokens
-        recent = tokens[max(0, len(tokens) - self._lookback) :].tolist()
-        last = [
-            token
-            for length, words in self._longer.items()
-            if length <= len(recent)
-            for token in words.get(tuple(recent[len(recent) - length :]), ())
-        ]
-        ids = np.union1d(self._single, np.array(last, np.int32)) if last else self._single
-        return forbid(candidates, ids)
-
-    def advance(self, token: int) -> None:
-        self._history.append(token)
-
-    def fork(self) -> BannedWords:
-        branch = object.__new__(BannedWords)
-        branch._single, branch._longer = self._single, self._longer
-        branch._lookback, branch._history = self._lookback, self._history.fork()
-        return branch
 
 
 class FirstTokenBan(LogitsProcessor):

@@ -13,7 +13,8 @@ import numpy as np
 
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.autodeco import AutoDeco, Heads
-from anydecode.sampling.bias import BannedWords, LogitBias, MinimumLength, NoRepeatNgram
+from anydecode.sampling.banned_words import BannedWords, BannedWordTable
+from anydecode.sampling.bias import LogitBias, MinimumLength, NoRepeatNgram
 from anydecode.sampling.constrained import Constrained, ConstraintState
 from anydecode.sampling.contrast import Plausible
 from anydecode.sampling.dola import DoLa, candidate_layers
@@ -82,7 +83,7 @@ class SamplingParams:
         momentum_alpha: Weight of the resistance of momentum decoding; 0 is off.
         momentum_k: Number of tokens that momentum decoding considers.
         logit_bias: Added to the logits, by token id; -inf forbids a token.
-        banned_words: Token id sequences that must not be generated.
+        banned_words: Token id sequences that must not be generated; kept as a `BannedWordTable`.
         banned_strings: Strings that the text must not contain. When the text completes one, the
             generation rewinds to the token that began it and goes on without that token there.
         banned_strings_ignore_case: Whether `banned_strings` match in upper and lower case.
@@ -173,6 +174,8 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
         for message in chain(self._type_errors(), self._contradictions()):
             raise InvalidRequestError(message)
+        if len(self.banned_words) and not isinstance(self.banned_words, BannedWordTable):
+            object.__setattr__(self, "banned_words", BannedWordTable(self.banned_words))
 
     def sampler(
         self,
@@ -286,7 +289,8 @@ class SamplingParams:
         if not _is_list(processors) or not all(isinstance(p, LogitsProcessor) for p in processors):
             yield f"logits_processors must be a list of LogitsProcessor objects, not {processors!r}"
         words = self.banned_words
-        if not _is_list(words) or not all(_are_ids(word) for word in words):
+        is_table = isinstance(words, BannedWordTable)
+        if not is_table and not (_is_list(words) and all(_are_ids(word) for word in words)):
             yield f"banned_words must be a list of lists of token ids, not {words!r}"
         for name in ("stop", "banned_strings"):
             texts = getattr(self, name)
@@ -328,8 +332,6 @@ class SamplingParams:
             yield "autodeco sets the temperature itself: leave it at 1"
         if self.guidance_scale != 1 and self.dola_layers:
             yield "guidance_scale and dola_layers cannot be combined"
-        if any(not word for word in self.banned_words):
-            yield "banned_words contains an empty word"
         for name in ("stop", "banned_strings"):
             if not all(getattr(self, name)):
                 yield f"{name} must be a list of strings that are not empty"
@@ -349,7 +351,7 @@ class SamplingParams:
             "logit_bias": self.logit_bias,
             "stop_tokens": self.stop_tokens,
             "dry_breakers": self.dry_breakers,
-            "banned_words": (token for word in self.banned_words for token in word),
+            "banned_words": getattr(self.banned_words, "ids", ()),
         }
         for name, ids in groups.items():
             for token in ids:
@@ -365,7 +367,8 @@ def _is_list(value: object) -> bool:
 
 def _are_ids(value: Any) -> bool:
     return _is_list(value) and all(
-        isinstance(one, Integral) and not isinstance(one, bool) for one in value
+        type(one) is int or (isinstance(one, Integral) and not isinstance(one, bool))
+        for one in value
     )
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 from anydecode.api.embedding import pair_tokens, text_tokens
 from anydecode.api.llm import LLM
+from anydecode.api.words import word_table
 from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import Constraint
 from anydecode.errors import InvalidRequestError
 from anydecode.models.chat import SlowTemplateError, time_limit
 from anydecode.models.yes_no import YesNo
+from anydecode.sampling.banned_words import BannedWordTable
 from anydecode.server import jobs
 from anydecode.server.jobs import Compiled, Limits, TokenTable
 from anydecode.server.settings import Settings
@@ -29,6 +31,8 @@ from anydecode.server.workers import worker_pool
 
 #: Longer prompts, in characters, are not tokenised on the event loop.
 LONG_TEXT = 16384
+#: To encode a word takes as long as so many characters of a long text.
+_WORD_LENGTH = 256
 #: Maximum size of the accepted constraints that are kept, in bytes.
 MAX_ACCEPTED_BYTES = 64 << 20
 #: Maximum size of the kinds of conversations that are remembered, in bytes.
@@ -119,8 +123,8 @@ class Preparation:
         """
         if not self._is_shared:
             return await asyncio.to_thread(self._tokenizer.render_chat, messages, **variables)
-        text_length, kind = _text_length((messages, variables)), _kind(messages, variables)
-        if text_length <= LONG_TEXT and kind in self._rendered:
+        length, kind = text_length((messages, variables)), _kind(messages, variables)
+        if length <= LONG_TEXT and kind in self._rendered:
             try:
                 with time_limit(_MAX_INLINE_SECONDS):
                     return self._tokenizer.render_chat(messages, **variables)
@@ -139,6 +143,14 @@ class Preparation:
         tokens = await self._run(state, "the prompt", jobs.encode, text, special)
         result: list[int] = tokens.tolist()
         return result
+
+    async def word_table(
+        self, state: dict[str, Any], words: Sequence[str | Sequence[int]]
+    ) -> BannedWordTable:
+        """Words as `banned_words`, see `api.words.word_table`."""
+        length = sum(_WORD_LENGTH + len(word) for word in words)
+        table: BannedWordTable = await self._with_tokenizer(state, length, word_table, words)
+        return table
 
     async def text_tokens(
         self, state: dict[str, Any], texts: Sequence[str], max_tokens: int | None
@@ -164,8 +176,14 @@ class Preparation:
     async def _tokens_of(
         self, state: dict[str, Any], function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """The result of `function(tokenizer, *arguments)`; not on the event loop for long texts."""
-        if _text_length(arguments) <= LONG_TEXT:
+        return await self._with_tokenizer(state, text_length(arguments), function, *arguments)
+
+    async def _with_tokenizer(
+        self, state: dict[str, Any], length: int, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """The result of `function(tokenizer, *arguments)`; not on the event loop for texts of a
+        large `length`."""
+        if length <= LONG_TEXT:
             return function(self._tokenizer, *arguments)
         if not self._is_shared:
             return await asyncio.to_thread(function, self._tokenizer, *arguments)
@@ -190,7 +208,7 @@ def _kind(messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     return repr((sorted(fields), sorted(variables)))
 
 
-def _text_length(value: Any) -> int:
+def text_length(value: Any) -> int:
     """The number of characters, or values of other types, in nested lists and dicts."""
     length, stack = 0, [value]
     while stack and length <= LONG_TEXT:

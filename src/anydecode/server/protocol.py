@@ -77,6 +77,8 @@ Word = Annotated[str, Field(max_length=1000)]
 #: Strings that the text is searched for after every token.
 Strings = Annotated[list[Word], Field(fail_fast=True, max_length=256)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
+#: Token ids of which every sample keeps a set.
+TokenSet = Annotated[list[Count], Field(fail_fast=True, max_length=MAX_ITEMS)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_ITEMS)]
 #: One prompt or several, as text or token ids.
 Prompts = str | Texts | Tokens | TokenLists
@@ -103,10 +105,10 @@ _LISTS: dict[str, Any] = {
     "banned_strings": Strings,
     "banned_words": Words,
     "dola_layers": Name | Tokens,
-    "dry_breakers": Tokens,
+    "dry_breakers": TokenSet,
     "logit_bias": Biases,
     "stop": Word | Strings,
-    "stop_tokens": Tokens,
+    "stop_tokens": TokenSet,
 }
 
 

@@ -25,14 +25,11 @@ from anydecode.server.logprob_budget import LogprobBudget, max_logprobs
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
 from anydecode.server.parsers import Parser, reasoning_tags, tool_format
-from anydecode.server.preparation import LONG_TEXT, Preparation
+from anydecode.server.preparation import LONG_TEXT, Preparation, text_length
 from anydecode.server.prompts import template_of
 from anydecode.server.protocol import Options, StreamOptions
 from anydecode.server.run import ServerRun
 from anydecode.server.settings import Settings
-
-#: To encode a word takes as long as so many characters of a long text.
-_WORD_LENGTH = 64
 
 
 class Service:
@@ -128,17 +125,16 @@ class Service:
         if options.get("negative_prompt") is not None:
             check_prompt(options["negative_prompt"], self.settings)
 
-        words = options.get("banned_words") or ()
+        if words := options.get("banned_words"):
+            options = {**options, "banned_words": await self.preparation.word_table(state, words)}
 
         def make_requests() -> list[Request]:
             tokens = [self.llm.encode(prompt) for prompt in prompts]
             for prompt in tokens:
                 check_prompt(prompt, self.settings)
-            given = {**options, "banned_words": self.llm.word_tokens(words)} if words else options
-            return [self.llm.request(prompt, **given) for prompt in tokens]
+            return [self.llm.request(prompt, **options) for prompt in tokens]
 
-        length = sum(map(len, prompts)) + sum(_WORD_LENGTH + len(word) for word in words)
-        is_long = length > LONG_TEXT
+        is_long = sum(map(len, prompts)) + text_length(options) > LONG_TEXT
         if options.keys() & {"constraint", "thinking_token_budget"} or is_long:
             requests = await asyncio.to_thread(make_requests)
         else:
