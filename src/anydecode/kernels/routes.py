@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import PROPAGATE, KeyValues, Rows, Variant
 
 #: Runs some rows of a pass, by index, through the layers `[first, last)`: from their states
 #: `[m, hidden_size]` to the states behind these layers.
 RunLayers = Callable[[np.ndarray, np.ndarray, int, int, Variant | None], np.ndarray]
 Head = Callable[[np.ndarray], np.ndarray]
+#: Starts a pass of rows over a key-value cache: layers that run from then on belong to it.
+Begin = Callable[[Rows, KeyValues], None]
 
 
 @dataclass(eq=False)
@@ -49,6 +52,7 @@ class RoutedPass:
         num_layers: Layers of the model.
         run_layers: Runs layers.
         run_head: Logits `[m, vocab_size]` of states `[m, hidden_size]`.
+        begin: Starts the pass.
         rows: The metadata of the rows.
         cache: The key-value cache.
         captured: Numbers of layers behind which states are read; see `hidden`.
@@ -61,6 +65,7 @@ class RoutedPass:
         num_layers: int,
         run_layers: RunLayers,
         run_head: Head,
+        begin: Begin,
         rows: Rows,
         cache: KeyValues,
         captured: Iterable[int] = (),
@@ -70,8 +75,14 @@ class RoutedPass:
         self._captured = {layers: np.full_like(states, np.nan) for layers in sorted(captured)}
         if 0 in self._captured:
             self._captured[0] = states.copy()
-        self._run_layers, self._run_head = run_layers, run_head
-        self._rows, self._cache = rows, cache
+        self._run_layers, self._run_head, self._begin = run_layers, run_head, begin
+        self.begin(rows, cache)
+
+    def begin(self, rows: Rows, cache: KeyValues) -> None:
+        """Let the layers that run from now on read and store keys and values in `cache`, with these
+        rows, which differ from those before in their slots and tables."""
+        self.rows, self.cache = rows, cache
+        self._begin(rows, cache)
 
     def run(
         self, active: np.ndarray, first: int, last: int, variant: Variant | None = None
@@ -119,9 +130,9 @@ class RoutedPass:
     def copy(self, active: np.ndarray, first: int, last: int) -> None:
         """Store, in the layers `[first, last)`, what layer `first - 1` has stored of the rows
         `active`."""
-        slots = self._rows.slots[active]
+        slots = self.rows.slots[active]
         slots = slots[slots >= 0]
-        for arrays in (self._cache.keys, self._cache.values):
+        for arrays in (self.cache.keys, self.cache.values):
             for layer in range(first, last):
                 if arrays[layer].shape[1:] != arrays[first - 1].shape[1:]:
                     raise ValueError(f"layer {layer} stores other shapes than layer {first - 1}")
@@ -138,3 +149,12 @@ class Route(Variant, ABC):
     @abstractmethod
     def run(self, routed: RoutedPass) -> None:
         """Run the rows. Their states afterwards are those that the head reads."""
+
+
+def part_of(rows: Rows, index: np.ndarray) -> Rows:
+    """The rows of `index`, without variants."""
+    guides = None if rows.guides is None else [rows.guides[row] for row in index]
+    names = "tokens positions slots table prefix tail_start tail_length start stop".split()
+    fields = {name: getattr(rows, name)[index] for name in names}
+    inputs = None if rows.inputs is None else to_host(rows.inputs)[index]
+    return replace(rows, **fields, inputs=inputs, variant=None, variants=[], guides=guides)

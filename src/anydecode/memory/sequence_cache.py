@@ -275,6 +275,20 @@ class SequenceCache:
         part[replace] = new_slots
         return part
 
+    def repurpose(self, start: int, stop: int, count: int) -> Slots:
+        """Make holes of positions `start..stop`, whose slots are exclusive, and keep the first
+        `count` of these slots for other contents, until `free_scratch` or `release`.
+
+        Returns:
+            The kept slots, int32 `[count]`.
+        """
+        kept = self._table[start : start + count].copy()
+        self.pool.free(self._table[start + count : stop])
+        self._table[start:stop] = -1
+        self._scratch.append(kept)
+        self.reusable = False
+        return kept
+
     def attach_prefix(self, slots: Slots, tokens: Seq[int]) -> None:
         """Start with positions that another sequence computed, and their tokens.
 

@@ -22,7 +22,7 @@ from anydecode.kernels.interface import (
     SkippedParts,
     Variant,
 )
-from anydecode.kernels.routes import Route, RoutedPass
+from anydecode.kernels.routes import Route, RoutedPass, part_of
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 #: The tokens a row attends to, by position, holes left out.
@@ -131,7 +131,7 @@ class ScriptedModel:
         state = self._states(rows, stored, tokens)
         last = rows.stop if rows.variant is None else rows.stop - (rows.variant >= 0)
         if is_routed.any():
-            state = self._route(rows, cache, stored, tokens, state)
+            state = self._route(rows, cache, tokens, state)
         final_states = np.array([state(int(row), int(last[row])) for row in output_spec.logits])
         logits = self.head(final_states.reshape(-1, _HIDDEN_SIZE))
         hidden = {
@@ -174,48 +174,19 @@ class ScriptedModel:
         self,
         rows: Rows,
         cache: KeyValues,
-        stored: list[np.ndarray],
         tokens: np.ndarray,
         state: Callable[[int, int], np.ndarray],
     ) -> Callable[[int, int], np.ndarray]:
         """Run the rows of routes, one route after the other; returns a function as `_states`, which
         knows the states that these rows end with."""
-        assert rows.variant is not None and rows.guides is not None
+        assert rows.variant is not None
         ends: dict[int, np.ndarray] = {}
         for number in np.unique(rows.variant[rows.variant >= 0]).tolist():
             route = rows.variants[number]
             if not isinstance(route, Route):
                 continue
             index = np.flatnonzero(rows.variant == number)
-
-            def run_layers(
-                x: np.ndarray,
-                active: np.ndarray,
-                first: int,
-                last: int,
-                variant: Variant | None,
-                index: np.ndarray = index,
-            ) -> np.ndarray:
-                skips = variant if isinstance(variant, SkippedParts) else SkippedParts()
-                mixers = [layer for layer in range(first, last) if layer not in skips.mixers]
-                for row in index[active].tolist():
-                    for layer in mixers if rows.slots[row] >= 0 else ():
-                        stored[layer][rows.slots[row]] = tokens[row]
-                if variant == PROPAGATE:
-                    return x
-                num_full = sum(layer not in skips.mlps for layer in mixers)
-                ran = x.copy()
-                for i, row in enumerate(index[active].tolist()):
-                    if mixers:
-                        ran[i] = state(row, mixers[-1] + 1)
-                    ran[i, 1] = x[i, 1] + num_full
-                return ran
-
-            inputs = np.zeros((len(index), _HIDDEN_SIZE), np.float32)
-            inputs[:, 0] = tokens[index]
-            guides = [rows.guides[row] for row in index]
-            depth = self.spec.num_layers
-            routed = RoutedPass(inputs, guides, depth, run_layers, self.head, rows, cache)
+            routed = self._routed(part_of(rows, index), cache, tokens[index])
             route.run(routed)
             ends |= dict(zip(index.tolist(), routed.states, strict=True))
 
@@ -223,6 +194,41 @@ class ScriptedModel:
             return ends[row] if row in ends else state(row, layer)
 
         return end
+
+    def _routed(self, rows: Rows, cache: KeyValues, tokens: np.ndarray) -> RoutedPass:
+        """The pass of rows that follow one route, with their inputs as tokens."""
+        stored: list[np.ndarray] = []
+        state: Callable[[int, int], np.ndarray]
+
+        def begin(rows: Rows, cache: KeyValues) -> None:
+            nonlocal state
+            stored[:] = [keys[:, 0, 0] for keys in cache.keys]
+            state = self._states(rows, stored, tokens)
+
+        def run_layers(
+            x: np.ndarray, active: np.ndarray, first: int, last: int, variant: Variant | None
+        ) -> np.ndarray:
+            skips = variant if isinstance(variant, SkippedParts) else SkippedParts()
+            mixers = [layer for layer in range(first, last) if layer not in skips.mixers]
+            for row in active.tolist():
+                for layer in mixers if routed.rows.slots[row] >= 0 else ():
+                    stored[layer][routed.rows.slots[row]] = tokens[row]
+            if variant == PROPAGATE:
+                return x
+            num_full = sum(layer not in skips.mlps for layer in mixers)
+            ran = x.copy()
+            for i, row in enumerate(active.tolist()):
+                if mixers:
+                    ran[i] = state(row, mixers[-1] + 1)
+                ran[i, 1] = x[i, 1] + num_full
+            return ran
+
+        inputs, guides = np.zeros((len(rows), _HIDDEN_SIZE), np.float32), rows.guides
+        inputs[:, 0] = tokens
+        assert guides is not None
+        depth = self.spec.num_layers
+        routed = RoutedPass(inputs, guides, depth, run_layers, self.head, begin, rows, cache)
+        return routed
 
     def _record_path(
         self, rows: Rows, row: int, layer: int, stored: list[np.ndarray], token: int

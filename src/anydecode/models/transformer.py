@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from operator import gt
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +27,7 @@ from anydecode.kernels.interface import (
     StoredInputs,
     Variant,
 )
-from anydecode.kernels.routes import Route, RoutedPass
+from anydecode.kernels.routes import Route, RoutedPass, part_of
 from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.exit_predictors import ExitPredictors
@@ -289,8 +288,9 @@ class Transformer:
         are."""
         if not hasattr(self.executor, "regroup") or rows.adapters is not None:
             raise UnsupportedCombinationError(
-                "layers in parallel (easyspec), layers that are skipped or left within a pass, and"
-                " rows that are only stored (dflash) work on CPUs and without adapters"
+                "layers in parallel (easyspec), layers that are skipped or left within a pass, rows"
+                " that are only stored (dflash) and compressed caches (gear) work on CPUs and"
+                " without adapters"
             )
         assert rows.variant is not None
         variants: list[Variant | None] = [None, *rows.variants]
@@ -340,7 +340,9 @@ class Transformer:
         executor: Any = self.executor
         depth = self.spec.num_layers
         if str(getattr(executor, "device", "cpu")) != "cpu":
-            raise UnsupportedCombinationError("layers are left within a pass on CPUs only")
+            raise UnsupportedCombinationError(
+                "layers are left, or caches compressed, within a pass on CPUs only"
+            )
         if self.network.has_wide_states:
             raise UnsupportedCombinationError(
                 f"{self.name} cannot leave or skip layers within a pass: its hidden states are"
@@ -360,9 +362,16 @@ class Transformer:
             with self._running(variant):
                 return to_host(executor.layers(x, active, first, last))
 
-        executor.begin(rows, cache)
         routed = RoutedPass(
-            states, rows.guides, depth, run_layers, self.head, rows, cache, output_spec.hidden
+            states,
+            rows.guides,
+            depth,
+            run_layers,
+            self.head,
+            executor.begin,
+            rows,
+            cache,
+            output_spec.hidden,
         )
         route.run(routed)
         hidden = {
@@ -438,16 +447,7 @@ def run_parts(
             for depth, index in output_spec.hidden.items()
         }
         part_spec = OutputSpec(part_row[output_spec.logits[kept]], hidden_rows)
-        result = run(group, _part(rows, np.flatnonzero(is_selected)), part_spec)
+        result = run(group, part_of(rows, np.flatnonzero(is_selected)), part_spec)
         output.logits[kept] = to_host(result.logits)
         for depth, selected in kept_hidden.items():
             output.hidden[depth][selected] = to_host(result.hidden[depth])
-
-
-def _part(rows: Rows, index: np.ndarray) -> Rows:
-    """The rows of `index`, without variants."""
-    guides = None if rows.guides is None else [rows.guides[row] for row in index]
-    names = "tokens positions slots table prefix tail_start tail_length start stop".split()
-    fields = {name: getattr(rows, name)[index] for name in names}
-    inputs = None if rows.inputs is None else to_host(rows.inputs)[index]
-    return replace(rows, **fields, inputs=inputs, variant=None, variants=[], guides=guides)

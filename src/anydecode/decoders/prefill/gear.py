@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.attention_probe import check_float
+from anydecode.decoders.prefill.gear_cache import (
+    CompressedGuide,
+    CompressedPass,
+    CompressedPositions,
+)
 from anydecode.decoders.prefill.prefilled import Prefilled, score_prompt
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.host import select, store
-from anydecode.memory.codecs.gear import compress
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
+
+_ROUTE = CompressedPass()
 
 
 @register(
@@ -26,11 +31,14 @@ from anydecode.scoring.sequence import Sequence
         exactness="lossy",
         summary="Quantizes keys and values; corrects them by a low-rank part and exact outliers.",
         works_with=("samplers", "constraints", "batches"),
-        missing=("the compressed store: the cache holds dequantized numbers and saves no memory",),
         deviations=(
             "one token per forward pass: a draft tree across the end of a buffer would see keys"
             " that are not compressed yet",
-            "there are 2^bits levels; scales, minima and the low-rank part are 16-bit numbers",
+            "there are 2^bits levels; all numbers but codes and indices have the format of the"
+            " key-value cache",
+            "each pass restores the keys and values of one layer at a time, in main memory, instead"
+            " of a kernel that reads the compressed form: it runs on CPUs, and costs time",
+            "a block that the compressed form would not make smaller stays as it is",
         ),
         remote={
             "bits": Range(2, 8),
@@ -65,18 +73,21 @@ class Gear(Prefilled):
 
     def decode(self, sequence: Sequence) -> Decoding:
         kv_cache = sequence.kv_cache()
-        kv_cache.truncate(0)
+        kv_cache.release()
         kv_cache.reusable = False
         yield from self.prefill(sequence, kv_cache)
+        compressed = CompressedPositions(kv_cache, self.bits, self.sparse)
+        compressed.add(0, kv_cache.length, self.rank)
         boundary = kv_cache.length + self.buffer
         while not sequence.finished:
             tokens = sequence.unscored()
             num_free = boundary - kv_cache.length
-            scores = yield sequence.score(tokens[:num_free])
+            guides = [CompressedGuide(positions=compressed) for _ in tokens[:num_free]]
+            scores = yield sequence.score(tokens[:num_free], variant=_ROUTE, guides=guides)
             if len(tokens) <= num_free:
                 sequence.emit([scores.sampled[-1]])
             if kv_cache.length == boundary:
-                self._compress(kv_cache, boundary - self.buffer, self.tail)
+                compressed.add(boundary - self.buffer, boundary, self.tail)
                 boundary += self.buffer
 
     def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
@@ -88,13 +99,3 @@ class Gear(Prefilled):
             )
         if len(sequence.prompt) > 1:
             yield score_prompt(sequence, kv_cache, 0, len(sequence.prompt) - 1)
-            self._compress(kv_cache, 0, self.rank)
-
-    def _compress(self, kv_cache: SequenceCache, start: int, rank: int) -> None:
-        cache = kv_cache.pool.cache
-        slots = kv_cache.make_exclusive(start, kv_cache.length)
-        for layers, keys in ((cache.keys, True), (cache.values, False)):
-            for array in layers:
-                rows = select(array, slots)
-                encoded = compress(rows, keys=keys, bits=self.bits, rank=rank, sparse=self.sparse)
-                store(array, slots, encoded.reconstruct().astype(rows.dtype))

@@ -1,10 +1,10 @@
-"""Oracle test of GEAR: the compressed keys and values of the prompt and of each full buffer,
-recomputed from those before the compression."""
+"""Oracle test of GEAR: what each layer reads of the prompt and of each full buffer, recomputed from
+the keys and values before the compression, and the memory that is held."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from anydecode.certification.oracles.prefill.dense_pass import TEXT, open_llm
 from anydecode.certification.oracles.prefill.planted_model import distance
 from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.prefill.gear import Gear
-from anydecode.memory.codecs.gear import compress
+from anydecode.kernels.interface import KeyValues, Rows
+from anydecode.kernels.mapped import address_of
+from anydecode.memory.codecs.gear import GearBlock
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -26,70 +28,138 @@ BITS, RANK, TAIL_RANK, SPARSE, BUFFER, GROUP = 4, 4, 2, 0.02, 64, 64
 Cached = np.ndarray
 
 
+@dataclass
+class _Step:
+    """A pass, and what the decoder did then.
+
+    Attributes:
+        slots: The slot of each position after the pass, -1 for none.
+        kept: The same when the decoder asks for the next pass.
+        cached: The keys and values in `slots`.
+        read: Those that the layers of the pass had before them; None if they read the cache.
+        num_slots: Slots in use when the decoder asks for the next pass.
+        working: Bytes of the keys and values that the pass has made for its layers.
+    """
+
+    slots: np.ndarray
+    cached: Cached
+    read: Cached | None
+    working: int
+    kept: np.ndarray = field(default_factory=lambda: np.empty(0, int))
+    num_slots: int = 0
+
+
 @oracle_test("gear")
 def gear() -> Iterator[Check]:
     """The default build compresses the prompt with rank 4, then every 64 generated tokens with rank
-    2, and changes nothing else in the cache."""
+    2. It holds the compressed form alone, from which each layer reads D + L + S."""
     text = TEXT + TEXT[:24]
-    states = _cached(text, 2 * BUFFER + 12)
-    first = len(text) - 1
+    steps = _steps(text, 2 * BUFFER + 12)
+    first, length = len(text) - 1, len(steps[-1].slots)
     blocks = [range(first), *(range(first + n, first + n + BUFFER) for n in (0, BUFFER))]
-    changes: list[tuple[Cached, Cached]] = []
-    found: list[tuple[int, int]] = []
-    for before, after in states:
-        changed = np.flatnonzero((before != after).any(axis=(0, 2, 3)))
-        if len(changed):
-            changes.append((before, after))
-            found.append((int(changed[0]), int(changed[-1]) + 1))
-    expected = [(block.start, block.stop) for block in blocks]
+    gone = [np.flatnonzero((step.slots >= 0) & (step.kept < 0)) for step in steps]
+    found = [(int(one[0]), int(one[-1]) + 1) for one in gone if len(one)]
     yield Check(
-        "the prompt and each full buffer are compressed once", found == expected, f"{found}"
+        "the prompt and each full buffer leave the cache once",
+        found == [(block.start, block.stop) for block in blocks],
+        f"{found}",
     )
-    kept = [np.array_equal(b[1], n[0][:, : b[1].shape[1]]) for b, n in pairwise(states)]
-    yield Check("passes change nothing that is cached", all(kept))
-    for block, (before, after) in zip(blocks, changes, strict=False):
-        rank = TAIL_RANK if block.start else RANK
-        errors = [
-            np.abs(after[i, block] - _parts(before[i, block], i < len(before) // 2, rank)).max()
-            for i in range(len(before))
+    exact = np.full((len(steps[0].cached), length, *steps[0].cached.shape[2:]), np.nan)
+    unchanged, as_cached = True, True
+    for step in steps:
+        is_held = np.flatnonzero(step.slots >= 0)
+        cached, before = step.cached[:, is_held], exact[:, is_held]
+        unchanged &= bool(((before == cached) | np.isnan(before)).all())
+        as_cached &= step.read is None or np.array_equal(step.read[:, is_held], cached)
+        exact[:, is_held] = cached
+    yield Check("passes change nothing that is cached", unchanged)
+    yield Check("layers read what is cached bit for bit", as_cached)
+    for block, rank in zip(blocks, (RANK, TAIL_RANK, TAIL_RANK), strict=True):
+        expected = [
+            _parts(one, index < len(exact) // 2, rank) for index, one in enumerate(exact[:, block])
         ]
-        name = f"positions {block.start} to {block.stop} equal D + L + S of rank {rank}"
-        yield Check(name, max(errors) < 1e-3, f"largest difference {max(errors):.1g}")
+        reads = [s.read[:, block] for s in steps if s.read is not None and _is_gone(s, block)]
+        error = max((float(np.abs(read - expected).max()) for read in reads), default=np.inf)
+        name = f"layers read D + L + S of positions {block.start} to {block.stop}"
+        yield Check(name, error < 1e-3, f"largest difference {error:.1g} in {len(reads)} passes")
+    yield from _held_bytes(steps, blocks, exact)
     yield from _in_company()
     yield from _sizes()
+
+
+def _is_gone(step: _Step, block: range) -> bool:
+    return len(step.slots) >= block.stop and bool((step.slots[block] < 0).all())
+
+
+def _held_bytes(steps: list[_Step], blocks: list[range], exact: Cached) -> Iterator[Check]:
+    """The slots in use are those of the newest positions, and as many as the compressed form of the
+    larger of keys and values takes. A pass makes room for one layer."""
+    heads, head_dim = exact.shape[2:]
+    last, row = steps[-1], heads * head_dim * 4
+    sizes = [
+        max(_num_bytes((len(block), heads, head_dim), k, BITS, rank, 4) for k in (True, False))
+        for block, rank in zip(blocks, (RANK, TAIL_RANK, TAIL_RANK), strict=True)
+    ]
+    count = sum(-(-size // row) for size in sizes) + len(last.slots) - blocks[-1].stop
+    yield Check(
+        f"{count} slots hold {len(last.slots)} positions",
+        last.num_slots == count,
+        f"{last.num_slots * row * len(exact)} bytes, not {len(last.slots) * row * len(exact)}",
+    )
+    largest = max(step.working - 2 * row * len(step.slots) for step in steps if step.working)
+    yield Check("passes restore one layer at a time", largest == 0, f"{largest} more bytes")
 
 
 def _model() -> Transformer:
     return tiny_model(layers=2)
 
 
-def _cached(prompt: str, length: int) -> list[tuple[Cached, Cached]]:
-    """The cache after each pass, and when the decoder asks for the next one."""
-    states: list[tuple[Cached, Cached]] = []
-    method = catalogue.build("gear")
-    decode = method.decode
+def _steps(prompt: str, length: int) -> list[_Step]:
+    """The passes of one text and their effects."""
+    steps: list[_Step] = []
+    method, model = catalogue.build("gear"), _model()
+    decode, executor = method.decode, model.executor
+    begin, layers = executor.begin, executor.layers  # type: ignore[attr-defined]
+    begun: list[tuple[Rows, KeyValues]] = []
+    read: list[np.ndarray] = []
 
-    def cached(sequence: Sequence) -> Cached:
-        kv_cache = sequence.kv_cache()
-        slots, cache = kv_cache.table, kv_cache.pool.cache
-        return np.array([store[slots] for store in (*cache.keys, *cache.values)], np.float64)
+    def begin_noted(rows: Rows, cache: KeyValues) -> None:
+        begun[:] = [(rows, cache)]
+        begin(rows, cache)
+
+    def layers_noted(x: np.ndarray, active: np.ndarray, start: int, stop: int) -> np.ndarray:
+        result: np.ndarray = layers(x, active, start, stop)
+        rows, cache = begun[0]
+        slots = rows.tables[rows.table[0]]
+        read.extend((cache.keys[start][slots], cache.values[start][slots]))
+        return result
+
+    executor.begin, executor.layers = begin_noted, layers_noted  # type: ignore[attr-defined]
 
     def watched(sequence: Sequence) -> Decoding:
-        inner, answer, after_pass = decode(sequence), None, None
+        inner, answer = decode(sequence), None
         while True:
             try:
                 action = inner.send(answer)
             except StopIteration:
                 return
-            if after_pass is not None:
-                states.append((after_pass, cached(sequence)))
+            pool, kv_cache = sequence.kv_cache().pool, sequence.kv_cache()
+            if steps:
+                steps[-1].kept, steps[-1].num_slots = kv_cache.table.copy(), pool.num_used
+            begun.clear()
+            read.clear()
             answer = yield action
-            after_pass = cached(sequence)
+            cache, slots = pool.cache, kv_cache.table.copy()
+            cached = np.array([x[slots] for x in (*cache.keys, *cache.values)], np.float64)
+            made = [] if not begun else [*begun[0][1].keys, *begun[0][1].values]
+            bytes_of = {address_of(array): array.nbytes for array in made}
+            seen = np.array(read[::2] + read[1::2], np.float64) if read else None
+            steps.append(_Step(slots, cached, seen, sum(bytes_of.values())))
 
     method.decode = watched
-    with open_llm(_model()) as llm:
+    with open_llm(model) as llm:
         llm.generate(prompt, decoder=method, max_tokens=length, ignore_eos=True)
-    return states
+    return steps[:-1]
 
 
 def _parts(x: np.ndarray, keys: bool, rank: int) -> np.ndarray:
@@ -142,13 +212,28 @@ def _in_company() -> Iterator[Check]:
     yield Check("a batch with restarts gives the same text", [one.tokens for one in batch] == alone)
 
 
+def _num_bytes(shape: tuple[int, int, int], keys: bool, bits: int, rank: int, width: int) -> int:
+    """Codes, a scale and a minimum per group, two matrices per head, and outliers with an index of
+    a byte; numbers have `width` bytes."""
+    rows, heads, head_dim = shape
+    channels = heads * head_dim
+    vectors, length = (channels, rows) if keys else (rows, channels)
+    count = 2 * int(SPARSE / 2 * length + 0.5)
+    groups = vectors * -(-length // GROUP)
+    low_rank = heads * (rows + head_dim) * rank
+    codes = bits * rows * channels // 8
+    return codes + width * (2 * groups + low_rank + vectors * count) + vectors * count
+
+
 def _sizes() -> Iterator[Check]:
-    """2048 numbers: 32 channels with a scale, a minimum and two outliers (position and value) each;
-    per head 64 rows and 16 columns of rank 2. As 16-bit numbers they would take 4096 bytes."""
-    x = np.random.default_rng(2).standard_normal((64, 2, 16), np.float32)
-    for bits, size in ((2, 512 + 128 + 640 + 256), (4, 1024 + 128 + 640 + 256)):
-        taken = compress(x, keys=True, bits=bits, rank=2, sparse=0.02).num_bytes
-        yield Check(f"{bits} bits take {size} bytes", taken == size, str(taken))
+    """2048 numbers of 16 bits, 4096 bytes, in compressed form."""
+    x = np.random.default_rng(2).standard_normal((64, 2, 16)).astype(np.float16)
+    for bits in (2, 4):
+        for keys in (True, False):
+            size = _num_bytes((64, 2, 16), keys, bits, TAIL_RANK, 2)
+            taken = len(GearBlock(64, 2, 16, keys, bits, TAIL_RANK, SPARSE, x.dtype).encode(x))
+            name = f"{bits}-bit {'keys' if keys else 'values'} take {size} bytes"
+            yield Check(name, taken == size, str(taken))
 
 
 @measure("gear", "error relative to plain 2-bit numbers of the same layout", samples=8, margin=0.9)
@@ -158,11 +243,11 @@ def gear_error(samples: int) -> float:
     for _ in range(samples):
         x = normal((128, 2, 32), np.float32) + normal((1, 2, 32), np.float32)
         plain, ours = (
-            float(np.linalg.norm(x - compress(x, keys=True, bits=2, rank=rank, sparse=sparse)
-                                 .reconstruct()))
-            for rank, sparse in ((0, 0.0), (4, 0.02))
-        )  # fmt: skip
-        ratio += ours / plain / samples
+            GearBlock(128, 2, 32, True, 2, rank, sparse, x.dtype)
+            for rank, sparse in ((0, 0.0), (4, SPARSE))
+        )
+        errors = [np.linalg.norm(x - one.decode(one.encode(x))) for one in (plain, ours)]
+        ratio += float(errors[1] / errors[0]) / samples
     return ratio
 
 
