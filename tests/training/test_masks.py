@@ -24,7 +24,7 @@ from anydecode.training.masks import (
     MaskRun,
     PromptRecipe,
     PromptRun,
-    mask_logits,
+    group_states,
 )
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
@@ -42,7 +42,8 @@ def test_masks_see_the_text_before_their_group_and_their_group() -> None:
     torch.manual_seed(0)
     model = Transformer(SHAPE).eval()
     ends = torch.tensor([2, 3, 6])
-    clean, masked = mask_logits(model, torch.tensor(TEXT), ends, torch.tensor([MASK, 4]))
+    states = group_states(model, torch.tensor(TEXT), ends, torch.tensor([MASK, 4]))
+    clean, masked = map(model.head, states)
     torch.testing.assert_close(clean, model(torch.tensor([TEXT]), causal=True)[0])
     for group, end in zip(masked, ends.tolist(), strict=True):
         torch.testing.assert_close(group, _separate(model, end, 2))

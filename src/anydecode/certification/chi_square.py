@@ -204,14 +204,17 @@ def sampled(
     return [tuple(sample.tokens) for sample in answer.samples]
 
 
-def expected(options: Mapping[str, Any], prompt: Seq[int] = PROMPT) -> dict[Text, float]:
-    """The exact distribution of the texts that `sampled` returns."""
+def expected(
+    options: Mapping[str, Any], prompt: Seq[int] = PROMPT, script: Script = TARGET_SCRIPT
+) -> dict[Text, float]:
+    """The exact distribution of the texts that `sampled` returns, of a target with the logits
+    `script`."""
     settings = {"temperature": 1.0, **options}
     constraint = settings.pop("constraint", None)
     sampler = SamplingParams(**settings).sampler(
         list(prompt), VOCABULARY, constraint=constraint and constraint.fork()
     )
-    return enumerated(TARGET_SCRIPT, list(prompt), sampler, LENGTH)
+    return enumerated(script, list(prompt), sampler, LENGTH)
 
 
 def distribution_fits(make: Callable[[], Decoder], samples: int = SAMPLES) -> dict[str, Fit]:

@@ -59,10 +59,11 @@ def tiny_network(
     positions: int = 2048,
     seed: int = 0,
     residual: float = 1.0,
+    vocabulary: int = BYTE_VOCABULARY,
 ) -> Network:
-    """A random Llama over bytes. Its query weights are large, so that attention concentrates on few
-    positions. `residual` is a factor of what layers add to hidden states: with a small one, the
-    next token depends mostly on the last."""
+    """A random Llama, over bytes by default. Its query weights are large, so that attention
+    concentrates on few positions. `residual` is a factor of what layers add to hidden states: with
+    a small one, the next token depends mostly on the last."""
     random = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, spread: float = 1.0) -> np.ndarray:
@@ -70,9 +71,9 @@ def tiny_network(
 
     head = hidden // heads
     tensors = {
-        "model.embed_tokens.weight": random.standard_normal((BYTE_VOCABULARY, hidden), np.float32),
+        "model.embed_tokens.weight": random.standard_normal((vocabulary, hidden), np.float32),
         "model.norm.weight": np.ones(hidden, np.float32),
-        "lm_head.weight": matrix(BYTE_VOCABULARY, hidden, 3.0),
+        "lm_head.weight": matrix(vocabulary, hidden, 3.0),
     }
     for layer in range(layers):
         shapes = {
@@ -90,7 +91,7 @@ def tiny_network(
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": BYTE_VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,

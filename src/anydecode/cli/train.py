@@ -663,6 +663,66 @@ def train_masks(
     print(run.model_folder)
 
 
+@app.command("future-masks")
+def train_future_masks(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-future-masks"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    masks: Annotated[
+        int,
+        typer.Option(
+            "--masks", min=1, max=32, help="Number of mask tokens, which predict a token each."
+        ),
+    ] = 2,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of masks per text and step.")
+    ] = 16,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 8,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train mask tokens at which a model predicts several tokens, an adapter for their rows alone
+    and a head that reads the token before, for the decoder mtp-future. The model stays as it is. A
+    run with the same --out is resumed. The results are in the folder "future_masks" of --out.
+
+    Example: anydecode train future-masks --minutes 60 --out my-masks --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.future_masks import FutureRecipe, FutureRun
+
+    minutes = _minutes(minutes, steps)
+    recipe = FutureRecipe(
+        minutes,
+        steps,
+        masks=masks,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rank=rank,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = _trained(lambda: FutureRun(load_checkpoint(model), out, recipe), "masks")
+    if plot is not None:
+        curve.draw_acceptance(run.log(), plot)
+    if json:
+        print_json({"path": str(run.parts_folder), **run.log()})
+        return
+    *_, (_, shares) = run.shares()
+    note("tokens of held-out answers that each mask predicts: "
+         + " ".join(f"{share:.3f}" for share in shares))  # fmt: skip
+    print(run.parts_folder)
+
+
 PromptsFile = Annotated[
     Path | None,
     typer.Option(

@@ -36,6 +36,7 @@ class Requirements:
         reads_exit_routers: Whether the method needs exit routers of the target (TIDE, DYNAMAX).
         reads_exit_predictors: Whether it needs exit predictors of the target (SpecEE).
         reads_layer_routers: Whether it needs layer routers of the target (FiRST).
+        reads_future_masks: Whether it needs trained mask tokens of the target (mtp-future).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -65,6 +66,7 @@ class Requirements:
     reads_exit_routers: bool = False
     reads_exit_predictors: bool = False
     reads_layer_routers: bool = False
+    reads_future_masks: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

@@ -396,7 +396,8 @@ class _Builder:
             span.inputs is not None or span.states is not None for _, span, _ in scheduled
         )
         has_adapters = has_adapters and any(
-            request.sequence.adapter >= 0 for request, _, _ in scheduled
+            request.sequence.adapter >= 0 or span.adapters is not None
+            for request, span, _ in scheduled
         )
         has_variants = any(span.variant is not None for _, span, _ in scheduled)
         self._rows = Rows(
@@ -445,7 +446,9 @@ class _Builder:
             else []
         )
         if self._rows.adapters is not None:
-            self._rows.adapters[offset : offset + count] = request.sequence.adapter
+            own = request.sequence.adapter
+            chosen = own if span.adapters is None else span.adapters[first : first + count]
+            self._rows.adapters[offset : offset + count] = chosen
         if self._rows.variant is not None:
             self._add_variant(span, offset, first, count)
         pass_rows = [offset + row - first for row in output_rows]

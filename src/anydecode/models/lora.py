@@ -49,6 +49,15 @@ def load_adapter(path: Path, network: Network) -> Adapter:
             fit the model.
     """
     _, factors = read_factors(path)
+    return fit_factors(path, factors, network)
+
+
+def fit_factors(path: Path, factors: Mapping[str, Factors], network: Network) -> Adapter:
+    """The adapter of `network` with these factors by module, which come from `path`.
+
+    Raises:
+        CheckpointError: They do not fit the model.
+    """
     targets, orders = _weights(network), _row_orders(network)
     deltas: dict[str, LowRank] = {}
     latent = _latent_layers(network)

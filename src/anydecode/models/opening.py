@@ -21,7 +21,13 @@ from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import OWN_FORMATS
 from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.kernels.packing import Packer
-from anydecode.models import exit_predictors, exit_routers, layer_routers, through_transformers
+from anydecode.models import (
+    exit_predictors,
+    exit_routers,
+    future_masks,
+    layer_routers,
+    through_transformers,
+)
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.classification import read_classifier
 from anydecode.models.files import untrusted
@@ -299,6 +305,8 @@ def open_checkpoint(
         model.exit_predictors = exit_predictors.ExitPredictors.load(predictors)
     if (of_layers := checkpoint.path / layer_routers.FILE_NAME).is_file():
         model.layer_routers = layer_routers.LayerRouters.load(of_layers)
+    if (masks := checkpoint.path / future_masks.FOLDER_NAME).is_dir():
+        model.future_masks = future_masks.FutureMasks.load(masks)
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):

@@ -17,6 +17,7 @@ from anydecode.kernels.arithmetic import RowArithmetic
 from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
+    Adapter,
     Array,
     Attention,
     KeyValues,
@@ -32,6 +33,7 @@ from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.exit_routers import ExitRouters
+from anydecode.models.future_masks import FutureMasks
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
@@ -117,6 +119,7 @@ class Transformer:
         self.exit_routers: ExitRouters | None = None  # of its folder
         self.exit_predictors: ExitPredictors | None = None  # of its folder
         self.layer_routers: LayerRouters | None = None  # of its folder
+        self.future_masks: FutureMasks | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
@@ -164,9 +167,14 @@ class Transformer:
     def logits_of(self, hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The logits of some tokens alone, float64 `[n, tokens]`, of states `[n, hidden_size]`,
         from the head's values as they are stored."""
+        return self.head_products(self.normed(hidden), tokens)
+
+    def head_products(self, inputs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """The logits of some tokens alone, float64 `[n, tokens]`, from inputs of the head's matrix,
+        `[n, hidden_size]`."""
         weights, read = self.network.weights, getattr(self.executor, "read_rows", dequantize_rows)
         rows = read(weights.head, tokens).astype(np.float64)
-        products = (self.normed(hidden).astype(np.float64)[:, None] * rows).sum(-1)
+        products = (inputs.astype(np.float64)[:, None] * rows).sum(-1)
         if weights.head_bias is not None:
             products = products + weights.head_bias[tokens]
         logits: np.ndarray = products * self.spec.logit_scale
@@ -264,7 +272,10 @@ class Transformer:
         Raises:
             CheckpointError: The files are missing or corrupt, or do not fit the model.
         """
-        adapter = load_adapter(Path(path), self.network)
+        return self.install_adapter(load_adapter(Path(path), self.network))
+
+    def install_adapter(self, adapter: Adapter) -> int:
+        """Add an adapter that fits the model; see `add_adapter`."""
         with self._adapters_lock:
             self.network.adapters.append(adapter)
             return len(self.network.adapters) - 1

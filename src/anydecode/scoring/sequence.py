@@ -171,6 +171,7 @@ class Sequence(SequenceData):
         if tree.embeddings:
             inputs = np.zeros((len(tree), kv_cache.pool.model.spec.hidden_size), np.float32)
             inputs[list(tree.embeddings)] = list(tree.embeddings.values())
+        adapters = [tree.adapters.get(node, self.adapter) for node in nodes]
         for spans in request.groups:
             trunk = spans[-1]
             spans.append(
@@ -182,6 +183,7 @@ class Sequence(SequenceData):
                     list(nodes),
                     capture_layers,
                     inputs=inputs,
+                    adapters=adapters if tree.adapters else None,
                     parents=tree.parents,
                 )
             )

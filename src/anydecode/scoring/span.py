@@ -37,6 +37,7 @@ class Span(ABC):
         inputs: float32 `[rows, hidden_size]`, used in place of `tokens`, or None. With the variant
             `STORE_ONLY` they are what is stored for `tokens`.
         states: float32 `[rows, hidden_size]`, read beside `tokens` by a drafter, or None.
+        adapters: The LoRA adapter of each row, or None: that of the sequence.
 
     Attributes:
         context: In the last layer, rows from this position on attend to positions before it alone;
@@ -54,6 +55,7 @@ class Span(ABC):
     logits: bool = True
     inputs: np.ndarray | None = None
     states: np.ndarray | None = None
+    adapters: Seq[int] | None = None
     context: int | None = field(default=None, init=False)
     state_layers: tuple[int, ...] = field(default=(), init=False)
     num_states: int = field(default=0, init=False)

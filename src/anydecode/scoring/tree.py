@@ -27,6 +27,8 @@ class TokenTree:
             probable child by the drafter; None if the drafter has no probabilities.
         embeddings: `embeddings[node]` is the input, float32 `[hidden_size]`, of a node that has no
             token (-1). Such nodes come last, are children of none, and are never accepted.
+        adapters: `adapters[node]` is the index of the LoRA adapter of a node; the others have that
+            of the sequence.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -36,6 +38,7 @@ class TokenTree:
     sources: list[str] | None = None
     confidence: float | None = None
     embeddings: dict[int, Any] = field(default_factory=dict)
+    adapters: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._children: dict[int, dict[int, int]] = {}
@@ -73,6 +76,7 @@ class TokenTree:
             self.kind,
             None if self.sources is None else self.sources[:count],
             embeddings={node: row for node, row in self.embeddings.items() if node < count},
+            adapters={node: one for node, one in self.adapters.items() if node < count},
         )
 
     def add(self, token: int, parent: int = ROOT) -> int:

@@ -12,10 +12,18 @@ import torch
 
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.exit_files import fingerprint
 from anydecode.training.block_adapter import Pair, open_llama
 from anydecode.training.nested import answers_to_learn_from
 from anydecode.training.run import check_budget
+from anydecode.training.transformer import Transformer
 from anydecode.training.weight_run import WeightRun
+
+
+def fingerprint_of(model: Transformer) -> str:
+    """See `model_fingerprint`."""
+    shape, norm = model.shape, model.state_dict()["transformer.ln_f.weight"]
+    return fingerprint(shape.layers, shape.width, shape.vocab, norm.numpy())
 
 
 @dataclass(frozen=True)

@@ -174,13 +174,18 @@ def open_llama(checkpoint: Checkpoint) -> Transformer:
     return model.eval()
 
 
-def add_low_rank(model: Transformer, rank: int) -> list[nn.Parameter]:
-    """Add an adapter to every matrix of the layers; returns the trainable parameters."""
+def add_low_rank(
+    model: Transformer,
+    rank: int,
+    adapt: Callable[[nn.Linear, int], LowRankLinear] = LowRankLinear,
+) -> list[nn.Parameter]:
+    """Add an adapter to every matrix of the layers, which `adapt` makes of the matrix and the rank;
+    returns the trainable parameters."""
     trainable: list[nn.Parameter] = []
     for layer in model.blocks:
         for name in INNER_NAMES:
             if not name.endswith("norm"):
-                adapted = LowRankLinear(getattr(layer, name), rank)
+                adapted = adapt(getattr(layer, name), rank)
                 setattr(layer, name, adapted)
                 trainable += [adapted.down, adapted.up]
     return trainable

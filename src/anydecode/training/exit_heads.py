@@ -21,9 +21,8 @@ from torch.nn import functional
 
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.exit_files import fingerprint
 from anydecode.models.exit_heads import ExitHeads
-from anydecode.training.answer_run import AnswerRecipe, AnswerRun
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.layerskip import states_behind_layers
 from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
@@ -110,8 +109,7 @@ class HeadRun(AnswerRun):
                 f"the exits are {self.exits}; allowed are 1 to {depth - 1}, as {checkpoint.name}"
                 f" has {depth} layers"
             )
-        norm = self.model.state_dict()["transformer.ln_f.weight"]
-        self.fingerprint = fingerprint(depth, width, self.model.shape.vocab, norm.numpy())
+        self.fingerprint = fingerprint_of(self.model)
         self.maps = HeadMaps(self.exits, width)
         self._begin(self.maps.parameters(), [self.fingerprint, self.exits])
 

@@ -115,11 +115,11 @@ def group_mask(num_tokens: int, ends: torch.Tensor, masks: int) -> torch.Tensor:
     return visible
 
 
-def mask_logits(
+def group_states(
     model: Transformer, text: torch.Tensor, ends: torch.Tensor, group: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of a text's rows, `[length, vocab]`, and of the masks of groups behind it,
-    `[groups, masks, vocab]`.
+    """The states after the final norm of a text's rows, `[length, width]`, and of the masks of
+    groups behind it, `[groups, masks, width]`.
 
     Args:
         model: The model.
@@ -129,12 +129,12 @@ def mask_logits(
     """
     masks = len(group)
     behind = ends[:, None] + torch.arange(masks)
-    rows = model(
+    rows = model.states(
         torch.cat([text, group.repeat(len(ends))])[None],
         positions=torch.cat([torch.arange(len(text)), behind.flatten()]),
         visible=group_mask(len(text), ends, masks),
     )[0]
-    return rows[: len(text)], rows[len(text) :].unflatten(0, (len(ends), masks))
+    return rows[: len(text)], rows[len(text) :].reshape(len(ends), masks, -1)
 
 
 class GroupRun(AnswerRun):
@@ -205,7 +205,8 @@ class GroupRun(AnswerRun):
     def _rows(self, pair: Pair, ends: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Logits and labels: of the answer's tokens, then of each mask of the groups."""
         text, first = torch.tensor([*pair[0], *pair[1]]), len(pair[0])
-        clean, masked = mask_logits(self.model, text[:-1], ends, self.group)
+        states = group_states(self.model, text[:-1], ends, self.group)
+        clean, masked = map(self.model.head, states)
         rows = [(clean[first - 1 :], text[first:])]
         return rows + [
             (masked[:, index], text[ends + index + 1]) for index in range(len(self.group))

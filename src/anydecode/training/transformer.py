@@ -171,14 +171,35 @@ class Transformer(nn.Module):
             positions: `[length]`; 0, 1, ... by default.
             visible: bool `[length, length]`: which positions (columns) each position attends to.
         """
+        return self.head(
+            self.states(
+                tokens, causal=causal, output_rows=output_rows, positions=positions, visible=visible
+            )
+        )
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits `[..., vocab]` of states after the final norm."""
+        logits: torch.Tensor = self.transformer["ff_out"](states)
+        return logits
+
+    def states(
+        self,
+        tokens: torch.Tensor,
+        *,
+        causal: bool = False,
+        output_rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The states after the final norm, `[..., width]`; arguments as those of the logits."""
         indices = torch.arange(tokens.shape[1]) if positions is None else positions
         rope = self.cos[indices], self.sin[indices]
         x = self.transformer["wte"](tokens)
         for block in self.blocks:
             x = block(x, rope, causal, visible)
         x = x if output_rows is None else x[output_rows]
-        logits: torch.Tensor = self.transformer["ff_out"](self.transformer["ln_f"](x))
-        return logits
+        normed: torch.Tensor = self.transformer["ln_f"](x)
+        return normed
 
 
 def stream_mask(streams: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:

@@ -89,8 +89,8 @@ def test_certificate_rejects_nodes_by_the_value_of_their_own_rank(monkeypatch: P
 def test_certificate_rejects_one_tree_for_all_states(monkeypatch: Patch) -> None:
     own = ppd.PromptDrafter.draft
 
-    def draft(self: Any, sequence: Any, rows: Any, size: int) -> Any:
-        return own(self, sequence, rows if len(rows) == 3 else [], size)
+    def draft(self: Any, sequence: Any, masks: Any, size: int) -> Any:
+        return own(self, sequence, masks if len(masks) == 3 else [], size)
 
     monkeypatch.setattr(ppd.PromptDrafter, "draft", draft)
     assert_rejected("ppd")
@@ -100,10 +100,10 @@ def test_samples_compared_as_drawn_are_noticed(monkeypatch: Patch) -> None:
     """Candidates are chosen: a rule that takes them for samples of the masks is biased."""
     own = ppd.PromptDrafter.draft
 
-    def draft(self: Any, sequence: Any, rows: Any, size: int) -> Any:
-        tree, counts = own(self, sequence, rows, size)
+    def draft(self: Any, sequence: Any, masks: Any, size: int) -> Any:
+        tree, counts = own(self, sequence, masks, size)
         if len(tree):
-            even = np.exp(rows[0] - rows[0].max())
+            even = np.exp(masks[0].logits - masks[0].logits.max())
             tree.kind, tree.probabilities = "wor", {-1: even / even.sum()}
         return tree, counts
 

@@ -71,7 +71,7 @@ def test_certificate_rejects_masks_in_reversed_order(monkeypatch: Patch) -> None
     monkeypatch.setattr(
         space.SpaceDrafter,
         "candidates",
-        lambda self, sequence, rows: own(self, sequence, rows[::-1]),
+        lambda self, sequence, masks: own(self, sequence, masks[::-1]),
     )
     assert_rejected("space")
 

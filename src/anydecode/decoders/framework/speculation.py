@@ -73,6 +73,9 @@ def verify_tree(
 class DraftSession(ABC):
     """The state of a drafter for one sequence."""
 
+    #: Layers whose hidden states the scores of its rounds have.
+    hidden: tuple[int, ...] = ()
+
     @abstractmethod
     def propose(self, size: int) -> Proposal:
         """Draft up to `size` nodes after `sequence.all_tokens`; an empty tree means no draft."""
@@ -235,7 +238,9 @@ class Speculative(Decoder):
                     tree = yield from session.propose(size)
                 tree = self._without_forbidden(sequence, tree)
             draft_seconds = perf_counter() - start
-            round = yield from verify_tree(sequence, tree, self.acceptance, draft_seconds)
+            round = yield from verify_tree(
+                sequence, tree, self.acceptance, draft_seconds, hidden=session.hidden
+            )
             if not is_forced:
                 budget.observe(round)
             session.observe(round)

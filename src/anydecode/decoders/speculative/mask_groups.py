@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,11 +35,26 @@ def mask_token(sequence: Sequence) -> int:
     return sequence.mask_token
 
 
+class MaskOutput(NamedTuple):
+    """What a pass predicts at a mask.
+
+    Attributes:
+        logits: Of the token after its position, float32 `[vocab_size]`; the mask token has -inf.
+        state: The last hidden state after the final norm, float32 `[hidden_size]`, if the drafter
+            reads it.
+    """
+
+    logits: np.ndarray
+    state: np.ndarray | None
+
+
 class MaskDrafter(Drafter):
     """Drafts from groups of mask tokens. The target's tokenizer must have a mask token, for which
     the target was trained."""
 
     needs_every_row = True
+    #: Whether it reads the masks' hidden states.
+    reads_states = False
 
     def prepare(self, sequence: Sequence) -> None:
         mask_token(sequence)
@@ -48,14 +64,13 @@ class MaskDrafter(Drafter):
 
     @abstractmethod
     def draft(
-        self, sequence: Sequence, rows: Seq[np.ndarray], size: int
+        self, sequence: Sequence, masks: Seq[MaskOutput], size: int
     ) -> tuple[TokenTree, dict[int, int]]:
         """The tree of candidates, and the number of masks behind some of its nodes and `ROOT`.
 
         Args:
             sequence: The sequence to draft for.
-            rows: Logits float32 `[vocab_size]` of the tokens after the text, one row per position;
-                the mask token has logit -inf.
+            masks: What the masks behind the text have predicted, one per position.
             size: Maximum number of candidates and masks together.
         """
 
@@ -65,12 +80,14 @@ class MaskDrafter(Drafter):
 
 
 class _Session(DraftSession):
-    """The groups of one sequence's last tree, and the rows of the group behind its last token."""
+    """The groups of one sequence's last tree, and the outputs of the group behind its last
+    token."""
 
     def __init__(self, sequence: Sequence, drafter: MaskDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter
-        self._rows: list[np.ndarray] = []
+        self.hidden = (sequence.num_layers,) if drafter.reads_states else ()
+        self._masks: list[MaskOutput] = []
         self._tree: TokenTree | None = None
         self._groups: dict[int, list[int]] = {}
 
@@ -80,7 +97,7 @@ class _Session(DraftSession):
 
     def _draft(self, size: int) -> TokenTree:
         sequence, drafter = self.sequence, self.drafter
-        tree, counts = drafter.draft(sequence, self._rows, size)
+        tree, counts = drafter.draft(sequence, self._masks, size)
         self._groups, self._tree = {}, tree
         for node, count in counts.items():
             self._groups[node], parent = [], node
@@ -92,9 +109,11 @@ class _Session(DraftSession):
     def observe(self, round: SpeculationRound) -> None:
         path, scores = round.result.path, round.scores
         group = self._groups.get(path[-1] if path else ROOT, [])
-        self._rows = []
+        self._masks = []
         for node in group if round.tree is self._tree else ():
-            row = scores.row(scores.after(node)).copy()
+            row = scores.after(node)
+            logits = scores.row(row).copy()
             if self.sequence.mask_token is not None:
-                row[self.sequence.mask_token] = -np.inf
-            self._rows.append(row)
+                logits[self.sequence.mask_token] = -np.inf
+            state = scores.last_state(row).copy() if self.drafter.reads_states else None
+            self._masks.append(MaskOutput(logits, state))

@@ -25,7 +25,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_candidates
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.mask_groups import MaskDrafter
+from anydecode.decoders.speculative.mask_groups import MaskDrafter, MaskOutput
 from anydecode.decoders.speculative.static_trees import REFRESH, RankPath
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
@@ -190,10 +190,10 @@ class PromptDrafter(MaskDrafter):
             )
 
     def draft(
-        self, sequence: Sequence, rows: Seq[np.ndarray], size: int
+        self, sequence: Sequence, masks: Seq[MaskOutput], size: int
     ) -> tuple[TokenTree, dict[int, int]]:
         chosen = min(size, self.size or self._best_size(sequence))
-        shape = plan(self.accuracies, chosen).trees[len(rows)]
+        shape = plan(self.accuracies, chosen).trees[len(masks)]
         tree = TokenTree()
         nodes: dict[RankPath, int] = {(): ROOT}
         samplers: dict[int, Sampler] = {ROOT: sequence.sampler.fork()}
@@ -207,7 +207,7 @@ class PromptDrafter(MaskDrafter):
                 ranked[parent] = draft_candidates(
                     sequence,
                     samplers[parent],
-                    rows[slot],
+                    masks[slot].logits,
                     sequence.length + slot,
                     has_noise=self.has_noise,
                 ).tokens

@@ -18,7 +18,8 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_candidates
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.mask_groups import MaskDrafter
+from anydecode.decoders.speculative.mask_groups import MaskDrafter, MaskOutput
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -32,27 +33,43 @@ class SpaceDrafter(MaskDrafter):
         self.draws = rule.reads_probabilities
 
     def draft(
-        self, sequence: Sequence, rows: Seq[np.ndarray], size: int
+        self, sequence: Sequence, masks: Seq[MaskOutput], size: int
     ) -> tuple[TokenTree, dict[int, int]]:
         if size < self.num_masks:
             return TokenTree(), {}
         num_candidates = (size - self.num_masks) // (self.num_masks + 1)
-        tree = self.candidates(sequence, rows[:num_candidates])
+        tree = self.candidates(sequence, masks[:num_candidates])
         return tree, dict.fromkeys((ROOT, *range(len(tree))), self.num_masks)
 
-    def candidates(self, sequence: Sequence, rows: Seq[np.ndarray]) -> TokenTree:
-        """The chain of one candidate of each of `rows`."""
+    def candidates(self, sequence: Sequence, masks: Seq[MaskOutput]) -> TokenTree:
+        """The chain of one candidate of each of `masks`."""
         tree, node, sampler = TokenTree(kind="iid"), ROOT, sequence.sampler.fork()
-        for offset, row in enumerate(rows):
+        last = sequence.all_tokens[-1]
+        for offset, mask in enumerate(masks):
             position = sequence.length + offset
+            row = self.logits(sequence, sampler, mask, last)
             found = draft_candidates(sequence, sampler, row, position, 0 if self.draws else None)
             if not len(found.tokens):
                 break
             if self.draws:
                 tree.probabilities[node] = found.dense(len(row))
-            node = tree.add(int(found.tokens[0]), node)
-            sampler.advance(tree.tokens[node])
+            last = int(found.tokens[0])
+            node = tree.add(last, node)
+            sampler.advance(last)
         return tree
+
+    def logits(
+        self, sequence: Sequence, sampler: Sampler, mask: MaskOutput, last: int
+    ) -> np.ndarray:
+        """The logits of a mask's candidates, float32 `[vocab_size]`.
+
+        Args:
+            sequence: The sequence to draft for.
+            sampler: Its sampler, advanced by all tokens before.
+            mask: What the mask has predicted.
+            last: The token before.
+        """
+        return mask.logits
 
 
 @register(

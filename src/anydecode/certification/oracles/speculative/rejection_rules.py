@@ -17,6 +17,7 @@ from anydecode.certification.chi_square import (
     PROMPT,
     TARGET_SCRIPT,
     VOCABULARY,
+    Script,
     expected,
     fit,
     sampled,
@@ -85,15 +86,17 @@ def rejection_checks(
     open_llm: Callable[[], LLM] = small_llm,
     prompt: Seq[int] = PROMPT,
     samples: int = SAMPLES,
+    script: Script = TARGET_SCRIPT,
     **parameters: Any,
 ) -> Iterator[Check]:
     """Checks that the samples of `key` under its published rejection rule follow the target's
-    distribution, while some drafts are accepted and some are not."""
+    distribution, while some drafts are accepted and some are not. `script` has the logits of the
+    target of `open_llm`."""
     rule, options = CountingRejection(), {"temperature": TEMPERATURE}
     with open_llm() as llm:
         decoder = catalogue.build(key, acceptance=rule, **parameters)
         texts = sampled(llm, decoder, options, samples, prompt=prompt)
-    found = fit(texts, expected(options, prompt))
+    found = fit(texts, expected(options, prompt, script))
     yield Check(
         f"{key}: with the rejection rule samples follow the target", found.passed, str(found)
     )
