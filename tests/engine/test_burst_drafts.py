@@ -14,7 +14,7 @@ from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm
 from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.engine import costs
-from anydecode.engine.model_runner import Plan
+from anydecode.engine.plan import Plan
 from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import MAX_BURST_DRAFTS, MAX_MATCH, BurstDrafts, CopyText
 from anydecode.kernels.library import load_library

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.engine.model_runner import ModelRunner, Plan
+from anydecode.engine.model_runner import ModelRunner
+from anydecode.engine.plan import Plan
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel, normal_row
 from anydecode.sampling.noise import Noise
 

@@ -22,7 +22,7 @@ from anydecode.scoring.cost import CostCorrection, CostTable, default_table
 
 if TYPE_CHECKING:
     from anydecode.engine.engine import Engine
-    from anydecode.engine.model_runner import Plan
+    from anydecode.engine.plan import Plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXTS = (256, 1024)

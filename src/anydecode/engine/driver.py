@@ -11,6 +11,7 @@ from typing import Any
 
 from anydecode.engine.engine import Engine, Job
 from anydecode.errors import EngineStoppedError
+from anydecode.scoring.sequence import Sequence
 
 #: What ends a call in the thread of its caller, and is no fault of the engine.
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
@@ -35,6 +36,8 @@ class Driver:
         self.engine = engine
         self._lock = threading.RLock()
         self._inbox: deque[Callable[[], object]] = deque()
+        self._arriving: list[Job] = []  # those whose submission is in the inbox
+        engine.arrivals = self._arrivals
         self._wake_up = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -78,6 +81,7 @@ class Driver:
             raise EngineStoppedError("the engine is closed: open another LLM")
         if os.getpid() != self._process:
             raise EngineStoppedError("the engine is another process's: open an LLM after the fork")
+        self._arriving.append(job)
         self.post(lambda: self._start(job))
 
     def cancel(self, job: Job) -> None:
@@ -137,7 +141,11 @@ class Driver:
             except BaseException as fault:
                 self._stop(fault)
 
+    def _arrivals(self) -> list[Sequence]:
+        return [job.sequence for job in tuple(self._arriving)]
+
     def _start(self, job: Job) -> None:
+        self._arriving.remove(job)
         self.engine.submit(job)
         if (error := self.error) is not None:
             self.engine.fail(error, waiting=True)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
 from anydecode.engine.calls import RunningCalls
-from anydecode.engine.model_runner import ModelRunner, Plan
+from anydecode.engine.model_runner import ModelRunner
+from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule
 from anydecode.errors import AnydecodeError, InvalidRequestError, OutOfMemoryError
 from anydecode.kernels.interface import Output
@@ -119,6 +120,8 @@ class Engine:
         num_tokens: Number of tokens generated so far, over all jobs.
         on_pass: Called with plan and duration (seconds) of each step that ran exactly one pass, on
             the target.
+        arrivals: Returns the sequences that will be submitted before the next step; called during
+            passes, on the threads that run them.
         clock: Virtual clock for tests, or None.
         now: Time of the virtual clock.
 
@@ -136,6 +139,7 @@ class Engine:
         self.num_preemptions = 0
         self.num_tokens = 0
         self.on_pass: Callable[[Plan, float], None] | None = None
+        self.arrivals: Callable[[], Collection[Sequence]] = tuple
         self.clock: Clock | None = None
         self.now = 0.0
         self._in_flight: dict[ModelRunner, tuple[Plan, Any]] = {}
@@ -184,6 +188,7 @@ class Engine:
                 self.on_pass
                 and len(collected) == 1
                 and runner.name == TARGET
+                and not plan.left
                 and not self._in_flight
             ):
                 self.on_pass(plan, perf_counter() - start)
@@ -301,6 +306,7 @@ class Engine:
                     request.sequence.sampler.prepare()
                 except Exception:  # preparing is optional; the work is done when it is needed
                     log.exception("a sampler failed to prepare")
+            plan.arrivals = self._arrivals
         has_concurrent_work = (
             any(o.waiting for o in self.runners.values() if o is not runner) or self._in_flight
         )
@@ -314,14 +320,18 @@ class Engine:
         else:
             self._in_flight[runner] = (plan, self._run(runner, plan))
 
+    def _arrivals(self) -> Collection[Sequence]:
+        """The sequences that have been submitted since the last step, if one more can run."""
+        return self.arrivals() if len(self.running) < self.max_running else ()
+
     @staticmethod
-    def _run(runner: ModelRunner, plan: Plan) -> Output | Exception:
+    def _run(runner: ModelRunner, plan: Plan) -> Output | Exception | None:
         try:
             return runner.run(plan)
         except Exception as error:
             return error
 
-    def _collect(self) -> list[tuple[ModelRunner, Plan, Output | Exception]]:
+    def _collect(self) -> list[tuple[ModelRunner, Plan, Output | Exception | None]]:
         """Wait for the next passes to finish and return them with their outputs."""
         in_flight = self._in_flight
         if self.clock is not None:
@@ -344,7 +354,10 @@ class Engine:
             result.append((runner, plan, output.result() if isinstance(output, Future) else output))
         return result
 
-    def _commit(self, runner: ModelRunner, plan: Plan, output: Output | Exception) -> None:
+    def _commit(self, runner: ModelRunner, plan: Plan, output: Output | Exception | None) -> None:
+        plan.unreserve_left()
+        if output is None:
+            return
         if isinstance(output, Exception):
             log.error("a forward pass of the %s model failed", runner.name, exc_info=output)
             self._abort(plan, output)

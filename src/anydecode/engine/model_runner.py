@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
+from anydecode.engine.layer_ranges import has_layer_ranges, run_in_ranges
 from anydecode.engine.optional_rows import PassCost, without_useless_rows
+from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule, ScheduledSpan
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
@@ -25,43 +28,6 @@ from anydecode.scoring.span import MultiStepSpan, Span
 #: Maximum duration of one multi-step pass, in seconds (or one step, if that takes longer). Bounds
 #: the latency of streaming, cancellation and admission.
 MAX_MULTI_STEP_SECONDS = 0.02
-
-
-@dataclass(eq=False)
-class Plan:
-    """One forward pass.
-
-    Args:
-        scheduled: The spans that run, with their number of rows.
-        rows: Metadata of all rows, the input of `Model.run`.
-        output_spec: The outputs to compute.
-        output_rows: `output_rows[i]`: the rows of span i to return, as indices into the span.
-        first_output: `first_output[i]`: where these rows begin in the logits of the pass.
-        captured: `captured[layer][i]`: the rows of span i in the hidden states of `layer`.
-        states: `states[i]`: the first row of span i whose states are captured for a drafter, and
-            the rows of its states in the hidden states of each layer.
-        seconds: Duration of the pass, set after it.
-        multi_step: The span with which the backend may run further steps, or None.
-        num_passes: Number of steps that the backend has run.
-        num_further_rows: Rows of all steps but the first.
-    """
-
-    scheduled: list[ScheduledSpan]
-    rows: Rows
-    output_spec: OutputSpec
-    output_rows: list[list[int]]
-    first_output: list[int]
-    captured: dict[int, dict[int, slice]]
-    states: dict[int, tuple[int, list[slice]]] = field(default_factory=dict)
-    seconds: float = 0.0
-    multi_step: MultiStepSpan | None = None
-    num_passes: int = 1
-    num_further_rows: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows computed, including those of further steps."""
-        return len(self.rows) + self.num_further_rows
 
 
 @dataclass(eq=False)
@@ -221,15 +187,37 @@ class ModelRunner:
                 plan.states.clear()
                 spec.hidden.clear()
 
-    def run(self, plan: Plan) -> Output:
-        """Run the pass. May be called on another thread."""
+    def run(self, plan: Plan) -> Output | None:
+        """Run the pass; None if all its rows have left it. May be called on another thread."""
         start = perf_counter()
         try:
-            output = self.model.run(plan.rows, self.pool.cache, plan.output_spec)
+            size = self._range_size(plan)
+            output: Output | None
+            if size is None:
+                output = self.model.run(plan.rows, self.pool.cache, plan.output_spec)
+            else:
+                before = partial(self._before_range, plan)
+                output = run_in_ranges(plan, self.model, self.pool.cache, size, before)
         finally:
             self.prefixes.is_busy = False
         plan.seconds = perf_counter() - start
         return output
+
+    def _range_size(self, plan: Plan) -> int | None:
+        """The number of layers per range of the pass; None: it runs as a whole."""
+        size = self.schedule.range_size(plan.scheduled)
+        return size if size is not None and has_layer_ranges(plan, self.model) else None
+
+    def _before_range(self, plan: Plan, stop: int) -> np.ndarray | None:
+        """Remove the rows that leave the pass for new sequences; returns the indices of the others
+        if there are any such rows."""
+        arrivals = plan.arrivals()
+        leaving = {
+            request
+            for request, _, _ in plan.scheduled
+            if any(self.schedule.yields(request, arrived) for arrived in arrivals)
+        }
+        return plan.remove(leaving) if leaving else None
 
     def commit(self, plan: Plan, output: Output) -> list[tuple[ScoreRequest, Scores]]:
         """Update the caches after a pass and return the requests that are now complete, with their

@@ -45,6 +45,16 @@ class Schedule(ABC):
         """Index of the running sequence to preempt; by default the last."""
         return len(running) - 1
 
+    def range_size(self, scheduled: Seq[ScheduledSpan]) -> int | None:
+        """The number of layers after which rows may leave the pass over `scheduled`; by default it
+        runs as a whole."""
+        return None
+
+    def yields(self, request: ScoreRequest, arrived: Sequence) -> bool:
+        """Whether the rows of `request` leave a running pass because `arrived` was submitted. They
+        run again in a later pass. Called on the thread that runs the pass."""
+        return False
+
 
 class DecodesFirst(Schedule):
     """Short requests (decodes) first, then prompts in order of arrival, in chunks that fill the row

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -431,6 +431,20 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def select(self, index: np.ndarray) -> Rows:
+        """The rows of `index`, int `[m]`, over the same tables and tails."""
+        fields = {name: getattr(self, name)[index] for name in _PER_ROW}
+        for name in ("inputs", "adapters", "variant"):
+            values = getattr(self, name)
+            fields[name] = None if values is None else values[index]
+        guides = None if self.guides is None else [self.guides[row] for row in index]
+        return replace(self, **fields, guides=guides)
+
+
+_PER_ROW = (
+    "tokens", "positions", "slots", "table", "prefix", "tail_start", "tail_length", "start", "stop",
+)  # fmt: skip
 
 
 class Truncation(NamedTuple):

@@ -153,8 +153,6 @@ class Route(Variant, ABC):
 
 def part_of(rows: Rows, index: np.ndarray) -> Rows:
     """The rows of `index`, without variants."""
-    guides = None if rows.guides is None else [rows.guides[row] for row in index]
-    names = "tokens positions slots table prefix tail_start tail_length start stop".split()
-    fields = {name: getattr(rows, name)[index] for name in names}
-    inputs = None if rows.inputs is None else to_host(rows.inputs)[index]
-    return replace(rows, **fields, inputs=inputs, variant=None, variants=[], guides=guides)
+    if rows.inputs is not None:
+        rows = replace(rows, inputs=to_host(rows.inputs))
+    return replace(rows.select(index), variant=None, variants=[])

@@ -183,6 +183,14 @@ class SequenceCache:
         pending.parents = [*pending.parents, *parents]
         return pending
 
+    def shrink_branch(self, count: int) -> None:
+        """Free all nodes of the pending token tree but the first `count`, if one is pending."""
+        pending = self.pending
+        if pending is not None:
+            self.pool.free(pending.slots[count:])
+            pending.slots, pending.tokens = pending.slots[:count], pending.tokens[:count]
+            pending.parents = pending.parents[:count]
+
     def retain(self, path: Seq[int]) -> None:
         """Append the pending nodes of `path` (from the first level) as positions and free the other
         nodes.

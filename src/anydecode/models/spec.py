@@ -438,6 +438,11 @@ class ModelSpec:
         return self.states is not None and self.states.joins != "context"
 
     @property
+    def starts_at_any_layer(self) -> bool:
+        """Whether a pass may begin at any layer, from hidden states of `hidden_size` numbers."""
+        return not (self.extra_width or self.per_layer_size or self.starts_from_states)
+
+    @property
     def attends_to_states(self) -> bool:
         """Whether the first layer's attention reads states beside the tokens' embeddings."""
         return self.states is not None and self.states.joins == "attention"

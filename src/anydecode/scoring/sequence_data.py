@@ -240,6 +240,7 @@ class SequenceData:
             companion_prompts=self.companion_prompts,
             tokens=list(self.tokens),
             adapter=self.adapter,
+            priority=self.priority,
             mask_token=self.mask_token,
             num_layers=self.num_layers,
             namespace=self.namespace,

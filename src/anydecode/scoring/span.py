@@ -94,6 +94,10 @@ class Span(ABC):
     def write_rows(self, rows: Rows, at: int, count: int) -> None:
         """Write the next `count` rows into `rows[at : at + count]`."""
 
+    def unreserve(self, count: int) -> None:  # noqa: B027  optional: not all allocate in `reserve`
+        """Undo `reserve`: the next `count` rows have left a pass, and will be reserved again. The
+        cache may have been released or truncated meanwhile."""
+
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         """Called when `count` rows have run. `hidden`, `[count, hidden_size]`, is their hidden
         state at an early exit, else None. The cache may have been released or truncated
@@ -162,6 +166,9 @@ class ChainSpan(Span):
 
     def reserve(self, count: int) -> None:
         self.kv_cache.append(count)
+
+    def unreserve(self, count: int) -> None:
+        self.kv_cache.truncate(min(self._append_start, self.kv_cache.length))
 
     def write_rows(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
@@ -262,6 +269,12 @@ class MultiStepSpan(ChainSpan):
             kv_cache.truncate(first + drafter.num_read)
             kv_cache.tokens += [*drafter.tokens, *self.multi_step_tokens][: drafter.num_read]
 
+    def unreserve(self, count: int) -> None:
+        super().unreserve(count)
+        if self.drafts is not None and self.drafts.drafter is not None:
+            self._keep_read(self.drafts.drafter)
+        self.reserved = 0
+
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         kv_cache, end = self.kv_cache, self._append_start + count
         super().complete(hidden, count)
@@ -297,6 +310,12 @@ class TreeSpan(Span):
             self.kv_cache.grow_branch(self.tokens, self.parents)
         else:
             self.kv_cache.branch(self.tokens, self.parents, self.stop)
+
+    def unreserve(self, count: int) -> None:
+        if self.first:
+            self.kv_cache.shrink_branch(self.first)
+        else:
+            self.kv_cache.discard()
 
     def _fill_inputs(self, rows: Rows, at: int, count: int) -> None:
         super()._fill_inputs(rows, at, count)

@@ -18,7 +18,7 @@ from anydecode.cluster.simulator.simulation import (
     WorkerPlan,
     simulate,
 )
-from anydecode.engine.model_runner import Plan
+from anydecode.engine.plan import Plan
 from anydecode.memory.prefix import BLOCK
 from anydecode.scoring.cost import CostTable
 

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from anydecode.engine.model_runner import ModelRunner, Plan
+from anydecode.engine.model_runner import ModelRunner
+from anydecode.engine.plan import Plan
 from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import BYTE_VOCABULARY
 from anydecode.models.spec import LayerSpec, ModelSpec

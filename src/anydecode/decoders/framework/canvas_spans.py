@@ -62,6 +62,11 @@ class CanvasSpan(Span):
             if len(holes):
                 kv_cache.evict(holes.tolist())
 
+    def unreserve(self, count: int) -> None:
+        if self._slots is not None:
+            self.kv_cache.free_scratch(self._slots)
+            self._slots = None
+
     def write_rows(self, rows: Rows, at: int, count: int) -> None:
         stop = at + count
         self._fill_inputs(rows, at, count)
@@ -92,8 +97,7 @@ class CanvasSpan(Span):
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
         if self._slots is not None:
-            self.kv_cache.free_scratch(self._slots)
-            self._slots = None
+            self.unreserve(count)
         else:
             cached_tokens = self.kv_cache.tokens
             cached_tokens += [-1] * (self.kv_cache.length - len(cached_tokens))
@@ -119,6 +123,11 @@ class CausalSpan(Span):
     def reserve(self, count: int) -> None:
         self._slots = self.kv_cache.allocate_scratch(count)
 
+    def unreserve(self, count: int) -> None:
+        assert self._slots is not None
+        self.kv_cache.free_scratch(self._slots)
+        self._slots = None
+
     def write_rows(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
         stop = at + count
@@ -132,9 +141,7 @@ class CausalSpan(Span):
         rows.tails = np.concatenate([rows.tails, self._slots])
 
     def complete(self, hidden: np.ndarray | None, count: int) -> None:
-        assert self._slots is not None
-        self.kv_cache.free_scratch(self._slots)
-        self._slots = None
+        self.unreserve(count)
         self.done += count
 
 

@@ -4,13 +4,26 @@ arXiv:2410.01228)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from math import ceil
 
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import RowBudget, ScheduledSpan, fit_spans
-from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside, rows_within
+from anydecode.engine.schedules.pacing import (
+    checked_stretch,
+    is_prompt,
+    pass_seconds,
+    rows_beside,
+    rows_within,
+)
 from anydecode.engine.schedules.priority import Priority
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import ScoreRequest
+from anydecode.scoring.sequence import Sequence
+
+#: Predicted duration of the layers after which a pass looks for new online requests, in seconds.
+#: What it takes to divide a pass there is about a fiftieth of that.
+RANGE_SECONDS = 0.005
 
 
 @register(
@@ -22,11 +35,12 @@ from anydecode.scoring.score import ScoreRequest
         use="LLM(schedule='online-offline') or anydecode serve --schedule online-offline",
         summary="Requests with a priority above 0 are offline: they get rows that delay others"
         " little.",
-        missing=("preemption within a pass, between two layers",),
         deviations=(
             "by default the latency bound is a factor on the time of a pass without offline rows;"
             " `seconds` is an objective as in the paper",
-            "offline rows are preempted at the end of a pass, not within it",
+            "between two layers offline rows leave a pass, and the online rows of the pass go on;"
+            " so they do in models with recurrences, memories or embeddings in every layer, and in"
+            " passes of several steps or routes, only at the end of a pass",
             "what a preempted offline request has computed stays in the prefix cache; with"
             " `prefix_spill` it is copied to main memory when its slots are reused, not as it is"
             " computed",
@@ -46,6 +60,9 @@ class OnlineOffline(Priority):
         stretch: Allowed factor on the duration of a pass, more than 1.
         seconds: Maximum predicted duration of a pass with online and offline rows, in seconds, in
             place of `stretch`. Online rows alone may take longer; offline requests then wait.
+        layers: Number of layers after which a pass with offline rows looks for new online requests.
+            If there is one, offline rows leave the pass, and run again in a later one. By default,
+            as many as take `RANGE_SECONDS`, by the measured pass costs on this machine.
 
     Raises:
         InvalidRequestError: A parameter is out of range.
@@ -58,12 +75,16 @@ class OnlineOffline(Priority):
         offline: int | None = None,
         stretch: float = 2.0,
         seconds: float | None = None,
+        layers: int | None = None,
     ) -> None:
         super().__init__(row_budget, short)
         if offline is not None and offline < 1:
             raise InvalidRequestError(f"offline is {offline}; it must be 1 or more")
         if seconds is not None and not seconds > 0:
             raise InvalidRequestError(f"seconds is {seconds}; it must be more than 0")
+        if layers is not None and layers < 1:
+            raise InvalidRequestError(f"layers is {layers}; it must be 1 or more")
+        self.layers = layers
         self.offline, self.stretch = offline, checked_stretch(stretch)
         self.seconds = seconds
 
@@ -85,6 +106,19 @@ class OnlineOffline(Priority):
             left = min(left, self._limit(online, offline, left))
             if left > 0:
                 yield from fit_spans(offline, RowBudget(left, started=rows > 0))
+
+    def range_size(self, scheduled: Seq[ScheduledSpan]) -> int | None:
+        requests = [request for request, _, _ in scheduled]
+        if all(request.sequence.priority <= 0 for request in requests):
+            return None
+        if self.layers is not None:
+            return self.layers
+        seconds = pass_seconds(requests, sum(count for _, _, count in scheduled))
+        depth = scheduled[0][1].kv_cache.pool.model.spec.num_layers
+        return ceil(depth * RANGE_SECONDS / seconds)
+
+    def yields(self, request: ScoreRequest, arrived: Sequence) -> bool:
+        return arrived.priority <= 0 < request.sequence.priority
 
     def _limit(self, online: list[ScoreRequest], offline: list[ScoreRequest], left: int) -> int:
         """The maximum number of rows of `offline` beside those of `online`."""

@@ -25,7 +25,7 @@ from anydecode.decoders.speculative.draft_sources import (
     AcceptanceRates,
 )
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
-from anydecode.engine.model_runner import Plan
+from anydecode.engine.plan import Plan
 from anydecode.kernels.native import NativeExecutor
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Decoding
