@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anydecode.api.embedding import CHUNK, PooledState
+from anydecode.api.embedding import PooledState
 from anydecode.certification.checks import scripted_llm
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.pooled_states import CHUNK
 from anydecode.models.pooling import Pooling
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence

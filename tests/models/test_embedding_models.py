@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
-from anydecode.api.embedding import CHUNK
+from anydecode.decoders.framework.pooled_states import CHUNK
 from anydecode.errors import CheckpointError
 from anydecode.models.scripted import ByteTokenizer
 from encoder_models import declare_pooling, hf_states, save_encoder

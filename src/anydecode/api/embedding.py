@@ -15,18 +15,14 @@ from typing import Any, TypedDict
 import numpy as np
 
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.canvas_spans import canvas_span
+from anydecode.decoders.framework.pooled_states import encoded, pooled_state
 from anydecode.errors import ContextLengthError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.classification import Classifier, sigmoid
 from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.yes_no import YesNo
-from anydecode.scoring.score import Decoding, ScoreRequest
+from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
-from anydecode.scoring.tree import ROOT
-
-#: Rows per request of a causal model.
-CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -88,68 +84,18 @@ class PooledState(Decoder):
         self.pooling = pooling
         self._has_final_norm = has_final_norm
         self._types = types
-        self._sum: np.ndarray | None = None
-        self._count = 0
+        self._state: np.ndarray | None = None
 
     def decode(self, sequence: Sequence) -> Decoding:
-        self._sum, self._count = None, 0
-        kv_cache, tokens = sequence.kv_cache(), sequence.prompt
-        kv_cache.truncate(0)
-        model: Any = kv_cache.pool.model
-        depth = model.spec.num_layers
-        if model.spec.is_encoder:
-            scores = yield self._whole_text(sequence, model)
-            self._add(scores.hidden[depth], model)
-            return
-        pooled = set(self.pooling.rows(len(tokens)))
-        for start in range(0, len(tokens), CHUNK):
-            part = tokens[start : start + CHUNK]
-            request = sequence.score(part, runner=TARGET, rows="all", hidden=(depth,))
-            for spans in request.groups:
-                for span in spans:
-                    span.logits = False
-                    span.output_rows = [row for row in span.output_rows if start + row in pooled]
-            scores = yield request
-            if len(scores.hidden[depth]):
-                self._add(scores.hidden[depth], model)
-
-    def _whole_text(self, sequence: Sequence, model: Any) -> ScoreRequest:
-        """The request of an encoder: all tokens at once."""
-        tokens = np.asarray(sequence.prompt, np.int32)
-        inputs, count = None, len(tokens)
-        segments = model.network.weights.segments
-        if segments is not None:
-            types = np.asarray(self._types, np.int64) if self._types else np.zeros(count, np.int64)
-            inputs = model.embed(tokens) + segments[np.minimum(types, len(segments) - 1)]
-        span = canvas_span(
-            sequence.kv_cache(),
-            np.arange(count),
-            tokens,
-            np.full(count, count),
-            embeddings=inputs,
-            capture_layers=(model.spec.num_layers,),
-        )
-        span.logits = False
-        span.output_rows = rows = self.pooling.rows(count)
-        return ScoreRequest(
-            sequence, TARGET, [[span]], np.asarray(rows), [ROOT] * len(rows), tokens[rows].tolist()
-        )
-
-    def _add(self, states: np.ndarray, model: Any) -> None:
-        if self._has_final_norm and model.spec.has_final_norm:
-            states = model.normed(states)
-        states = states[
-            :, : model.spec.hidden_size
-        ]  # the first of several streams, or without the memory
-        rows = states.astype(np.float64).sum(0)
-        self._sum = rows if self._sum is None else self._sum + rows
-        self._count += len(states)
+        self._state = yield from pooled_state(
+            sequence, TARGET, sequence.prompt, self.pooling, has_final_norm=self._has_final_norm,
+            types=self._types,
+        )  # fmt: skip
 
     def state(self) -> np.ndarray:
         """The pooled state, float64 `[hidden_size]`. Available when the request is done."""
-        assert self._sum is not None
-        state: np.ndarray = self._sum / self._count
-        return state
+        assert self._state is not None
+        return self._state
 
     def vector(self, dimensions: int | None = None) -> list[float]:
         """The embedding, cut to `dimensions`. Available when the request is done."""
@@ -305,10 +251,7 @@ def token_limit(truncate_prompt_tokens: int | None, max_length: int) -> int | No
 
 def text_tokens(tokenizer: Tokenizer, texts: Seq[str], max_tokens: int | None) -> list[list[int]]:
     """The tokens of texts, each cut to `max_tokens`; special tokens at the end are kept."""
-    encode_pair = getattr(tokenizer, "encode_pair", None)
-    if max_tokens is None or encode_pair is None:
-        return [tokenizer.encode(text)[:max_tokens] for text in texts]
-    return [encode_pair(text, None, max_tokens)[0] for text in texts]
+    return [encoded(tokenizer, text, max_tokens) for text in texts]
 
 
 def pair_tokens(

@@ -31,7 +31,8 @@ def readable_executor(
     choose = choose_executor(backend, threads)
 
     def execute(network: Network) -> Executor:
-        matrices = list(network.matrices())
+        matrices, table = list(network.matrices()), network.weights.position_table
+        matrices += [] if table is None else [table]
         data = [weight.data for weight in matrices]
         executor = choose(network)
         for weight, array in zip(matrices, data, strict=True):

@@ -47,6 +47,9 @@ Threads = Annotated[
     int, typer.Option("--threads", min=0, help="Number of CPU threads; 0: torch's default.")
 ]
 LlamaModel = Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")]
+Encoder = Annotated[
+    str, typer.Option("--encoder", help="Sentence encoder, a model for embeddings.")
+]
 Answers = Annotated[
     int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
 ]
@@ -1283,6 +1286,112 @@ def train_trees(
 
     run = _trained(lambda: PairRun(checkpoint, out, recipe, texts, model), "trees")
     _print_losses(run, plot, json)
+
+
+@app.command("dglm")
+def train_dglm(
+    encoder: Encoder,
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FILE", help="File with one text per line.")
+    ],
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-dglm"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    cuts: Annotated[
+        int,
+        typer.Option("--cuts", min=1, help="How many prompts and continuations a text becomes."),
+    ] = 4,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=2, help="Maximum number of tokens of a text.")
+    ] = 96,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Positions of the soft prompt.")] = 8,
+    width: Annotated[int, typer.Option("--width", min=1, help="Width of the networks.")] = 512,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of each network.")] = 3,
+    rank: Annotated[
+        int, typer.Option("--rank", min=1, help="Rank of the model's adapter, which is merged.")
+    ] = 16,
+    batch: Batch = 16,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a model that follows proposed embeddings, and the diffusion model that proposes them,
+    for the decoder dglm. A run with the same --out is resumed.
+
+    Example: anydecode train dglm --encoder my-encoder --data texts.txt --minutes 60 --out my-dglm
+    """
+    from anydecode.api.llm import LLM
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.pairs import read_texts
+    from anydecode.training.sentence_diffusion import SentenceRecipe, SentenceRun
+
+    recipe = SentenceRecipe(
+        _minutes(minutes, steps),
+        steps,
+        cuts=cuts,
+        tokens=tokens,
+        rows=rows,
+        width=width,
+        blocks=blocks,
+        rank=rank,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    texts = read_texts(data)
+    limit_threads(threads)
+    checkpoint = load_checkpoint(model)
+    with LLM(encoder, draft="none") as reading:
+        run = _trained(lambda: SentenceRun(checkpoint, reading, out, recipe, texts), "dglm")
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot)
+    if json:
+        print_json({"path": str(out), **run.log()})
+        return
+    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
+    for name in last:
+        note(f"loss of held-out {name}: {first[name]:.3f} -> {last[name]:.3f}")
+    print(out)
+
+
+@app.command("classifier")
+def train_classifier(
+    encoder: Encoder,
+    data: Annotated[
+        Path,
+        typer.Option("--data", metavar="FILE", help="JSON lines with the fields text and label."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path(
+        "classifier.safetensors"
+    ),
+    penalty: Annotated[
+        float, typer.Option("--penalty", min=0, help="Penalty of large weights.")
+    ] = 1e-3,
+    seed: Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a classifier of embeddings, which leads the decoder dglm.
+
+    Example: anydecode train classifier --encoder my-encoder --data labels.jsonl
+    """
+    from anydecode.api.llm import LLM
+    from anydecode.training.embedding_classifier import fit_classifier
+    from anydecode.training.pairs import read_labels
+
+    pairs = read_labels(data)
+    with LLM(encoder, draft="none") as reading:
+        found = fit_classifier(reading, pairs, penalty=penalty, seed=seed)
+    found.classifier.save(out)
+    if json:
+        print_json({"path": str(out), "texts": found.num_texts, "accuracy": found.accuracy})
+        return
+    note(f"{found.num_texts} texts; right labels of held-out ones: {found.accuracy:.1%}")
+    print(out)
 
 
 @app.command("interleaved")

@@ -37,6 +37,8 @@ class Requirements:
         reads_exit_predictors: Whether it needs exit predictors of the target (SpecEE).
         reads_layer_routers: Whether it needs layer routers of the target (FiRST).
         reads_future_masks: Whether it needs trained mask tokens of the target (mtp-future).
+        reads_sentence_diffusion: Whether it needs a diffusion model of sentence embeddings that was
+            trained for the target, and as the draft model its encoder (DGLM).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -67,6 +69,7 @@ class Requirements:
     reads_exit_predictors: bool = False
     reads_layer_routers: bool = False
     reads_future_masks: bool = False
+    reads_sentence_diffusion: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

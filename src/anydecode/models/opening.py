@@ -26,6 +26,7 @@ from anydecode.models import (
     exit_routers,
     future_masks,
     layer_routers,
+    sentence_diffusion,
     through_transformers,
 )
 from anydecode.models.checkpoint import Checkpoint
@@ -307,6 +308,8 @@ def open_checkpoint(
         model.layer_routers = layer_routers.LayerRouters.load(of_layers)
     if (masks := checkpoint.path / future_masks.FOLDER_NAME).is_dir():
         model.future_masks = future_masks.FutureMasks.load(masks)
+    if (proposing := checkpoint.path / sentence_diffusion.FILE_NAME).is_file():
+        model.sentence_diffusion = sentence_diffusion.SentenceDiffusion.load(proposing)
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):

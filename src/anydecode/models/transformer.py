@@ -40,6 +40,7 @@ from anydecode.models.network import Network
 from anydecode.models.per_layer import late_start_error
 from anydecode.models.pooling import Pooling
 from anydecode.models.self_conditioning import expected_embeddings
+from anydecode.models.sentence_diffusion import SentenceDiffusion
 from anydecode.models.spec import ModelSpec
 from anydecode.models.yes_no import YesNo
 
@@ -120,6 +121,7 @@ class Transformer:
         self.exit_predictors: ExitPredictors | None = None  # of its folder
         self.layer_routers: LayerRouters | None = None  # of its folder
         self.future_masks: FutureMasks | None = None  # of its folder
+        self.sentence_diffusion: SentenceDiffusion | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).

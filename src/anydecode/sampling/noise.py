@@ -75,6 +75,12 @@ class Noise:
         noise: np.ndarray = -np.log(-np.log(self.uniform(tokens, position, attempt)))
         return noise
 
+    def normal(self, count: int, position: int, attempt: int = 0) -> np.ndarray:
+        """float64 `[count]`, standard normal (Box and Muller's transform of uniform numbers)."""
+        first, second = self.uniform(range(2 * count), position, attempt).reshape(2, count)
+        numbers: np.ndarray = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
+        return numbers
+
     def coin(self, position: int, attempt: int = 0, index: int = 0) -> float:
         """One uniform number; `index` distinguishes several coins at the same position."""
         return float(self.uniform(range(index, index + 1), position, attempt)[0])

@@ -15,9 +15,7 @@ from anydecode.sampling.truncation import entropy, log_probabilities
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.teacher_forcing import score_tokens
-
-#: Steps of Newton's method.
-_STEPS = 100
+from anydecode.training.logistic import fit_logistic
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def fit_threshold(entropies: np.ndarray, hits: np.ndarray) -> EntropyThreshold:
             f"no threshold can be learned from {len(hits)} tokens of which {int(hits.sum())} are"
             " the most probable ones: give more solutions"
         )
-    weight, bias = _logistic(entropies, hits)
+    [weight], bias = fit_logistic(entropies[:, None], hits, 1.0, is_balanced=True)
     if weight >= 0:
         raise InvalidRequestError(
             "no threshold can be learned: the model is not wrong more often where it is uncertain"
@@ -109,21 +107,3 @@ def fit_threshold(entropies: np.ndarray, hits: np.ndarray) -> EntropyThreshold:
     threshold = float((np.log(cuts[best] / (1 - cuts[best])) - bias) / weight)
     share = float((entropies >= threshold).mean())
     return EntropyThreshold(threshold, accuracies[best], len(hits), share)
-
-
-def _logistic(inputs: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Weight and bias, by Newton's method."""
-    count = len(labels)
-    balance = np.where(labels, count / (2 * labels.sum()), count / (2 * (~labels).sum()))
-    columns = np.stack([inputs, np.ones(count)], axis=1)
-    penalty = np.array([1.0, 0.0])  # of the squared weight and bias
-    solution = np.zeros(2)
-    for _ in range(_STEPS):
-        p = 1 / (1 + np.exp(-np.clip(columns @ solution, -500, 500)))
-        gradient = columns.T @ (balance * (p - labels)) + penalty * solution
-        curvature = columns.T @ (columns * (balance * p * (1 - p))[:, None]) + np.diag(penalty)
-        step = np.linalg.solve(curvature + 1e-12 * np.eye(2), gradient)
-        solution = solution - step
-        if np.abs(step).max() < 1e-10:
-            break
-    return float(solution[0]), float(solution[1])

@@ -35,6 +35,34 @@ def read_numbers(path: Path) -> list[tuple[str, float]]:
     return pairs
 
 
+def read_texts(path: Path) -> list[str]:
+    """The lines of a file that are not blank.
+
+    Raises:
+        InvalidRequestError: The file cannot be read.
+    """
+    try:
+        return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error}") from None
+
+
+def read_labels(path: Path) -> list[tuple[str, bool]]:
+    """The fields "text" and "label", true, false, 1 or 0, of every line.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or a line has other fields.
+    """
+    pairs = []
+    for text, label in _fields(path, "text", "label"):
+        if not isinstance(text, str) or not text.strip() or label not in (0, 1):
+            raise InvalidRequestError(
+                f"{path}: {text!r} with the label {label!r} is no text with the label 0 or 1"
+            )
+        pairs.append((text, bool(label)))
+    return pairs
+
+
 def _fields(path: Path, first: str, second: str) -> list[tuple[object, object]]:
     try:  # line separators of Unicode may occur within a line
         lines = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]

@@ -191,10 +191,11 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The states after the final norm, `[..., width]`; arguments as those of the logits."""
+        """The states after the final norm, `[..., width]`; arguments as those of the logits, or
+        embeddings `[batch, length, width]` in place of the tokens."""
         indices = torch.arange(tokens.shape[1]) if positions is None else positions
         rope = self.cos[indices], self.sin[indices]
-        x = self.transformer["wte"](tokens)
+        x = tokens if tokens.is_floating_point() else self.transformer["wte"](tokens)
         for block in self.blocks:
             x = block(x, rope, causal, visible)
         x = x if output_rows is None else x[output_rows]

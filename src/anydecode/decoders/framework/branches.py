@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
+from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.sequence_data import StopChecker
 
@@ -60,3 +61,24 @@ def restarted_branch(
         if branch.is_open(runner):
             branch.align(runner)
     return branch
+
+
+def emit_from(branch: Sequence, sequence: Sequence, scores: Scores | None = None) -> Decoding:
+    """Generate the text of `sequence` behind the prompt of `branch`, another one.
+
+    Args:
+        branch: A branch of `sequence` with the same tokens.
+        sequence: The sequence.
+        scores: The scores of the last position of `branch`, if they are known.
+    """
+    while not sequence.finished:
+        branch.sampler = sequence.sampler
+        if scores is None:
+            scores = yield branch.score()
+        row, position = scores.row(-1), branch.length
+        scores.show_hidden(sequence.sampler, -1)
+        token = branch.sample(sequence.sampler, row, position)
+        sequence.record_logprobs(row, sequence.length, token, sequence.sampler)
+        branch.tokens.append(token)
+        sequence.emit([token])
+        scores = None

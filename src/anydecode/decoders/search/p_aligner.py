@@ -15,6 +15,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
+from anydecode.decoders.framework.branches import emit_from
 from anydecode.decoders.framework.rollouts import MAX_ROLLOUTS, Rollout, Rollouts
 from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.decoders.framework.valuing import Valuing
@@ -181,15 +182,7 @@ class PAligner(Decoder):
             yield from self._search(sequence, state)
         branch = _asked(sequence, _with_text(sequence, state.chosen))
         branch.tokens = list(sequence.tokens)
-        while not sequence.finished:
-            branch.sampler = sequence.sampler
-            scores = yield branch.score()
-            row, position = scores.row(-1), branch.length
-            scores.show_hidden(sequence.sampler, -1)
-            token = branch.sample(sequence.sampler, row, position)
-            sequence.record_logprobs(row, sequence.length, token, sequence.sampler)
-            branch.tokens.append(token)
-            sequence.emit([token])
+        yield from emit_from(branch, sequence)
         branch.release()
 
     def _search(
