@@ -558,6 +558,59 @@ def train_on_schedule(
     print(run.model_folder)
 
 
+@app.command("consistency")
+def train_consistency(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-consistency"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    block: Annotated[int, typer.Option("--block", min=1, help="Tokens per block.")] = 16,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of an answer.")] = 64,
+    answers: Answers = 64,
+    batch: Batch = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    rate: Rate = 3e-4,
+    text_weight: Annotated[
+        float,
+        typer.Option("--text-weight", help="Weight of the loss of plain decoding's tokens."),
+    ] = 1.0,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a model whose blocks of Jacobi iteration settle in fewer passes, for the decoder ceed.
+    A run with the same --out is resumed. The model is in the folder "model" of --out.
+
+    Example: anydecode train consistency --minutes 60 --out my-model
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training.block_consistency import BlockRecipe, BlockRun
+    from anydecode.training.diffusion import limit_threads
+
+    minutes = _minutes(minutes, steps)
+    recipe = BlockRecipe(
+        minutes,
+        steps,
+        answers=answers,
+        tokens=tokens,
+        batch=batch,
+        rank=rank,
+        rate=rate,
+        block=block,
+        text_weight=text_weight,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = _trained(lambda: BlockRun(load_checkpoint(model), out, recipe), "blocks")
+    if json:
+        print_json({"path": str(run.model_folder), **run.log()})
+        return
+    first, *_, last = run.results()
+    for name in first:
+        note(f"{name} in held-out blocks: {first[name]:.3f} -> {last[name]:.3f}")
+    print(run.model_folder)
+
+
 @app.command("heads")
 def train_exit_heads(
     model: LlamaModel = options.DEFAULT_MODEL,

@@ -72,7 +72,7 @@ class AnswerRun(WeightRun):
         pairs: Prompts and answers, the held-out ones first.
     """
 
-    data = ("pairs",)
+    data: ClassVar[tuple[str, ...]] = ("pairs",)
     recipe: AnswerRecipe
     pairs: list[Pair]
 

@@ -90,5 +90,10 @@ def consistency(
 
     with torch.no_grad():
         expected = predicted(teacher, cleaner)
-    found = predicted(student, noisier)
-    return (found.exp() * (found - expected).nan_to_num(0.0)).sum(-1).mean()
+    return divergence(predicted(student, noisier), expected)
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The mean of KL(p || q) over rows, in nats, from log-probabilities `[..., vocab]`; tokens that
+    neither allows may be -inf."""
+    return (p.exp() * (p - q).nan_to_num(0.0)).sum(-1).mean()

@@ -12,7 +12,7 @@ A run has a folder, from which it can be resumed: `state.pt`, `log.json`, and `m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -20,26 +20,19 @@ import torch
 from torch.nn import functional
 
 from anydecode.decoders.depth.skipdecode import SkipDecode
-from anydecode.errors import CheckpointError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.tokenizers import HFTokenizer
-from anydecode.training.answer_run import AnswerRecipe, AnswerRun
-from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights
-from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.block_adapter import Pair
+from anydecode.training.low_rank_run import LowRankRecipe, LowRankRun
 from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class ScheduleRecipe(AnswerRecipe):
+class ScheduleRecipe(LowRankRecipe):
     """How a model is trained. The schedule ends at `tokens`, the limit of an answer.
 
     Attributes:
-        rank: Rank of the adapter.
     """
-
-    rank: int = 16
-    counts = ("tokens", "batch", "rank")
 
 
 def scheduled_layers(
@@ -76,7 +69,7 @@ def scheduled_logits(
     return logits
 
 
-class ScheduleRun(AnswerRun):
+class ScheduleRun(LowRankRun):
     """A training run in a folder.
 
     Args:
@@ -97,25 +90,15 @@ class ScheduleRun(AnswerRun):
     def __init__(
         self, checkpoint: Checkpoint, folder: Path, recipe: ScheduleRecipe, decoder: SkipDecode
     ) -> None:
-        tokenizer = checkpoint.tokenizer
-        if not isinstance(tokenizer, HFTokenizer):
-            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
         super().__init__(checkpoint, folder, recipe)
-        self.tokenizer, self.decoder = tokenizer, decoder
+        self.decoder = decoder
         num_layers = self.model.shape.layers
         decoder.check(num_layers)
-        torch.manual_seed(recipe.seed)
-        trained = add_low_rank(self.model, recipe.rank)
         schedule = [
             sorted(decoder.left_out(num_layers, index, recipe.tokens))
             for index in range(recipe.tokens)
         ]
-        self._begin(trained, [asdict(self.model.shape), recipe.rank, schedule])
-
-    @property
-    def model_folder(self) -> Path:
-        """The folder of the trained model."""
-        return self.folder / "model"
+        self._adapt([schedule])
 
     def loss(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, int]:
         """The mean cross-entropy of the answers' tokens, and their number."""
@@ -139,10 +122,6 @@ class ScheduleRun(AnswerRun):
             loss, num_tokens = self.loss(held_out[start : start + self.recipe.batch])
             total, count = total + num_tokens * float(loss), count + num_tokens
         self._record(held_out={"answers": total / count})
-
-    def _write(self) -> None:
-        weights, shape = merged_weights(self.model), self.model.shape
-        save_nested_llama(self.model_folder, weights, shape, self.tokenizer)
 
     def held_out_losses(self) -> Sequence[float]:
         """The losses of held-out answers, in nats per token, in the order in which they were

@@ -24,11 +24,12 @@ from anydecode.scoring.tree import TokenTree
         " still changes.",
         works_with=("batches",),
         missing=(
-            "consistency training (the release has none either), without which blocks settle by"
-            " few tokens per pass",
-            "actions of a robot: blocks are text",
+            "actions of a robot: blocks are text, and training has no labels of the truth in place"
+            " of those that are far from it",
         ),
         deviations=(
+            "`anydecode train consistency` trains an adapter on blocks of the model's own answers"
+            " at temperature 0; the weight of the loss of their tokens is not published: 1",
             "the number of passes is not published: half the block",
             "every pass starts from the cache of the text; in the released code what earlier passes"
             " have stored stays, so that its fixed points need not be the text of plain decoding",
