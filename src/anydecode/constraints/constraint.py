@@ -17,7 +17,8 @@ from anydecode.models.tokenizer import Tokenizer
 class CompletionHints(Protocol):
     """Values and names that a search for a short completion may try. `shortest` caches the length
     of the shortest text by tokenizer; `longest_text` is the length of the schema's longest string,
-    in characters. `may_force` is whether a text that cannot end yet may be completed by force."""
+    in characters. `string_ends` are texts that may end a string that has no quotes. `may_force` is
+    whether a text that cannot end yet may be completed by force."""
 
     @property
     def shortest(self) -> MutableMapping[Tokenizer, array[int]]: ...
@@ -30,6 +31,9 @@ class CompletionHints(Protocol):
 
     @property
     def longest_text(self) -> int: ...
+
+    @property
+    def string_ends(self) -> tuple[bytes, ...]: ...
 
     def ordered(self, allowed: Set[str]) -> list[str]: ...
 

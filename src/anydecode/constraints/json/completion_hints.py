@@ -63,6 +63,7 @@ class SchemaHints:
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
+        self.string_ends: tuple[bytes, ...] = ()  # strings of JSON have quotes
         self._sizes: dict[tuple[int, int], int] = {}
         self.shortest: WeakKeyDictionary[Tokenizer, array[int]] = WeakKeyDictionary()
 

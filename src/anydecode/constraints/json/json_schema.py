@@ -242,6 +242,11 @@ class JsonSchema(CompletedConstraint):
             for narrowed_constraint in self._narrowed.values()
         )
 
+    @property
+    def whole(self) -> JsonSchema:
+        """The constraint that this is a narrowed form of, or this one."""
+        return self
+
     def narrowed(self, index: int) -> JsonSchema | None:
         if index not in self._narrowed:
             self._narrowed[index] = self._narrow(index)
@@ -439,6 +444,10 @@ class _Narrowed(JsonSchema):
         )
         self._whole = whole
         self._index = index
+
+    @property
+    def whole(self) -> JsonSchema:
+        return self._whole
 
     def with_prefix(self, prefix: str) -> Constraint:
         if not prefix.strip():

@@ -174,6 +174,8 @@ class _Search:
         vocab = self._vocab
         candidates = [[token] for token in _candidates(mask, vocab)]
         in_string = vocab.in_string(mask)
+        if in_string and (string_ends := self._string_ends(state)):
+            return [(0, tokens) for tokens in string_ends]
         ends = (b'"',) if in_string else (b"}", b"]", b",")
         closing = [candidate for candidate in candidates if vocab.token_bytes(candidate[0]) in ends]
         if not closing and self._hints is not None:
@@ -209,6 +211,21 @@ class _Search:
             if len(result) >= _MAX_VALUES or self.work > self._max_work:
                 return result
         return result or ([] if in_string else self._names(state))
+
+    def _string_ends(self, state: ConstraintState) -> list[list[int]]:
+        """The texts from the hints that end the string without quotes in which `state` is."""
+        result = []
+        for text in () if self._hints is None else self._hints.string_ends:
+            tokens = self._vocab.bytewise(text)
+            if tokens and self._allows(state, tokens):
+                branch = state.fork()
+                for token in tokens:
+                    branch.advance(token)
+                self.work += self._work_per_mask
+                mask = branch.mask()
+                if mask is not None and not self._vocab.in_string(mask):
+                    result.append(tokens)
+        return result
 
     def _ends_value(self, state: ConstraintState, tokens: list[int]) -> bool:
         """Whether `tokens` are allowed next and complete a value: a comma, a closing bracket or the

@@ -76,6 +76,11 @@ class ToolFormat(ABC):
         """A text that starts calls if the answer begins with it; may be empty."""
         return ""
 
+    @property
+    def string_end(self) -> str:
+        """The text behind a string that is written as it is; empty if there are none."""
+        return ""
+
     @abstractmethod
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
         """The grammar of calls of the tools with these schemas, by name."""

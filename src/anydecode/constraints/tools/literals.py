@@ -74,6 +74,10 @@ class EscapeSyntax(ValueSyntax):
 
     quote: str
 
+    @property
+    def string_end(self) -> str:
+        return self.quote
+
     words = ("true", "false", "null")
     separator = ","
     any_key = '/[^:{}<>,]+/ ":"'
@@ -109,6 +113,10 @@ class LiteralCalls(ToolFormat):
     @property
     def trigger(self) -> str:
         return self.opening
+
+    @property
+    def string_end(self) -> str:
+        return self.syntax.string_end
 
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
         arguments = partial(self._members, json_rule)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from anydecode.constraints.json.json_schema import JsonSchema
@@ -54,8 +53,15 @@ class TaggedCalls(ToolFormat):
     def trigger(self) -> str:
         return self.block[0] or self.opening
 
+    @property
+    def string_end(self) -> str:
+        return self.after_value
+
     def rules(self, schemas: Mapping[str, JsonSchema], json_rule: JsonRule) -> CallRules:
-        arguments = partial(self._arguments, json_rule)
+
+        def arguments(prefix: str, schema: JsonSchema) -> tuple[str, ArgumentGrammar]:
+            return self._arguments(json_rule, prefix, schema, schema.whole.schema)
+
         rules, calls, inexact = tool_rules(schemas, arguments, self._call_rule)
         rules = [*rules, f"tagged: {calls}"]
         call = f"{literal(self.opening)} tagged"
@@ -69,28 +75,36 @@ class TaggedCalls(ToolFormat):
         return f"{head} {arguments} {literal(self.closing)}"
 
     def _arguments(
-        self, json_rule: JsonRule, prefix: str, schema: JsonSchema
+        self, json_rule: JsonRule, prefix: str, schema: JsonSchema, root: Any
     ) -> tuple[str, ArgumentGrammar]:
-        """An expression of the arguments, and the grammar with its rules."""
+        """An expression of the arguments, and the grammar with its rules. `root`: the schema by
+        which calls are parsed."""
         grammar = ArgumentGrammar(prefix, schema, None, json_rule)
+        parsed = _schemas_by_name(root)
         expressions = []
         for name, node, is_required in grammar.arguments:
             tag = literal(self.before_key + name + self.after_key)
-            value = self._value_rule(grammar, node, is_text(schema.schema, node))
+            value = self._value_rule(grammar, node, root, parsed.get(name))
             expressions.append(f"{tag} {value}" if is_required else f"({tag} {value})?")
         return " ".join(expressions), grammar
 
-    def _value_rule(self, grammar: ArgumentGrammar, node: Any, is_raw: bool) -> str:
-        """An expression of the values under the schema `node` and the texts around them. `is_raw`:
-        whether they are strings, or null, as they are."""
+    def _value_rule(self, grammar: ArgumentGrammar, node: Any, root: Any, parsed: Any) -> str:
+        """An expression of the values under the schema `node` and the texts around them. Where
+        nothing says whether a value is a string as it is, `parsed` does, the schema in `root` by
+        which the value is parsed."""
         kinds = self.kinds
-        if is_raw and not kinds[0]:
-            return grammar.raw_text(node, self.after_value)
+        if not kinds[0]:
+            if is_text(root, parsed):
+                has_null = allows_type(root, parsed, "null")
+                text = grammar.raw_text(node, self.after_value, has_null=has_null)
+                return text or grammar.any_text(node, self.after_value)
+            return f"{grammar.part(node)} {literal(self.after_value)}"
+        is_raw = is_text(grammar.root, node)
         options = []
         if is_raw:
             text = grammar.raw_text(node, self.after_value, has_null=False)
-            options.append(f"{literal(kinds[0])} {text}")
-        elif kinds[0] and allows_type(grammar.root, node, "string"):
+            options.append(f"{literal(kinds[0])} {text}" if text else "")
+        elif allows_type(grammar.root, node, "string"):
             text = grammar.any_text(node, self.after_value)
             options.append(f"{literal(kinds[0])} {text}")
         if not is_raw:
@@ -98,13 +112,14 @@ class TaggedCalls(ToolFormat):
             options.append(f"{literal(kinds[1])} {value}")
         elif allows_type(grammar.root, node, "null"):
             options.append(literal(kinds[1] + "null" + self.after_value))
+        options = [*filter(None, options)] or [grammar.any_text(node, self.after_value)]
         return f"({' | '.join(options)})"
 
     def value_rules(
         self, value: JsonSchema, arguments: str, schema: Any, json_rule: JsonRule
     ) -> list[str]:
         if not arguments:
-            expression, grammar = self._arguments(json_rule, "part", value)
+            expression, grammar = self._arguments(json_rule, "part", value, schema)
             tag = self.after_name.strip()  # it is removed with the name, or else all before "<"
             head = literal(self.after_name.removeprefix(tag)) if tag else ""
             expression = f"{head} {expression} {literal(self.closing)}"
@@ -112,10 +127,9 @@ class TaggedCalls(ToolFormat):
             name = open_argument(arguments)
             if name is None:
                 return super().value_rules(value, arguments, schema, json_rule)
-            nodes = {argument.name: argument.schema for argument in arguments_of(schema)[0]}
-            root, node = (value.schema,) * 2 if self.kinds[0] else (schema, nodes.get(name))
             grammar = ArgumentGrammar("part", value, None, json_rule)
-            expression = self._value_rule(grammar, value.schema, is_text(root, node))
+            parsed = _schemas_by_name(schema).get(name)
+            expression = self._value_rule(grammar, value.schema, schema, parsed)
         return [*grammar.rules, f"value: {expression}", "REST: /(?s:.+)/"]
 
     def parse(self, stream: TextStream, schemas: Mapping[str, Any]) -> Steps[None]:
@@ -150,7 +164,7 @@ class TaggedCalls(ToolFormat):
             return False
         yield "call", name
         schema = schemas.get(name, {})
-        nodes = {argument.name: argument.schema for argument in arguments_of(schema)[0]}
+        nodes = _schemas_by_name(schema)
         start = "{"
         while (tag := (yield from stream.next_of(*self._tags))) == self.before_key:
             key = yield from stream.read_until(self.after_key)
@@ -158,8 +172,11 @@ class TaggedCalls(ToolFormat):
                 return False
             yield "arguments", f"{start}{json.dumps(key, ensure_ascii=False)}: "
             start = ", "
-            is_raw, has_null = is_text(schema, nodes.get(key)), not self.kinds[0]
-            if self.kinds[0]:
+            node = nodes.get(key)
+            is_raw, has_null = is_text(schema, node), False
+            if not self.kinds[0]:
+                has_null = allows_type(schema, node, "null")
+            else:
                 kind = yield from stream.next_of(*self.kinds)
                 if not kind:
                     return False
@@ -197,7 +214,7 @@ class TaggedCalls(ToolFormat):
         return self.block[0] + ("" if self.block[0] else "\n").join(texts) + self.block[1]
 
     def _rendered(self, name: str, arguments: Any, schema: Any) -> str:
-        nodes = {argument.name: argument.schema for argument in arguments_of(schema)[0]}
+        nodes = _schemas_by_name(schema)
         text = self.opening + self.before_name + name + self.after_name
         for key, value in arguments.items():
             is_raw = isinstance(value, str)
@@ -207,3 +224,8 @@ class TaggedCalls(ToolFormat):
             kind = self.kinds[0 if is_raw else 1]
             text += self.before_key + key + self.after_key + kind + rendered + self.after_value
         return text + self.closing
+
+
+def _schemas_by_name(schema: Any) -> dict[str, Any]:
+    """The schemas of a tool's arguments, by name."""
+    return {argument.name: argument.schema for argument in arguments_of(schema)[0]}

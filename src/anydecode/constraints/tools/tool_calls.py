@@ -107,7 +107,8 @@ class ToolCalls(CompletedConstraint):
     def completion_hints(self) -> CompletionHints:
         """The names and values of all schemas. Available after `start`."""
         hints = [schema.completion_hints for schema in self._named_schemas().values()]
-        return _Hints(hints, _shortest_texts(self._base_text or self._text), self._may_force)
+        shortest = _shortest_texts(self._base_text or self._text)
+        return _Hints(hints, self.call_format.string_end, shortest, self._may_force)
 
     def report(self) -> ConstraintReport:
         reports = {name: schema.report() for name, schema in self._named_schemas().items()}
@@ -393,10 +394,12 @@ class _Hints:
     def __init__(
         self,
         hints: list[Any],
+        string_end: str,
         shortest: MutableMapping[Tokenizer, array[int]],
         may_force: Callable[[str], bool],
     ) -> None:
         self._hints = hints
+        self.string_ends = (string_end.encode(),) if string_end else ()
         self.shortest = shortest
         self.may_force = may_force
         self.values = sorted({value for one in hints for value in one.values}, key=len)

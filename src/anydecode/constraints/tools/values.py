@@ -62,6 +62,11 @@ class ValueSyntax(ABC):
     words: tuple[str, str, str]
     separator: str
 
+    @property
+    def string_end(self) -> str:
+        """The text behind a string that is written as it is; empty if there are none."""
+        return ""
+
     @abstractmethod
     def key(self, name: str) -> str:
         """The text of a property's name, up to its value."""
@@ -324,7 +329,7 @@ class ArgumentGrammar:
             return _options(
                 literal(("null" if value is None else value) + closing)
                 for value in values
-                if value is not None or has_null
+                if isinstance(value, str) or (value is None and has_null)
             )
         for key in ("anyOf", "oneOf", "allOf"):
             if node.get(key):
