@@ -18,6 +18,7 @@ from anydecode.certification.tiny_blocks import (
 from anydecode.certification.tiny_heads import (
     blockwise_checkpoint,
     clover_checkpoint,
+    falcon_checkpoint,
     hydra_checkpoint,
     medusa_checkpoint,
     mtp_checkpoint,
@@ -43,6 +44,7 @@ _LAYOUTS: dict[str, tuple[str, Callable[[Network], Checkpoint], str]] = {
     "hydra++": ("hydra", partial(hydra_checkpoint, has_prefix=True), "hydra_lm_head.pt"),
     "blockwise": ("blockwise", partial(blockwise_checkpoint, modulus=9), "model.safetensors"),
     "clover": ("clover", clover_checkpoint, "model.safetensors"),
+    "falcon": ("falcon", falcon_checkpoint, "model.safetensors"),
     "mtp": ("mtp", mtp_checkpoint, "model.safetensors"),
     "dflash": ("dflash", dflash_checkpoint, "model.safetensors"),
     "speculators": ("dflash", _speculators, "model.safetensors"),

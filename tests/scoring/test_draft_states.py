@@ -34,6 +34,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self.length, self.left_out = 0, 0
+        self.pending = None
 
     def truncate(self, length: int) -> None:
         self.length = length

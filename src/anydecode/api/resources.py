@@ -113,7 +113,7 @@ class Resources:
             if needs.drafts_blocks and spec.block is None:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that drafts blocks (DFlash, DSpark,"
-                    " P-EAGLE)"
+                    " P-EAGLE, Falcon)"
                 )
             if needs.drafts_exit and spec.architecture != EARLY_EXIT:
                 raise UnsupportedCombinationError(

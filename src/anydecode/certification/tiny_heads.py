@@ -129,6 +129,42 @@ def clover_checkpoint(
     return Checkpoint("clover", Path("clover"), config, tensors)
 
 
+def falcon_checkpoint(target: Network, *, seed: int = 0, size: int = 2) -> Checkpoint:
+    """A random drafter in the layout of Falcon, which predicts `size` tokens ahead. It often agrees
+    with a target of small `residual`: its cells pass the token's embedding on, and its MLP has a
+    unit for each token, which adds the row of the target's head for the token so many steps
+    behind."""
+    states, following = _following(target)
+    (count, hidden), matrix = states.shape, random_matrices(seed)
+    tokens = np.arange(count)
+    for _ in range(size):
+        tokens = following[tokens]
+    one, open_gate = np.eye(hidden, dtype=np.float32), np.full(hidden, 2.0, np.float32)
+    x, tensors = target.weights.embedding.data, dict[str, np.ndarray]()
+    for cell in range(2):
+        width = hidden if cell else 2 * hidden
+        quarters = [0.3 * matrix(hidden, width) for _ in range(4)]
+        quarters[2][:, :hidden] += 2 * one
+        biases = [open_gate, matrix(1, hidden)[0], 0 * open_gate, open_gate]
+        tensors |= {
+            f"lstm.weight_ih_l{cell}": np.concatenate(quarters),
+            f"lstm.weight_hh_l{cell}": matrix(4 * hidden, hidden),
+            f"lstm.bias_ih_l{cell}": np.concatenate(biases),
+            f"lstm.bias_hh_l{cell}": 0.1 * matrix(1, 4 * hidden)[0],
+        }
+        x = np.tanh(np.tanh(2 * x))
+    layer = layer_tensors("layers.0", hidden, hidden, matrix)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True))
+    layer |= {
+        "layers.0.self_attn.o_proj.weight": 6 * layer["layers.0.self_attn.o_proj.weight"],
+        "layers.0.mlp.gate_proj.weight": x / 8,
+        "layers.0.mlp.up_proj.weight": x / 8,
+        "layers.0.mlp.down_proj.weight": 0.04 * target.weights.head.data[tokens].T,
+    }
+    config = {**drafter_config(target), "intermediate_size": count, "k_mask": size}
+    return Checkpoint("falcon", Path("falcon"), config, tensors | layer)
+
+
 #: Names in the layouts of modules that predict further tokens: the prefixes of the layer and of the
 #: other tensors, the norms of embedding and state, the projection and the last norm.
 MTP_LAYOUTS = {

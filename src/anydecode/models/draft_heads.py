@@ -1,10 +1,10 @@
 """Opens drafters that read the states of their target, by their files: EAGLE, EAGLE-2, EAGLE-3,
-P-EAGLE and ParallelSpec (DFlash and DSpark: `models/block_drafters.py`).
+P-EAGLE, ParallelSpec and Falcon (DFlash and DSpark: `models/block_drafters.py`).
 
 EAGLE: Li et al., arXiv:2401.15077 and arXiv:2406.16858. EAGLE-3: arXiv:2503.01840. P-EAGLE:
-arXiv:2602.01469. ParallelSpec: arXiv:2410.05589. Layouts: those of SafeAILab/EAGLE, SpecForge and
-speculators; that of ParallelSpec, of which no files are published, is EAGLE's with `mask_states`
-`[mask tokens, hidden]` and `mask_token_id`.
+arXiv:2602.01469. ParallelSpec: arXiv:2410.05589. Falcon: arXiv:2412.12639. Layouts: those of
+SafeAILab/EAGLE, SpecForge, speculators and Bestpay-inc/Falcon; that of ParallelSpec, of which no
+files are published, is EAGLE's with `mask_states` `[mask tokens, hidden]` and `mask_token_id`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from anydecode.models.families.values import bool_value, int_value, list_value, 
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_COUNT, MAX_LAYERS, MAX_TOKENS, refusal
+from anydecode.models.linear import Linear
 from anydecode.models.network import LayerWeights, ModelWeights, Network
 from anydecode.models.spec import BlockSpec, ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
@@ -46,13 +47,15 @@ _OUTPUT_TAPS = {"LlamaForCausalLMEagle3", "PEagleDraftModel"}
 _MASK_STATE, _NUM_DRAFTS = "mask_hidden", 8
 #: The states of mask tokens of ParallelSpec.
 _MASK_STATES = "mask_states"
+#: The matrix of the first cell of Falcon's LSTM.
+_LSTM = "lstm.weight_ih_l0"
 #: The name of the first layer of EAGLE-3, which converted checkpoints number.
 _FIRST_LAYER = "midlayer"
 
 
 def is_draft_head(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is a drafter that reads its target's states."""
-    return "fc.weight" in checkpoint.tensors
+    return "fc.weight" in checkpoint.tensors or _LSTM in checkpoint.tensors
 
 
 def load_draft_head(
@@ -81,6 +84,9 @@ def load_draft_head(
         kind = checkpoint.config.get(SPECULATORS)
         if kind not in (None, "eagle", "eagle3", "peagle"):
             raise refusal(SPECULATORS, kind, "eagle, eagle3, peagle, dflash or dspark")
+        if _LSTM in checkpoint.tensors:
+            reader = TensorReader(checkpoint, dtype, "layers.0.self_attn.q_proj")
+            return _Falcon(checkpoint, target, reader, read_rows).read()
         reader = TensorReader(checkpoint, dtype, "fc")
         names = ("d2t", "midlayer.hidden_norm.weight", _MASK_STATE)
         is_third = kind in ("eagle3", "peagle") or any(one in checkpoint.tensors for one in names)
@@ -175,7 +181,7 @@ class _Eagle:
 
     def _layer(self, index: int) -> LayerWeights:
         name, hidden = self._layer_name(index), self.hidden
-        width = hidden if index or self.joins == "projection" else 2 * hidden
+        width = hidden if index or self.joins != "attention" else 2 * hidden
         inner = int_value(self.config, "intermediate_size")
         return read_dense_layer(self.reader, name, self.spec.layers[index], hidden, inner, width)
 
@@ -186,6 +192,41 @@ class _Eagle:
             raise CheckpointError(
                 f"num_hidden_layers is {count}, but {self.checkpoint.name} contains more layers"
             )
+
+
+class _Falcon(_Eagle):
+    """Reads a drafter of Falcon: EAGLE's, with the cells of an LSTM in place of the projection. It
+    predicts as many positions ahead as its blocks have tokens, whose rows see each other.
+
+    In the published code the LSTM takes the rows for a batch, so that every row starts from zero:
+    the matrices of the state before have no effect, as the forget gates have none.
+    """
+
+    joins = "cells"
+
+    def _spec(self, spec: ModelSpec) -> ModelSpec:
+        if spec.num_layers != 1:  # others would make keys and values of what they attend to
+            raise refusal("num_hidden_layers", spec.num_layers, "1, as of published drafters")
+        spec, size = super()._spec(spec), int_value(self.config, "k_mask", high=MAX_COUNT)
+        states = StateSpec((), self.target.spec.hidden_size, joins=self.joins, stride=size)
+        block = BlockSpec(size, None, predicts_next=True)
+        return replace(spec, architecture="Falcon", states=states, block=block)
+
+    def _states(self) -> StateWeights:
+        return StateWeights(cells=[self._cell(0, 2 * self.hidden), self._cell(1, self.hidden)])
+
+    def _cell(self, number: int, width: int) -> Linear:
+        """A cell without its forget gate, which is the second quarter of the rows."""
+        size = 4 * self.hidden
+        kept = np.delete(np.arange(size), slice(self.hidden, 2 * self.hidden))
+        matrix = self.reader.matrix(
+            "lstm", (size, width), rows=kept, alias=f"lstm.{number}", part=f"weight_ih_l{number}"
+        )
+        names = [f"lstm.bias_{part}_l{number}" for part in ("ih", "hh")]
+        if not self.reader.has(names[0]):
+            return Linear(matrix)
+        first, second = (self.reader.vector(name, size)[kept] for name in names)
+        return Linear(matrix, first + second)
 
 
 class _Eagle3(_Eagle):

@@ -384,7 +384,8 @@ class Network:
         states, starts = self.spec.states, self.spec.starts_from_states
         if states is None or states.joins == "cross":
             return False
-        return starts and not states.feeds_normed and not states.num_heads
+        is_next = states.stride == 1
+        return starts and is_next and not states.feeds_normed and not states.num_heads
 
     def matrices(self) -> Iterator[Weight]:
         """Yield the embedding and every matrix of a product; tied ones may be yielded twice."""
@@ -996,6 +997,11 @@ def _check_states(spec: ModelSpec, weights: StateWeights | None) -> None:
             raise CheckpointError(f"only one of the spec and the weights has the {name}")
         if linear is not None:
             _check_linear(f"the {name}", linear, shape)
+    if bool(weights.cells) != (states.joins == "cells"):
+        raise CheckpointError("only one of the spec and the weights has cells")
+    for index, cell in enumerate(weights.cells):
+        shape = (3 * hidden, hidden if index else 2 * hidden)
+        _check_linear(f"cell {index}", cell, shape)
     for name, norm, is_expected in (
         ("embedding", weights.embedding_norm, states.has_norms),
         ("state", weights.state_norm, states.has_norms or states.joins in ("context", "cross")),

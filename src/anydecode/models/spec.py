@@ -250,12 +250,12 @@ class StateSpec:
         num_target_norms: The norms of the target's states: none, 1 of all of them side by side, or
             one per tap.
         joins: Where embedding and state meet: in a "projection" before the first layer (EAGLE,
-            multi-token prediction), or in the first layer's "attention" (EAGLE-3), whose matrices
-            read both side by side while its output is added to the state. As a "context" (DFlash)
-            the target's states, projected and normed, are what every layer makes keys and values
-            of, and the rows of tokens attend to these. "cross" (LongSpec): the last layer's keys
-            and values are those of the states at their own positions, and only of positions whose
-            states are known.
+            multi-token prediction), in the "cells" of an LSTM there (Falcon), or in the first
+            layer's "attention" (EAGLE-3), whose matrices read both side by side while its output is
+            added to the state. As a "context" (DFlash) the target's states, projected and normed,
+            are what every layer makes keys and values of, and the rows of tokens attend to these.
+            "cross" (LongSpec): the last layer's keys and values are those of the states at their
+            own positions, and only of positions whose states are known.
         has_norms: Whether embedding and state are normed where they meet.
         has_normed_residual: Whether the first layer's output is added to the normed state.
         feeds_normed: Whether the drafter's own states are those after its final norm.
@@ -265,6 +265,9 @@ class StateSpec:
             from the target's state without a pass (Medusa).
         has_mask: Whether mask tokens read learned states in place of the target's (P-EAGLE,
             ParallelSpec), so that the drafter's own states are not used.
+        stride: How many positions ahead of a row's own it predicts, token and state (Falcon); so
+            many rows see each other. Where the drafter's own state stands in, it is that of the row
+            so many positions before.
     """
 
     taps: tuple[int, ...]
@@ -278,6 +281,7 @@ class StateSpec:
     num_heads: int = 0
     reads_tokens: bool = True
     has_mask: bool = False
+    stride: int = 1
 
     @property
     def num_taps(self) -> int:
@@ -293,18 +297,19 @@ class StateSpec:
 @dataclass(frozen=True)
 class BlockSpec:
     """The block that a drafter predicts in one pass: the text's last token, then mask tokens, which
-    attend to each other and to the context (DFlash) or each to all before it (P-EAGLE).
+    attend to each other and to the context (DFlash) or each to all before it (P-EAGLE); or the
+    text's last tokens (`StateSpec.stride`).
 
     Attributes:
         size: The number of rows that it was trained with.
-        mask_token: The token of all rows but the first.
+        mask_token: The token of all rows but the first; None: those of the text.
         predicts_next: Whether a row predicts the token behind its position (DSpark, P-EAGLE), not
             the token of it, so that the first row predicts too.
         causal_layers: The layers in which a row of the block sees only those before it.
     """
 
     size: int
-    mask_token: int
+    mask_token: int | None
     predicts_next: bool = False
     causal_layers: tuple[int, ...] = ()
 
@@ -391,7 +396,8 @@ class ModelSpec:
             _check_states(self.states, self.hidden_size)
         if self.block is not None:
             integer("block_size", self.block.size, 1 if self.block.predicts_next else 2, MAX_COUNT)
-            integer("mask_token_id", self.block.mask_token, 0, self.vocab_size - 1)
+            if self.block.mask_token is not None:
+                integer("mask_token_id", self.block.mask_token, 0, self.vocab_size - 1)
         if self.norm not in ("rms", "layer"):
             raise refusal("norm", self.norm, "one of ('rms', 'layer')")
         if self.block_size is not None:
@@ -506,10 +512,11 @@ def _check_states(states: StateSpec, hidden_size: int) -> None:
     integer("target_size", states.target_size)
     for tap in states.taps:
         integer("a tapped layer", tap, 0, MAX_LAYERS)
-    kinds = ("projection", "attention", "context", "cross")
+    kinds = ("projection", "cells", "attention", "context", "cross")
     if states.joins not in kinds:
         raise refusal("joins", states.joins, f"one of {kinds}")
     integer("the number of heads", states.num_heads, 0, MAX_STEPS)
+    integer("stride", states.stride, 1, MAX_COUNT)
     has_own_size = states.is_projected or states.num_heads > 0
     if not has_own_size and states.num_taps * states.target_size != hidden_size:
         allowed = f"{hidden_size} numbers per position where they are not projected"

@@ -34,6 +34,9 @@ class StateWeights:
         state_norm: `[hidden_size]`; of a context, after the projection.
         target: `[hidden_size, taps * target_size]`, of the target's states side by side.
         target_norms: One `[target_size]` per tap, or one of all of them side by side.
+        cells: In place of the projection: LSTM cells, one after the other, that start from zero in
+            every row. Matrices of the input gate, the candidate and the output gate `[3 *
+            hidden_size, in_features]`; the first reads an embedding and a state side by side.
         mask: `[mask tokens, taps * target_size]`, in place of the target's states of mask tokens;
             one row if it is the same for all.
     """
@@ -43,6 +46,7 @@ class StateWeights:
     state_norm: np.ndarray | None = None
     target: Linear | None = None
     target_norms: list[np.ndarray] = field(default_factory=list)
+    cells: list[Linear] = field(default_factory=list)
     mask: np.ndarray | None = None
     _target_matrix: np.ndarray | None = field(default=None, init=False, repr=False)
 
@@ -52,8 +56,23 @@ class StateWeights:
         assert states is not None
         if self.projection is not None:
             return self.projection.apply(backend, self._pair(backend, x, embedding, spec))
+        if self.cells:
+            return self._run_cells(
+                backend, self._pair(backend, x, embedding, spec), spec.hidden_size
+            )
         if states.has_normed_residual:
             return backend.rms_norm(x, self.state_norm, spec.norm_eps)
+        return x
+
+    def _run_cells(self, backend: Backend, x: Any, size: int) -> Any:
+        """sigmoid(output) * tanh(sigmoid(input) * tanh(candidate)), cell after cell."""
+        for cell in self.cells:
+            gates = cell.apply(backend, x)
+            entry, candidate, exit = (
+                backend.columns(gates, part * size, size) for part in range(3)
+            )
+            memory = backend.gated(entry, backend.softcap(candidate, 1.0), "sigmoid")
+            x = backend.gated(exit, backend.softcap(memory, 1.0), "sigmoid")
         return x
 
     def attention_inputs(self, backend: Backend, x: Any, embedding: Weight, spec: ModelSpec) -> Any:
@@ -133,4 +152,5 @@ class StateWeights:
     @property
     def matrices(self) -> list[Weight]:
         """Every matrix that a kernel reads."""
-        return [] if self.projection is None else [self.projection.weight]
+        linears = [*self.cells] if self.projection is None else [self.projection]
+        return [linear.weight for linear in linears]

@@ -46,6 +46,7 @@ class DraftStates:
     Attributes:
         layers: The target's hidden states that are read, by number of layers.
         reads_tokens: See `StateSpec`.
+        stride: See `StateSpec`.
         has_own: Whether the drafter's own states stand in for those of the target.
         confirmed: Leading positions of the drafter's cache that were computed from the target's
             states; None while it has no cache.
@@ -63,6 +64,7 @@ class DraftStates:
         self._drafter, self._normed = drafter, None if spec.taps else normed
         self._width = spec.num_taps * spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
+        self.stride = spec.stride
         self._lag, self.has_own = spec.lag, spec.lag > 0 and not spec.has_mask
         self._is_cross = spec.joins == "cross"
         self.layers = spec.taps or (depth,)
@@ -113,6 +115,10 @@ class DraftStates:
     def knows(self, position: int) -> bool:
         """Whether the target's state at `position` is known."""
         return self._first <= position < self._first + len(self._target)
+
+    def can_draft(self, length: int) -> bool:
+        """Whether the states are known that the last rows of a text of `length` tokens read."""
+        return self.knows(length - 2) and self.knows(length - 1 - self.stride)
 
     def truncate(self, length: int) -> None:
         """Forget the target's states from position `length` on: its cache has no more positions."""
@@ -197,8 +203,9 @@ class DraftStates:
             parts.append(self._project(taps))
             if self.confirmed == first:
                 self.confirmed = first + num_known
-                self._target = self._target[start + num_known - 1 :]
-                self._first += start + num_known - 1
+                num_freed = max(0, start + num_known - self.stride)
+                self._target = self._target[num_freed:]
+                self._first += num_freed
         if num_known < count and self._is_cross:
             parts.append(np.zeros((count - num_known, self._width), np.float32))
         elif num_known < count:
@@ -218,14 +225,24 @@ class DraftStates:
         return rows
 
     def for_nodes(self, kv_cache: SequenceCache, parents: Seq[int]) -> np.ndarray:
-        """The states of nodes of the drafter's tree, float32 `[nodes, hidden_size]`: its own states
-        of their parents, which must have run."""
+        """The states of new nodes of the drafter's tree, float32 `[nodes, hidden_size]`: its own
+        states of the nodes `stride` before them (of their parents), which must have run."""
         if self._is_cross:
             return np.zeros((len(parents), self._width), np.float32)
-        last = kv_cache.length - 1
+        pending = [] if kv_cache.pending is None else kv_cache.pending.parents
+        tree, last = [*pending, *parents], kv_cache.length - 1
         return np.stack(
-            [self._own[last] if parent == ROOT else self._own_nodes[parent] for parent in parents]
+            [self._own_before(tree, node, last) for node in range(len(pending), len(tree))]
         )
+
+    def _own_before(self, parents: Seq[int], node: int, last: int) -> np.ndarray:
+        """The drafter's own state of what is `stride` before `node`: a node, or a position up to
+        `last`."""
+        for step in range(1, self.stride + 1):
+            node = parents[node]
+            if node == ROOT:
+                return self._own[last - self.stride + step]
+        return self._own_nodes[node]
 
     def observe_draft(self, span: Span, rows: Seq[int], hidden: np.ndarray) -> None:
         """Take the drafter's last hidden states of `rows` of `span`, float32 `[rows,

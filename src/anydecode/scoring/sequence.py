@@ -191,7 +191,13 @@ class Sequence(SequenceData):
         return request
 
     def extend(
-        self, tokens: Seq[int], parents: Seq[int], *, runner: str, hidden: tuple[int, ...] = ()
+        self,
+        tokens: Seq[int],
+        parents: Seq[int],
+        *,
+        runner: str,
+        hidden: tuple[int, ...] = (),
+        block: int = 1,
     ) -> ScoreRequest:
         """Returns a request that scores the first or further nodes of the pending token tree of
         `runner`. The result has one row per node.
@@ -202,6 +208,7 @@ class Sequence(SequenceData):
                 scored, or `ROOT` for the last position of the cache.
             runner: The model that runs.
             hidden: Layers whose hidden states to return.
+            block: See `TreeSpan`.
         """
         kv_cache = self.kv_cache(runner)
         pending_parents = [] if kv_cache.pending is None else kv_cache.pending.parents
@@ -212,7 +219,10 @@ class Sequence(SequenceData):
         rows = range(len(tokens))
         capture_layers = self._capture_layers(hidden, runner)
         span = TreeSpan(
-            kv_cache, tokens, 0, depth, rows, capture_layers, parents=list(parents), first=first
+            *(kv_cache, tokens, 0, depth, rows, capture_layers),
+            parents=list(parents),
+            first=first,
+            block=block,
         )
         if runner in self.draft_states:
             span.states = self.draft_states[runner].for_nodes(kv_cache, parents)

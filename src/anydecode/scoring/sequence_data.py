@@ -297,8 +297,8 @@ class SequenceData:
         return own + [kv_cache for child in self._children for kv_cache in child.kv_caches(runner)]
 
     def align(self, runner: str) -> None:
-        """Drop cached positions of `runner` that are not tokens of this sequence (rejected
-        drafts)."""
+        """Drop cached positions of `runner` that are not tokens of this sequence (rejected drafts),
+        and those of its last tokens, whose rows predict."""
         kv_cache, tokens = self.kv_cache(runner), self.all_tokens
         kv_cache.discard()
         cached = kv_cache.tokens
@@ -307,14 +307,16 @@ class SequenceData:
                 i for i, token in enumerate(cached) if i >= len(tokens) or token != tokens[i]
             )
             kv_cache.truncate(num_common)
-        if kv_cache.length >= len(tokens):
-            kv_cache.truncate(len(tokens) - 1)
-        if runner in self.draft_states:
-            self.draft_states[runner].align(kv_cache)
+        states = self.draft_states.get(runner)
+        num_read = max(0, len(tokens) - (1 if states is None else states.stride))
+        if kv_cache.length > num_read:
+            kv_cache.truncate(num_read)
+        if states is not None:
+            states.align(kv_cache)
 
     def can_draft(self) -> bool:
         """Whether the target's states are known that the drafters read, if they read some."""
-        return all(states.knows(self.length - 2) for states in self.draft_states.values())
+        return all(states.can_draft(self.length) for states in self.draft_states.values())
 
     def is_open(self, runner: str) -> bool:
         return runner in self._kv_caches

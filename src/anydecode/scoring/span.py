@@ -216,6 +216,17 @@ class ChainSpan(Span):
 
 
 @dataclass(eq=False)
+class JointSpan(ChainSpan):
+    """The last rows of a chain, which also see each other."""
+
+    divisible = False
+
+    def write_rows(self, rows: Rows, at: int, count: int) -> None:
+        super().write_rows(rows, at, count)
+        rows.prefix[at : at + count] = self.kv_cache.length
+
+
+@dataclass(eq=False)
 class MultiStepSpan(ChainSpan):
     """A chain after which the backend may sample and score further tokens in the same pass.
 
@@ -294,12 +305,14 @@ class TreeSpan(Span):
     Args:
         parents: Parent of each node in the pending tree, `ROOT` for the first level.
         first: If not 0, that many nodes are already pending, and these are added.
+        block: The nodes are paths of so many nodes, one after the other, which also see each other.
 
     With `inputs`, the nodes that have a token are fed this, and the others (-1) their row.
     """
 
     parents: list[int] = field(default_factory=list)
     first: int = 0
+    block: int = 1
 
     def drop(self, count: int) -> None:
         super().drop(count)
@@ -339,7 +352,8 @@ class TreeSpan(Span):
             depths[node] = 1 if parent < 0 else depths[parent] + 1
             if node < first:
                 continue
-            path = pending.slots[pending.path(node)]
+            last = node + self.block - 1 - (node - first) % self.block
+            path = pending.slots[pending.path(last)]
             rows.tail_start[at + node - first] = offset
             rows.tail_length[at + node - first] = len(path)
             offset += len(path)

@@ -265,6 +265,7 @@ class DrafterRun(TrainingRun[list[float]]):
             Random(f"{self.options.seed}/{step}").getrandbits(63)
         )
         batch = self.data.load(indices, self.torch_target)
+        self.learner.train(step >= 0).progress = self.progress
         with self.device, torch.autocast(self.device.type, torch.bfloat16):
             return self.learner.losses(batch, random)
 

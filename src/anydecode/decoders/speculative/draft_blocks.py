@@ -3,6 +3,7 @@ and the draft tree that follows from it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -22,6 +23,7 @@ from anydecode.models.spec import BlockSpec
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.span import ChainSpan, JointSpan
 from anydecode.scoring.tree import ROOT, TokenTree
 
 
@@ -59,6 +61,8 @@ def score_block(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest
     model: Any = kv_cache.pool.model
     if model.spec.states.has_mask:
         return _score_masks(sequence, block, size)
+    if block.mask_token is None:
+        return _score_last(sequence, block.size)
     shift = int(block.predicts_next)
     positions = np.arange(first, first + size + 1 - shift, dtype=np.int32)
     tokens = [sequence.all_tokens[-1], *[block.mask_token] * (len(positions) - 1)]
@@ -78,9 +82,26 @@ def score_block(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest
     return score_canvas(sequence, DRAFT, spans, 1, predicted, shift)
 
 
+def _score_last(sequence: Sequence, size: int) -> ScoreRequest:
+    """The request of Falcon: rows of the text's tokens, of which the last `size` see each other."""
+    request = sequence.score(runner=DRAFT, rows=size)
+    (span,) = request.groups[0]
+    cache, stop = span.kv_cache, span.stop
+    assert span.states is not None, "of a drafter that reads states"
+    last = JointSpan(cache, span.tokens[-size:], 0, stop, range(size), span.capture_layers)
+    last.states = span.states[-size:]
+    request.groups = [[last]]
+    if len(span) > size:
+        before = ChainSpan(cache, span.tokens[:-size], 0, stop, logits=False)
+        before.states = span.states[:-size]
+        request.groups = [[before, last]]
+    return request
+
+
 def _score_masks(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest:
     """The request of P-EAGLE and ParallelSpec: rows of the text's tokens, as those of EAGLE, then
     mask tokens."""
+    assert block.mask_token is not None
     request, kv_cache = sequence.score(runner=DRAFT), sequence.kv_cache(DRAFT)
     model: Any = kv_cache.pool.model
     positions = np.arange(sequence.length - 1, sequence.length - 1 + size)
@@ -96,13 +117,13 @@ def _score_masks(sequence: Sequence, block: BlockSpec, size: int) -> ScoreReques
 
 
 class BlockTree:
-    """The draft tree that follows from the scores of a block.
+    """The draft tree that follows from the scores of a block, and of further blocks behind it.
 
-    Each slot has one distribution for all nodes of its depth, unless the drafter has heads that
-    read the token before. The nodes are added in falling order of their weights, the product of the
-    estimated acceptance probabilities along their paths, as far as it is at least `threshold`. With
-    a confidence head, a node's children are left out instead where the product of the confidences
-    along its path is below `threshold`.
+    Each slot has one distribution for all nodes of its depth in a block, unless the drafter has
+    heads that read the token before. The nodes are added in falling order of their weights, the
+    product of the estimated acceptance probabilities along their paths, as far as it is at least
+    `threshold`. With a confidence head, a node's children are left out instead where the product of
+    the confidences along its path is below `threshold`.
 
     Args:
         sequence: The sequence to draft for.
@@ -123,7 +144,6 @@ class BlockTree:
         has_noise: bool = True,
     ) -> None:
         self.sequence = sequence
-        self.scores = scores
         self.is_chain = is_chain
         self.threshold = threshold
         self.has_noise = has_noise
@@ -137,25 +157,80 @@ class BlockTree:
         self._samplers: dict[int, Sampler] = {ROOT: sequence.sampler.fork()}
         self._states: dict[int, np.ndarray | None] = {ROOT: None}
         self._candidates: dict[int, DraftCandidates] = {}
-        self._by_slot: dict[int, DraftCandidates] = {}
+        self._by_slot: dict[tuple[int, int], DraftCandidates] = {}
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = count()
+        self._block_size = len(scores)
+        self._roots = {ROOT: ROOT}  # the node that the block with a node's children follows
+        self._scores = scores
+        self._first_rows = {ROOT: 0}  # of the blocks that are in `_scores`, by what they follow
+        self._last_rows = {ROOT: ROOT}  # of blocks in the drafter's tree, by what follows them
+        self._push(ROOT, 0)
 
     def grow(self, size: int) -> TokenTree:
         """The tree of the best `size` nodes."""
-        self._push(ROOT, 0)
-        while self._heap and len(self._tree) < size:
+        tree = self._tree
+        while self._heap and -self._heap[0][0] > self._floor(size):
             weight, _, parent, rank = heappop(self._heap)
-            node = self._tree.add(int(self._candidates[parent].tokens[rank]), parent)
-            self._depths[node], self._weights[node] = self._depths[parent] + 1, -weight
+            node = tree.add(int(self._candidates[parent].tokens[rank]), parent)
+            depth = self._depths[node] = self._depths[parent] + 1
+            self._weights[node] = -weight
             self._advance_sampler(node, parent)
             if not self.is_chain:
                 self._push(parent, rank + 1)
-            if self._depths[node] < len(self.scores):
-                self._states[node] = self._states[parent]
-                self._confidences[node] = self._confidences[parent]
+            self._states[node] = self._states[parent]
+            self._confidences[node] = self._confidences[parent]
+            self._roots[node] = self._roots[parent] if depth % self._block_size else node
+            if self._roots[node] != node:
                 self._push(node, 0)
-        return self._tree
+        return self._best(size)
+
+    def next_blocks(self, size: int) -> ScoreRequest | None:
+        """A request that scores the blocks behind those nodes at the end of a block whose children
+        may be among the best `size` nodes; None if there are none. The result is for `add`."""
+        floor = self._floor(size)
+        ends = [node for node in self._ends() if self._weights[node] > floor]
+        tokens, parents = list[int](), list[int]()
+        self._first_rows = {}
+        kv_cache = self.sequence.kv_cache(DRAFT)
+        num_pending = 0 if kv_cache.pending is None else len(kv_cache.pending.parents)
+        for end in ends:
+            path = self._tree.path(end)[-self._block_size :]
+            self._first_rows[end] = len(tokens)
+            first = num_pending + len(tokens)
+            before = self._last_rows[self._roots[self._tree.parents[end]]]
+            parents += [before, *range(first, first + len(path) - 1)]
+            tokens += [self._tree.tokens[node] for node in path]
+            self._last_rows[end] = first + len(path) - 1
+        if not ends:
+            return None
+        return self.sequence.extend(tokens, parents, runner=DRAFT, block=self._block_size)
+
+    def add(self, scores: Scores) -> None:
+        """Take the scores of the blocks of `next_blocks`."""
+        self._scores = scores
+        for end in self._first_rows:
+            self._push(end, 0)
+
+    def _ends(self) -> Iterator[int]:
+        """The nodes at the end of a block that is followed by none yet."""
+        for node, root in self._roots.items():
+            if node == root and node not in self._last_rows:
+                yield node
+
+    def _floor(self, size: int) -> float:
+        """The weight that a node must exceed to be among the best `size` nodes."""
+        weights = sorted((w for node, w in self._weights.items() if node != ROOT), reverse=True)
+        return weights[size - 1] if len(weights) >= size else -1.0
+
+    def _best(self, size: int) -> TokenTree:
+        if len(self._tree) <= size:
+            return self._tree
+        best = sorted(range(len(self._tree)), key=lambda node: -self._weights[node])[:size]
+        tree, nodes = TokenTree(), {ROOT: ROOT}
+        for node in sorted(best):
+            nodes[node] = tree.add(self._tree.tokens[node], nodes[self._tree.parents[node]])
+        return tree
 
     def _push(self, parent: int, rank: int) -> None:
         """Add the candidate of this rank for a child of `parent`, if there is one."""
@@ -170,26 +245,27 @@ class BlockTree:
             heappush(self._heap, (-weight, next(self._order), parent, rank))
 
     def _find_candidates(self, node: int) -> DraftCandidates:
-        slot, sampler = self._depths[node], self._samplers[node]
-        if self._heads is not None or sampler.is_stateful:
+        if self._heads is not None or self._samplers[node].is_stateful:
             return self._make_candidates(node)
+        slot = self._roots[node], self._depths[node]
         if slot not in self._by_slot:
             self._by_slot[slot] = self._make_candidates(node)
         return self._by_slot[slot]
 
     def _make_candidates(self, node: int) -> DraftCandidates:
-        slot = self._depths[node]
-        row = self.scores.row(slot)
+        depth = self._depths[node]
+        slot = self._first_rows[self._roots[node]] + depth % self._block_size
+        row = self._scores.row(slot)
         if self._heads is not None:
             token = self.sequence.all_tokens[-1] if node == ROOT else self._tree.tokens[node]
-            hidden = self.scores.last_state(slot) if self._heads.reads_hidden else None
+            hidden = self._scores.last_state(slot) if self._heads.reads_hidden else None
             step = self._heads.step(token, hidden, self._states[node])
             self._states[node] = step.state
             self._confidences[node] *= step.confidence
             if step.bias is not None:
                 row = row.copy()
                 row[self._head_tokens] += step.bias
-        row, position = fit_vocab(self.sequence, row), self.sequence.length + slot
+        row, position = fit_vocab(self.sequence, row), self.sequence.length + depth
         return draft_candidates(
             self.sequence, self._samplers[node], row, position, has_noise=self.has_noise
         )

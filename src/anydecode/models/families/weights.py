@@ -99,8 +99,9 @@ class TensorReader:
         alias: str | None = None,
         is_outer: bool = False,
         keep_format: bool = False,
+        part: str = "weight",
     ) -> Weight:
-        """Read the matrix `name`.weight.
+        """Read the matrix `name`.`part`.
 
         Args:
             name: The module's name.
@@ -109,16 +110,17 @@ class TensorReader:
             alias: The name of the result; None means `name`.
             is_outer: Whether it is the embedding or the head.
             keep_format: Keep the stored format.
+            part: The matrix of a module with several.
         """
-        tensor = self._read(f"{name}.weight")
+        tensor = self._read(f"{name}.{part}")
         if not isinstance(tensor, Weight):
             if tensor.dtype not in FLOATS.values() or tensor.ndim != 2:
                 raise CheckpointError(
-                    f"{self._source}: {self._full_name(name)}.weight is {tensor.dtype} of shape"
+                    f"{self._source}: {self._full_name(name)}.{part} is {tensor.dtype} of shape"
                     f" {tuple(tensor.shape)}, not a matrix of floats"
                 )
             tensor = plain_weight(tensor)
-        self._check(f"{name}.weight", (tensor.out_features, tensor.in_features), shape)
+        self._check(f"{name}.{part}", (tensor.out_features, tensor.in_features), shape)
         return self.convert(
             tensor, alias or name, rows=rows, is_outer=is_outer, keep_format=keep_format
         )

@@ -10,6 +10,7 @@ from anydecode.training.drafters.dspark import DSpark
 from anydecode.training.drafters.eagle import Eagle
 from anydecode.training.drafters.eagle3 import Eagle3
 from anydecode.training.drafters.early_exit import EarlyExit, KangarooAdapter
+from anydecode.training.drafters.falcon import Falcon
 from anydecode.training.drafters.hydra import Hydra, HydraPlus
 from anydecode.training.drafters.learner import Learner
 from anydecode.training.drafters.longspec import LongSpec
@@ -20,7 +21,7 @@ from anydecode.training.drafters.peagle import PEagle
 RECIPES: dict[str, type[Learner]] = {
     learner.recipe: learner
     for learner in (
-        *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover),
+        *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover, Falcon),
         *(DFlash, DSpark, PEagle, ParallelSpec, EarlyExit, KangarooAdapter, LongSpec),
     )
 }

@@ -23,8 +23,6 @@ from anydecode.training.transformer import Norm
 
 #: The bound of the uniform numbers that weights start with.
 _SPREAD = 0.01
-#: Factor of the distance to the target's states in the loss.
-_STATE_WEIGHT = 10.0
 
 
 class RegressiveBlock(nn.Module):
@@ -66,6 +64,7 @@ class Clover(Learner):
     default_depth = 5
     default_rate = 1e-3
     step_decay = 0.7
+    state_weight = 10.0
 
     def __init__(self, target: Network, vocabulary: list[int], depth: int, mask: int) -> None:
         super().__init__(target, vocabulary, depth, mask)
@@ -121,17 +120,6 @@ class Clover(Learner):
             x = layer.add_mlp(x)
         output: torch.Tensor = self.clover_norm(x)
         return output
-
-    def extra_loss(
-        self,
-        states: torch.Tensor,
-        final: torch.Tensor,
-        previous: torch.Tensor,
-        acceptance: torch.Tensor,
-    ) -> torch.Tensor:
-        """The distance to the target's states, which the head reads too."""
-        distance = functional.smooth_l1_loss(states.float(), final, reduction="none")
-        return _STATE_WEIGHT * distance.mean(-1)
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         config = {

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from anydecode.models.network import Network
 from anydecode.training.drafter_data import DraftBatch
@@ -28,6 +27,7 @@ class Eagle(Learner):
     recipe = "eagle"
     default_depth = 3
     default_rate = 5e-4
+    state_weight = 1.0
 
     def __init__(self, target: Network, vocabulary: list[int], depth: int, mask: int) -> None:
         super().__init__(target, vocabulary, depth, mask)
@@ -56,16 +56,6 @@ class Eagle(Learner):
             state = layer.add_mlp(x + attention.step(x))
             outputs.append(state)
         return Drafted(outputs, [torch.arange(batch.tokens.shape[1] - 1)] * self.depth)
-
-    def extra_loss(
-        self,
-        states: torch.Tensor,
-        final: torch.Tensor,
-        previous: torch.Tensor,
-        acceptance: torch.Tensor,
-    ) -> torch.Tensor:
-        """The distance to the target's states, which the head reads too."""
-        return functional.smooth_l1_loss(states.float(), final, reduction="none").mean(-1)
 
     def files(self, target: dict[str, Any], has_head: bool) -> Files:
         config = {

@@ -72,6 +72,8 @@ class Learner(nn.Module, ABC):
         default_rate: The default of the peak learning rate.
         decoder: Drafts a chain of as many tokens as the place in it says.
         step_decay: Factor of the loss of each further draft step.
+        state_weight: Factor of the distance to the target's states in the loss.
+        progress: The share of the training that is done.
     """
 
     recipe: ClassVar[str]
@@ -79,11 +81,12 @@ class Learner(nn.Module, ABC):
     default_rate: ClassVar[float]
     decoder: ClassVar[str] = "eagle:size={0},depth={0},width=1"
     step_decay: ClassVar[float] = 0.8
+    state_weight: ClassVar[float] = 0.0
 
     def __init__(self, target: Network, vocabulary: list[int], depth: int, mask: int) -> None:
         super().__init__()
         check_head(target)
-        self.vocabulary, self.depth = vocabulary, depth
+        self.vocabulary, self.depth, self.progress = vocabulary, depth, 0.0
         self.embedding: torch.Tensor
         self.head: torch.Tensor
         self._rows: torch.Tensor
@@ -137,7 +140,8 @@ class Learner(nn.Module, ABC):
         previous: torch.Tensor,
         acceptance: torch.Tensor,
     ) -> torch.Tensor | None:
-        """What is added to the loss of the rows of one step, `[rows]`.
+        """What is added to the loss of the rows of one step, `[rows]`: here the distance to the
+        target's states, which the head reads too.
 
         Args:
             states: Of the drafter, `[rows, width]`.
@@ -145,7 +149,10 @@ class Learner(nn.Module, ABC):
             previous: The tokens before the predicted ones, `[rows]`.
             acceptance: The probabilities that the drafts are accepted, `[rows]`.
         """
-        return None
+        if not self.state_weight:
+            return None
+        distance = functional.smooth_l1_loss(states.float(), final, reduction="none")
+        return self.state_weight * distance.mean(-1)
 
     def losses(self, batch: DraftBatch, random: torch.Generator) -> list[StepLosses]:
         """The losses of `depth` draft steps. Tokens that the head has not cannot be drafted: their

@@ -1,0 +1,134 @@
+"""Falcon: a drafter that predicts blocks of tokens, block after block, and a draft tree over them.
+
+Gao et al., "Falcon: Faster and Parallel Inference of Large Language Models through Enhanced
+Semi-Autoregressive Drafting and Custom-Designed Decoding Tree", arXiv:2412.12639.
+
+The drafter is the model of the runner "draft" (`models/draft_heads.py` opens published ones). The
+rows of the text's last k tokens see each other and predict the k tokens behind. Within a block, the
+candidates of a position are the same behind all candidates before it. Each path through a block can
+be the input of a further pass, whose k rows see each other again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anydecode.catalogue import Card, Range, register
+from anydecode.decoders.decoder import Requirements
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.speculation import (
+    Drafter,
+    DraftSession,
+    Proposal,
+    Speculative,
+)
+from anydecode.decoders.speculative.draft_blocks import BlockTree, score_block
+from anydecode.decoders.speculative.draft_model import DRAFT
+from anydecode.errors import InvalidRequestError
+from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
+
+
+class _Session(DraftSession):
+    def __init__(self, sequence: Sequence, drafter: FalconDrafter) -> None:
+        self.sequence = sequence
+        self.drafter = drafter
+
+    def propose(self, size: int) -> Proposal:
+        if size < 1:
+            return TokenTree()
+        drafter, spec = self.drafter, self.sequence.kv_cache(DRAFT).pool.model.spec
+        block: Any = spec.block
+        scores = yield score_block(self.sequence, block, min(size, block.max_drafts))
+        is_chain, has_noise = not drafter.tree, drafter.has_noise
+        growing = BlockTree(self.sequence, scores, is_chain, drafter.threshold, has_noise)
+        tree = growing.grow(size)
+        if block.mask_token is not None:
+            return tree
+        for _ in range(drafter.blocks - 1):
+            request = growing.next_blocks(size)
+            if request is None:
+                break
+            growing.add((yield request))
+            tree = growing.grow(size)
+        return tree
+
+
+class FalconDrafter(Drafter):
+    """Drafts the best-first tree over up to `blocks` blocks, one after the other, or without `tree`
+    the most likely token of each slot; see `BlockTree` for `threshold`, `TreeDrafter` for
+    `rule`."""
+
+    requirements = Requirements(runners=(DRAFT,), reads_states=True, drafts_blocks=True)
+
+    def __init__(
+        self,
+        blocks: int = 2,
+        tree: bool = True,
+        threshold: float = 0.1,
+        rule: Acceptance | None = None,
+    ) -> None:
+        if blocks < 1 or not 0 <= threshold <= 1:
+            raise InvalidRequestError("falcon needs blocks >= 1 and a threshold from 0 to 1")
+        self.blocks = blocks
+        self.tree = tree
+        self.threshold = threshold
+        self.has_noise = rule is None or not rule.reads_probabilities
+
+    def open(self, sequence: Sequence) -> DraftSession:
+        return _Session(sequence, self)
+
+
+@register(
+    Card(
+        "falcon",
+        "speculative",
+        paper="Falcon (arXiv:2412.12639)",
+        exactness="token-exact",
+        summary="A drafter predicts blocks of tokens, each in one pass from the block before.",
+        needs=("block drafter",),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        deviations=(
+            "the cells of the LSTM start from zero in every row, as in the published code, which"
+            " hands the rows to it as a batch (the paper: one row after the other)",
+            "the blocks of a draft begin behind the text; in the published code those of the text"
+            " begin where a pass does, which makes no difference to a drafter of one layer, and"
+            " others are refused",
+            "the tree has the 8 nodes with the largest products of probabilities in up to 2 blocks,"
+            " and none below 0.1 (the paper: a fixed tree of 8 levels and 20 children of the root),"
+            " which is faster on processors",
+            "verified token-exactly, and above temperature 0 a node's weight is its estimated"
+            " acceptance probability given the noise that the target will use; with"
+            " acceptance='rejection' it is the draft probability, and the rule is that for chosen"
+            " tokens (the code draws them without replacement)",
+            "with a block drafter of another kind, the tree over one block of it",
+            "at most the last 2,048 tokens of a prompt that were not cached are read",
+        ),
+        remote={
+            "size": Range(0, 64),
+            "blocks": Range(1, 16),
+            "threshold": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
+    )
+)
+def falcon(
+    size: int = 8,
+    blocks: int = 2,
+    tree: bool = True,
+    threshold: float = 0.1,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
+    """Falcon's draft trees.
+
+    Args:
+        size: Number of verified nodes.
+        blocks: Number of blocks along a path, one pass of the drafter each.
+        tree: Draft the best nodes of the tree over the tokens of all positions, instead of one
+            token per position.
+        threshold: The estimated acceptance probability below which nothing is drafted.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+    """
+    rule = acceptance_rule(acceptance)
+    return Speculative(FalconDrafter(blocks, tree, threshold, rule), size, rule)
