@@ -6,8 +6,11 @@ import pytest
 
 from anydecode.api.prefix_spill import parse_bytes, stable_name
 from anydecode.certification.checks import scripted_llm
+from anydecode.engine import model_runner
 from anydecode.engine.engine import Engine
 from anydecode.errors import InvalidRequestError
+from anydecode.memory.layer_load import LayerLoad
+from anydecode.memory.prefix import read_slots
 from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
 from certificates import assert_certified, assert_rejected
 
@@ -55,6 +58,47 @@ def test_certificate_rejects_an_engine_that_announces_nothing(
 ) -> None:
     monkeypatch.setattr(Engine, "_announce", lambda self: None)
     assert_rejected("prefix-spill")
+
+
+def test_certificate_rejects_blocks_that_are_loaded_before_the_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_runner, "has_layer_ranges", lambda plan, model: False)
+    assert_rejected("prefix-spill")
+
+
+def test_certificate_rejects_passes_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = LayerLoad.wait
+    monkeypatch.setattr(
+        LayerLoad, "wait", lambda self, layers: wait(self, layers) if layers > 3 else None
+    )
+    assert_rejected("prefix-spill")
+
+
+def test_certificate_rejects_layers_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = LayerLoad.load_layer
+    monkeypatch.setattr(
+        LayerLoad, "load_layer", lambda self, layer: load(self, self.num_layers - 1 - layer)
+    )
+    assert_rejected("prefix-spill")
+
+
+def test_blocks_that_are_evicted_before_they_are_loaded_are_stored() -> None:
+    with scripted_llm(prefix_spill="memory") as llm:
+        prompt = "a prompt of several blocks, each of sixteen tokens"
+        llm.generate(prompt, max_tokens=1, decoder="autoregressive")
+        runner = llm.engine.runners["target"]
+        prefixes, tokens = runner.prefixes, llm.encode(prompt)
+        before = read_slots(runner.pool.cache, prefixes.match(tokens, (-1, None)))
+        for _ in range(2):
+            prefixes.flush()
+            for array in runner.pool.cache.arrays:
+                array[:] = -1
+            slots = prefixes.match(tokens, (-1, None), loads_later=True)
+            assert prefixes.load is not None
+            assert read_slots(runner.pool.cache, slots) != before
+        prefixes.finish_load()
+        assert read_slots(runner.pool.cache, slots) == before != b""
 
 
 @pytest.mark.parametrize(

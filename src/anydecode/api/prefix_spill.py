@@ -48,10 +48,13 @@ def parse_bytes(text: str | int) -> int:
         exactness="token-exact",
         use="LLM(prefix_spill='memory') or anydecode serve --prefix-spill memory",
         summary="Evicted prefixes are stored in main memory or on disk and restored bit by bit.",
-        missing=("loading layer by layer, while the layers before are computed",),
         deviations=(
             "a block is written when its slots are reused; it is read from its file while the"
             " request waits for admission, else when it starts",
+            "layers are loaded from main memory; a block is read from its file whole, since its"
+            " checksum covers all of it",
+            "layers are loaded in groups that take about 5 ms to compute; on GPUs, and where a pass"
+            " cannot be divided by layers, before the pass",
             "of blocks that several waiting requests need, the first of them counts",
             "contexts are not truncated within a conversation, so keys keep their positions",
         ),

@@ -198,7 +198,7 @@ class Resources:
         runner = self.engine.runners[runner_name]
         kv_cache = SequenceCache(runner.pool)
         if self.prefix_cache and runner.model.spec.causal:
-            slots = runner.prefixes.match(tokens[:-1], namespace)
+            slots = runner.prefixes.match(tokens[:-1], namespace, loads_later=True)
             kv_cache.attach_prefix(slots, tokens[: len(slots)])
             kv_cache.num_cached = len(slots)
         return kv_cache

@@ -7,14 +7,31 @@ bit for bit. Between two ranges, rows may leave the pass, or it may wait for key
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 
 from anydecode.engine.plan import Plan
+from anydecode.engine.schedule import ScheduledSpan
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.interface import Model
+
+#: Predicted duration of a range of layers, in seconds. To divide a pass takes about a fiftieth of
+#: that per range.
+RANGE_SECONDS = 0.005
+
+
+def predicted_range_size(scheduled: Seq[ScheduledSpan]) -> int:
+    """The number of layers of a pass over `scheduled` that take `RANGE_SECONDS`, by the measured
+    pass costs on this machine."""
+    request, span, _ = scheduled[0]
+    rows = sum(count for _, _, count in scheduled)
+    positions = sum(count * span.kv_cache.length for _, span, count in scheduled)
+    seconds = request.sequence.cost_model.seconds(rows, positions // rows)
+    return ceil(span.kv_cache.pool.model.spec.num_layers * RANGE_SECONDS / seconds)
 
 
 def has_layer_ranges(plan: Plan, model: Model) -> bool:

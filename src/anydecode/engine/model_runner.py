@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anydecode.engine.layer_ranges import has_layer_ranges, run_in_ranges
+from anydecode.engine.layer_ranges import has_layer_ranges, predicted_range_size, run_in_ranges
 from anydecode.engine.optional_rows import PassCost, without_useless_rows
 from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule, ScheduledSpan
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import Array, Output, OutputSpec, Rows, SampleSpec
+from anydecode.memory.layer_load import LayerLoad
 from anydecode.memory.pool import KVPool, PoolFull
 from anydecode.memory.prefix import PrefixCache
 from anydecode.models.per_layer import late_start_error
@@ -193,12 +194,19 @@ class ModelRunner:
         try:
             size = self._range_size(plan)
             output: Output | None
+            load = self.prefixes.load
+            if load is not None and load.is_in_main_memory and has_layer_ranges(plan, self.model):
+                load.start()
+                size = size or predicted_range_size(plan.scheduled)
+            else:
+                self.prefixes.finish_load()
             if size is None:
                 output = self.model.run(plan.rows, self.pool.cache, plan.output_spec)
             else:
-                before = partial(self._before_range, plan)
+                before = partial(self._before_range, plan, load)
                 output = run_in_ranges(plan, self.model, self.pool.cache, size, before)
         finally:
+            self.prefixes.finish_load()
             self.prefixes.is_busy = False
         plan.seconds = perf_counter() - start
         return output
@@ -208,9 +216,12 @@ class ModelRunner:
         size = self.schedule.range_size(plan.scheduled)
         return size if size is not None and has_layer_ranges(plan, self.model) else None
 
-    def _before_range(self, plan: Plan, stop: int) -> np.ndarray | None:
-        """Remove the rows that leave the pass for new sequences; returns the indices of the others
-        if there are any such rows."""
+    def _before_range(self, plan: Plan, load: LayerLoad | None, stop: int) -> np.ndarray | None:
+        """Wait for restored keys and values of the layers before `stop`, and remove the rows that
+        leave the pass for new sequences; returns the indices of the others if there are any such
+        rows."""
+        if load is not None:
+            load.wait(stop)
         arrivals = plan.arrivals()
         leaving = {
             request

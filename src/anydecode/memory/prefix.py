@@ -9,7 +9,6 @@ blocks are stored elsewhere and restored block by block.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
@@ -17,9 +16,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anydecode.kernels.cache import cache_dtype
-from anydecode.kernels.host import select, store
+from anydecode.kernels.host import select
 from anydecode.kernels.interface import KeyValues
+from anydecode.memory.layer_load import LayerLoad, block_bytes
 from anydecode.memory.pool import KVPool, PoolFull, Slots
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.memory.spill import Spill
@@ -46,6 +45,7 @@ class PrefixCache:
         spill: Storage for evicted blocks; None discards them.
         namespace_id: Maps a namespace to a string that is the same in every process, or to None if
             the blocks of this namespace must not be spilled.
+        load: Restored blocks that are not written to the cache yet; None if there are none.
         is_busy: A forward pass is in flight that may still write to free slots; nothing is restored
             meanwhile.
     """
@@ -62,11 +62,20 @@ class PrefixCache:
         self.num_restored = 0
         self.spill: Spill | None = None
         self.namespace_id: Callable[[Hashable], str | None] = repr
+        self.load: LayerLoad | None = None
+        self._unloaded: set[_Node] = set()
         self.is_busy = False
         pool.reclaim = self.evict
 
-    def match(self, tokens: Seq[int], namespace: Hashable = None) -> Slots:
+    def match(
+        self, tokens: Seq[int], namespace: Hashable = None, *, loads_later: bool = False
+    ) -> Slots:
         """Look up the longest cached prefix of `tokens`.
+
+        Args:
+            tokens: The tokens.
+            namespace: Their namespace.
+            loads_later: Leave restored blocks in `load`, for the next pass, which waits for them.
 
         Returns:
             Its slots, int32 `[n]`, `n` a multiple of `BLOCK`.
@@ -88,6 +97,8 @@ class PrefixCache:
         self._pinned.clear()
         self._use(path)
         self.num_hits += BLOCK * len(path)
+        if not loads_later:
+            self.finish_load()
         return np.concatenate([one.slots for one in path]) if path else np.empty(0, np.int32)
 
     def insert(
@@ -112,6 +123,14 @@ class PrefixCache:
             path.append(child)
             node = child
         self._use(path)
+
+    def finish_load(self) -> None:
+        """Wait until every restored block is written. May be called on another thread."""
+        load = self.load
+        if load is not None:
+            load.wait(load.num_layers)
+            self._unloaded.clear()
+            self.load = None
 
     def expect(self, prompts: Seq[tuple[Seq[int], Hashable]]) -> None:
         """Tell the spill which prompts wait, with their namespaces, the next one first: it keeps
@@ -184,6 +203,8 @@ class PrefixCache:
             if leaf in self._pinned:
                 return
             assert leaf.parent is not None and not leaf.children
+            if leaf in self._unloaded:
+                self.finish_load()
             if spill is not None and leaf.digest is not None and leaf.digest not in spill:
                 spill.put(leaf.digest, read_slots(self.pool.cache, leaf.slots))
             del leaf.parent.children[leaf.key], self._order[leaf]
@@ -198,7 +219,7 @@ class PrefixCache:
         if self.spill is None or self.is_busy or parent.digest is None:
             return None
         block = self.spill.get(_digest(parent.digest, key))
-        if block is None:
+        if block is None or len(block) != block_bytes(self.pool.cache, BLOCK):
             return None
         if not self._pinned:
             self._use(path)
@@ -207,11 +228,13 @@ class PrefixCache:
             slots = self.pool.allocate(BLOCK)
         except PoolFull:
             return None
-        if not write_slots(self.pool.cache, slots, block):
-            self.pool.free(slots)
-            return None
+        if self.load is None:
+            self.load = LayerLoad(self.pool.cache)
+        self.load.add(slots, block)
         self.num_restored += BLOCK
-        return self._add(parent, key, slots)
+        node = self._add(parent, key, slots)
+        self._unloaded.add(node)
+        return node
 
 
 def block_digests(name: str, tokens: Seq[int]) -> list[bytes]:
@@ -240,22 +263,6 @@ def read_blocks(cache: KeyValues, slots: Slots) -> list[bytes]:
 def read_slots(cache: KeyValues, slots: Slots) -> bytes:
     """The bytes of `slots` in every array of the cache."""
     return b"".join(select(array, slots).tobytes() for array in cache.arrays)
-
-
-def write_slots(cache: KeyValues, slots: Slots, block: bytes) -> bool:
-    """Write the bytes that `read_slots` returned; False if the length does not match."""
-    arrays = cache.arrays
-    shapes = [(len(slots), *array.shape[1:]) for array in arrays]
-    sizes = [math.prod(shape) * array.itemsize for shape, array in zip(shapes, arrays, strict=True)]
-    if sum(sizes) != len(block):
-        return False
-    offset = 0
-    for array, shape, size in zip(arrays, shapes, sizes, strict=True):
-        dtype = array.dtype if isinstance(array, np.ndarray) else cache_dtype(cache.format)
-        part = np.frombuffer(block, dtype, math.prod(shape), offset)
-        store(array, slots, part.reshape(shape))
-        offset += size
-    return True
 
 
 def _digest(parent: bytes, key: tuple[int, ...]) -> bytes:

@@ -9,6 +9,7 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.checks import scripted_llm
+from anydecode.engine import layer_ranges
 from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import DecodesFirst
 from anydecode.engine.schedules import online_offline
@@ -102,7 +103,7 @@ def test_certificate_rejects_rows_that_leave_for_offline_requests(
 
 
 def test_certificate_rejects_other_ranges_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online_offline, "RANGE_SECONDS", 0.004)
+    monkeypatch.setattr(layer_ranges, "RANGE_SECONDS", 0.004)
     assert_rejected("online-offline")
 
 

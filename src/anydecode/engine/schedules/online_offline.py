@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from math import ceil
 
 from anydecode.catalogue import Card, register
+from anydecode.engine.layer_ranges import predicted_range_size
 from anydecode.engine.schedule import RowBudget, ScheduledSpan, fit_spans
 from anydecode.engine.schedules.pacing import (
     checked_stretch,
     is_prompt,
-    pass_seconds,
     rows_beside,
     rows_within,
 )
@@ -20,10 +19,6 @@ from anydecode.engine.schedules.priority import Priority
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
-
-#: Predicted duration of the layers after which a pass looks for new online requests, in seconds.
-#: What it takes to divide a pass there is about a fiftieth of that.
-RANGE_SECONDS = 0.005
 
 
 @register(
@@ -62,7 +57,7 @@ class OnlineOffline(Priority):
             place of `stretch`. Online rows alone may take longer; offline requests then wait.
         layers: Number of layers after which a pass with offline rows looks for new online requests.
             If there is one, offline rows leave the pass, and run again in a later one. By default,
-            as many as take `RANGE_SECONDS`, by the measured pass costs on this machine.
+            as many as take 5 ms, by the measured pass costs on this machine.
 
     Raises:
         InvalidRequestError: A parameter is out of range.
@@ -108,14 +103,11 @@ class OnlineOffline(Priority):
                 yield from fit_spans(offline, RowBudget(left, started=rows > 0))
 
     def range_size(self, scheduled: Seq[ScheduledSpan]) -> int | None:
-        requests = [request for request, _, _ in scheduled]
-        if all(request.sequence.priority <= 0 for request in requests):
+        if all(request.sequence.priority <= 0 for request, _, _ in scheduled):
             return None
         if self.layers is not None:
             return self.layers
-        seconds = pass_seconds(requests, sum(count for _, _, count in scheduled))
-        depth = scheduled[0][1].kv_cache.pool.model.spec.num_layers
-        return ceil(depth * RANGE_SECONDS / seconds)
+        return predicted_range_size(scheduled)
 
     def yields(self, request: ScoreRequest, arrived: Sequence) -> bool:
         return arrived.priority <= 0 < request.sequence.priority

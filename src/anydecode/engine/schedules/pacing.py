@@ -68,11 +68,6 @@ def _rows_within(
     return low
 
 
-def pass_seconds(requests: Seq[ScoreRequest], rows: int) -> float:
-    """The predicted duration of a pass over `rows` rows of `requests`, in seconds."""
-    return requests[0].sequence.cost_model.seconds(rows, _mean_length(requests))
-
-
 def is_prompt(request: ScoreRequest) -> bool:
     """Whether a request runs the prompt of a sequence without generated tokens and may be divided
     into chunks. Prompts of any length count: 60 rows also delay a single decode."""

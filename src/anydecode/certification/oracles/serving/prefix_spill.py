@@ -14,7 +14,9 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_model
+from anydecode.memory.layer_load import LayerLoad
 from anydecode.memory.prefix import BLOCK, read_slots
 from anydecode.memory.spill import DiskSpill, MemorySpill
 from anydecode.models.scripted import ByteTokenizer
@@ -119,6 +121,7 @@ def prefix_spill() -> Iterator[Check]:
     yield from _bounded()
     yield from _kept_for_the_queue(model)
     yield from _read_ahead(model)
+    yield from _layer_by_layer()
     yield _evictions()
 
 
@@ -167,6 +170,55 @@ def _read_ahead(model: Any) -> Iterator[Check]:
         detail = f"{ahead} of {len(readers)} reads, {num_blocks} blocks"
         is_ahead = ahead == len(readers) == num_blocks == len(_FIRST) // BLOCK
         yield Check("blocks are read while their request waits", is_ahead, detail)
+
+
+def _layer_by_layer() -> Iterator[Check]:
+    """A pass over four layers. The loading of a layer waits until the pass has come to the layer
+    before; if it does not come there, loading goes on after 20 seconds."""
+    model: Any = tiny_model(layers=4, positions=512)
+    with _open(model, "memory") as llm:
+        # By these costs, passes are long enough to be divided.
+        llm.cost_model = FixedCosts(lambda rows, context: 1.0)
+        pool, prefixes = llm.engine.runners["target"].pool, llm.engine.runners["target"].prefixes
+        text = _generate(llm, _FIRST)
+        before = prefixes.match(llm.encode(_FIRST), (-1, ""))
+        expected = [read_layer(pool.cache, before, layer) for layer in range(4)]
+        for prompt in _OTHERS:
+            _generate(llm, prompt)
+        come = [threading.Event() for _ in range(4)]
+        in_time, threads, loaded = list[bool](), set[str](), list[bool]()
+        run, load_layer = model.run, LayerLoad.load_layer
+
+        def gated(self: LayerLoad, layer: int) -> None:
+            threads.add(threading.current_thread().name)
+            if layer and all(in_time):
+                in_time.append(come[layer - 1].wait(20))
+            load_layer(self, layer)
+
+        def recorded(rows: Any, cache: Any, output_spec: Any) -> Any:
+            layer = int(rows.start[0])
+            if not come[layer].is_set():
+                slots = rows.tables[0][: len(before)]
+                loaded.append(read_layer(cache, slots, layer) == expected[layer])
+                come[layer].set()
+            return run(rows, cache, output_spec)
+
+        model.run, LayerLoad.load_layer = recorded, gated  # type: ignore[method-assign]
+        try:
+            again = _generate(llm, _FIRST)
+        finally:
+            LayerLoad.load_layer = load_layer  # type: ignore[method-assign]
+        num_restored = prefixes.num_restored
+    name = "a layer is loaded while the layer before is computed"
+    yield Check(name, in_time == [True] * 3 and len(threads) == 1, f"{in_time}, {threads}")
+    yield Check("a layer is computed after it is loaded", loaded == [True] * 4, str(loaded))
+    is_equal = again == text and num_restored == len(before) > 0
+    yield Check("the text is the same, layer by layer", is_equal)
+
+
+def read_layer(cache: Any, slots: Any, layer: int) -> bytes:
+    """The keys and values of some slots in one layer."""
+    return bytes(cache.keys[layer][slots].tobytes() + cache.values[layer][slots].tobytes())
 
 
 def _evictions() -> Check:
