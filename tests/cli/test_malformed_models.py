@@ -71,6 +71,7 @@ COMMANDS = {
     "cluster plan": "MODEL --trace TRACE --slo ttft=1,tpot=1",
     "train regression": "--model MODEL --data NUMBERS --out OUT",
     "train trees": "--model MODEL --out OUT --steps 1 --answers 2 --fork a --child b",
+    "train rewriter": "--model MODEL --prompts TEXT --out OUT --steps 1",
     "train dglm": "--model MODEL --encoder MODEL --data TEXT --out OUT --steps 1",
     "train interleaved": "--model MODEL --data CHUNKS --out OUT --steps 1 --end-of-read a"
     " --end-of-write b",

@@ -1341,6 +1341,96 @@ def train_trees(
     _print_losses(run, plot, json)
 
 
+@app.command("rewriter")
+def train_rewriter(
+    prompts: Annotated[
+        Path,
+        typer.Option("--prompts", metavar="FILE", help="File with one instruction per line."),
+    ],
+    model: LlamaModel = options.DEFAULT_MODEL,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Model that answers the instructions. Default: --model."),
+    ] = None,
+    out: Out = Path("trained-rewriter"),
+    decoder: Annotated[
+        str,
+        typer.Option(
+            "--decoder", help="The search that finds rewritings: its iterations and its reward."
+        ),
+    ] = "p-aligner",
+    tokens: AnswerTokens = 96,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    preferring: Annotated[
+        float,
+        typer.Option(
+            "--preferring", min=0, max=1, help="Share of the training that learns preferences."
+        ),
+    ] = 0.3,
+    beta: Annotated[
+        float, typer.Option("--beta", help="How little preferences may change the model.")
+    ] = 0.1,
+    rank: Annotated[
+        int, typer.Option("--rank", min=1, help="Rank of the model's adapter, which is merged.")
+    ] = 16,
+    batch: Batch = 8,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a model that rewrites instructions at once, for the decoder p-aligner with
+    trained=true, on rewritings that searches find. A run with the same --out is resumed.
+
+    Example: anydecode train rewriter --prompts instructions.txt --minutes 60 --out my-rewriter
+    """
+    from anydecode.api.llm import LLM
+    from anydecode.catalogue import build_as
+    from anydecode.decoders.search.p_aligner import PAligner
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.pairs import read_texts
+    from anydecode.training.rewriter import (
+        RewriterRecipe,
+        RewriterRun,
+        Rewriting,
+        search_rewritings,
+    )
+
+    recipe = RewriterRecipe(
+        _minutes(minutes, steps),
+        steps,
+        preferring=preferring,
+        beta=beta,
+        rank=rank,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    method = build_as(decoder, "the decoder p-aligner", PAligner)
+    instructions = read_texts(prompts)
+    limit_threads(threads)
+    checkpoint = load_checkpoint(model)
+
+    def rewritings() -> list[Rewriting]:
+        with LLM(target or model, draft="none", threads=threads or None) as llm:
+            return search_rewritings(llm, instructions, method, max_tokens=tokens, seed=seed)
+
+    run = _trained(lambda: RewriterRun(checkpoint, out, recipe, rewritings), "rewriter")
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot)
+    if json:
+        print_json({"path": str(out), **run.log()})
+        return
+    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
+    for name in last:
+        note(f"{name} of held-out rewritings: {first[name]:.3f} -> {last[name]:.3f}")
+    print(out)
+
+
 @app.command("dglm")
 def train_dglm(
     encoder: Encoder,

@@ -64,11 +64,11 @@ class WeightRun(LossRun):
             setattr(self, name, state[name])
         return True
 
-    def _learn(self, loss: torch.Tensor) -> float:
-        """Take a step down; returns the loss."""
+    def _learn(self, loss: torch.Tensor, rate: float | None = None) -> float:
+        """Take a step down, at the peak learning rate of the recipe or `rate`; returns the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(self.optimizer, self.trained, self.recipe.rate)
+        self._descend(self.optimizer, self.trained, self.recipe.rate if rate is None else rate)
         return float(loss.detach())
 
     @abstractmethod

@@ -29,7 +29,7 @@ def test_certificate() -> None:
 @pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["p-aligner"]())
-    assert len(checks) == 7 and all(check.passed for check in checks), checks
+    assert len(checks) == 8 and all(check.passed for check in checks), checks
 
 
 @pytest.mark.slow
@@ -47,6 +47,14 @@ def test_certificate_rejects_other_defaults(
 @pytest.mark.slow
 def test_certificate_rejects_another_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p_aligner, "EXPLORATION", 0.3)
+    assert_rejected("p-aligner")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_another_request_to_a_trained_rewriter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(p_aligner, "TRAINED_REQUEST", p_aligner.REQUEST)
     assert_rejected("p-aligner")
 
 
@@ -125,6 +133,14 @@ def test_chats_and_second_prompts_are_refused() -> None:
             llm.generate([97, 257, 98], decoder="p-aligner")
         with pytest.raises(UnsupportedCombinationError, match="second prompt"):
             llm.generate("a", decoder="p-aligner", guidance_scale=2.0)
+
+
+def test_without_a_rewriter_none_is_trained() -> None:
+    with (
+        LLM(writing_model(), tokenizer=ByteTokenizer(), cache_positions=512) as llm,
+        pytest.raises(UnsupportedCombinationError, match="needs a trained rewriter"),
+    ):
+        llm.generate("a", decoder="p-aligner:trained=true")
 
 
 @pytest.mark.parametrize("options", [{"samples": 0}, {"iterations": -1}, {"iterations": 600}])

@@ -39,6 +39,8 @@ REQUEST = (
     "Rewrite the instruction in one line, without changing what it is about: {rule}.\n"
     "Instruction: {text}\nRewritten instruction:"
 )
+#: What a trained rewriter reads.
+TRAINED_REQUEST = "Instruction: {text}\nRewritten instruction:"
 #: The weight of the exploration.
 EXPLORATION = 1.0
 #: Number of random streams of a sample.
@@ -103,17 +105,14 @@ _STATE: StateKey[SearchState] = StateKey("p-aligner", "search")
         " then answers it.",
         works_with=("constraints", "penalties", "samplers", "batches", "logprobs", "adapters"),
         deviations=(
-            "the search runs for every request; the paper's runs before, and its instructions train"
-            " a model that rewrites at once",
+            "the search runs for every request, unless `trained`; the paper's runs before, and its"
+            " instructions train the model that rewrites at once",
             "the default reward is the geometric mean of the probabilities of the answer's tokens;"
             " the paper's is a trained reward model, which is given as a function",
             "the wording of the five principles and of the request to rewrite is not the paper's",
             "an instruction is one line of at most as many tokens as the answer; if the rewriting"
             " model writes an empty one, the instruction stays as it is",
             "a prompt of a chat is refused: only its instruction may be rewritten",
-        ),
-        missing=(
-            "the trained rewriter: the model itself, or the draft model, is asked to rewrite",
         ),
         remote={
             "iterations": Range(0, 20),
@@ -133,12 +132,14 @@ class PAligner(Decoder):
     the instruction with the best value is answered, with the request's sampler; of equal ones the
     given one, whose answer is that of plain decoding.
 
-    The draft model, if there is one, rewrites.
+    The draft model, if there is one, rewrites. One that `anydecode train rewriter` has trained on
+    such searches rewrites at once (`trained`), without a search or a reward.
 
     Args:
         iterations: How many instructions are tried; 0: it is rewritten once, by all principles.
         samples: How many answers to each are sampled, at temperature 1.
         reward: The name of a reward, a function `(prompt, texts) -> values`, or a `Reward`.
+        trained: Whether the draft model is a trained rewriter.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class PAligner(Decoder):
         iterations: int = 10,
         samples: int = 3,
         reward: registry.RewardChoice = "confidence",
+        trained: bool = False,
     ) -> None:
         if iterations < 0 or samples < 1 or (iterations + 1) * samples > MAX_ROLLOUTS:
             raise InvalidRequestError(
@@ -154,6 +156,7 @@ class PAligner(Decoder):
             )
         self.iterations = iterations
         self.samples = samples
+        self.trained = trained
         self.valuing = Valuing(registry.build(reward))
         self.requirements = Requirements(optional_runners=(DRAFT,))
 
@@ -164,6 +167,11 @@ class PAligner(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts:
             raise UnsupportedCombinationError("p-aligner does not work with a second prompt")
+        if self.trained and DRAFT not in sequence.optional_runners:
+            raise UnsupportedCombinationError(
+                "p-aligner:trained=true needs a trained rewriter with the model's vocabulary as the"
+                " draft model: `anydecode train rewriter` trains one"
+            )
         tokenizer = sequence.tokenizers[TARGET]
         _, rest = _split(sequence)
         if not rest or any(map(tokenizer.is_special, rest)):
@@ -190,8 +198,10 @@ class PAligner(Decoder):
     ) -> Generator[DecoderAction, ActionResult, None]:
         """One iteration; the last one chooses."""
         root, number = state.root, state.num_iterations
-        if not self.iterations:
-            state.chosen = yield from _rewritten(sequence, root.text, ", and ".join(RULES))
+        if self.trained or not self.iterations:
+            request = TRAINED_REQUEST if self.trained else REQUEST
+            request = request.format(rule=", and ".join(RULES), text=root.text)
+            state.chosen = yield from _rewritten(sequence, root.text, request)
             return
         if number == self.iterations:
             root.value = yield from self._value(sequence, root.text, number)
@@ -201,7 +211,8 @@ class PAligner(Decoder):
         unused = [rule for rule in range(len(RULES)) if rule not in path[-1].children]
         coin = sequence.noise.with_purpose("coin").coin(number)
         rule = unused[int(coin * len(unused))]
-        text = yield from _rewritten(sequence, path[-1].text, RULES[rule])
+        request = REQUEST.format(rule=RULES[rule], text=path[-1].text)
+        text = yield from _rewritten(sequence, path[-1].text, request)
         child = Node(text)
         child.value = yield from self._value(sequence, text, number)
         path[-1].children[rule] = child
@@ -243,6 +254,11 @@ class PAligner(Decoder):
         return float(np.mean(values))
 
 
+def searched(sequence: Sequence) -> Node:
+    """The given instruction, with the tree of a finished search."""
+    return sequence.state[_STATE].root
+
+
 def _split(sequence: Sequence) -> tuple[list[int], list[int]]:
     """The special tokens at the beginning of the prompt, and the others."""
     tokenizer, prompt = sequence.tokenizers[TARGET], sequence.prompt
@@ -269,12 +285,12 @@ def _asked(sequence: Sequence, prompt: list[int], runner: str = TARGET) -> Seque
 
 
 def _rewritten(
-    sequence: Sequence, text: str, rule: str
+    sequence: Sequence, text: str, request: str
 ) -> Generator[DecoderAction, ActionResult, str]:
-    """The instruction, rewritten by a rule."""
+    """What the rewriting model writes for a request; the instruction `text` if that is nothing."""
     runner = DRAFT if DRAFT in sequence.optional_runners else TARGET
     tokenizer = sequence.tokenizers[runner]
-    prompt = tokenizer.encode(REQUEST.format(rule=rule, text=text))
+    prompt = tokenizer.encode(request)
     branch = _asked(sequence, prompt, runner)
     branch.sampler = Sampler(0.0)
     group = Rollouts(branch, [Rollout(sequence.noise)], runner=runner)

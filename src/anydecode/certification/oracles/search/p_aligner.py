@@ -58,6 +58,7 @@ def replay(
     *,
     iterations: int = 10,
     samples: int = 3,
+    trained: bool = False,
 ) -> tuple[list[int], str]:
     """The answer at temperature 0, and the instruction that is answered."""
     search, coins = Noise(seed).with_purpose("search"), Noise(seed).with_purpose("coin")
@@ -78,6 +79,8 @@ def replay(
 
     def rewritten(text: str, rule: str) -> str:
         prompt = REQUEST.format(rule=rule, text=text).encode()
+        if trained:
+            prompt = f"Instruction: {text}\nRewritten instruction:".encode()
         return letters(grown(writer, prompt, None, True)).lstrip().split("\n")[0].strip() or text
 
     def reward(text: str, number: int) -> float:
@@ -93,7 +96,7 @@ def replay(
             found.append(min(1.0, math.exp(sum(logs) / len(logs))))
         return float(np.mean(found))
 
-    root = Tree(INSTRUCTION)
+    root, iterations = Tree(INSTRUCTION), 0 if trained else iterations
     for number in range(iterations):
         line = [root]
         while len(line[-1].under) == 5:
@@ -122,12 +125,14 @@ def replay(
 def p_aligner() -> Iterator[Check]:
     """The replays, without and with another model that rewrites."""
     model, other = writing_model(), writing_model(3)
-    settings: dict[str, dict[str, int]] = {
+    settings: dict[str, dict[str, Any]] = {
         "p-aligner": {},
         "p-aligner:iterations=40,samples=1": {"iterations": 40, "samples": 1},
         "p-aligner:iterations=0": {"iterations": 0},
     }
     for writer, draft in ((model, None), (other, other)):
+        if draft is not None:
+            settings["p-aligner:trained=true"] = {"trained": True}
         for decoder, values in settings.items():
             wrong, chosen = 0, set()
             options: dict[str, Any] = {} if draft is None else {"draft": draft}
