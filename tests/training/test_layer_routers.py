@@ -38,14 +38,14 @@ def _model() -> Transformer:
     return model.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("is_hard", [False, True])
-def test_layers_are_mixed_with_their_inputs(is_hard: bool) -> None:
+@pytest.mark.parametrize("threshold", [None, 0.5, 0.7])
+def test_layers_are_mixed_with_their_inputs(threshold: float | None) -> None:
     """By the mean probability over the prompt, or in full or not at all."""
     model, routers = _model(), Routers([1, 2], 32)
     with torch.no_grad():
         routers.weight.normal_(0, 0.2)
         routers.bias[:] = torch.tensor([-4.0, 0.4])
-        logits, gates = routed_logits(model, routers, *TEXTS, is_hard)
+        logits, gates = routed_logits(model, routers, *TEXTS, threshold)
         expected = []
         for text, is_answer in zip(*TEXTS, strict=True):
             x = model.transformer["wte"](text[None, :-1])
@@ -56,7 +56,7 @@ def test_layers_are_mixed_with_their_inputs(is_hard: bool) -> None:
                 if layer in (1, 2):
                     scores = x[0, :num_prompt] @ routers.weight[layer - 1]
                     gate = torch.sigmoid(scores + routers.bias[layer - 1]).mean()
-                    gate = (gate >= 0.5).float() if is_hard else gate
+                    gate = gate if threshold is None else (gate >= threshold).float()
                     ran = gate * ran + (1 - gate) * x
                 x = ran
             rows = x[0][is_answer[1:]]

@@ -958,6 +958,62 @@ def train_layer_routers(
     print(run.path)
 
 
+@app.command("layer-adapter")
+def train_layer_adapter(
+    routers: Annotated[
+        Path, typer.Option("--routers", help="The file of `anydecode train layer-routers`.")
+    ],
+    out: Out = Path("trained-layer-adapter"),
+    model: LlamaModel = options.DEFAULT_MODEL,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    threshold: Annotated[
+        float, typer.Option("--threshold", help="Probability from which on a layer runs.")
+    ] = 0.5,
+    answers: Answers = 64,
+    tokens: AnswerTokens = 64,
+    batch: Batch = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    rate: Rate = 3e-4,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    plot: PlotFile = None,
+    json: options.Json = False,
+) -> None:
+    """Train a model for the layers that its routers choose, for first-router. A run with the same
+    --out is resumed. The model, with its routers, is in the folder "model" of --out.
+
+    Example: anydecode train layer-adapter --routers my-layers/layer_routers.safetensors
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.layer_adapter import LayerAdapterRecipe, LayerAdapterRun
+
+    minutes = _minutes(minutes, steps)
+    recipe = LayerAdapterRecipe(
+        minutes,
+        steps,
+        answers=answers,
+        tokens=tokens,
+        batch=batch,
+        rank=rank,
+        rate=rate,
+        threshold=threshold,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = _trained(lambda: LayerAdapterRun(load_checkpoint(model), out, recipe, routers), "adapter")
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot, "Training with routed layers", "nats per token")
+    if json:
+        print_json({"path": str(run.model_folder), **run.log()})
+        return
+    first, *_, last = run.held_out_losses()
+    note(f"held-out answers without layers: {first:.3f} -> {last:.3f} nats per token")
+    print(run.model_folder)
+
+
 def _train_exits(
     open_run: Callable[..., ExitRun],
     recipe: ExitRecipe,

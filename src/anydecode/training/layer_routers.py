@@ -73,7 +73,7 @@ def routed_logits(
     routers: Routers,
     tokens: torch.Tensor,
     is_answer: torch.Tensor,
-    is_hard: bool = False,
+    threshold: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits that predict the answers' tokens, `[answer tokens, vocab_size]`, and the
     probability of each layer with a router, `[layers, batch]`.
@@ -83,8 +83,8 @@ def routed_logits(
         routers: Its routers.
         tokens: `[batch, length]`.
         is_answer: bool `[batch, length]`.
-        is_hard: Whether layers run or do not, as they do later, instead of being mixed with their
-            inputs.
+        threshold: Layers run from this probability on, and else do not, as they do later; None:
+            they are mixed with their inputs.
     """
     is_prompt = (is_answer.long().cumsum(1) == 0)[:, :-1]
     indices = torch.arange(tokens.shape[1] - 1)
@@ -95,7 +95,8 @@ def routed_logits(
         if layer in routers.layers:
             gate = routers(layer, x, is_prompt)
             gates.append(gate)
-            weight = ((gate >= 0.5).to(x.dtype) if is_hard else gate)[:, None, None]
+            weight = gate if threshold is None else (gate >= threshold).to(x.dtype)
+            weight = weight[:, None, None]
             ran = weight * ran + (1 - weight) * x
         x = ran
     logits = model.transformer["ff_out"](model.transformer["ln_f"](x[is_answer[:, 1:]]))
@@ -141,7 +142,7 @@ class LayerRouterRun(AnswerRun):
         random = Random(f"{recipe.seed}/layer routers/{self.step}")
         texts = padded(self._sample(random))
         logits, gates = routed_logits(self.model, self.routers, *texts)
-        loss = functional.cross_entropy(logits, _targets(*texts))
+        loss = functional.cross_entropy(logits, answer_tokens(*texts))
         return self._learn(loss + recipe.penalty * gates.mean(1).sum())
 
     @torch.no_grad()
@@ -152,8 +153,8 @@ class LayerRouterRun(AnswerRun):
         loss, count, runs = 0.0, 0, torch.zeros(len(self.routers.layers))
         for pair in held_out:
             texts = padded([pair])
-            logits, gates = routed_logits(self.model, self.routers, *texts, is_hard=True)
-            targets = _targets(*texts)
+            logits, gates = routed_logits(self.model, self.routers, *texts, threshold=0.5)
+            targets = answer_tokens(*texts)
             loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
             count += len(targets)
             runs += (gates[:, 0] >= 0.5).to(runs.dtype)
@@ -169,5 +170,6 @@ class LayerRouterRun(AnswerRun):
         return next(entry for entry in reversed(self.history) if "runs" in entry)
 
 
-def _targets(tokens: torch.Tensor, is_answer: torch.Tensor) -> torch.Tensor:
+def answer_tokens(tokens: torch.Tensor, is_answer: torch.Tensor) -> torch.Tensor:
+    """The answers' tokens, `[answer tokens]`, of padded texts; see `routed_logits`."""
     return tokens[:, 1:][is_answer[:, 1:]]

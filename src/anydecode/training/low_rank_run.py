@@ -3,8 +3,11 @@ are merged into the model that is written."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +16,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun
-from anydecode.training.block_adapter import add_low_rank, merged_weights
+from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights
 from anydecode.training.checkpoint import save_nested_llama
 
 
@@ -71,3 +74,33 @@ class LowRankRun(AnswerRun):
     def _write(self) -> None:
         weights, shape = merged_weights(self.model), self.model.shape
         save_nested_llama(self.model_folder, weights, shape, self.tokenizer)
+
+
+class LowRankTextRun(LowRankRun):
+    """A run whose loss is the cross-entropy of the answers' tokens in some pass of the model."""
+
+    #: Names the random numbers of the steps.
+    name: ClassVar[str]
+
+    @abstractmethod
+    def loss(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, int]:
+        """The mean cross-entropy of the answers' tokens, and their number."""
+
+    def _update(self) -> float:
+        loss, _ = self.loss(self._sample(Random(f"{self.recipe.seed}/{self.name}/{self.step}")))
+        return self._learn(loss)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Record the loss of held-out answers."""
+        total, count = 0.0, 0
+        held_out = self._held_out
+        for start in range(0, len(held_out), self.recipe.batch):
+            loss, num_tokens = self.loss(held_out[start : start + self.recipe.batch])
+            total, count = total + num_tokens * float(loss), count + num_tokens
+        self._record(held_out={"answers": total / count})
+
+    def held_out_losses(self) -> Sequence[float]:
+        """The losses of held-out answers, in nats per token, in the order in which they were
+        measured."""
+        return [entry["held_out"]["answers"] for entry in self.history if "held_out" in entry]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import torch
 from torch.nn import functional
@@ -22,7 +21,7 @@ from torch.nn import functional
 from anydecode.decoders.depth.skipdecode import SkipDecode
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.block_adapter import Pair
-from anydecode.training.low_rank_run import LowRankRecipe, LowRankRun
+from anydecode.training.low_rank_run import LowRankRecipe, LowRankTextRun
 from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
@@ -69,7 +68,7 @@ def scheduled_logits(
     return logits
 
 
-class ScheduleRun(LowRankRun):
+class ScheduleRun(LowRankTextRun):
     """A training run in a folder.
 
     Args:
@@ -86,6 +85,7 @@ class ScheduleRun(LowRankRun):
 
     recipe: ScheduleRecipe
     differs_in = "another rank, schedule or model"
+    name = "schedule"
 
     def __init__(
         self, checkpoint: Checkpoint, folder: Path, recipe: ScheduleRecipe, decoder: SkipDecode
@@ -101,29 +101,8 @@ class ScheduleRun(LowRankRun):
         self._adapt([schedule])
 
     def loss(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, int]:
-        """The mean cross-entropy of the answers' tokens, and their number."""
         tokens, is_answer = padded(pairs)
         runs = scheduled_layers(self.decoder, self.model.shape.layers, pairs, self.recipe.tokens)
         rows = is_answer[:, 1:]
         logits = scheduled_logits(self.model, tokens[:, :-1], runs[..., :-1], rows)
         return functional.cross_entropy(logits, tokens[:, 1:][rows]), len(logits)
-
-    def _update(self) -> float:
-        random = Random(f"{self.recipe.seed}/schedule/{self.step}")
-        loss, _ = self.loss(self._sample(random))
-        return self._learn(loss)
-
-    @torch.no_grad()
-    def _evaluate(self) -> None:
-        """Record the loss of held-out answers."""
-        total, count = 0.0, 0
-        held_out = self._held_out
-        for start in range(0, len(held_out), self.recipe.batch):
-            loss, num_tokens = self.loss(held_out[start : start + self.recipe.batch])
-            total, count = total + num_tokens * float(loss), count + num_tokens
-        self._record(held_out={"answers": total / count})
-
-    def held_out_losses(self) -> Sequence[float]:
-        """The losses of held-out answers, in nats per token, in the order in which they were
-        measured."""
-        return [entry["held_out"]["answers"] for entry in self.history if "held_out" in entry]

@@ -80,12 +80,13 @@ class RoutedPrompt(Route):
         summary="Routers choose by the prompt which layers the whole sequence skips.",
         needs=("layer routers",),
         works_with=("constraints", "samplers", "batches"),
-        missing=("the fine-tuning of LoRA adapters with the routers as they are",),
         deviations=(
             "how the tokens of a prompt decide together is not published: by the mean of their"
             " probabilities; `pooling` has others",
             "the prompt skips the layers too, so that later routers read what is left",
             "the first two layers and the last have no router by default",
+            "the second phase, `anydecode train layer-adapter`, learns the model's own answers too;"
+            " the adapter is merged into the model",
             "routers learn with the loss on the model's own answers and 0.01 nats for each layer"
             " that runs; a third term of the paper's loss is not published",
         ),
