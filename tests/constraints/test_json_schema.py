@@ -454,7 +454,7 @@ def nested_array(depth: int):
 
 
 @pytest.mark.parametrize("schema, words", [
-    ({"type": "strange"}, "not valid"),
+    ({"type": "strange"}, "not valid: type is 'strange', and must be one of array"),
     ({"minLength": "3"}, "minLength"),
     ({"type": "string", "pattern": "("}, "not valid"),
     ({"$ref": "#/$defs/missing"}, "missing"),

@@ -327,12 +327,13 @@ while (walker.nextNode()) {
 return found;
 """
 
-#: Script: the number of masks of the canvas, and whether the text beside it is shown.
+#: Script: the number of masks of the canvas, whether the text beside it is shown, and its caption.
 LIVE = """
 const canvas = document.querySelector('.canvas');
 return {
   masks: canvas.querySelectorAll('.mask').length,
   text: getComputedStyle(canvas.previousElementSibling).display,
+  progress: canvas.nextElementSibling.textContent,
 };
 """
 
@@ -361,6 +362,7 @@ def test_the_canvas_is_shown_while_it_fills(browser: Any, monkeypatch: Any) -> N
                 browser.until("document.querySelector('.canvas .new')")
                 live = browser.script(LIVE)
                 assert live["masks"] > 0 and live["text"] == "none"
+                assert "of 24 positions are filled" in live["progress"]
                 assert browser.script(f"return {FITS}")
                 browser.picture(f"filling-{width}-{browser.theme}")
                 browser.until("document.querySelector('.assistant .facts button')")

@@ -30,6 +30,7 @@ _MAX_CHARACTERS_INCREMENTAL = 200_000
 #: Maximum size of the sets of pointers that a validator caches, in bytes, and the estimated size of
 #: one pointer.
 _MAX_CACHED_BYTES, _BYTES_PER_POINTER = 4 << 20, 200
+_TYPES = "array, boolean, integer, null, number, object, string"
 _OBJECT, _ARRAY = ord("{"), ord("[")
 _SCALAR_ENDS = frozenset(b",]} \t\r\n")
 
@@ -509,6 +510,9 @@ def _is_valid(validator: Any, value: Any) -> bool:
 def _message(error: BaseException) -> str:
     path = getattr(error, "instance_path", None)
     location = "#/" + "/".join(map(str, path))[:100] if path else "#"
+    if path and path[-1] == "type" and getattr(getattr(error, "kind", None), "name", "") == "anyOf":
+        given = abbreviated(str(getattr(error, "instance", "")))
+        return f"type is {given}, and must be one of {_TYPES}, or a list of them (at {location})"
     if getattr(getattr(error, "kind", None), "format", None) == "regex":
         return (
             f"the pattern {abbreviated(getattr(error, 'instance', ''))} cannot be compiled: it is"

@@ -37,6 +37,7 @@ class AnswerView {
     this.text = make("span");
     this.reasoning = null;
     this.canvas = null;
+    this.progress = null;
     element.replaceChildren(this.text);
   }
 
@@ -51,7 +52,11 @@ class AnswerView {
 
   // Shows the positions of a canvas while it fills: masks are dots, new tokens are highlighted.
   showCanvas(positions) {
-    if (!this.canvas) this.element.append((this.canvas = make("span", { class: "canvas", "aria-hidden": "true" })));
+    if (!this.canvas) {
+      this.canvas = make("span", { class: "canvas", "aria-hidden": "true" });
+      this.progress = make("span", { class: "progress" });
+      this.element.append(this.canvas, this.progress);
+    }
     this.text.hidden = true;
     const previous = [...this.canvas.children];
     this.canvas.replaceChildren(...positions.map((text, index) => {
@@ -59,10 +64,13 @@ class AnswerView {
       const kind = text === null ? "mask" : text === old ? "" : "new";
       return make("span", { class: kind, textContent: text ?? "·" });
     }));
+    const filled = positions.filter((text) => text !== null).length;
+    this.progress.textContent = `${filled} of ${positions.length} positions are filled; a dot is a mask.`;
   }
 
   end() {
     this.canvas?.remove();
+    this.progress?.remove();
     this.text.hidden = false;
   }
 }
