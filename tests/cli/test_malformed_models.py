@@ -61,6 +61,7 @@ COMMANDS = {
     "train schedule": "--model MODEL --out OUT --steps 1 --answers 2",
     "train heads": "--model MODEL --out OUT --steps 1 --answers 2",
     "train future-masks": "--model MODEL --out OUT --steps 1 --answers 2",
+    "train hidden-transfer": "--model MODEL --out OUT --steps 1 --answers 2",
     "train masks": "--model MODEL --out OUT --steps 1 --answers 2 --mask 1",
     "train prompts": "--model MODEL --out OUT --steps 1 --answers 2",
     "train routers": "--model MODEL --out OUT --answers 2",

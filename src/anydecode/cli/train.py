@@ -10,7 +10,7 @@ import typer
 
 from anydecode.cli import options
 from anydecode.cli.output import print_json
-from anydecode.errors import CheckpointError
+from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.progress import note, progress
 from anydecode.report import PlotFile
 
@@ -777,6 +777,79 @@ def train_future_masks(
     note("tokens of held-out answers that each mask predicts: "
          + " ".join(f"{share:.3f}" for share in shares))  # fmt: skip
     print(run.parts_folder)
+
+
+@app.command("hidden-transfer")
+def train_hidden_transfer(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-transfer"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    states: Annotated[
+        int,
+        typer.Option(
+            "--states", min=1, max=16, help="Number of pseudo states, which predict a token each."
+        ),
+    ] = 2,
+    layers: Annotated[
+        str,
+        typer.Option(
+            "--layers",
+            help="Number of layers before each pseudo state, such as 20,22, in place of --states."
+            " Default: two thirds of the model's.",
+        ),
+    ] = "",
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of pseudo states per text and step.")
+    ] = 16,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rate: Rate = 3e-4,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train linear maps that predict, from a token's state at a layer, those of the tokens behind
+    it, for the decoder hidden-transfer. The model stays as it is. A run with the same --out is
+    resumed. The maps are in the file "hidden_transfer.safetensors" of --out.
+
+    Example: anydecode train hidden-transfer --minutes 60 --out my-maps --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.hidden_transfer import TransferRecipe, TransferRun
+
+    minutes = _minutes(minutes, steps)
+    try:
+        chosen = tuple(int(layer) for layer in layers.split(",") if layers)
+    except ValueError:
+        raise InvalidRequestError(
+            f"--layers is {layers!r}; allowed are integers with commas, such as 20,22"
+        ) from None
+    recipe = TransferRecipe(
+        minutes,
+        steps,
+        masks=len(chosen) or states,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+        layers=chosen,
+    )
+    limit_threads(threads)
+    run = _trained(lambda: TransferRun(load_checkpoint(model), out, recipe), "maps")
+    if plot is not None:
+        curve.draw_acceptance(run.log(), plot)
+    if json:
+        print_json({"path": str(run.file), **run.log()})
+        return
+    *_, (_, shares) = run.shares()
+    note("tokens of held-out answers that each pseudo state predicts: "
+         + " ".join(f"{share:.3f}" for share in shares))  # fmt: skip
+    print(run.file)
 
 
 PromptsFile = Annotated[

@@ -39,6 +39,8 @@ class Requirements:
         reads_future_masks: Whether it needs trained mask tokens of the target (mtp-future).
         reads_sentence_diffusion: Whether it needs a diffusion model of sentence embeddings that was
             trained for the target, and as the draft model its encoder (DGLM).
+        reads_hidden_transfer: Whether it needs trained maps of the target's states
+            (hidden-transfer).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -70,6 +72,7 @@ class Requirements:
     reads_layer_routers: bool = False
     reads_future_masks: bool = False
     reads_sentence_diffusion: bool = False
+    reads_hidden_transfer: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,14 +146,28 @@ class Route(Variant, ABC):
     #: Whether rows have no keys and values where they did not run: later rows do not see them
     #: there. Otherwise the route stores something in every layer.
     leaves_holes = False
+    #: Whether tokens store what they store without the route.
+    keeps_states = False
 
     @abstractmethod
     def run(self, routed: RoutedPass) -> None:
         """Run the rows. Their states afterwards are those that the head reads."""
 
 
+class TreeRoute(Route):
+    """A route of the rows of a draft tree and of the text's tokens before it."""
+
+    @abstractmethod
+    def guides(self, num_tokens: int, tokens: Seq[int], parents: Seq[int]) -> list[Any]:
+        """The guides of the last `num_tokens` tokens of a text, then of the nodes of a tree behind
+        them, which has these tokens, -1 for none, and parents, -1 for the text's last token."""
+
+
 def part_of(rows: Rows, index: np.ndarray) -> Rows:
     """The rows of `index`, without variants."""
     if rows.inputs is not None:
         rows = replace(rows, inputs=to_host(rows.inputs))
-    return replace(rows.select(index), variant=None, variants=[])
+    part = replace(rows.select(index), variant=None, variants=[])
+    if part.adapters is not None and (part.adapters < 0).all():
+        part.adapters = None
+    return part

@@ -25,6 +25,7 @@ from anydecode.models import (
     exit_predictors,
     exit_routers,
     future_masks,
+    hidden_transfer,
     layer_routers,
     sentence_diffusion,
     through_transformers,
@@ -310,6 +311,8 @@ def open_checkpoint(
         model.future_masks = future_masks.FutureMasks.load(masks)
     if (proposing := checkpoint.path / sentence_diffusion.FILE_NAME).is_file():
         model.sentence_diffusion = sentence_diffusion.SentenceDiffusion.load(proposing)
+    if (transfer := checkpoint.path / hidden_transfer.FILE_NAME).is_file():
+        model.hidden_transfer = hidden_transfer.HiddenTransfer.load(transfer)
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):

@@ -34,6 +34,7 @@ from anydecode.models.classification import Classifier
 from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.future_masks import FutureMasks
+from anydecode.models.hidden_transfer import HiddenTransfer
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
@@ -122,6 +123,7 @@ class Transformer:
         self.layer_routers: LayerRouters | None = None  # of its folder
         self.future_masks: FutureMasks | None = None  # of its folder
         self.sentence_diffusion: SentenceDiffusion | None = None  # of its folder
+        self.hidden_transfer: HiddenTransfer | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).
@@ -232,6 +234,13 @@ class Transformer:
 
         return make(project, states.num_taps * states.target_size)
 
+    def stored_embeddings(self, tokens: np.ndarray) -> np.ndarray:
+        """As `embed`, also while a pass runs on another thread."""
+        read = getattr(self.executor, "read_rows", dequantize_rows)
+        scale = np.float32(self.spec.embedding_scale)
+        rows: np.ndarray = read(self.network.weights.embedding, tokens) * scale
+        return rows
+
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
         applied."""
@@ -299,13 +308,14 @@ class Transformer:
         """Run a pass of rows with several variants of the layers: one part per variant, those that
         are only stored first, so that they are there for the others, then the layers as they
         are."""
-        if not hasattr(self.executor, "regroup") or rows.adapters is not None:
+        assert rows.variant is not None
+        has_adapters = rows.adapters is not None and (rows.adapters[rows.variant >= 0] >= 0).any()
+        if not hasattr(self.executor, "regroup") or has_adapters:
             raise UnsupportedCombinationError(
                 "layers in parallel (easyspec), layers that are skipped or left within a pass, rows"
                 " that are only stored (dflash) and compressed caches (gear) work on CPUs and"
                 " without adapters"
             )
-        assert rows.variant is not None
         variants: list[Variant | None] = [None, *rows.variants]
         variants.sort(key=_place)
         order = {id(variant): number for number, variant in enumerate(variants)}

@@ -174,19 +174,22 @@ class Sequence(SequenceData):
         adapters = [tree.adapters.get(node, self.adapter) for node in nodes]
         for spans in request.groups:
             trunk = spans[-1]
-            spans.append(
-                TreeSpan(
-                    trunk.kv_cache,
-                    tree.tokens,
-                    0,
-                    depth,
-                    list(nodes),
-                    capture_layers,
-                    inputs=inputs,
-                    adapters=adapters if tree.adapters else None,
-                    parents=tree.parents,
-                )
+            branches = TreeSpan(
+                trunk.kv_cache,
+                tree.tokens,
+                0,
+                depth,
+                list(nodes),
+                capture_layers,
+                inputs=inputs,
+                adapters=adapters if tree.adapters else None,
+                parents=tree.parents,
             )
+            if tree.route is not None:
+                trunk.variant = branches.variant = tree.route
+                guides = tree.route.guides(len(trunk), tree.tokens, tree.parents)
+                trunk.guides, branches.guides = guides[: len(trunk)], guides[len(trunk) :]
+            spans.append(branches)
         self._tap(runner, request.groups[0][-1])
         return request
 

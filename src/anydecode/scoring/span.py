@@ -207,7 +207,8 @@ class ChainSpan(Span):
                 EarlyExitRows(self._append_start, self.stop, hidden[:num_kept].copy())
             )
         if isinstance(self.variant, Route):
-            self.kv_cache.reusable = False
+            if not self.variant.keeps_states:
+                self.kv_cache.reusable = False
             if self.variant.leaves_holes:
                 guides = self.guides[self.done : self.done + num_kept]
                 counts = [guide.num_layers for guide in guides]

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from anydecode.kernels.routes import TreeRoute
+
 #: Parent index of the first level: the last token that is already part of the text.
 ROOT = -1
 
@@ -29,6 +31,7 @@ class TokenTree:
             token (-1). Such nodes come last, are children of none, and are never accepted.
         adapters: `adapters[node]` is the index of the LoRA adapter of a node; the others have that
             of the sequence.
+        route: How the pass runs that verifies the tree; None: the layers as they are.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -39,6 +42,7 @@ class TokenTree:
     confidence: float | None = None
     embeddings: dict[int, Any] = field(default_factory=dict)
     adapters: dict[int, int] = field(default_factory=dict)
+    route: TreeRoute | None = None
 
     def __post_init__(self) -> None:
         self._children: dict[int, dict[int, int]] = {}
@@ -77,6 +81,7 @@ class TokenTree:
             None if self.sources is None else self.sources[:count],
             embeddings={node: row for node, row in self.embeddings.items() if node < count},
             adapters={node: one for node, one in self.adapters.items() if node < count},
+            route=self.route,
         )
 
     def add(self, token: int, parent: int = ROOT) -> int:

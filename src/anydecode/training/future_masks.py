@@ -31,7 +31,7 @@ from anydecode.models.future_masks import (
 )
 from anydecode.training.answer_run import fingerprint_of
 from anydecode.training.block_adapter import LowRankLinear, Pair, add_low_rank, save_adapter
-from anydecode.training.masks import GroupRecipe, GroupRun, TrainedRows, group_states
+from anydecode.training.masks import GroupRecipe, GroupRun, TrainedRows
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class FutureRun(GroupRun):
     def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
         """The mean loss of a text's masks."""
         text = torch.tensor([*pair[0], *pair[1]])
-        clean, masked = self._states(text, ends)
+        clean, masked = self._states(text[:-1], ends)
         total = torch.zeros(())
         for index in range(len(self.group)):
             state, label = masked[:, index], text[ends + index + 1]
@@ -125,8 +125,8 @@ class FutureRun(GroupRun):
         return total / len(self.group)
 
     def _states(self, text: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.gate.first = len(text) - 1
-        return group_states(self.model, text[:-1], ends, self.group)
+        self.gate.first = len(text)
+        return super()._states(text, ends)
 
     def _logits(
         self, text: torch.Tensor, ends: torch.Tensor, state: torch.Tensor, index: int
@@ -136,7 +136,7 @@ class FutureRun(GroupRun):
 
     def _rows(self, pair: Pair, ends: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         text, first = torch.tensor([*pair[0], *pair[1]]), len(pair[0])
-        clean, masked = self._states(text, ends)
+        clean, masked = self._states(text[:-1], ends)
         rows = [(self.model.head(clean[first - 1 :]), text[first:])]
         for index in range(len(self.group)):
             logits = self._logits(text, ends, masked[:, index], index)

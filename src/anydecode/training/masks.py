@@ -152,7 +152,7 @@ class GroupRun(AnswerRun):
 
     differs_in = "another rank, mask or model"
     recipe: GroupRecipe
-    #: The tokens of a group, `[masks]`.
+    #: The tokens of a group, `[masks]`; of pseudo states, the layers at which they enter.
     group: torch.Tensor
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: GroupRecipe) -> None:
@@ -202,11 +202,14 @@ class GroupRun(AnswerRun):
         first = len(pair[0])
         return torch.arange(first, first + len(pair[1]) - len(self.group))
 
+    def _states(self, text: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `group_states`."""
+        return group_states(self.model, text, ends, self.group)
+
     def _rows(self, pair: Pair, ends: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Logits and labels: of the answer's tokens, then of each mask of the groups."""
         text, first = torch.tensor([*pair[0], *pair[1]]), len(pair[0])
-        states = group_states(self.model, text[:-1], ends, self.group)
-        clean, masked = map(self.model.head, states)
+        clean, masked = map(self.model.head, self._states(text[:-1], ends))
         rows = [(clean[first - 1 :], text[first:])]
         return rows + [
             (masked[:, index], text[ends + index + 1]) for index in range(len(self.group))
@@ -296,12 +299,32 @@ class MaskRun(GroupRun):
         )
 
 
-class PromptRun(GroupRun):
-    """Trains the prompt tokens of a model that stays as it is; see `GroupRun`.
+class DistilledRun(GroupRun):
+    """Trains what stands in groups behind a model that stays as it is; see `GroupRun`.
 
-    The distribution at each prompt token learns that of the text's row for the same token: the sum
-    over distances i, from 0, of 0.8^i times the Kullback-Leibler divergence.
+    The distribution of each row of a group learns that of the text's row for the same token: the
+    mean over distances i, from 0, of `decay`^i times the Kullback-Leibler divergence.
     """
+
+    decay = 1.0
+
+    def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
+        """The mean over distances and groups of the weighted divergences."""
+        (clean, _), *rows = self._rows(pair, ends)
+        total = torch.zeros(())
+        for distance, (logits, _) in enumerate(rows):
+            target = clean[ends - len(pair[0]) + distance + 1].detach().log_softmax(-1)
+            divergence = functional.kl_div(
+                logits.log_softmax(-1), target, reduction="batchmean", log_target=True
+            )
+            total = total + self.decay**distance * divergence
+        return total / len(rows)
+
+
+class PromptRun(DistilledRun):
+    """Trains the prompt tokens of a model that stays as it is; see `DistilledRun`."""
+
+    decay = 0.8
 
     @property
     def file(self) -> Path:
@@ -315,18 +338,6 @@ class PromptRun(GroupRun):
         self.model.transformer["wte"] = self.embedding
         self.group = torch.arange(size, size + self.recipe.masks)
         return [self.embedding.rows]
-
-    def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
-        """The mean over distances and groups of the weighted divergences."""
-        (clean, _), *rows = self._rows(pair, ends)
-        total = torch.zeros(())
-        for distance, (logits, _) in enumerate(rows):
-            target = clean[ends - len(pair[0]) + distance + 1].detach().log_softmax(-1)
-            divergence = functional.kl_div(
-                logits.log_softmax(-1), target, reduction="batchmean", log_target=True
-            )
-            total = total + 0.8**distance * divergence
-        return total / len(rows)
 
     def _write(self) -> None:
         tensors = {

@@ -12,6 +12,7 @@ a token among its parent's candidates, and its value the product of the accuraci
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,6 +56,11 @@ class TreePlan:
 
     trees: tuple[StateTree, ...]
     tokens: float
+
+
+def by_rank(shares: np.ndarray) -> Accuracies:
+    """Accuracies from an array `[prompt tokens, ranks]`."""
+    return tuple(map(tuple, shares.astype(np.float64).tolist()))
 
 
 def best_paths(accuracies: Accuracies, depth: int, count: int) -> dict[RankPath, float]:
@@ -160,40 +166,31 @@ def load_prompts(path: Path) -> PromptTokens:
     return PromptTokens(embeddings, accuracies)
 
 
-class PromptDrafter(MaskDrafter):
-    """Drafts from the prompt tokens behind the last accepted node.
+class PlannedDrafter(MaskDrafter):
+    """Drafts from what stands behind the last accepted node: prompt tokens, or other rows that
+    predict tokens. The trees are those of `plan`.
 
     Args:
         size: Number of candidates and prompt tokens; 0: that with the most expected tokens per
             measured time of a pass.
-        prompts: The prompt tokens; None: the model's mask token stands for each.
         rule: The acceptance rule.
     """
 
-    def __init__(self, size: int, prompts: PromptTokens | None, rule: Acceptance) -> None:
+    def __init__(self, size: int, rule: Acceptance) -> None:
         self.size = size
-        self.prompts = prompts
         self.has_noise = not rule.reads_probabilities
-        shares = ACCURACIES if prompts is None else prompts.accuracies
-        self.accuracies: Accuracies = tuple(map(tuple, shares.astype(np.float64).tolist()))
-        self._sizes: dict[tuple[int, int], int] = {}
+        self._sizes: dict[tuple[Accuracies, int, int], int] = {}
 
-    def prepare(self, sequence: Sequence) -> None:
-        if self.prompts is None:
-            super().prepare(sequence)
-            return
-        width = sequence.kv_cache().pool.model.spec.hidden_size
-        if self.prompts.embeddings.shape[1] != width:
-            raise InvalidRequestError(
-                f"the prompt tokens have {self.prompts.embeddings.shape[1]} numbers each, and the"
-                f" model has a hidden size of {width}: use those that were trained for it"
-            )
+    @abstractmethod
+    def accuracies(self, sequence: Sequence) -> Accuracies:
+        """How often the token at each distance is the candidate of each rank."""
 
     def draft(
         self, sequence: Sequence, masks: Seq[MaskOutput], size: int
     ) -> tuple[TokenTree, dict[int, int]]:
-        chosen = min(size, self.size or self._best_size(sequence))
-        shape = plan(self.accuracies, chosen).trees[len(masks)]
+        accuracies = self.accuracies(sequence)
+        chosen = min(size, self.size or self._best_size(sequence, accuracies))
+        shape = plan(accuracies, chosen).trees[len(masks)]
         tree = TokenTree()
         nodes: dict[RankPath, int] = {(): ROOT}
         samplers: dict[int, Sampler] = {ROOT: sequence.sampler.fork()}
@@ -218,28 +215,57 @@ class PromptDrafter(MaskDrafter):
         counts = zip(((), *shape.paths), shape.prompts, strict=True)
         return tree, {nodes[path]: count for path, count in counts if path in nodes}
 
+    def _best_size(self, sequence: Sequence, accuracies: Accuracies) -> int:
+        """The size with the most expected tokens per time; costs are read again after every
+        `REFRESH` tokens."""
+        model, context = sequence.cost_model, sequence.length
+        others = model.num_others()
+        key = accuracies, others, context // REFRESH
+        if key not in self._sizes:
+            self._sizes[key] = max(
+                range(1, MAX_SIZE + 1),
+                key=lambda size: (
+                    (others + plan(accuracies, size).tokens)
+                    / model.seconds(others + 1 + size, context)
+                ),
+            )
+        return self._sizes[key]
+
+
+class PromptDrafter(PlannedDrafter):
+    """Drafts from prompt tokens.
+
+    Args:
+        size: See `PlannedDrafter`.
+        prompts: The prompt tokens; None: the model's mask token stands for each.
+        rule: The acceptance rule.
+    """
+
+    def __init__(self, size: int, prompts: PromptTokens | None, rule: Acceptance) -> None:
+        super().__init__(size, rule)
+        self.prompts = prompts
+        self._accuracies = by_rank(ACCURACIES if prompts is None else prompts.accuracies)
+
+    def prepare(self, sequence: Sequence) -> None:
+        if self.prompts is None:
+            super().prepare(sequence)
+            return
+        width = sequence.kv_cache().pool.model.spec.hidden_size
+        if self.prompts.embeddings.shape[1] != width:
+            raise InvalidRequestError(
+                f"the prompt tokens have {self.prompts.embeddings.shape[1]} numbers each, and the"
+                f" model has a hidden size of {width}: use those that were trained for it"
+            )
+
+    def accuracies(self, sequence: Sequence) -> Accuracies:
+        return self._accuracies
+
     def add_mask(self, sequence: Sequence, tree: TokenTree, parent: int, number: int) -> int:
         if self.prompts is None:
             return super().add_mask(sequence, tree, parent, number)
         node = tree.add(-1, parent)
         tree.embeddings[node] = self.prompts.embeddings[number]
         return node
-
-    def _best_size(self, sequence: Sequence) -> int:
-        """The size with the most expected tokens per time; costs are read again after every
-        `REFRESH` tokens."""
-        model, context = sequence.cost_model, sequence.length
-        others = model.num_others()
-        key = others, context // REFRESH
-        if key not in self._sizes:
-            self._sizes[key] = max(
-                range(1, MAX_SIZE + 1),
-                key=lambda size: (
-                    (others + plan(self.accuracies, size).tokens)
-                    / model.seconds(others + 1 + size, context)
-                ),
-            )
-        return self._sizes[key]
 
 
 @register(
