@@ -113,10 +113,10 @@ def test_later_tokens_read_nothing_of_a_token_in_the_layers_that_it_has_not_run(
         nonlocal num_filled
         stop(self, active, layer)
         for row in active.tolist():
-            slot = int(self._rows.slots[row])
+            slot = int(self.rows.slots[row])
             for behind in range(layer, self.num_layers):
-                self._cache.keys[behind][slot] = 1e3
-                self._cache.values[behind][slot] = np.nan
+                self.cache.keys[behind][slot] = 1e3
+                self.cache.values[behind][slot] = np.nan
                 num_filled += 1
 
     texts = []
