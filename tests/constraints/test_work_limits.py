@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,6 +154,7 @@ def test_compiled_grammars_count_what_their_lexers_learn_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(guidance_engine, "MAX_TEMPLATE_BYTES", 24 << 20)
+    monkeypatch.setattr(guidance_engine, "_CALLS_PER_MEASUREMENT", 0)
     tokenizer = ByteTokenizer()
     binding = tokenizer_binding(tokenizer, SIZE)
     for length in (100, 10_000):
@@ -169,33 +169,66 @@ def test_compiled_grammars_count_what_their_lexers_learn_in_use(
     assert 4 << 20 < used - left < counted < 2 * (used - left)
 
 
-def test_a_slow_report_of_what_is_allocated_measures_several_calls(
-    monkeypatch: pytest.MonkeyPatch,
+class SimulatedSystem:
+    """The clock, the reports of what is allocated, and the memory of a process. A report takes
+    `report_seconds`, and a call of a matcher as long as `call` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, report_seconds: float) -> None:
+        self.now, self.num_reports, self.report_seconds = 0.0, 0, report_seconds
+        self.memory = 100 << 20
+        for name, function in (
+            ("perf_counter", lambda: self.now), ("thread_time", lambda: self.now),
+            ("allocated_bytes", self._report), ("resident_bytes", lambda: self.memory),
+        ):  # fmt: skip
+            monkeypatch.setattr(guidance_engine, name, function)
+        self.binding = tokenizer_binding(ByteTokenizer(), SIZE)
+        self.template = self.binding.template(Regex("[ab]+").guidance())
+        self.num_reports = 0
+
+    def _report(self) -> int:
+        self.num_reports += 1
+        self.now += self.report_seconds
+        return self.memory
+
+    def call(self, seconds: float, grown: int = 0) -> None:
+        """A call of a matcher, by which its grammar grows."""
+
+        def work() -> None:
+            self.now += seconds
+            self.memory += grown
+
+        self.binding.call(self.template, work)
+
+
+@pytest.mark.parametrize("report_seconds", [3e-6, 5e-5, 1e-3, 0.1])
+def test_measuring_compiled_grammars_takes_a_small_share_of_their_calls(
+    monkeypatch: pytest.MonkeyPatch, report_seconds: float
 ) -> None:
-    clock = SimpleNamespace(now=0.0, num_reports=0, report_seconds=0.0)
+    system = SimulatedSystem(monkeypatch, report_seconds)
+    call_seconds = report_seconds / 2
+    for _ in range(20_000):
+        system.call(call_seconds)
+    first = 12  # until the grammar is known not to grow
+    assert (system.num_reports - first) * report_seconds <= 0.01 * 20_000 * call_seconds
 
-    def report() -> int:
-        clock.num_reports += 1
-        clock.now += clock.report_seconds
-        return 1000 * clock.num_reports
 
-    binding = tokenizer_binding(ByteTokenizer(), SIZE)
-    template = binding.template(Regex("[ab]+").guidance())
-    monkeypatch.setattr(guidance_engine, "allocated_bytes", report)
-    monkeypatch.setattr(guidance_engine, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-
-    def call() -> None:
-        clock.now += 0.0011
-
-    for seconds, expected in ((0.0, 200), (0.00009, 100), (0.01, 40)):
-        clock.report_seconds = seconds
-        binding.call(template, call)
-        binding._count()
-        before, counted = clock.num_reports, binding._templates.num_bytes
-        for _ in range(100):
-            binding.call(template, call)
-        assert clock.num_reports - before == expected
-        assert binding._templates.num_bytes - counted == 1000 * expected / 2
+@pytest.mark.parametrize("report_seconds", [0.0, 1e-5, 0.1])
+@pytest.mark.parametrize("grown", [200, 10_000, 100_000])
+def test_a_growing_grammar_is_found_within_some_memory(
+    monkeypatch: pytest.MonkeyPatch, report_seconds: float, grown: int
+) -> None:
+    """Also after many calls without growth, however long a report takes."""
+    system = SimulatedSystem(monkeypatch, report_seconds)
+    grammar = system.template.grammar
+    for _ in range(3000):
+        system.call(2e-5)
+    start, seconds = system.memory, 1e-4
+    while system.binding.has_template(grammar):
+        system.call(seconds, grown)
+        assert system.memory - start < 200 << 20
+    # What is counted late: growth of the process, and what a check of it comes late.
+    late = (4 << 20) + grown * (0.05 / seconds + 10)
+    assert system.memory - start <= system.template.max_bytes + late
 
 
 @needs_allocator_report
@@ -203,6 +236,7 @@ def test_a_grammar_that_grows_much_is_compiled_again_when_no_text_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(guidance_engine, "MAX_TEMPLATE_GROWTH", 1 << 20)
+    monkeypatch.setattr(guidance_engine, "_CALLS_PER_MEASUREMENT", 0)
     tokenizer = ByteTokenizer()
     binding = tokenizer_binding(tokenizer, SIZE)
     state = walk_constant(0, 10_000, tokenizer)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter, thread_time
 from typing import Any, TypeVar
 
 import numpy as np
 
 from anydecode.constraints.background import BackgroundTask, BackgroundThread
-from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
+from anydecode.constraints.byte_cache import (
+    ByteCache,
+    allocated_bytes,
+    measured_bytes,
+    resident_bytes,
+)
 from anydecode.constraints.compile_errors import compile_error
 from anydecode.constraints.constraint import ConstraintState
 from anydecode.constraints.optional_parts import check_grammar, check_pattern
@@ -29,9 +35,16 @@ MAX_TEMPLATE_GROWTH = 16 << 20
 #: Where the system does not report what is allocated: the bytes of a compiled grammar per
 #: character, and those by which a call of a matcher makes it grow.
 _BYTES_PER_CHARACTER, _BYTES_PER_CALL = 256, 1024
-#: The growth of a compiled grammar is measured over calls that take so many times as long as a
-#: report of what is allocated, but at most so many seconds; at most so many are measured at a time.
-_CALLS_PER_REPORT, _MAX_INTERVAL, _MAX_MEASURED = 20, 0.005, 16
+#: The growth of a compiled grammar is measured over calls that take so many times as long as the
+#: measurement, which is mostly two reports of what is allocated; over twice as many, up to so many
+#: times, after each measurement in which it grew by at most so many bytes. At most so many are
+#: measured at a time.
+_CALLS_PER_MEASUREMENT, _MAX_PATIENCE, _SMALL_GROWTH, _MAX_MEASURED = 20, 32, 1 << 16, 16
+#: One of so many calls is timed, for all of them.
+_CALLS_PER_TIMED = 5
+#: It is measured sooner if the process takes so many bytes more, which is checked after calls of so
+#: many seconds.
+_MAX_RESIDENT_GROWTH, _CHECK_SECONDS = 4 << 20, 0.05
 #: Maximum number of references in one grammar or schema. Chains of some thousand of them overflow
 #: the stack.
 MAX_REFERENCES = 1000
@@ -159,10 +172,15 @@ class _Template:
         self.grammar = grammar
         self.matcher = matcher
         self.max_bytes = max_bytes
-        #: Whether its growth is measured now: since when so many bytes were allocated, and how long
-        #: the calls since then took.
-        self.is_measured, self.seconds = False, 0.0
+        #: Whether its growth is measured now: since when so many bytes were allocated and resident,
+        #: about how long the calls since then took, and after how long the growth is checked.
+        self.is_measured, self.seconds, self.check_at = False, 0.0, 0.0
+        #: The number of calls until the next one that is timed.
+        self.num_untimed = 0
+        #: How many times longer the calls are that are measured together than after it grew.
+        self.patience = 1
         self.allocated: int | None = None
+        self.resident = 0
 
 
 class TokenizerBinding:
@@ -183,10 +201,10 @@ class TokenizerBinding:
         )
         self.limits = guidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         self._templates: ByteCache[str, _Template] = ByteCache(MAX_TEMPLATE_BYTES)
-        #: The templates that are measured now, and how long the calls take after which they are
-        #: counted, in seconds.
+        #: The templates that are measured now; how long the calls take after which one that has
+        #: just grown is counted, and how long it took to begin to measure one, in seconds.
         self._measured: weakref.WeakSet[_Template] = weakref.WeakSet()
-        self._interval = 0.0
+        self._interval = self._begin_seconds = 0.0
         self._lock = threading.Lock()
         #: All templates that states use, also those that are not cached any more.
         self._used: weakref.WeakValueDictionary[str, _Template] = weakref.WeakValueDictionary()
@@ -212,44 +230,68 @@ class TokenizerBinding:
         """Calls a method of a matcher of `template`, and counts by how much the template grows.
 
         The system's report takes longer the more gaps its memory has. So calls that together take
-        less than some times as long are measured together, with all that happens between them:
+        less than many times as long are measured together, with all that happens between them:
         memory that others have allocated is counted too. A lexer never shrinks, so if there is less
-        memory, others have freed it.
+        memory, others have freed it. How much memory is resident is found quickly, but a lexer may
+        grow into memory that others have freed. Most calls take so little that to time each would
+        take a part of it that counts.
         """
+        if template.num_untimed:
+            template.num_untimed -= 1
+            return method(*arguments)
         if not template.is_measured:
             self._begin(template)
-        start = time.perf_counter()
-        try:
-            return method(*arguments)
-        finally:
-            template.seconds += time.perf_counter() - start
-            if template.seconds >= self._interval:
-                self._count([template])
+        start = perf_counter()
+        result = method(*arguments)
+        template.seconds += _CALLS_PER_TIMED * (perf_counter() - start)
+        template.num_untimed = _CALLS_PER_TIMED - 1
+        if template.seconds >= template.check_at:
+            self._check(template)
+        return result
 
     def _begin(self, template: _Template) -> None:
         """Begins to measure by how much `template` grows."""
         if len(self._measured) >= _MAX_MEASURED:
             self._count()
-        start = time.perf_counter()
-        allocated = allocated_bytes()
-        self._interval = min(_CALLS_PER_REPORT * (time.perf_counter() - start), _MAX_INTERVAL)
+        start = thread_time()
         with self._lock:
+            allocated = allocated_bytes()
             if not template.is_measured:
                 template.is_measured, template.allocated, template.seconds = True, allocated, 0.0
+                interval = self._interval * template.patience
+                template.resident = resident_bytes() if interval > _CHECK_SECONDS else 0
+                template.check_at = min(interval, _CHECK_SECONDS)
                 self._measured.add(template)
+            self._begin_seconds = thread_time() - start
+
+    def _check(self, template: _Template) -> None:
+        """Counts by how much `template` has grown, if it is time to."""
+        interval = self._interval * template.patience
+        if (
+            template.seconds >= interval
+            or resident_bytes() > template.resident + _MAX_RESIDENT_GROWTH
+        ):
+            self._count([template])
+        else:
+            template.check_at = min(interval, template.seconds + _CHECK_SECONDS)
 
     def _count(self, templates: Sequence[_Template] | None = None) -> None:
         """Counts by how much `templates` have grown, or all that are measured."""
+        start = thread_time()
         with self._lock:
             now = allocated_bytes()
             for template in list(self._measured if templates is None else templates):
                 if not template.is_measured:
                     continue
-                before, template.is_measured = template.allocated, False
+                before, template.is_measured, template.num_untimed = template.allocated, False, 0
                 self._measured.discard(template)
                 grown = _BYTES_PER_CALL if before is None or now is None else now - before
+                is_small = grown <= _SMALL_GROWTH
+                template.patience = min(2 * template.patience, _MAX_PATIENCE) if is_small else 1
                 if grown > 0:
                     self._templates.grow(template.grammar, template, grown, template.max_bytes)
+            seconds = self._begin_seconds + thread_time() - start
+            self._interval = _CALLS_PER_MEASUREMENT * seconds
 
     def template(self, grammar: str) -> _Template:
         """Returns `grammar`, which is compiled once. Raises `ConstraintError`."""
@@ -313,6 +355,7 @@ class GuidanceState(ConstraintState):
         self._binding = binding
         self._tokenizer = tokenizer  # its binding ends with it
         self._template = template
+        self._call = partial(binding.call, template)
         self._matcher = matcher
         self._shared = False
         self._num_eos = 0  # end-of-text tokens, which the matcher does not receive
@@ -427,9 +470,6 @@ class GuidanceState(ConstraintState):
         """Waits for a pending mask: a matcher is used by one thread at a time."""
         if self._pending_mask is not None:
             self.mask()
-
-    def _call(self, method: Callable[..., _Result], *arguments: object) -> _Result:
-        return self._binding.call(self._template, method, *arguments)
 
     def _own_matcher(self) -> Any:
         self._wait_for_mask()
