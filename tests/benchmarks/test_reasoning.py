@@ -118,12 +118,16 @@ def test_costs_are_counted() -> None:
         greedy = measure(llm, GREEDY, questions, 20, 0.7)
         four = measure(llm, "best-of-n:n=4", questions, 20, 0.7)
         prompt = sum(len(one.prompt) for one in questions) / 4
+        bytes_per_row = llm.engine.runners["target"].pool.bytes_per_slot
         answers = [llm.generate(one.prompt, max_tokens=20) for one in questions]
     expected = [one.is_right(answer.text) for one, answer in zip(questions, answers, strict=True)]
     assert greedy.right == sum(expected) and greedy.questions == 4
     assert greedy.tokens == sum(len(answer.tokens) for answer in answers) / 4
     assert greedy.rows == pytest.approx(prompt + greedy.tokens - 1)
     assert prompt + 2 * (greedy.rows - prompt) < four.rows < prompt + 6 * (greedy.rows - prompt)
+    assert greedy.cache_rows <= greedy.rows < prompt + 32  # a prompt is held once
+    assert greedy.cache_rows < four.cache_rows < four.rows
+    assert greedy.cache_bytes / greedy.cache_rows == pytest.approx(bytes_per_row)
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

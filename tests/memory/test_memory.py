@@ -184,6 +184,19 @@ def test_a_pool_without_slots_is_rejected() -> None:
         KVPool(Storage(), 0)
 
 
+def test_a_pool_counts_the_most_slots_in_use() -> None:
+    pool = KVPool(Storage(), 8)
+    first = pool.allocate(3)
+    pool.free(pool.allocate(4))
+    pool.allocate(1)
+    assert (pool.num_used, pool.max_used) == (4, 7)
+    pool.max_used = pool.num_used
+    pool.free(first)
+    pool.allocate(2)
+    assert (pool.num_used, pool.max_used) == (3, 4)
+    assert pool.bytes_per_slot * 8 == pool.num_bytes
+
+
 def test_a_pool_takes_memory_for_the_slots_that_are_used() -> None:
     tracemalloc.start()
     try:

@@ -68,7 +68,8 @@ def test_the_loss_of_rewards_has_the_gradient_of_the_expected_reward() -> None:
     """The mean over many samples; the baseline does not change it."""
     bandit = Bandit()
     numbers = DigitModel(bandit, Regression(base=3, digits=1), [[0, 1, 2]])
-    loss = numbers.reward_loss([Example([4], (1,), 0.4)], 40_000, torch.Generator().manual_seed(1))
+    recipe, generator = NumberRecipe(samples=40_000), torch.Generator().manual_seed(1)
+    loss = numbers.reward_loss([Example([4], (1,), 0.4)], recipe, generator)
     loss.backward()  # type: ignore[no-untyped-call]
     assert bandit.logits.grad is not None
     expected = -reward_gradient(0.0)
@@ -94,12 +95,80 @@ def test_the_best_digits_behind_every_beginning() -> None:
 def test_the_expert_term_is_the_cross_entropy_of_the_best_digits() -> None:
     bandit = Bandit()
     numbers = DigitModel(bandit, Regression(base=3, digits=1), [[0, 1, 2]])
-    losses = [
-        numbers.reward_loss([Example([4], (1,), 0.4)], 50, torch.Generator().manual_seed(1), weight)
-        for weight in (0.0, 0.5)
-    ]
+    losses = []
+    for weight in (0.0, 0.5):
+        recipe, generator = NumberRecipe(samples=50, expert=weight), torch.Generator()
+        generator.manual_seed(1)
+        losses.append(numbers.reward_loss([Example([4], (1,), 0.4)], recipe, generator))
     added = -0.5 * float(bandit.logits.detach()[:3].log_softmax(0)[1])
     assert float((losses[1] - losses[0]).detach()) == pytest.approx(added, rel=1e-4)
+
+
+def test_the_gradient_of_a_group_is_divided_by_the_spread_of_its_rewards() -> None:
+    """Over many samples: the gradient of the expected reward, divided by its deviation."""
+    bandit = Bandit()
+    numbers = DigitModel(bandit, Regression(base=3, digits=1), [[0, 1, 2]])
+    recipe = NumberRecipe(samples=40_000, baseline="group")
+    generator = torch.Generator().manual_seed(2)
+    numbers.reward_loss([Example([4], (1,), 0.4)], recipe, generator).backward()  # type: ignore[no-untyped-call]
+    law = torch.tensor([0.3, -0.2, 0.5]).softmax(-1)
+    rewards = torch.tensor([-((digit / 3 - 0.4) ** 2) for digit in range(3)])
+    spread = float(((law * rewards**2).sum() - (law * rewards).sum() ** 2).sqrt())
+    assert bandit.logits.grad is not None
+    assert torch.allclose(bandit.logits.grad[:3], -reward_gradient(0.0) / spread, atol=2e-2)
+    assert (reward_gradient(0.0) / spread).abs().min() > 6e-2
+
+
+def test_rewards_of_other_inputs_do_not_count() -> None:
+    """Each group has its own mean: inputs with far numbers change nothing."""
+    bandit = Bandit()
+    numbers = DigitModel(bandit, Regression(base=3, digits=1), [[0, 1, 2]])
+    recipe = NumberRecipe(samples=3000, baseline="group")
+    gradients = []
+    for value in (0.4, 40.0):
+        examples = [Example([4], (1,), 0.4), Example([4], (1,), value)]
+        bandit.logits.grad = None
+        generator = torch.Generator().manual_seed(3)
+        numbers.reward_loss(examples, recipe, generator).backward()  # type: ignore[no-untyped-call]
+        assert bandit.logits.grad is not None
+        gradients.append(bandit.logits.grad.abs().max())
+    assert max(gradients) < 1
+
+
+def test_the_divergence_is_from_the_model_before() -> None:
+    """KL(before, now) by hand, and its gradient, the difference of the probabilities."""
+    bandit = Bandit()
+    numbers = DigitModel(bandit, Regression(base=3, digits=1), [[0, 1, 2]])
+    old = torch.tensor([[-0.5, 1.0, 0.0]]).log_softmax(-1)
+    recipes = [NumberRecipe(samples=50, divergence=weight) for weight in (0.0, 2.0)]
+    losses, gradients = [], []
+    for recipe in recipes:
+        bandit.logits.grad = None
+        generator = torch.Generator().manual_seed(1)
+        loss = numbers.reward_loss(
+            [Example([4], (1,), 0.4)], recipe, generator, lambda prompts, codes: [old]
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()))
+        assert bandit.logits.grad is not None
+        gradients.append(bandit.logits.grad[:3].clone())
+    law = bandit.logits.detach()[:3].log_softmax(-1)
+    expected = float((old[0].exp() * (old[0] - law)).sum())
+    assert losses[1] - losses[0] == pytest.approx(2 * expected, rel=1e-4)
+    assert torch.allclose(gradients[1] - gradients[0], 2 * (law.exp() - old[0].exp()), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_divergence_keeps_the_model_where_it_was(folder: Path, tmp_path: Path) -> None:
+    """Steps on errors at a high rate, with a large weight of the divergence."""
+    pairs = [(f"copy {name}:", 100 * value) for name, value in NAMES.items()] * 4
+    recipe = NumberRecipe(
+        steps=40, reward_steps=20, samples=4, rank=4, batch=6, rate=2e-2, reward_rate=2e-2,
+        baseline="group", divergence=1000.0,
+    )  # fmt: skip
+    decoder = Regression(digits=2, high=100.0)
+    errors = train_numbers(load_checkpoint(folder), pairs, decoder, tmp_path / "out", recipe)
+    assert errors.rewarded <= errors.supervised + 1
 
 
 def test_losses_equal_those_of_one_prompt_at_a_time(folder: Path) -> None:
@@ -163,7 +232,8 @@ def test_rewards_make_near_numbers_more_probable(folder: Path) -> None:
     before = mean_error()
     for _ in range(20):
         optimizer.zero_grad()
-        numbers.reward_loss([example], 32, generator).backward()  # type: ignore[no-untyped-call]
+        loss = numbers.reward_loss([example], NumberRecipe(samples=32), generator)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert mean_error() < before / 2
 
@@ -177,6 +247,7 @@ def test_the_command_trains_and_prints_the_errors(
     data.write_text('{"prompt": "copy Ada:", "number": 3}\n{"prompt": "Ben", "number": 4}\n')
     arguments = ["train", "regression", "--model", str(folder), "--data", str(data), "--out"]
     arguments += [str(out), "--steps", "1", "--reward-steps", "1", "--samples", "2", "--batch", "2"]
+    arguments += ["--baseline", "group", "--divergence", "0.1"]
     with pytest.raises(SystemExit) as ended:
         run([*arguments, "--decoder", "regression:digits=1,high=10", "--json"])
     assert not ended.value.code
@@ -196,10 +267,13 @@ def test_the_command_trains_and_prints_the_errors(
         ([("a " * 600, 0.5)] * 2, {}, "tokens; it may have 1 to 509"),
         ([("a", 0.5)] * 2, {"samples": 0}, "must be 1 or more"),
         ([("a", 0.5)] * 2, {"steps": 0}, "not both 0"),
+        ([("a", 0.5)] * 2, {"baseline": "mean"}, "choose from greedy, group"),
+        ([("a", 0.5)] * 2, {"divergence": -1.0}, "divergence must be 0 or more"),
+        ([("a", 0.5)] * 2, {"baseline": "group", "samples": 1, "reward_steps": 1}, "of 2 or more"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    folder: Path, tmp_path: Path, pairs: list[tuple[str, float]], recipe: dict[str, int],
+    folder: Path, tmp_path: Path, pairs: list[tuple[str, float]], recipe: dict[str, Any],
     message: str,
 ) -> None:  # fmt: skip
     with pytest.raises(InvalidRequestError, match=message):

@@ -1,5 +1,5 @@
 """`anydecode bench reasoning`: how often the answers of decoding methods are right, and what they
-cost.
+cost in passes, rows, time and memory.
 
 A method that computes more rows than plain decoding is compared with best-of-n and majority vote of
 as many texts as come to these rows.
@@ -45,6 +45,9 @@ class Result:
         passes: Passes with rows of the question.
         rows: Computed rows, those of the prompt included.
         seconds: Time of the whole batch, divided by its questions.
+        cache_rows: The most positions that the batch held in the caches of all models at a time,
+            divided by its questions.
+        cache_bytes: Their keys and values.
     """
 
     method: str
@@ -57,6 +60,8 @@ class Result:
     passes: float
     rows: float
     seconds: float
+    cache_rows: float
+    cache_bytes: float
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
@@ -78,6 +83,9 @@ def measure(
 ) -> Result:
     """Let a method answer all questions, which are decoded together, and check the answers."""
     is_greedy = method == GREEDY
+    pools = [runner.pool for runner in llm.engine.runners.values()]
+    for pool in pools:
+        pool.max_used = pool.num_used
     begin = time.perf_counter()
     answers = llm.generate(
         [one.prompt for one in questions],
@@ -101,6 +109,8 @@ def measure(
         passes=sum(one.passes for one in stats) / count,
         rows=sum(one.rows for one in stats) / count,
         seconds=seconds / count,
+        cache_rows=sum(pool.max_used for pool in pools) / count,
+        cache_bytes=sum(pool.max_used * pool.bytes_per_slot for pool in pools) / count,
     )
 
 
@@ -201,7 +211,9 @@ def print_report(report: dict[str, Any]) -> None:
     )
     table = Table(box=None)
     table.add_column("method", no_wrap=True)
-    for name in ("accuracy", "interval", "tokens", "passes", "rows", "seconds"):
+    for name in (
+        "accuracy", "interval", "tokens", "passes", "rows", "seconds", "cache rows", "cache MiB",
+    ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in sorted(report["methods"], key=lambda row: float(row["rows"])):
         table.add_row(
@@ -212,6 +224,8 @@ def print_report(report: dict[str, Any]) -> None:
             f"{row['passes']:.0f}",
             f"{row['rows']:.0f}",
             f"{row['seconds']:.2f}",
+            f"{row['cache_rows']:.0f}",
+            f"{row['cache_bytes'] / 2**20:.2f}",
         )
     console.print(table)
 

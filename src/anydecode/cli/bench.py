@@ -41,8 +41,8 @@ BENCHES = {
     ),
     "reasoning": Bench(
         "anydecode.benchmarks.reasoning:bench_reasoning",
-        "Decoding methods: accuracy against tokens, passes, rows and seconds, on questions with"
-        " checkable answers.",
+        "Decoding methods: accuracy against tokens, passes, rows, seconds and memory, on questions"
+        " with checkable answers.",
     ),
     "baselines": Bench(
         "anydecode.benchmarks.baselines:bench_baselines",

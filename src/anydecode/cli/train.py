@@ -1374,6 +1374,20 @@ def train_regression(
             "--expert", min=0, help="Weight of the best digits behind sampled ones in such a step."
         ),
     ] = 0.0,
+    baseline: Annotated[
+        str,
+        typer.Option(
+            "--baseline",
+            help="What the errors of samples are compared with: greedy, the most probable number"
+            " (ReMax), or group, the other samples (GRPO).",
+        ),
+    ] = "greedy",
+    divergence: Annotated[
+        float,
+        typer.Option(
+            "--divergence", min=0, help="Weight of the divergence from the model before such steps."
+        ),
+    ] = 0.0,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
@@ -1392,7 +1406,17 @@ def train_regression(
     from anydecode.training.regression import NumberRecipe, train_numbers
 
     recipe = NumberRecipe(
-        steps, reward_steps, samples, rank, batch, rate, reward_rate, expert, seed
+        steps,
+        reward_steps,
+        samples,
+        rank,
+        batch,
+        rate,
+        reward_rate,
+        expert,
+        baseline,
+        divergence,
+        seed,
     )
     built = build_as(decoder, "the decoder regression", Regression)
     pairs = read_numbers(data)

@@ -57,7 +57,8 @@ class KVPool:
         format: The storage format; None means the model's preferred one.
 
     `reclaim(n)`, if set, is called to free `n` slots before `allocate` raises `PoolFull`.
-    `references` is int32 `[num_slots]`.
+    `references` is int32 `[num_slots]`. `max_used` is the largest number of slots in use at a time
+    since it was last set.
 
     Raises:
         OutOfMemoryError: `num_slots` is less than 1, or more than the memory has room for.
@@ -81,12 +82,18 @@ class KVPool:
         # Slots are used in their order, so that a large pool costs nothing until it is used.
         self._num_touched = 0
         self._freed: list[int] = []
+        self.max_used = 0
         self.reclaim: Callable[[int], None] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the keys and values of all slots, in bytes."""
-        return bytes_per_position(self.cache) * self.num_slots
+        return self.bytes_per_slot * self.num_slots
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Size of the keys and values of a slot, in bytes."""
+        return bytes_per_position(self.cache)
 
     @property
     def num_free(self) -> int:
@@ -112,6 +119,7 @@ class KVPool:
         allocated = np.array([*reused, *range(self._num_touched, end)], np.int32)
         self._num_touched = end
         self.references[allocated] = 1
+        self.max_used = max(self.max_used, self.num_used)
         return allocated
 
     def add_reference(self, slots: Slots) -> None:

@@ -3,9 +3,11 @@
 
 The first steps minimise the cross-entropy of the digits of known numbers (Song and Bahri,
 "Decoding-based Regression", arXiv:2501.19383). The steps after them, if there are any, maximise the
-negative squared error of sampled numbers against that of the most probable digits, ReMax, as in
-"Beyond Token-level Supervision" (arXiv:2512.06533). Its expert term teaches the best digit behind
-every beginning that was sampled; its terms of divergence and entropy are left out.
+negative squared error of sampled numbers, as in "Beyond Token-level Supervision"
+(arXiv:2512.06533): compared with the error of the most probable digits (ReMax), or with those of
+the other samples (GRPO, Shao et al., arXiv:2402.03300, with one update for each sample). Its expert
+term teaches the best digit behind every beginning that was sampled, and its term of divergence
+keeps the model near to what it was before these steps; its bonus for entropy is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +30,14 @@ from anydecode.training.block_adapter import add_low_rank, open_llama, save_adap
 
 #: The share of the pairs that are not trained on.
 HELD_OUT = 0.1
+#: What the rewards of samples are compared with.
+BASELINES = ("greedy", "group")
+#: Added to the standard deviation of rewards.
+_EPSILON = 1e-6
+
+#: From prompts and codes to the log-probabilities of the symbols of every position; see
+#: `DigitModel.digit_laws`.
+Laws = Callable[[Sequence[list[int]], torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,10 @@ class NumberRecipe:
         rate: Learning rate of the steps on known digits.
         reward_rate: Learning rate of the steps after them.
         expert: The weight of the expert term in such a step (the paper's is 0.05).
+        baseline: What rewards are compared with: "greedy", that of the most probable digits
+            (ReMax), or "group", the mean of those of the input's samples, whose difference is
+            divided by their standard deviation (GRPO).
+        divergence: The weight of the divergence from the model before these steps.
         seed: Of the weights, of the order of the pairs, and of the sampled numbers.
     """
 
@@ -54,6 +68,8 @@ class NumberRecipe:
     rate: float = 1e-3
     reward_rate: float = 1e-4
     expert: float = 0.0
+    baseline: str = "greedy"
+    divergence: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,8 +79,17 @@ class NumberRecipe:
                 "steps and reward_steps must be 0 or more and not both 0; samples, rank and batch"
                 " must be 1 or more"
             )
-        if self.expert < 0:
-            raise InvalidRequestError(f"expert must be 0 or more, not {self.expert}")
+        if min(self.expert, self.divergence) < 0:
+            raise InvalidRequestError(
+                "expert and divergence must be 0 or more, not"
+                f" {self.expert:g} and {self.divergence:g}"
+            )
+        if self.baseline not in BASELINES:
+            raise InvalidRequestError(
+                f"baseline is {self.baseline!r}; choose from {', '.join(BASELINES)}"
+            )
+        if self.baseline == "group" and self.reward_steps and self.samples < 2:
+            raise InvalidRequestError("baseline group needs samples of 2 or more")
 
 
 @dataclass(frozen=True)
@@ -174,27 +199,35 @@ class DigitModel:
     def reward_loss(
         self,
         examples: Sequence[Example],
-        samples: int,
+        recipe: NumberRecipe,
         generator: torch.Generator,
-        expert: float = 0.0,
+        reference: Laws | None = None,
     ) -> torch.Tensor:
-        """ReMax: the mean over sampled numbers of the negative log-probability, times how much
-        smaller the squared error is than that of the most probable digits. Plus `expert` times the
-        mean cross-entropy of the best digits behind the sampled beginnings (`best_digits`)."""
-        prompts = [one.prompt for one in examples]
-        known = torch.tensor([one.value for one in examples])
-        baseline = -((self.values(self.codes(prompts)) - known) ** 2)
+        """The mean over sampled numbers of the negative log-probability, times the advantage of the
+        number: see `NumberRecipe`. Plus `recipe.expert` times the mean cross-entropy of the best
+        digits behind the sampled beginnings (`best_digits`), and `recipe.divergence` times the mean
+        divergence of the digits' probabilities from those of `reference`."""
+        samples, prompts = recipe.samples, [one.prompt for one in examples]
+        known = torch.tensor([one.value for one in examples])[:, None]
         repeated = [prompt for prompt in prompts for _ in range(samples)]
         digits = self.codes(repeated, generator)
-        rewards = -((self.values(digits) - known.repeat_interleave(samples)) ** 2)
-        advantages = rewards - baseline.repeat_interleave(samples)
+        rewards = -((self.values(digits).reshape(-1, samples) - known) ** 2)
+        if recipe.baseline == "greedy":
+            advantages = rewards + (self.values(self.codes(prompts))[:, None] - known) ** 2
+        else:
+            spread = rewards.std(1, correction=0, keepdim=True)
+            advantages = (rewards - rewards.mean(1, keepdim=True)) / (spread + _EPSILON)
         laws = self.digit_laws(repeated, digits)
-        loss = -(_sum_of(laws, digits) * advantages).mean()
-        if expert:
+        loss = -(_sum_of(laws, digits) * advantages.flatten()).mean()
+        if recipe.expert:
             true = torch.tensor([one.digits for one in examples]).repeat_interleave(samples, 0)
             sizes = [len(row) for row in self.tokens]
             best = best_digits(digits, true, sizes)
-            loss = loss - expert * _sum_of(laws, best).mean() / len(laws)
+            loss = loss - recipe.expert * _sum_of(laws, best).mean() / len(laws)
+        if reference is not None:
+            with torch.no_grad():
+                before = reference(repeated, digits)
+            loss = loss + recipe.divergence * divergence(before, laws)
         return loss
 
     def error(self, examples: Sequence[Example]) -> float:
@@ -225,6 +258,15 @@ def best_digits(digits: torch.Tensor, true: torch.Tensor, sizes: Sequence[int]) 
         change = (digits[:, place] - true[:, place]).sign()
         sign = torch.where(sign == 0, change, sign)
     return best
+
+
+def divergence(before: Sequence[torch.Tensor], laws: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean over codes and digits of KL(before, laws), as the authors' code computes it; both
+    are log-probabilities `[codes, symbols]` of every position."""
+    parts = [
+        (old.exp() * (old - new)).sum(-1).mean() for old, new in zip(before, laws, strict=True)
+    ]
+    return torch.stack(parts).mean()
 
 
 def _sum_of(laws: Sequence[torch.Tensor], digits: torch.Tensor) -> torch.Tensor:
@@ -275,8 +317,24 @@ def train_numbers(
     def supervised(batch: list[Example]) -> torch.Tensor:
         return numbers.cross_entropy(batch)
 
+    before: list[torch.Tensor] = []  # the weights before the steps on errors
+
+    def reference(prompts: Sequence[list[int]], digits: torch.Tensor) -> list[torch.Tensor]:
+        now = [weight.data for weight in trainable]
+        try:
+            for weight, old in zip(trainable, before, strict=True):
+                weight.data = old
+            return numbers.digit_laws(prompts, digits)
+        finally:
+            for weight, own in zip(trainable, now, strict=True):
+                weight.data = own
+
     def rewarded(batch: list[Example]) -> torch.Tensor:
-        return numbers.reward_loss(batch, recipe.samples, generator, recipe.expert)
+        if recipe.divergence and not before:
+            before.extend(weight.detach().clone() for weight in trainable)
+        return numbers.reward_loss(
+            batch, recipe, generator, reference if recipe.divergence else None
+        )
 
     done = 0
     for loss_of, steps, rate in (
