@@ -18,6 +18,7 @@ from anydecode.kernels.formats import check_weight, dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.gguf_file import GGUFFile
+from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.quantization import ptq161
 from certificates import assert_certified, assert_rejected
@@ -95,10 +96,45 @@ def test_certificate_rejects_scales_that_are_not_learned(monkeypatch: pytest.Mon
     nats.cache_clear()
 
 
+@pytest.mark.slow
+def test_certificate_rejects_an_update_of_the_exact_matrices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plausible mistake: the update restores the quantised matrices, and is added to others."""
+    pytest.importorskip("torch")
+    from anydecode.models import ptq161_blocks
+
+    restore = ptq161_blocks.restore
+
+    def onto_exact(network: Network, quantized: list[Weight], *options: Any) -> None:
+        matrices = [weight for layer in network.weights.layers for weight in layer.matrices]
+        exact = [dequantize(weight) for weight in matrices]
+        restore(network, quantized, *options)
+        for weight, one, stored in zip(matrices, exact, quantized, strict=True):
+            weight.data = weight.data - dequantize(stored) + one
+
+    monkeypatch.setattr(ptq161_blocks, "restore", onto_exact)
+    assert_rejected("ptq161")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_a_single_quantisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    quantize = ptq161.quantize_network
+
+    def once(*arguments: Any, restore: int) -> dict[str, Weight]:
+        return quantize(*arguments, restore=0)
+
+    monkeypatch.setattr(ptq161, "quantize_network", once)
+    assert_rejected("ptq161")
+
+
 def test_a_file_has_the_logits_of_its_dense_weights(source: Path) -> None:
     """And the same bits in passes of any size; packed products and the reference agree."""
     target = source.with_name("small.gguf")
-    summary = ptq161.quantize_gguf(source, target, ["a text to calibrate with " * 20], epochs=1)
+    summary = ptq161.quantize_gguf(
+        source, target, ["a text to calibrate with " * 20], epochs=1, restore=0
+    )
     assert summary.formats["PTQ161"] == 21 and 0.3 < summary.error < 0.7
     checkpoint, dense = load_checkpoint(target), load_checkpoint(source)
     for name, stored in checkpoint.tensors.items():
@@ -119,7 +155,7 @@ def test_a_file_has_the_logits_of_its_dense_weights(source: Path) -> None:
 
 def test_a_file_with_other_columns_is_refused_in_one_line(source: Path) -> None:
     target = source.with_name("small.gguf")
-    ptq161.quantize_gguf(source, target, ["a text to calibrate with"], epochs=0)
+    ptq161.quantize_gguf(source, target, ["a text to calibrate with"], epochs=0, restore=0)
     content = target.read_bytes()
     name = b"blk.1.attn_q.columns"
     for wrong, message in (
@@ -171,8 +207,9 @@ def test_the_command(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts.write_text("One text.\n\nAnother one.")
     arguments = ["quantize", str(source), str(target), "--prompt", "", "--calibrate", str(texts)]
     refused = CliRunner().invoke(app, arguments)
-    assert "--calibrate and --epochs are options of ptq161" in str(refused.exception)
-    done = CliRunner().invoke(app, [*arguments, "--format", "ptq161", "--epochs", "1"])
+    assert "are options of ptq161 alone" in str(refused.exception)
+    options = ["--format", "ptq161", "--epochs", "1", "--restore", "1"]
+    done = CliRunner().invoke(app, [*arguments, *options])
     assert done.exit_code == 0, done.output
     again = source.with_name("again.gguf")
     refused = CliRunner().invoke(app, ["quantize", str(target), str(again), "--prompt", ""])
@@ -185,5 +222,7 @@ def test_other_models_and_options_are_refused() -> None:
         ptq161.quantize_network(load_checkpoint("tiny-diffusion"), ["a text"])
     with pytest.raises(InvalidRequestError, match="epochs is -1"):
         ptq161.ptq161(epochs=-1)
+    with pytest.raises(InvalidRequestError, match="restore is -1"):
+        ptq161.ptq161(restore=-1)
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         ptq161.calibration_texts(Path("/nowhere"))

@@ -39,6 +39,15 @@ def quantize(
         int | None,
         typer.Option("--epochs", min=0, help="Passes of ptq161 over all texts; default: 20."),
     ] = None,
+    restore: Annotated[
+        int | None,
+        typer.Option(
+            "--restore",
+            min=0,
+            help="Steps of ptq161's low-rank update between two quantisations; default: 500; 0: the"
+            " model is quantised once.",
+        ),
+    ] = None,
     prompt: Annotated[
         str,
         typer.Option("--prompt", help="A text that the new model continues; empty: no check."),
@@ -63,8 +72,11 @@ def quantize(
             " llama.cpp writes"
         )
     is_calibrated = format.lower() == ptq161.KEY
-    if not is_calibrated and (calibrate is not None or epochs is not None):
-        raise InvalidRequestError(f"--calibrate and --epochs are options of {ptq161.KEY} alone")
+    training = options.without_none(epochs=epochs, restore=restore)
+    if not is_calibrated and (calibrate is not None or training):
+        raise InvalidRequestError(
+            f"--calibrate, --epochs and --restore are options of {ptq161.KEY} alone"
+        )
     with progress("the new file", unit="count" if is_calibrated else "bytes") as bar:
         common: dict[str, Any] = {
             "overwrite": force,
@@ -73,8 +85,7 @@ def quantize(
         }
         if is_calibrated:
             texts = ptq161.calibration_texts(calibrate)
-            given = ptq161.EPOCHS if epochs is None else epochs
-            summary = ptq161.quantize_gguf(source, out, texts, epochs=given, **common)
+            summary = ptq161.quantize_gguf(source, out, texts, **training, **common)
         else:
             summary = quantize_file(source, out, format, **common)
     text = None

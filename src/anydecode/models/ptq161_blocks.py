@@ -1,12 +1,14 @@
 """Learns the scales of matrices in PTQ161, one layer of a model after the other (arXiv:2502.13179).
 
 Both the outputs of the original layer for its original inputs, and those for the inputs that the
-quantised layers before it make, are targets of the quantised layer.
+quantised layers before it make, are targets of the quantised layer. Between two quantisations, a
+low-rank update restores what the first one has damaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +24,9 @@ from anydecode.models.network import Network
 
 #: Learning rates of the scales of signs, and of those of outputs and inputs.
 SIGN_RATE, RANK_ONE_RATE = 5e-4, 1e-3
+#: Of the low-rank updates: their rank, their factor, the dropout of their inputs, the largest
+#: learning rate, the share of steps until it is reached, and texts per step.
+RANK, LORA_SCALE, DROPOUT, RESTORING_RATE, WARMUP, BATCH = 64, 16 / 64, 0.1, 1e-3, 0.05, 2
 _MIN_ACTIVATION = 1e-5
 _HALF = torch.float16
 
@@ -86,11 +91,106 @@ def distance(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(found, target) - cosine.log().mean()
 
 
+class RestoredBackend(BlockBackend):
+    """A `BlockBackend` that adds to products low-rank updates of their matrices.
+
+    Args:
+        length: Tokens per text.
+        updates: A factor `[rank, in_features]` and one `[out_features, rank]` by the name of the
+            weight.
+    """
+
+    def __init__(
+        self, length: int, updates: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        super().__init__(length)
+        self._updates = updates
+
+    def linear(
+        self, x: torch.Tensor, weight: Weight, bias: np.ndarray | None = None
+    ) -> torch.Tensor:
+        y = super().linear(x, weight, bias)
+        if weight.name in self._updates:
+            down, up = self._updates[weight.name]
+            dropped = functional.dropout(x, DROPOUT)
+            y = y + functional.linear(functional.linear(dropped, down), LORA_SCALE * up)
+        return y
+
+
+def restore(
+    network: Network,
+    quantized: Sequence[Weight],
+    tokens: np.ndarray,
+    steps: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Replace the matrices of the layers by those that they were quantised to, plus a low-rank
+    update that is trained to predict the texts (Hu et al., arXiv:2106.09685). It leaves out the
+    output projections of attention.
+
+    Args:
+        network: The model, with float32 matrices.
+        quantized: The weights of its layers in PTQ161.
+        tokens: The texts, int `[texts, length]`.
+        steps: Steps of `BATCH` texts each.
+        progress: Called with the steps that are done.
+    """
+    generator = torch.Generator().manual_seed(0)
+    matrices = {weight.name: torch.from_numpy(dequantize(weight)) for weight in quantized}
+    outputs = {layer.output.weight.name for layer in network.weights.layers if layer.output}
+    updates = {
+        name: (
+            nn.Parameter((2 * torch.rand(RANK, len(matrix[0]), generator=generator) - 1)
+                         * len(matrix[0]) ** -0.5),
+            nn.Parameter(torch.zeros(len(matrix), RANK)),
+        )
+        for name, matrix in matrices.items() if name not in outputs
+    }  # fmt: skip
+    factors = [factor for both in updates.values() for factor in both]
+    optimizer = torch.optim.AdamW(factors, RESTORING_RATE, weight_decay=0.0)
+    backend = RestoredBackend(tokens.shape[1], updates)
+    backend.matrices = matrices
+    texts = torch.from_numpy(tokens)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = RESTORING_RATE * _share_of_rate(step / steps)
+            batch = texts[torch.randint(len(texts), (min(BATCH, len(texts)),))]
+            loss = text_loss(network, backend, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            progress(step + 1)
+    for layer in network.weights.layers:
+        for weight in layer.matrices:
+            merged = matrices[weight.name]
+            if weight.name in updates:
+                down, up = updates[weight.name]
+                merged = merged + LORA_SCALE * up.detach() @ down.detach()
+            weight.data, weight.scale = merged.numpy(), 1.0
+
+
+def _share_of_rate(done: float) -> float:
+    """The learning rate after a share of the steps: a linear rise, then half a cosine."""
+    return min(1.0, (done + 1e-3) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def text_loss(network: Network, backend: BlockBackend, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of the tokens `[texts, length]` after the first."""
+    embedded = dequantize_rows(network.weights.embedding, tokens.flatten().numpy())
+    x = torch.from_numpy(embedded * np.float32(network.spec.embedding_scale))
+    for index in range(network.spec.num_layers):
+        x = network.layer(backend, x, index)
+    logits = network.head(backend, x).view(*tokens.shape, -1)[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def quantize_layers(
     network: Network,
     tokens: np.ndarray,
     epochs: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Weight]:
     """Quantise every matrix of the layers of a causal model.
 
@@ -98,7 +198,7 @@ def quantize_layers(
         network: The model.
         tokens: Texts to calibrate with, int `[texts, length]`.
         epochs: How often the scales of a layer are learned from all texts.
-        progress: Called with the layers that are done and those in all.
+        progress: Called with the layers that are done.
     """
     texts, length = tokens.shape
     backend = BlockBackend(length)
@@ -131,7 +231,7 @@ def quantize_layers(
         with torch.no_grad():
             quantized = [network.layer(backend, x, index) for x in quantized]
         exact = targets
-        progress(index + 1, network.spec.num_layers)
+        progress(index + 1)
 
 
 def _learn(

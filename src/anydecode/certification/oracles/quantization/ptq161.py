@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.kernels.formats import dequantize
@@ -20,6 +21,7 @@ from anydecode.kernels.library import load_library
 from anydecode.kernels.packing import Packer
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
 from anydecode.models.opening import check_torch
 from anydecode.quantization import ptq161
 from anydecode.tasks.tasks import TASKS, examples
@@ -28,6 +30,7 @@ MODEL = "tiny-autoregressive"
 _SHARE = 0.2  # of the inputs that have four bits
 _EPOCHS = 4
 _TEXTS = 8  # per task
+_RESTORED_TEXTS, _HELD_OUT, _STEPS = 16, 4, 60  # per task; windows; steps
 
 
 def textbook(matrix: np.ndarray, activations: np.ndarray) -> np.ndarray:
@@ -105,6 +108,7 @@ def sub_two_bits() -> Iterator[Check]:
     measured = float(distance(torch.from_numpy(one), torch.from_numpy(other)))
     yield Check("the distance has squared errors and angles", abs(measured - total) < 1e-9)
     yield from _learned()
+    yield from _restored()
 
 
 def _kernel(weight: Weight, stored: np.ndarray) -> Iterator[Check]:
@@ -138,10 +142,80 @@ def _learned() -> Iterator[Check]:
     texts = _texts(2)
     errors = []
     for epochs in (0, _EPOCHS):
-        quantized = ptq161.quantize_network(checkpoint, texts, epochs)
+        quantized = ptq161.quantize_network(checkpoint, texts, epochs, restore=0)
         errors.append(_state_error(quantized, texts))
     is_lower = errors[1] < 0.9 * errors[0]
     yield Check("learned scales are closer", is_lower, f"{errors[0]:.4f} {errors[1]:.4f}")
+
+
+def _restored() -> Iterator[Check]:
+    """A low-rank update of the quantised matrices, trained on texts, is what is quantised again:
+    other texts of that kind are then predicted better."""
+    from anydecode.models import ptq161_blocks
+
+    checkpoint = load_checkpoint(MODEL)
+    assert checkpoint.tokenizer is not None
+    tokens = ptq161.calibration_tokens(checkpoint.tokenizer, _texts(_RESTORED_TEXTS))
+    learned, held_out = tokens[:-_HELD_OUT], tokens[-_HELD_OUT:]
+    network = load_network(checkpoint, "float32")
+    first = list(ptq161_blocks.quantize_layers(network, learned, 0))
+    losses = [_text_loss(network, first, held_out)]
+    ptq161_blocks.restore(network, first, learned, _STEPS)
+    matrices = [weight for layer in network.weights.layers for weight in layer.matrices]
+    ranks = {}
+    for weight, stored in zip(matrices, first, strict=True):
+        change = weight.data.astype(np.float64) - read_bits(stored)
+        ranks[weight.name] = int(np.linalg.matrix_rank(change, 1e-4))
+    is_low = (rank == 0 if "o_proj" in name else 0 < rank <= 64 for name, rank in ranks.items())
+    told = f"ranks {sorted(set(ranks.values()))}"
+    yield Check("the update has rank 64, and leaves the attention's outputs", all(is_low), told)
+    losses.append(_text_loss(network, [], held_out))
+    second = list(ptq161_blocks.quantize_layers(network, learned, 0))
+    same = [
+        np.mean(_signs(one) == _signs_of(w, one)) for w, one in zip(matrices, second, strict=True)
+    ]
+    yield Check("its sum with the matrices is quantised", min(same) > 0.999, f"{min(same):.4f}")
+    losses.append(_text_loss(network, second, held_out))
+    told = "nats per token: " + ", ".join(f"{loss:.2f}" for loss in losses)
+    yield Check("other texts are predicted better", max(losses[1:]) < losses[0] - 0.3, told)
+    once, twice = (
+        ptq161.quantize_network(checkpoint, _texts(1), 0, restore=steps) for steps in (0, 2)
+    )
+    moved = sum(not np.array_equal(once[name].data, twice[name].data) for name in once)
+    yield Check("a model is quantised twice", moved > len(once) / 2, f"{moved} matrices")
+    build = catalogue.build(ptq161.KEY)
+    yield Check("the default is 500 steps", build.restore == 500)
+
+
+def _signs(weight: Weight) -> np.ndarray:
+    """Whether each number of the columns with signs is above the others' mean of its row."""
+    assert weight.columns is not None
+    dense = read_bits(weight)[:, weight.columns != 0] / weight.columns[weight.columns != 0]
+    return dense > (dense.min(1, keepdims=True) + dense.max(1, keepdims=True)) / 2
+
+
+def _signs_of(matrix: Weight, stored: Weight) -> np.ndarray:
+    """The same of the matrix that is quantised."""
+    assert stored.columns is not None
+    signed = matrix.data[:, stored.columns != 0].astype(np.float64)
+    return signed >= signed.mean(1, keepdims=True)
+
+
+def _text_loss(network: Network, weights: list[Weight], tokens: np.ndarray) -> float:
+    """The mean cross-entropy of texts with these weights, in nats per token."""
+    import torch
+
+    from anydecode.kernels.blocks import BlockBackend
+
+    backend = BlockBackend(tokens.shape[1])
+    backend.matrices = {weight.name: torch.from_numpy(dequantize(weight)) for weight in weights}
+    x = torch.from_numpy(dequantize(network.weights.embedding)[tokens.ravel()])
+    with torch.no_grad():
+        for index in range(network.spec.num_layers):
+            x = network.layer(backend, x, index)
+        shares = network.head(backend, x).double().log_softmax(-1).numpy()
+    shares = shares.reshape(*tokens.shape, -1)[:, :-1]
+    return -float(np.take_along_axis(shares, tokens[:, 1:, None], -1).mean())
 
 
 def _state_error(quantized: dict[str, Weight], texts: list[str]) -> float:
@@ -182,7 +256,7 @@ def nats(epochs: int | None, samples: int) -> float:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "texts.txt"
         path.write_text("\n\n".join(_texts(_TEXTS)))
-        dtype = None if epochs is None else ptq161.ptq161(path, epochs)
+        dtype = None if epochs is None else ptq161.ptq161(path, epochs, restore=0)
         with LLM(MODEL, dtype=dtype, threads=1) as llm:
             results = llm.scores(questions)
     total = sum(result.total for result in results)
