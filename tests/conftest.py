@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,19 @@ CONTROLS = ("test_certificate_rejects", "test_other_defaults_are_rejected")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse names of tests that hold an address, since parallel runs compare them across
-    processes; mark the negative controls of certificates as slow, before tests are selected."""
+    processes; before tests are selected, mark the negative controls of certificates as slow, and
+    the cases that `one_in` leaves out."""
+    num_cases: Counter[Any] = Counter()
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"Pass ids=, this differs by process: {item.nodeid}")
         if item.name.startswith(CONTROLS):
             item.add_marker("slow")
+        if marker := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if num_cases[test] % marker.args[0]:
+                item.add_marker("slow")
+            num_cases[test] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

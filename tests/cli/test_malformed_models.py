@@ -127,6 +127,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [*found, base / "m.gguf", base / "empty"]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_malformed_model_is_one_line(
     command: str,

@@ -130,6 +130,7 @@ def shell(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         subprocess.run(["bash", "-c", command], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", parameters(slow=False))
 def test_a_page_runs(
     page: Path, page_folder: Path, monkeypatch: pytest.MonkeyPatch, request: Any

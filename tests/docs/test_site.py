@@ -24,6 +24,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_what_the_cards_promise_is_not_refused(site: Any) -> None:
     matrix = site("matrix")
     answers = matrix.answers()

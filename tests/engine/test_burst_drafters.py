@@ -246,6 +246,7 @@ def test_of_a_long_prompt_only_the_end_is_read(temperature: float) -> None:
     assert drafted(bursts)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "rules",
     [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.95, "min_p": 0.01}],

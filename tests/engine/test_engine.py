@@ -77,6 +77,7 @@ def test_samples_of_the_backend_equal_samples_of_the_engine(decoder, temperature
     assert (wrong == expected) == (temperature == 0)  # greedy decoding uses no noise
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("decoder", ["autoregressive", "auto", "token-recycling", "prompt-lookup"])
 @pytest.mark.parametrize("pattern", ["[^a]{60}", "[ab]{60}", "(ab|[^ab]{2,9}b){20,60}"])

@@ -71,6 +71,7 @@ def alone(name: str, **options: Any) -> list[Any]:
     return [texts(name, [prompt], engine, **options)[0] for prompt in PROMPTS]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("row_budget", [1, 5, 512])
 def test_batches_and_chunks(name: str, row_budget: int) -> None:
     engine = {"row_budget": row_budget, "cache_positions": 1024}
@@ -85,6 +86,7 @@ def test_preempted_requests_start_again_with_the_same_text(name: str) -> None:
     assert found == alone(name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("max_states", [1, 2, 64])
 def test_cached_prefixes(name: str, max_states: int) -> None:
     expected = alone(name)
@@ -99,6 +101,7 @@ def test_cached_prefixes(name: str, max_states: int) -> None:
         assert cache.states is None or cache.states.num_states <= max_states
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layerskip"]

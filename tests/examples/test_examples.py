@@ -75,6 +75,7 @@ def test_every_method_of_the_examples_is_found_by_its_key(installed: Path) -> No
     assert modules == {path.stem for path in EXAMPLES.glob("*.py")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -13,6 +13,7 @@ from fuzz.surfaces import SURFACES
 FINDINGS = Path(__file__).parent / "findings"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SURFACES)
 def test_the_seeds_and_the_findings_of_a_surface(name: str) -> None:
     surface = SURFACES[name]

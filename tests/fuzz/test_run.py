@@ -57,6 +57,7 @@ run.Fuzzer("patterns", keep, SURFACES["patterns"], Path(sys.argv[3]), seed=0).fu
 """
 
 
+@pytest.mark.slow
 def test_memory_that_grows_and_the_longest_case_are_reported(tmp_path: Path) -> None:
     case = tmp_path / "case"
     folders = [str(run.TESTS), str(run.ROOT / "src")]

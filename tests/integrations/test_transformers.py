@@ -79,6 +79,7 @@ def test_an_assistant_model_is_the_draft_model(llama: Any, decoder: str) -> None
     assert torch.equal(found, llama.generate(**options))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -116,6 +117,7 @@ def sampled(model: Any, decoder: str, inputs: dict[str, Any], **options: Any) ->
     return result
 
 
+@pytest.mark.one_in(3)
 def test_one_seed_gives_one_text_with_every_lossless_decoder(model: Any) -> None:
     options = {"seed": 4, "repetition_penalty": 1.2, "num_return_sequences": 2}
     first, *others = (

@@ -128,6 +128,7 @@ def with_models(*values: Any, fast: Any) -> Any:
     return pytest.mark.parametrize(("model", "value"), pairs, indirect=["model"])
 
 
+@pytest.mark.one_in(4)
 @with_models(
     *((sizes, max_states) for sizes in SIZES for max_states in (None, 1, 3)),
     fast=[("decode", 1), ("mixed", 3), ("two", None)],
@@ -167,6 +168,7 @@ TREES = {
 }
 
 
+@pytest.mark.one_in(4)
 @with_models(*TREES, fast=["narrow"])
 def test_nodes_of_a_tree_have_the_bits_of_their_paths(model: Transformer, value: str) -> None:
     parents = TREES[value]

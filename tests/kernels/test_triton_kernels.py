@@ -181,6 +181,7 @@ def exact_product(
     return x @ matrix.T, x.abs() @ matrix.abs().T
 
 
+@pytest.mark.one_in(3)
 @quick
 @given(st.data())
 @pytest.mark.parametrize("format", sorted(BLOCKS))
@@ -575,6 +576,7 @@ def all_logits(model: Any, rows: Rows, cache: Any = None) -> torch.Tensor:
     return on_cpu(model.run(whole(rows, model), cache, output_spec))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "family",
     [

@@ -241,6 +241,7 @@ def tiny(name: str) -> Transformer:
     return _built[name]
 
 
+@pytest.mark.one_in(3)
 def test_chunked_prefill_is_bit_equal(model: Transformer) -> None:
     expected = logits(model, chain(PROMPT))
     for sizes in ([1] * 12, [5, 7], [3, 1, 8], [11, 1]):
@@ -349,6 +350,7 @@ def test_rows_that_are_only_stored(backend: str) -> None:
     assert np.array_equal(logits(model, chain([3, 9], 5), cache), expected)
 
 
+@pytest.mark.one_in(3)
 def test_batch_of_sixteen_is_bit_equal_to_single_sequences(model: Transformer) -> None:
     generator = np.random.default_rng(0)
     texts = [generator.integers(3, 120, 1 + 5 * i % 37).tolist() for i in range(16)]
@@ -427,6 +429,7 @@ def chain_logits(model: Transformer, node: int) -> np.ndarray:
     return logits(model, chain(PROMPT + [NODES[n] for n in path]))[-1]
 
 
+@pytest.mark.one_in(3)
 def test_tree_nodes_equal_chains(model: Transformer) -> None:
     got = tree_logits(model, tree_rows(len(PROMPT), PARENTS))
     for node in range(len(NODES)):

@@ -14,6 +14,7 @@ from anydecode.sampling.truncation import Epsilon
 from certificates import assert_certified, assert_rejected, replace_defaults
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("eta")
 

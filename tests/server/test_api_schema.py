@@ -142,11 +142,13 @@ def has_invalid(operation: Any) -> bool:
     return "requestBody" in described or "query" in places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_valid_values_are_answered_as_the_schema_says(api: Api, name: str) -> None:
     run(OPERATIONS[name], api, VALID, 4)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if has_invalid(OPERATIONS[name])])
 def test_invalid_values_are_refused(api: Api, name: str) -> None:
     run(OPERATIONS[name], api, INVALID, 4)

@@ -300,6 +300,7 @@ def _fields() -> Iterator[Any]:
                 yield pytest.param(endpoint, field, marks=[] if is_fast else [pytest.mark.slow])
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("endpoint, field", [*_fields()])
 @given(value=json_values)
 @settings(
@@ -376,6 +377,7 @@ def test_a_large_body_of_errors_has_few_errors(field: str) -> None:
         assert num_errors(CompletionRequest, body) < 20
 
 
+@pytest.mark.slow
 def test_a_response_has_few_errors() -> None:
     many = {str(number): None for number in range(99999)}
     for field in ("reasoning", "text", "input", "resume"):

@@ -136,6 +136,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, format_name, marks=[] if is_fast else [pytest.mark.slow])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "format_name"), [*_cases()])
 def test_references_resolve_within_their_own_schema(name: str, format_name: str) -> None:
     """Another tool defines the same names differently."""
@@ -304,6 +305,7 @@ def argument_parts(chunks: list[dict[str, Any]], index: int) -> list[str]:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "format_name", ["hermes", "qwen3-coder", "glm", "deepseek-v3.2", "llama4", "gemma4"]
 )
@@ -498,6 +500,7 @@ THOUGHT = "<|channel|>analysis<|message|>Hm. Hm. Hm.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["text", "format", "tools", "required", "tools and format"])
 def test_max_thinking_tokens_ends_the_reasoning_of_gpt_oss(kind: str) -> None:
     schema = object_schema(a={"enum": [1, 2]})

@@ -81,6 +81,7 @@ def test_texts_end_behind_their_ends(target: TorchTarget) -> None:
     assert is_cut
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("temperature", "top_p"), [(9.0, 1.0), (14.0, 0.6)])
 def test_samples_follow_the_distribution(
     reference: Any, target: TorchTarget, temperature: float, top_p: float

@@ -34,6 +34,7 @@ from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("specee")
 

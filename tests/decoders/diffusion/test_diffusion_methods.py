@@ -95,6 +95,7 @@ def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int
     return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("decoder", [*METHODS, *OF_BLOCKS])
 def test_batches_and_restarts_do_not_change_the_text(decoder: str, temperature: float) -> None:

@@ -7,6 +7,7 @@ import pytest
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("localleap")
 

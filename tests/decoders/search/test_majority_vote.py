@@ -13,6 +13,7 @@ from certificates import assert_certified, assert_rejected, replace_defaults
 from toy_models import letters_llm
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("majority-vote")
 

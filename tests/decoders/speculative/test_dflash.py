@@ -271,6 +271,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], float, str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("drafter", "options", "temperature"),
     [

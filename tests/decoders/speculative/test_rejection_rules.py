@@ -105,6 +105,7 @@ def setting(key: str) -> tuple[Callable[[], LLM], tuple[int, ...]]:
     return small_llm, REPEATING if key in MODEL_FREE else tuple(PROMPT)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "key",
     [
@@ -152,6 +153,7 @@ def assert_wrong(key: str) -> None:
     assert not next(rejection_checks(key, open_llm, prompt)).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [StochasticBeam, DySpecDrafter])
 def test_siblings_that_are_chosen_but_compared_as_drawn_are_noticed(
     monkeypatch: Patch, kind: type[TreeDrafter]

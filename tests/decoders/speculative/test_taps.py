@@ -90,6 +90,7 @@ def test_one_draft_model_for_all_is_rejected(monkeypatch: pytest.MonkeyPatch) ->
     assert_rejected("taps")
 
 
+@pytest.mark.slow
 def test_states_of_other_layers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every drafter reads the states of its own layers, whatever those of the others are."""
     observe = DraftStates.observe_target

@@ -103,6 +103,7 @@ def header(tensors: dict[str, np.ndarray], kinds: dict[str, Any]) -> dict[str, s
     return {**texts, "tensor_names": json.dumps(list(texts))}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_dequantised_weights(name: str, tmp_path: Path) -> None:
     if load_library() is None:
