@@ -355,6 +355,33 @@ def test_arguments_are_streamed_in_every_format(format_name: str) -> None:
         assert plain == streamed and choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize(
+    "format_name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in sorted(TOOL_FORMATS)
+    ],
+)
+def test_a_call_without_room_for_its_end_is_cut_in_every_format(format_name: str) -> None:
+    text = TOOL_FORMATS[format_name].render(CALLS[:1], SCHEMAS_OF_CALLS)
+    with replaying_llm(text) as llm, served(llm, tool_parser=format_name) as client:
+        for end, parts in (("forecast", ("", "{")), ("Tro", ('{"days": [1, 2, 3], "town": "Tro',))):
+            limit = len(text[: text.index(end) + len(end)].encode()) + 2 * (end == "forecast")
+            fields = {**FIELDS, "max_tokens": limit, "tools": offered()}
+            choice = client.ask(CHAT, **fields)["choices"][0]
+            [call] = choice["message"]["tool_calls"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            reason = choice["finish_reason"]
+            assert name == "forecast" and not choice["message"].get("content")
+            if reason == "tool_calls":  # there was room for a shorter call
+                assert set(json.loads(arguments)) == {"days", "town"}
+            else:
+                assert reason == "length" and arguments in parts
+            content, [streamed], streamed_reason = joined(client.chunks(CHAT, **fields))
+            assert (streamed["name"], streamed["arguments"]) == (name, arguments)
+            assert (content, streamed_reason) == ("", reason)
+
+
 @pytest.mark.parametrize("forecast", [FORECAST, UNIQUE])
 def test_the_token_limit_cuts_a_call(forecast: dict[str, Any]) -> None:
     limit = TEXT.encode().index(b"Troms")
