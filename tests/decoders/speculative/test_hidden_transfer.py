@@ -189,6 +189,29 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"negative_prompt": "zz", "guidance_scale": 1.5},
+        {"logprobs": 2, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+        {"sampler": "dola"},
+    ],
+    ids=["guidance", "penalties", "dola"],
+)
+def test_the_text_is_exact_with_samplers(options: dict[str, Any], temperature: float) -> None:
+    with transfer_model(cache="int8") as llm:
+        plain, drafted = (
+            generate(llm, PROMPTS[:2], key, temperature=temperature, **options)
+            for key in ("autoregressive", "hidden-transfer")
+        )
+        llm.engine.check_integrity()
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert [one.logprobs for one in drafted] == [one.logprobs for one in plain]
+    assert num_accepted(drafted) > 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["typical", "top-m"])
 def test_lossy_rules_accept_drafts(rule: str) -> None:
     with transfer_model() as llm:
