@@ -35,6 +35,7 @@ COMMANDS = {
     "cluster worker": "MODEL --secret-file TEXT --patience 0",
     "bench constrained": "--data SCHEMAS --model MODEL",
     "bench reasoning": "--model MODEL --count 1",
+    "bench search": "--model MODEL",
     "bench baselines": "--model MODEL --engines anydecode",
     "bench compare": "--ref HEAD --model MODEL",
     "bench footprint": "--model MODEL",

@@ -44,6 +44,11 @@ BENCHES = {
         "Decoding methods: accuracy against tokens, passes, rows, seconds and memory, on questions"
         " with checkable answers.",
     ),
+    "search": Bench(
+        "anydecode.benchmarks.search:bench_search",
+        "Methods that write several texts for one prompt: time per step, peak of the cache, and"
+        " rows beside the fewest possible.",
+    ),
     "baselines": Bench(
         "anydecode.benchmarks.baselines:bench_baselines",
         "anydecode against transformers, llama.cpp and OpenVINO GenAI, in one run.",

@@ -59,9 +59,13 @@ class Beam(Decoder):
         sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        group = BeamGroup(self.rule, sequence, sequence.state.setdefault(_STATE, GroupState()))
+        state = sequence.state.setdefault(_STATE, GroupState())
+        prompt = yield sequence.score()  # first, so that all branches share it
+        group = BeamGroup(self.rule, sequence, state)
         while group.is_active:
-            results = yield group.requests()
+            results = [prompt]
+            if state.depth:
+                results = yield group.requests()
             group.advance(results, {})
         emit_ranked(sequence, group.texts())
 

@@ -94,14 +94,18 @@ class DiverseBeam(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         states = sequence.state.setdefault(_STATE, [GroupState() for _ in range(self.groups)])
+        prompt = yield sequence.score()  # first, so that all branches share it
         groups = [BeamGroup(self.rule, sequence, state) for state in states]
         while active := [group for group in groups if group.is_active]:
-            requests = [group.requests() for group in active]
-            results = iter((yield [request for several in requests for request in several]))
+            found = [[prompt]] * len(active)
+            if active[0].state.depth:
+                requests = [group.requests() for group in active]
+                results = iter((yield [request for several in requests for request in several]))
+                found = [[next(results) for _ in several] for several in requests]
             choices: Counter[int] = Counter()
-            for group, several in zip(active, requests, strict=True):
+            for group, several in zip(active, found, strict=True):
                 costs = {token: self.strength * count for token, count in choices.items()}
-                group.advance([next(results) for _ in several], costs)
+                group.advance(several, costs)
                 choices.update(hypothesis.tokens[-1] for hypothesis in group.state.live)
         emit_ranked(sequence, self._ranked([group.texts() for group in groups]))
 
