@@ -140,7 +140,19 @@ def test_every_speculative_method_takes_a_rule_or_has_one() -> None:
     assert without == ONE_RULE
 
 
-@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED, "dflash", "pearl"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *DRAFT_MODEL,
+        *MODEL_FREE,
+        *DIFFUSION,
+        *MASKED,
+        "dflash",
+        "mtp-future",
+        "hidden-transfer",
+        "pearl",
+    ],
+)
 def test_unknown_rules_are_refused_in_one_line(key: str) -> None:
     with pytest.raises(InvalidRequestError, match="unknown acceptance rule 'none'") as refusal:
         catalogue.build(key, acceptance="none")
