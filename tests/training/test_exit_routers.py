@@ -78,8 +78,11 @@ def test_a_run_of_another_model_or_width_is_not_resumed(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="another model"):
             _Separable(llm, tmp_path, RouterRecipe(steps=2, width=16), ["a", "b"])
     with tiny_llm() as llm:
-        with pytest.raises(InvalidRequestError, match="another width"):
+        with pytest.raises(InvalidRequestError, match="another model, width or label"):
             _Separable(llm, tmp_path, RouterRecipe(steps=2, width=8), ["a", "b"])
+        with pytest.raises(InvalidRequestError, match="another model, width or label"):
+            recipe = RouterRecipe(steps=2, width=16, similarity=0.9)
+            _Separable(llm, tmp_path, recipe, ["a", "b"])
         with pytest.raises(InvalidRequestError, match="two prompts"):
             _Separable(llm, tmp_path / "new", RouterRecipe(steps=2), ["a"])
 
@@ -92,7 +95,7 @@ def test_states_are_similar_by_their_direction() -> None:
 
 @pytest.mark.slow
 def test_routers_of_a_model_run_in_it(tmp_path: Path) -> None:
-    recipe = RouterRecipe(steps=2, interval=1, width=4, tokens=8, label="token", top_k=3)
+    recipe = RouterRecipe(steps=2, interval=1, width=4, tokens=8, label="token", top_k=1)
     with LLM("tiny-autoregressive") as llm:
         run = RouterRun(llm, tmp_path, recipe, ["copy Ada", "a b c", "one two"])
         run.train()
@@ -100,6 +103,7 @@ def test_routers_of_a_model_run_in_it(tmp_path: Path) -> None:
         depth, network = llm.model.spec.num_layers, _network(llm)
         assert routers.exits == [one.exit for one in run.qualities()] == list(range(1, depth))
         assert routers.fingerprint == model_fingerprint(network)
+        assert ExitRouters.load(run.path).target == routers.target == "token 1"
         decoder = f"tide:min_layers=0,threshold=0.2,routers={run.path}"
         assert len(llm.generate("a", decoder=decoder, max_tokens=8, ignore_eos=True).tokens) == 8
 

@@ -224,7 +224,7 @@ def add_routers(model: Any, exits: Seq[int]) -> None:
     hidden = model.spec.hidden_size
     down = {one: random.standard_normal((8, hidden), np.float32) / 2 for one in exits}
     up = {one: random.standard_normal(8, np.float32) for one in exits}
-    model.exit_routers = ExitRouters(down, up, model_fingerprint(model.network))
+    model.exit_routers = ExitRouters(down, up, model_fingerprint(model.network), "token 1")
 
 
 def predicting_model(**options: Any) -> LLM:

@@ -16,9 +16,9 @@ from anydecode.models.network import Network
 ByExit = dict[int, np.ndarray]
 
 
-def write_exits(path: Path, parts: dict[str, ByExit], fingerprint: str) -> None:
-    """Write a safetensors file with the tensors `layers.NUMBER.PART` and the fingerprint of the
-    model that they are for."""
+def write_exits(path: Path, parts: dict[str, ByExit], fingerprint: str, target: str = "") -> None:
+    """Write a safetensors file with the tensors `layers.NUMBER.PART`, the fingerprint of the model
+    that they are for, and what they have learned to predict, if there is a choice."""
     from safetensors.numpy import save_file
 
     tensors = {
@@ -26,10 +26,10 @@ def write_exits(path: Path, parts: dict[str, ByExit], fingerprint: str) -> None:
         for part, tensors in parts.items()
         for exit, tensor in tensors.items()
     }
-    save_file(tensors, path, metadata={"fingerprint": fingerprint})
+    save_file(tensors, path, metadata={"fingerprint": fingerprint, "target": target})
 
 
-def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], str]:
+def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], dict[str, str]]:
     """Read the file that `write_exits` writes.
 
     Args:
@@ -38,7 +38,8 @@ def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], st
         what: What the file has, for errors.
 
     Returns:
-        The tensors of each part, float32, and the fingerprint.
+        The tensors of each part, float32, and the fingerprint and the target, by these names; ""
+        where the file has none.
 
     Raises:
         CheckpointError: There is no such file, or it has other tensors or numbers that are not
@@ -49,7 +50,7 @@ def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], st
     found: dict[str, ByExit] = {part: {} for part in parts}
     try:
         with safe_open(path, "np") as file:
-            fingerprint = (file.metadata() or {}).get("fingerprint", "")
+            metadata = {"fingerprint": "", "target": "", **(file.metadata() or {})}
             for name in file.keys():  # noqa: SIM118
                 _, exit, part = name.split(".", 2)
                 found[part][int(exit)] = np.asarray(file.get_tensor(name), np.float32)
@@ -61,7 +62,7 @@ def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], st
         np.isfinite(tensor).all() for tensors in found.values() for tensor in tensors.values()
     ):
         raise CheckpointError(f"{what} {path}: the tensors do not fit together, or are not finite")
-    return list(found.values()), fingerprint
+    return list(found.values()), metadata
 
 
 def check_model(fingerprint: str, network: Network, what: str, command: str) -> None:

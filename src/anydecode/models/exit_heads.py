@@ -54,7 +54,7 @@ class ExitHeads:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        (matrices, offsets), fingerprint = read_exits(path, ("weight", "bias"), "exit heads")
+        (matrices, offsets), metadata = read_exits(path, ("weight", "bias"), "exit heads")
         size = next(iter(offsets.values())).size
         is_valid = all(
             matrices[exit].shape == (size, size) and offsets[exit].shape == (size,)
@@ -62,4 +62,4 @@ class ExitHeads:
         )
         if not is_valid:
             raise CheckpointError(f"exit heads {path}: the tensors do not fit together")
-        return ExitHeads(matrices, offsets, fingerprint)
+        return ExitHeads(matrices, offsets, metadata["fingerprint"])

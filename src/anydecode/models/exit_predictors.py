@@ -88,10 +88,10 @@ class ExitPredictors:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        (*parts, always), fingerprint = read_exits(path, _PARTS, "exit predictors")
+        (*parts, always), metadata = read_exits(path, _PARTS, "exit predictors")
         predictors = {exit: _predictor(path, *(part[exit] for part in parts)) for exit in always}
         checked = frozenset(exit for exit, one in always.items() if one.any())
-        return ExitPredictors(predictors, checked, fingerprint)
+        return ExitPredictors(predictors, checked, metadata["fingerprint"])
 
 
 def _predictor(

@@ -24,11 +24,15 @@ class ExitRouters:
         down: By number of layers before the exit, float32 `[width, hidden_size]`.
         up: The same, float32 `[width]`.
         fingerprint: That of the model (`model_fingerprint`).
+        target: What they have learned to predict: "cosine 0.98", whether a state's cosine with the
+            last layer's is above that, or "token 3", whether its most probable token is among so
+            many of the last layer's.
     """
 
     down: dict[int, np.ndarray]
     up: dict[int, np.ndarray]
     fingerprint: str
+    target: str
 
     @property
     def exits(self) -> list[int]:
@@ -52,7 +56,9 @@ class ExitRouters:
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
         up = {exit: self.up[exit][None] for exit in self.exits}
-        write_exits(path, {"down.weight": self.down, "up.weight": up}, self.fingerprint)
+        write_exits(
+            path, {"down.weight": self.down, "up.weight": up}, self.fingerprint, self.target
+        )
 
     @staticmethod
     def load(path: Path) -> ExitRouters:
@@ -61,11 +67,12 @@ class ExitRouters:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        (down, up), fingerprint = read_exits(path, ("down.weight", "up.weight"), "exit routers")
+        (down, up), metadata = read_exits(path, ("down.weight", "up.weight"), "exit routers")
         fits = all(down[exit].ndim == 2 and up[exit].shape == (1, len(down[exit])) for exit in down)
         if not fits:
             raise CheckpointError(f"exit routers {path}: the tensors do not fit together")
-        return ExitRouters(down, {exit: one[0] for exit, one in up.items()}, fingerprint)
+        fingerprint, target = metadata["fingerprint"], metadata["target"]
+        return ExitRouters(down, {exit: one[0] for exit, one in up.items()}, fingerprint, target)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

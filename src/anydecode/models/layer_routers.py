@@ -63,10 +63,12 @@ class LayerRouters:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        (weight, bias), fingerprint = read_exits(path, ("weight", "bias"), "layer routers")
+        (weight, bias), metadata = read_exits(path, ("weight", "bias"), "layer routers")
         layers = sorted(weight)
         shapes = {(weight[layer].shape, bias[layer].shape) for layer in layers}
         if shapes != {((weight[layers[0]].size,), (1,))}:
             raise CheckpointError(f"layer routers {path}: the tensors do not fit together")
         weights, biases = ([one[layer] for layer in layers] for one in (weight, bias))
-        return LayerRouters(layers, np.stack(weights), np.concatenate(biases), fingerprint)
+        return LayerRouters(
+            layers, np.stack(weights), np.concatenate(biases), metadata["fingerprint"]
+        )

@@ -48,6 +48,11 @@ class RouterRecipe(ExitRecipe):
         if min(self.top_k, self.interval) < 1:
             raise InvalidRequestError("top_k and interval must be 1 or more")
 
+    @property
+    def target(self) -> str:
+        """See `ExitRouters.target`."""
+        return f"cosine {self.similarity}" if self.label == "cosine" else f"token {self.top_k}"
+
 
 class RouterRun(ExitRun):
     """A run that trains a router for every `interval`-th layer. See `ExitRun`."""
@@ -65,7 +70,7 @@ class RouterRun(ExitRun):
             weights: Any = list(network.parameters())
             down[int(name)] = weights[0].detach().numpy().copy()
             up[int(name)] = weights[1].detach().numpy()[0].copy()
-        return ExitRouters(down, up, self.fingerprint)
+        return ExitRouters(down, up, self.fingerprint, self.recipe.target)
 
     def _write(self) -> None:
         self.routers().save(self.path)

@@ -65,6 +65,11 @@ class ExitRecipe:
                 "minutes or steps, width and tokens must be more than 0, and answers 2 or more"
             )
 
+    @property
+    def target(self) -> str:
+        """What the networks learn to predict, if there is a choice."""
+        return ""
+
 
 @dataclass(frozen=True)
 class ExitQuality:
@@ -117,7 +122,7 @@ class ExitRun(WeightRun):
         UnsupportedCombinationError: The model has no layers to leave.
     """
 
-    differs_in = "another model or another width"
+    differs_in = "another model, width or label"
     recipe: ExitRecipe
 
     def __init__(
@@ -150,7 +155,7 @@ class ExitRun(WeightRun):
         )
         weights = list(self.networks.parameters())
         optimizer = torch.optim.Adam(weights, lr=recipe.rate)
-        self._resume(weights, optimizer, [self.fingerprint, recipe.width])
+        self._resume(weights, optimizer, [self.fingerprint, recipe.width, recipe.target])
 
     @abstractmethod
     def _collect(self, llm: LLM, prompts: Seq[list[int]], report: Report) -> ExitRows:

@@ -58,7 +58,7 @@ def test_layers_behind_an_exit_store_the_bits_of_the_layer_before_it() -> None:
 
     def recording(self: CopiedExit, routed: RoutedPass, active: np.ndarray, exit: int) -> None:
         own(self, routed, active, exit)
-        left.extend((int(routed._rows.slots[row]), exit) for row in active.tolist())
+        left.extend((int(routed.rows.slots[row]), exit) for row in active.tolist())
 
     with pytest.MonkeyPatch.context() as patch, routed_model() as llm:
         patch.setattr(CopiedExit, "leave", recording)

@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_layers_behind_an_exit_store_bit_for_bit_what_they_make_of_its_state() -
     def recording(self: RoutedPass, active: np.ndarray, first: int, last: int) -> None:
         own(self, active, first, last)
         for row in active.tolist():
-            position, slot = int(self._rows.positions[row]), int(self._rows.slots[row])
+            position, slot = int(self.rows.positions[row]), int(self.rows.slots[row])
             left.append((slot, position, first, self.states[row].copy()))
 
     with pytest.MonkeyPatch.context() as patch, routed_model() as llm:
@@ -114,7 +115,7 @@ def _stored_row(position: int, exit: int, state: np.ndarray) -> Rows:
 
 def test_large_states_are_scored_without_overflow() -> None:
     one = np.ones((1, 2), np.float32)
-    routers = ExitRouters({1: -one}, {1: one[0, :1]}, "")
+    routers = ExitRouters({1: -one}, {1: one[0, :1]}, "", "")
     with np.errstate(all="raise"):
         scores = routers(1, np.array([[1e4, 1e4], [-1e4, -1e4]], np.float32))
     assert np.allclose(scores, [0.5, 1.0])
@@ -131,7 +132,7 @@ def test_routers_that_never_fire_give_the_text_of_plain_decoding() -> None:
 def test_routers_of_a_file_replace_those_of_the_model(tmp_path: Path) -> None:
     with routed_model() as llm:
         own: Any = llm.model.exit_routers  # type: ignore[attr-defined]
-        silent = ExitRouters(own.down, {exit: 0 * own.up[exit] for exit in own.up}, own.fingerprint)
+        silent = replace(own, up={exit: 0 * own.up[exit] for exit in own.up})
         silent.save(tmp_path / "routers.safetensors")
         options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
         plain = llm.generate("abc", decoder="autoregressive", **options)
@@ -161,3 +162,24 @@ def test_bad_routers_and_models_are_refused_in_one_line(tmp_path: Path) -> None:
         (tmp_path / "broken").write_text("no tensors")
         with pytest.raises(AnydecodeError, match="exit routers"):
             llm.generate("a", decoder=f"tide:routers={tmp_path / 'broken'}")
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "is_fine"),
+    [("tide", "cosine 0.98", True), ("tide", "token 1", True), ("tide", "token 3", False),
+     ("tide", "token 10", False), ("tide", "", False), ("dynamax", "token 3", True),
+     ("dynamax", "cosine 0.98", False)],
+    ids=str,
+)  # fmt: skip
+def test_routers_with_the_label_of_another_method_are_refused(
+    tmp_path: Path, key: str, target: str, is_fine: bool
+) -> None:
+    file = tmp_path / "routers.safetensors"
+    with routed_model() as llm:
+        own: Any = llm.model.exit_routers  # type: ignore[attr-defined]
+        replace(own, target=target).save(file)
+        if is_fine:
+            llm.generate("abc", decoder=f"{key}:routers={file}", max_tokens=2)
+            return
+        with pytest.raises(AnydecodeError, match="have learned .* needs those of `anydecode train"):
+            llm.generate("abc", decoder=f"{key}:routers={file}", max_tokens=2)

@@ -66,7 +66,10 @@ class Dynamax(RoutedExits):
     def __init__(self, threshold: float = 0.9, routers: str | Path | None = None) -> None:
         super().__init__(threshold, routers)
 
+    targets, training = ("token ",), "--label token --top-k 3"
+
     def route(self, model: Any, trained: ExitRouters) -> RoutedExit:
+        self.check_target(trained)
         spec = model.spec
         exits = [exit for exit in trained.exits if 2 * exit >= spec.num_layers]
         if not exits or exits[-1] >= spec.num_layers:

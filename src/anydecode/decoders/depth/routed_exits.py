@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.depth.trained_routes import TrainedRoutes
+from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import Variant
 from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.exit_routers import ExitRouters
@@ -49,12 +51,27 @@ class RoutedExits(TrainedRoutes):
             exit_routers.safetensors.
     """
 
+    #: What the routers may have learned (`ExitRouters.target`), as beginnings, and how to train
+    #: such ones.
+    targets: ClassVar[tuple[str, ...]]
+    training: ClassVar[str]
+
     requirements = Requirements(reads_exit_routers=True)
     part, command = "exit_routers", "routers"
 
     def __init__(self, threshold: float, routers: str | Path | None) -> None:
         super().__init__(None if routers is None else ExitRouters.load(Path(routers)))
         self.threshold = threshold
+
+    def check_target(self, routers: ExitRouters) -> None:
+        """Raise InvalidRequestError if the routers have learned something else than the method
+        needs."""
+        if f"{routers.target} ".startswith(self.targets):
+            return
+        raise InvalidRequestError(
+            f"these routers have learned {routers.target or 'an unknown label'!r};"
+            f" {self.card.key} needs those of `anydecode train routers {self.training}`"
+        )
 
     def variant(self, sequence: Sequence, index: int) -> Variant | None:
         route: RoutedExit = self.trained_route(sequence)

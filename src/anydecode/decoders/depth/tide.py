@@ -55,7 +55,10 @@ class Tide(RoutedExits):
         super().__init__(threshold, routers)
         self.min_layers = min_layers
 
+    targets, training = ("cosine ", "token 1 "), "[--label token]"
+
     def route(self, model: Any, trained: ExitRouters) -> RoutedExit:
+        self.check_target(trained)
         depth = model.spec.num_layers
         exits = [exit for exit in trained.exits if exit > self.min_layers]
         if not exits or exits[-1] >= depth:
