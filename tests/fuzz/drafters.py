@@ -17,6 +17,7 @@ from anydecode.certification.tiny_blocks import (
 )
 from anydecode.certification.tiny_heads import (
     blockwise_checkpoint,
+    chimera_checkpoint,
     clover_checkpoint,
     falcon_checkpoint,
     hydra_checkpoint,
@@ -44,6 +45,7 @@ _LAYOUTS: dict[str, tuple[str, Callable[[Network], Checkpoint], str]] = {
     "hydra++": ("hydra", partial(hydra_checkpoint, has_prefix=True), "hydra_lm_head.pt"),
     "blockwise": ("blockwise", partial(blockwise_checkpoint, modulus=9), "model.safetensors"),
     "clover": ("clover", clover_checkpoint, "model.safetensors"),
+    "chimera": ("chimera", partial(chimera_checkpoint, modulus=9), "model.safetensors"),
     "falcon": ("falcon", falcon_checkpoint, "model.safetensors"),
     "mtp": ("mtp", mtp_checkpoint, "model.safetensors"),
     "dflash": ("dflash", dflash_checkpoint, "model.safetensors"),

@@ -14,7 +14,7 @@ from anydecode.engine.engine import Engine
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.interface import Model
-from anydecode.models.spec import EARLY_EXIT
+from anydecode.models.spec import CHIMERA, EARLY_EXIT
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.cost import CostModel
@@ -125,6 +125,11 @@ class Resources:
                     f"decoder {name!r} needs a {runner} model that drafts one token per pass; the"
                     " one given drafts blocks from the target's states: use decoder 'dflash'"
                 )
+            if spec.architecture == CHIMERA and not needs.drafts_trigrams:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} needs a {runner} model that reads one token per row; the"
+                    " one given reads trigrams: use decoder 'chimera'"
+                )
             if spec.states is not None and not needs.reads_states:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that is a whole language model; the"
@@ -167,6 +172,7 @@ class Resources:
             spec.causal == needs.draft_causal
             and (spec.states is None or needs.reads_states)
             and (spec.block is None or needs.drafts_blocks)
+            and (spec.architecture != CHIMERA or needs.drafts_trigrams)
             and (needs.can_translate_vocab or self.shares_vocabulary(runner))
         )
 

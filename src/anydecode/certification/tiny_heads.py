@@ -165,6 +165,29 @@ def falcon_checkpoint(target: Network, *, seed: int = 0, size: int = 2) -> Check
     return Checkpoint("falcon", Path("falcon"), config, tensors | layer)
 
 
+def chimera_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 4, modulus: int = 0
+) -> Checkpoint:
+    """A random drafter of Chimera, which often agrees with a target of small `residual`: it passes
+    the last token's embedding on. With a `modulus`, tokens that it divides cannot be drafted."""
+    hidden, matrix = target.spec.hidden_size, random_matrices(seed)
+    one = np.eye(hidden, dtype=np.float32)
+    tensors = {
+        "trimlp.0.linear.weight": 0.5 * matrix(3 * hidden, 3 * hidden),
+        "trimlp.0.linear.bias": 0.1 * matrix(1, 3 * hidden)[0],
+        "trimlp.1.weight": np.hstack([0.2 * matrix(hidden, 2 * hidden), one]),
+        **layer_tensors("fast_layer1.0", hidden, hidden, matrix),
+        "fast_layer1.0.input_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+    }
+    for head in range(heads):
+        tensors[f"resolvers.{head}.weight"] = np.hstack([0.3 * matrix(hidden, hidden), one])
+    if modulus:
+        count = np.arange(target.spec.vocab_size)
+        tensors["token_map"] = count[count % modulus > 0]
+    config = {**drafter_config(target), "chimera_num_heads": heads}
+    return Checkpoint("chimera", Path("chimera"), config, tensors)
+
+
 #: Names in the layouts of modules that predict further tokens: the prefixes of the layer and of the
 #: other tensors, the norms of embedding and state, the projection and the last norm.
 MTP_LAYOUTS = {

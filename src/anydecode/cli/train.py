@@ -1196,8 +1196,8 @@ def train_drafter(
         str,
         typer.Option(
             "--recipe",
-            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, falcon, dflash,"
-            " dspark, p-eagle, parallelspec, early-exit, kangaroo or longspec.",
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, chimera, falcon,"
+            " dflash, dspark, p-eagle, parallelspec, early-exit, kangaroo or longspec.",
         ),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),
@@ -1258,7 +1258,8 @@ def train_drafter(
     Writing the texts and collecting the model's states come before the training. A run with the
     same --out is resumed; with more minutes, it is continued. The drafter is in the folder
     "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
-    blockwise, clover, falcon, dflash, parallelspec, longspec, eesd for early-exit, kangaroo).
+    blockwise, clover, chimera, falcon, dflash, parallelspec, longspec, eesd for early-exit,
+    kangaroo).
 
     Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
     """

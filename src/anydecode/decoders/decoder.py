@@ -31,6 +31,7 @@ class Requirements:
             token prediction), which is opened if there is no other draft model.
         drafts_blocks: Whether the draft model must be one that drafts a block per pass from the
             target's states (DFlash).
+        drafts_trigrams: Whether the draft model may be one of Chimera, which reads trigrams.
         drafts_exit: Whether the draft model must be an early exit of the target, whose first layers
             the target runs itself (EESD, Kangaroo).
         reads_exit_routers: Whether the method needs exit routers of the target (TIDE, DYNAMAX).
@@ -66,6 +67,7 @@ class Requirements:
     reads_states: bool = False
     finds_draft: bool = False
     drafts_blocks: bool = False
+    drafts_trigrams: bool = False
     drafts_exit: bool = False
     reads_exit_routers: bool = False
     reads_exit_predictors: bool = False

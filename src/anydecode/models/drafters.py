@@ -6,6 +6,12 @@ from collections.abc import Callable
 
 from anydecode.models.blockwise import is_blockwise, load_blockwise
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.chimera import (
+    ChimeraNetwork,
+    ChimeraTransformer,
+    is_chimera,
+    load_chimera,
+)
 from anydecode.models.clover import is_clover, load_clover
 from anydecode.models.draft_heads import is_draft_head, load_draft_head
 from anydecode.models.early_exit import is_early_exit, load_early_exit
@@ -28,6 +34,7 @@ _KINDS: tuple[tuple[Callable[[Checkpoint], bool], Loader], ...] = (
     (is_hydra, load_hydra),
     (is_blockwise, load_blockwise),
     (is_clover, load_clover),
+    (is_chimera, load_chimera),
     (is_mtp, load_mtp),
     (is_draft_head, load_draft_head),
 )
@@ -50,4 +57,6 @@ def drafter_model(
     """A drafter's network as a model. Arguments as for `Transformer`."""
     if isinstance(network, StepNetwork):
         return StepTransformer(network, name=name, executor=executor)
+    if isinstance(network, ChimeraNetwork):
+        return ChimeraTransformer(network, name=name, executor=executor)
     return Transformer(network, name=name, executor=executor)

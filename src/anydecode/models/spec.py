@@ -37,6 +37,8 @@ MAX_STEPS = 32
 
 #: The architecture of drafters that are an early exit of their target.
 EARLY_EXIT = "EarlyExit"
+#: That of drafters of Chimera.
+CHIMERA = "Chimera"
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,9 @@ class StateWeights:
         states = np.concatenate(taps, -1)
         if len(self.target_norms) == 1 < len(taps):
             states = rows.rms_norm(states, self.target_norms[0], spec.norm_eps)
-        if self.target is None:
-            return states
-        if product is not None:
+        if self.target is not None and product is not None:
             states = product(states, self.target.weight, self.target.bias)
-        else:
+        elif self.target is not None:
             states = self._product(states, self.target)
         if spec.starts_from_states:
             return states
@@ -135,9 +133,8 @@ class StateWeights:
         if self.target_norms:
             norms = np.concatenate(self.target_norms)
             x = backend.rms_norm(x, norms, spec.norm_eps, len(self.target_norms))
-        if self.target is None:
-            return x
-        x = self.target.apply(backend, x)
+        if self.target is not None:
+            x = self.target.apply(backend, x)
         if spec.starts_from_states:
             return x
         return backend.rms_norm(x, self.state_norm, spec.norm_eps)

@@ -116,6 +116,12 @@ class DraftStates:
         """Whether the target's state at `position` is known."""
         return self._first <= position < self._first + len(self._target)
 
+    def known(self, position: int) -> np.ndarray:
+        """The target's states at `position`, float32 `[taps * target_size]`, side by side, which
+        are known."""
+        taps = self._target[position - self._first][None]
+        return (taps if self._normed is None else self._normed(taps))[0]
+
     def can_draft(self, length: int) -> bool:
         """Whether the states are known that the last rows of a text of `length` tokens read."""
         return self.knows(length - 2) and self.knows(length - 1 - self.stride)

@@ -201,6 +201,7 @@ class Sequence(SequenceData):
         runner: str,
         hidden: tuple[int, ...] = (),
         block: int = 1,
+        inputs: np.ndarray | None = None,
     ) -> ScoreRequest:
         """Returns a request that scores the first or further nodes of the pending token tree of
         `runner`. The result has one row per node.
@@ -212,6 +213,8 @@ class Sequence(SequenceData):
             runner: The model that runs.
             hidden: Layers whose hidden states to return.
             block: See `TreeSpan`.
+            inputs: float32 `[nodes, hidden_size]`, read by the nodes without a token (-1), in place
+                of the states that a drafter reads.
         """
         kv_cache = self.kv_cache(runner)
         pending_parents = [] if kv_cache.pending is None else kv_cache.pending.parents
@@ -226,8 +229,9 @@ class Sequence(SequenceData):
             parents=list(parents),
             first=first,
             block=block,
+            inputs=inputs,
         )
-        if runner in self.draft_states:
+        if runner in self.draft_states and inputs is None:
             span.states = self.draft_states[runner].for_nodes(kv_cache, parents)
             span.context = self._context(runner)
         self._tap(runner, span)

@@ -91,7 +91,7 @@ class GrowingTree:
         `size` nodes of the largest weights, ascending."""
         weights = {ROOT: 1.0}
         level = [ROOT]
-        for number in range(depth):
+        for number in range(min(depth, self.num_heads or depth)):
             if number:
                 yield from self.expand(level)
             children = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anydecode.errors import InvalidRequestError
 from anydecode.training.drafters.blockwise import Blockwise
+from anydecode.training.drafters.chimera import Chimera
 from anydecode.training.drafters.clover import Clover
 from anydecode.training.drafters.dflash import DFlash
 from anydecode.training.drafters.dspark import DSpark
@@ -21,7 +22,7 @@ from anydecode.training.drafters.peagle import PEagle
 RECIPES: dict[str, type[Learner]] = {
     learner.recipe: learner
     for learner in (
-        *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover, Falcon),
+        *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover, Chimera, Falcon),
         *(DFlash, DSpark, PEagle, ParallelSpec, EarlyExit, KangarooAdapter, LongSpec),
     )
 }

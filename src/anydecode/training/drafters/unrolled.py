@@ -31,14 +31,27 @@ class UnrolledAttention:
         self._keys.append(projections.keys(x, positions))
         self._values.append(projections.values(x))
         q = projections.queries(x, positions)
-        causal = torch.ones(rows, rows, dtype=torch.bool).tril()
-        first = (q @ self._keys[0].transpose(-1, -2)).masked_fill(~causal, float("-inf"))
-        own = [(q * key).sum(-1, keepdim=True) for key in self._keys[1:]]
-        weights = torch.softmax(torch.cat([first, *own], -1).float(), -1).to(self._values[0].dtype)
-        mixed = weights[..., :rows] @ self._values[0]
-        for index, value in enumerate(self._values[1:]):
-            mixed = mixed + weights[..., rows + index, None] * value
-        return projections.output(mixed)
+        own = list(zip(self._keys[1:], self._values[1:], strict=True))
+        return projections.output(attend_rows(q, self._keys[0], self._values[0], own))
+
+
+def attend_rows(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own: list[tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """The mixed values of rows, each of which attends to the rows up to it of `keys` and `values`,
+    and to itself in each pair of `own`; all `[batch, heads, rows, head_width]`."""
+    rows = q.shape[2]
+    causal = torch.ones(rows, rows, dtype=torch.bool).tril()
+    first = (q @ keys.transpose(-1, -2)).masked_fill(~causal, float("-inf"))
+    others = [(q * key).sum(-1, keepdim=True) for key, _ in own]
+    weights = torch.softmax(torch.cat([first, *others], -1).float(), -1).to(values.dtype)
+    mixed = weights[..., :rows] @ values
+    for index, (_, value) in enumerate(own):
+        mixed = mixed + weights[..., rows + index, None] * value
+    return mixed
 
 
 def following(tokens: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
