@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from anydecode import LLM
 from anydecode.benchmarks.depth import counted, measure
 from anydecode.certification.agreement import teacher_forced
-from anydecode.certification.tiny import tiny_model
+from anydecode.certification.tiny import predicting_model, tiny_model
 from anydecode.cli.main import app
+from anydecode.decoders.depth.del_ import head_cost
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
@@ -46,6 +47,34 @@ def test_layers_and_mlps_left_out_do_not_count() -> None:
     mlp, attention = 3 * 64 * 128, 2 * 64 * 64 + 2 * 32 * 64
     assert without.layers == pytest.approx(6 - 3 * mlp / (mlp + attention))
     assert without.heads == 1.0
+
+
+def test_lossy_texts_are_compared_as_they_are_generated_too() -> None:
+    method = "skipdecode:max_layers=3,min_layers=3"
+    result = measured(method)[method]
+    with LLM(tiny_model(layers=6, residual=0.1), tokenizer=ByteTokenizer()) as llm:
+        shares, firsts = [], []
+        for prompt in ("the cat sat", "ab"):
+            plain, found = (
+                llm.generate(prompt, decoder=one, max_tokens=20, ignore_eos=True).tokens
+                for one in ("autoregressive", method)
+            )
+            same = [a == b for a, b in zip(plain, found, strict=True)]
+            shares.append(sum(same) / 20)
+            firsts.append(same.index(False) if False in same else 20)
+    assert result.free == pytest.approx(sum(shares) / 2)
+    assert result.first == pytest.approx(sum(firsts) / 2)
+    assert result.free < 1 and result.agreement > result.free
+
+
+def test_drafts_of_a_draft_model_count_as_layers() -> None:
+    """Four of 16 layers and a head for each token, and the head's product in layers."""
+    with predicting_model() as llm:
+        plain, never = measure(llm, ["specee:threshold=1"], ["the cat sat"], 12, 1)
+        head = head_cost(llm.model)
+    assert (plain.draft, never.layers, never.free, never.first) == (0.0, 16.0, 1.0, 12.0)
+    assert never.draft == pytest.approx(4 + head)
+    assert never.cost == pytest.approx((16 + head + 4 + head) / (16 + head))
 
 
 def test_a_text_that_the_method_would_not_write_is_forced() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from anydecode.api.llm import LLM
 from anydecode.catalogue import lookup
 from anydecode.certification.agreement import teacher_forced
 from anydecode.decoders.depth.del_ import head_cost
+from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import OutputSpec, Rows, SkippedParts
 from anydecode.kernels.routes import Route
@@ -38,9 +39,15 @@ class DepthResult:
         layers: Layers per token, as products of their matrices: of all rows behind the prompt,
             drafts and rejected drafts included.
         heads: Rows of the head per token.
-        cost: Both together, as a multiple of plain decoding's.
+        draft: The layers and the head of the draft model per token, as layers of the model.
+        cost: All of it together, as a multiple of plain decoding's.
         agreement: The share of the full model's text whose tokens are the method's most probable
-            ones, or, of an exact method, that it generates.
+            ones behind the text before them, with the method's own keys and values; of an exact
+            method, `free`. Draft trees are then right: their paths may leave elsewhere than in
+            free-running text.
+        free: The share of positions where the text that the method generates has the token of the
+            full model's text.
+        first: The mean number of tokens before the first other one, of the generated text.
         milliseconds: Per token, the median over prompts and repeats, the prompt apart.
         speed: Plain decoding's time over the method's.
     """
@@ -48,8 +55,11 @@ class DepthResult:
     method: str
     layers: float
     heads: float
+    draft: float
     cost: float
     agreement: float
+    free: float
+    first: float
     milliseconds: float
     speed: float
 
@@ -66,10 +76,11 @@ class _Work:
             sum(w.weight.out_features * w.weight.in_features for w in one if w is not None)
             for one in linears
         ]
-        mean = sum(sizes) / len(sizes)
+        self.mean = mean = sum(sizes) / len(sizes)
         self.sizes = np.array(sizes) / mean
         self.mixers = np.array(mixers) / mean
         self.layers = self.heads = 0.0
+        self.head = head_cost(model)
 
     def add(self, rows: Rows, output_spec: OutputSpec) -> None:
         """Count the rows of a pass that are not of the prompt."""
@@ -94,6 +105,11 @@ class _Work:
             number = -1 if rows.variant is None else int(rows.variant[row])
             if rows.positions[row] >= self.num_prompt:  # routes call the head themselves
                 self.heads += number < 0 or not is_route[number]
+
+    @property
+    def total(self) -> float:
+        """Layers and rows of the head, in layers."""
+        return self.layers + self.head * self.heads
 
 
 @contextmanager
@@ -146,37 +162,63 @@ def measure(
         raise InvalidRequestError("bench depth counts the layers of transformers only")
     options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
     texts = [llm.generate(prompt, decoder=PLAIN, **options).tokens for prompt in prompts]
-    head, plain = head_cost(llm.model), None
+    drafter, plain = _draft_model(llm), None
     for method in (PLAIN, *methods):
         entry = lookup(method.partition(":")[0])
         is_exact = entry is not None and entry.card.exactness != "lossy"
-        layers = heads = equal = 0.0
+        layers = heads = drafts = cost = equal = free = first = 0.0
         times: list[float] = []
         for prompt, text in zip(prompts, texts, strict=True):
-            with counted(llm.model, len(llm.encode(prompt))) as work:
-                if is_exact:
-                    found = llm.generate(prompt, decoder=method, **options).tokens
-                    equal += sum(a == b for a, b in zip(found, text, strict=True))
-                else:
-                    equal += teacher_forced(llm, method, prompt, text).num_equal
+            num_prompt = len(llm.encode(prompt))
+            with ExitStack() as stack:
+                work = stack.enter_context(counted(llm.model, num_prompt))
+                by_draft = None
+                if drafter is not None:
+                    by_draft = stack.enter_context(counted(drafter, num_prompt))
+                found = llm.generate(prompt, decoder=method, **options).tokens
+            is_same = [a == b for a, b in zip(found, text, strict=True)]
+            free, first = free + sum(is_same), first + (*is_same, False).index(False)
+            equal += (
+                sum(is_same) if is_exact else teacher_forced(llm, method, prompt, text).num_equal
+            )
             layers, heads = layers + work.layers, heads + work.heads
+            cost += work.total
+            if by_draft is not None:
+                drafts += by_draft.total * by_draft.mean / work.mean
             for _ in range(repeats):
                 stats = llm.generate(prompt, decoder=method, **options).stats
                 spent = stats.seconds - stats.time_to_first_token
                 times.append(1000 * spent / max(1, tokens - 1))
         num_tokens = len(prompts) * tokens
         total = num_tokens - len(prompts)  # the first one is that of the prompt
-        cost = (layers + head * heads) / total
+        cost = (cost + drafts) / total
         plain = plain or (cost, median(times))
         yield DepthResult(
             method,
             layers / total,
             heads / total,
+            drafts / total,
             cost / plain[0],
             equal / num_tokens,
+            free / num_tokens,
+            first / len(prompts),
             median(times),
             plain[1] / median(times),
         )
+
+
+def _draft_model(llm: LLM) -> Any:
+    """The draft model; None if there is none.
+
+    Raises:
+        InvalidRequestError: Its layers cannot be counted.
+    """
+    runner = llm.engine.runners.get(DRAFT)
+    if runner is None:
+        return None
+    if not isinstance(runner.pool.model, Transformer):
+        raise InvalidRequestError("bench depth counts the layers of draft models with layers only")
+    return runner.pool.model
 
 
 def bench_depth(
@@ -186,6 +228,12 @@ def bench_depth(
     methods: Annotated[
         str, typer.Option("--methods", help="Methods with parameters, separated by ; or ,.")
     ] = METHODS,
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft", help="A draft model or drafter, for methods that need one; none: no one."
+        ),
+    ] = "none",
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each answer.")] = 128,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Number of prompts.")] = 4,
     repeats: Annotated[
@@ -197,11 +245,13 @@ def bench_depth(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
 ) -> None:
     """Layers per token, agreement with the full model, and time of methods that run fewer layers.
+    "agreement" is that on the full model's text, "free" that of the generated text, and "first" the
+    tokens of it before another one.
 
     Example: anydecode bench depth --methods "layerskip:layers=8;ffn-skip" --limit 2
     """
     prompts = [one.text for one in spread(limit)]
-    with LLM(model, draft="none", threads=threads or None, prefix_cache=False) as llm:
+    with LLM(model, draft=draft, threads=threads or None, prefix_cache=False) as llm:
         results = list(measure(llm, split_methods(methods), prompts, tokens, repeats))
         head, num_layers, name = head_cost(llm.model), llm.model.spec.num_layers, llm.model.name
     if as_json:
@@ -214,14 +264,18 @@ def bench_depth(
         f"{name}, {num_layers} layers, a row of the head costs {head:.1f} layers; {cpu_name()},"
         f" {usable_cores()} cores"
     )
-    shown = Table("method", "layers", "heads", "cost", "agreement", "ms/token", "speed", box=None)
+    names = ["method", "layers", "heads", "draft", "cost", "agreement", "free", "first"]
+    shown = Table(*names, "ms/token", "speed", box=None)
     for one in results:
         shown.add_row(
             one.method,
             f"{one.layers:.1f}",
             f"{one.heads:.2f}",
+            f"{one.draft:.1f}",
             f"{one.cost:.2f}x",
             f"{one.agreement:.1%}",
+            f"{one.free:.1%}",
+            f"{one.first:.0f}",
             f"{one.milliseconds:.1f}",
             f"{one.speed:.2f}x",
         )
