@@ -26,7 +26,7 @@ def llm() -> Any:
 
 def test_every_beginning_is_counted_once(llm: LLM) -> None:
     options: dict[str, Any] = {"decoder": "autoregressive", "max_tokens": 4, "ignore_eos": True}
-    with observed(llm.model, len(PROMPT)) as prefixes:
+    with observed(llm.model, PROMPT) as prefixes:
         llm.generate(PROMPT, **options)
         rows = len(PROMPT) + 3
         assert (prefixes.num_rows, prefixes.num_distinct) == (rows, rows)
@@ -35,6 +35,7 @@ def test_every_beginning_is_counted_once(llm: LLM) -> None:
         assert (prefixes.num_rows, prefixes.num_distinct) == (2 * rows, rows)
         llm.generate([*PROMPT[:-1], PROMPT[-1] + 1], max_tokens=1)  # the last row differs
         assert prefixes.num_distinct == rows + 1
+        assert prefixes.num_prompt_rows == 3 * len(PROMPT) - 1
     assert "run" not in vars(llm.model)
 
 
@@ -54,6 +55,7 @@ def test_beams_share_their_prompt_and_every_prefix(llm: LLM, method: str) -> Non
     [
         "best-of-n:n=4", "particle-filtering", "majority-vote:n=3", "deal:k=3,length=2", "phi",
         "adadec:threshold=0", "transfer-q:k=3,length=2", "a-star",
+        "awrs",
     ],
 )  # fmt: skip
 def test_searches_compute_their_prompt_once(llm: LLM, method: str) -> None:

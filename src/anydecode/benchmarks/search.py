@@ -35,7 +35,8 @@ class SearchResult:
         passes: Passes of the model, that of the prompt included.
         rows: Rows that it computed.
         distinct_rows: The fewest rows with which it could have scored the same texts.
-        prompt_rows: Rows at positions of the prompt.
+        prompt_rows: Rows whose text is the prompt or a beginning of it. As keys and values are
+            never copied, a prompt with one row for each token is stored once.
         cache_rows: The most positions that the cache held at a time.
         milliseconds: Per pass behind the first token, the host's share included; the median.
         cost: The same, as a multiple of plain decoding's.
@@ -54,14 +55,18 @@ class SearchResult:
 class Prefixes:
     """The beginnings of texts whose last tokens are rows of passes.
 
+    Args:
+        prompt: The tokens of the prompt.
+
     Attributes:
         num_rows: Rows so far.
-        num_prompt_rows: Rows at the first `num_prompt` positions.
+        num_prompt_rows: Those whose text is the prompt or a beginning of it.
     """
 
-    def __init__(self, num_prompt: int) -> None:
-        self.num_prompt = num_prompt
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = list(prompt)
         self.num_rows = self.num_prompt_rows = 0
+        self._of_prompt = {-1}  # numbers of beginnings
         self._numbers: dict[tuple[int, int], int] = {}  # of beginnings, by (the one before, token)
         self._of_slot: dict[int, int] = {}
 
@@ -82,16 +87,19 @@ class Prefixes:
             earlier = [one for one in visible[-2:] if one != slot]
             if rows.positions[row] > 0 and earlier:
                 before = self._of_slot[earlier[-1]]
-            key = (before, int(rows.tokens[row]))
-            self._of_slot[slot] = self._numbers.setdefault(key, len(self._numbers))
+            token, position = int(rows.tokens[row]), int(rows.positions[row])
+            number = self._numbers.setdefault((before, token), len(self._numbers))
+            self._of_slot[slot] = number
             self.num_rows += 1
-            self.num_prompt_rows += int(rows.positions[row] < self.num_prompt)
+            if before in self._of_prompt and [token] == self.prompt[position : position + 1]:
+                self._of_prompt.add(number)
+                self.num_prompt_rows += 1
 
 
 @contextmanager
-def observed(model: Any, num_prompt: int) -> Iterator[Prefixes]:
-    """The beginnings of texts that a model scores within it."""
-    prefixes, run = Prefixes(num_prompt), model.run
+def observed(model: Any, prompt: Sequence[int]) -> Iterator[Prefixes]:
+    """The beginnings of texts that a model scores within it, see `Prefixes`."""
+    prefixes, run = Prefixes(prompt), model.run
 
     def observing_run(rows: Rows, cache: Any, output_spec: OutputSpec) -> Any:
         prefixes.add(rows)
@@ -129,7 +137,7 @@ def measure(
 
     for method in (PLAIN, *methods):
         pool.max_used = pool.num_used
-        with observed(llm.model, len(prompt)) as prefixes:
+        with observed(llm.model, prompt) as prefixes:
             stats = llm.generate(prompt, decoder=method, max_tokens=tokens, **options).stats
         times = [(step(method), step(PLAIN)) for _ in range(repeats)]
         yield SearchResult(

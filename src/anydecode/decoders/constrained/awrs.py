@@ -196,7 +196,7 @@ class Awrs(Decoder):
             ([], 0.0, False, []) for _ in range(num_particles)
         ]
         state = sequence.state.setdefault(STATE, AwrsState(particles=start, depth=0, tests=0))
-        sequence.kv_cache()
+        prompt = yield sequence.score()  # first, so that all particles share it
         particles = [_make_particle(sequence, *particle) for particle in state["particles"]]
         limit = sequence.remaining
         while state["depth"] < limit:
@@ -205,7 +205,9 @@ class Awrs(Decoder):
             ]
             if not live_particles:
                 break
-            all_scores = yield [particles[index].sequence.score() for index in live_particles]
+            all_scores = [prompt] * len(live_particles)
+            if state["depth"]:
+                all_scores = yield [particles[index].sequence.score() for index in live_particles]
             for index, scores in zip(live_particles, all_scores, strict=True):
                 noise = sequence.noise.forked(index + 1)
                 state["tests"] += self._step(sequence, particles[index], scores, noise)
