@@ -29,7 +29,7 @@ const EXAMPLES = [
   },
   {
     title: "Race", note: "plain decoding and drafts from the text, side by side",
-    view: "race", text: "List the months of the year, one per line.", sampling: { temperature: 0 },
+    view: "race", text: "Write a Python function for each of add, subtract, multiply and divide of two numbers.", sampling: { temperature: 0 },
   },
 ];
 const FORMS = { chat: "ask", constraints: "constraint-form", race: "race-form" };
