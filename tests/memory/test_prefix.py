@@ -91,9 +91,9 @@ def test_evicted_blocks_return_from_the_spill(prefixes: PrefixCache) -> None:
     insert(prefixes, ONE + TWO, first=100.0)
     prefixes.flush()
     assert (prefixes.num_slots, prefixes.pool.num_free) == (0, 8 * BLOCK)
-    prefixes.is_busy = True
+    prefixes.busy.add(prefixes)
     assert len(prefixes.match(ONE + TWO)) == 0
-    prefixes.is_busy = False
+    prefixes.busy.clear()
     slots = prefixes.match(ONE + TWO + THREE)
     keys = prefixes.pool.cache.keys[0][slots, 0, 0]
     assert keys.tolist() == list(range(100, 100 + 2 * BLOCK))

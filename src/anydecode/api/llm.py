@@ -252,6 +252,8 @@ class LLM:
         positions = self._positions or _default_positions(model, format, self._cache_bytes)
         pool = KVPool(model, positions, format)
         runner = ModelRunner(name, pool, schedule or DecodesFirst(self._row_budget))
+        if runner.schedule.has_prompt_stream:
+            runner.divide()
         self.engine.runners = {**self.engine.runners, name: runner}  # others may be reading it
         return runner
 

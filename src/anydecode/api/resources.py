@@ -45,7 +45,7 @@ class Resources:
     @property
     def model(self) -> Model:
         """The target model."""
-        return self.engine.runners[TARGET].model
+        return self.engine.runners[TARGET].pool.model
 
     @property
     def tokenizer(self) -> Tokenizer:

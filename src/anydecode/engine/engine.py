@@ -18,6 +18,7 @@ from anydecode.engine.calls import RunningCalls
 from anydecode.engine.model_runner import ModelRunner
 from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule
+from anydecode.engine.schedules.pacing import is_prompt
 from anydecode.errors import AnydecodeError, InvalidRequestError, OutOfMemoryError
 from anydecode.kernels.interface import Output
 from anydecode.scoring.score import (
@@ -172,10 +173,10 @@ class Engine:
         self._admit()
         self._announce()
         if self._calls:
-            has_rows = self._in_flight or any(one.waiting for one in self.runners.values())
+            has_rows = self._in_flight or any(one.waiting for one in self._streams)
             for job, call in self._calls.finished(wait=not has_rows):
                 self._resume(job, call)
-        for runner in self.runners.values():
+        for runner in self._streams:
             if runner not in self._in_flight and runner.waiting:
                 self._launch(runner)
         if self._in_flight:
@@ -189,10 +190,11 @@ class Engine:
                 and len(collected) == 1
                 and runner.name == TARGET
                 and not plan.left
+                and plan.is_alone
                 and not self._in_flight
             ):
                 self.on_pass(plan, perf_counter() - start)
-        elif self.running and not any(runner.waiting for runner in self.runners.values()):
+        elif self.running and not any(runner.waiting for runner in self._streams):
             deadlocked = [job for job in self.running if job.wait is not None]
             for job in deadlocked:
                 self._end(job, RuntimeError("the decoder waits, but has no running request"))
@@ -249,6 +251,11 @@ class Engine:
                 kv_cache.check_integrity()
             tables = [table for kv_cache in caches for table in kv_cache.referenced_slots()]
             runner.pool.check_integrity(tables + runner.prefixes.referenced_slots())
+
+    @property
+    def _streams(self) -> list[ModelRunner]:
+        """All model runners, those of prompts included."""
+        return [stream for runner in self.runners.values() for stream in runner.streams]
 
     @property
     def _target_schedule(self) -> Schedule:
@@ -308,14 +315,15 @@ class Engine:
                     log.exception("a sampler failed to prepare")
             plan.arrivals = self._arrivals
         has_concurrent_work = (
-            any(o.waiting for o in self.runners.values() if o is not runner) or self._in_flight
+            any(o.waiting for o in self._streams if o is not runner) or self._in_flight
         )
+        plan.is_alone = not has_concurrent_work
         if self.clock is not None:
             due = self.now + self.clock.seconds(runner, plan)
             self._in_flight[runner] = (plan, (due, self._run(runner, plan)))
         elif has_concurrent_work:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(len(self.runners), "anydecode-runner")
+                self._threads = ThreadPoolExecutor(len(self._streams), "anydecode-runner")
             self._in_flight[runner] = (plan, self._threads.submit(self._run, runner, plan))
         else:
             self._in_flight[runner] = (plan, self._run(runner, plan))
@@ -454,7 +462,7 @@ class Engine:
         once, and the value to resume it with."""
         if isinstance(action, ScoreRequest):
             job.group, job.is_group = [action], False
-            self._enqueue(job, action)
+            self._enqueue(job, action, may_be_prompt=not job.tickets)
             return False, None
         if isinstance(action, list):
             if not action:
@@ -485,11 +493,16 @@ class Engine:
             return True, None
         raise TypeError(f"a decoder yielded {type(action).__name__}; see scoring.score for actions")
 
-    def _enqueue(self, job: Job, request: ScoreRequest) -> None:
+    def _enqueue(self, job: Job, request: ScoreRequest, *, may_be_prompt: bool = False) -> None:
+        """Queue a request; `may_be_prompt`: the job has no other one, so that its sequence is in
+        one stream of passes only."""
         if request.runner not in self.runners:
             raise KeyError(request.runner)
         self._owners[request] = job
-        self.runners[request.runner].add(request)
+        runner = self.runners[request.runner]
+        if runner.prompts is not None and may_be_prompt and is_prompt(request):
+            runner = runner.prompts
+        runner.add(request)
 
     def _remove(self, job: Job, request: ScoreRequest) -> None:
         self._owners.pop(request, None)
@@ -498,6 +511,7 @@ class Engine:
 
     def _release(self, job: Job) -> None:
         """Close a job's generators, remove its requests and free its memory."""
+        self._wait_for_streams(job)
         for request in job.requests:
             self._remove(job, request)
         self._calls.drop(job)
@@ -511,6 +525,14 @@ class Engine:
         for runner in self.runners.values():
             share_prefix(runner, job.sequence)
         job.sequence.release()
+
+    def _wait_for_streams(self, job: Job) -> None:
+        """Wait for passes over rows of `job` beside which other passes run: these could be given
+        its slots."""
+        for runner, (plan, output) in self._in_flight.items():
+            if len(runner.main.streams) > 1 and isinstance(output, Future):
+                if any(request.sequence.root is job.sequence for request, _, _ in plan.scheduled):
+                    wait([output])
 
     def _end(self, job: Job, error: BaseException | None) -> None:
         if job.done:
@@ -537,6 +559,12 @@ class Engine:
         then, and ends if it fills the memory again without a new token.
         """
         owner = self._owners[request]
+        planned = planned | {
+            one.sequence.root.id
+            for other in runner.main.streams
+            if other in self._in_flight
+            for one, _, _ in self._in_flight[other][0].scheduled
+        }
         candidates = [
             job
             for job in self.running

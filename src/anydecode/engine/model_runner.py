@@ -4,11 +4,12 @@ results."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,8 +59,10 @@ class ModelRunner:
         name: "target" or "draft".
         pool: The slots of the key-value cache, and the model.
         schedule: Selects the spans of each pass.
+        main: The runner whose prompts this one runs, in passes at the same time; or None.
 
     Attributes:
+        prompts: The runner of this one's prompts, whose `main` is this one; or None.
         prefixes: The prefix cache over `pool`.
         waiting: Score requests that have not run to the end, in order of arrival.
         failed: Requests that could not be planned, with the reason.
@@ -69,11 +72,17 @@ class ModelRunner:
         pass_cost: The cost of a pass, by which optional rows are chosen; None: all of them run.
     """
 
-    def __init__(self, name: str, pool: KVPool, schedule: Schedule) -> None:
+    prefixes: PrefixCache
+
+    def __init__(
+        self, name: str, pool: KVPool, schedule: Schedule, main: ModelRunner | None = None
+    ) -> None:
         self.name = name
         self.pool = pool
         self.model = pool.model
-        self.prefixes = PrefixCache(pool)
+        self.main = main or self
+        self.prompts: ModelRunner | None = None
+        self.prefixes = PrefixCache(pool) if main is None else main.prefixes
         self.schedule = schedule
         self.waiting: list[ScoreRequest] = []
         self.failed: list[tuple[ScoreRequest, Exception]] = []
@@ -86,22 +95,40 @@ class ModelRunner:
         )
         self._partial_outputs: dict[Span, PartialOutput] = {}
 
+    def divide(self) -> None:
+        """Run prompts in passes of their own from now on, if the model can run two at once."""
+        make = getattr(self.model, "beside", lambda: None)
+        model, prompts_model = make(), make()
+        if model is not None and prompts_model is not None:
+            # The pool's own model remains for the decoders, which use it while passes run.
+            self.model.executor.threads_in_use = 1  # type: ignore[attr-defined]
+            self.prompts = ModelRunner(self.name, self.pool, copy(self.schedule), self)
+            self.model, self.prompts.model = model, prompts_model
+
+    @property
+    def streams(self) -> list[ModelRunner]:
+        """This runner, and that of its prompts."""
+        return [self] if self.prompts is None else [self, self.prompts]
+
     def add(self, request: ScoreRequest) -> None:
         """Queue a request."""
         self.waiting.append(request)
 
     def drop(self, request: ScoreRequest) -> None:
         """Remove a request, whether it is waiting or not."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        for spans in request.groups:
-            for span in spans:
-                self._partial_outputs.pop(span, None)
+        for stream in self.streams:
+            if request in stream.waiting:
+                stream.waiting.remove(request)
+            for spans in request.groups:
+                for span in spans:
+                    stream._partial_outputs.pop(span, None)
 
     def check_integrity(self) -> None:
         """Check that partial outputs are held for waiting requests only. Raises AssertionError."""
-        spans = {span for request in self.waiting for group in request.groups for span in group}
-        assert self._partial_outputs.keys() <= spans, "a dropped request has partial outputs"
+        for stream in self.streams:
+            groups = [spans for request in stream.waiting for spans in request.groups]
+            waiting = {span for spans in groups for span in spans}
+            assert stream._partial_outputs.keys() <= waiting, "a dropped request has outputs"
 
     def plan(self, make_room: Callable[[ScoreRequest, set[int]], bool]) -> Plan | None:
         """Reserve cache slots and build the rows of the next pass.
@@ -116,6 +143,7 @@ class ModelRunner:
         Returns:
             The plan, or None if nothing can run.
         """
+        self.prefixes.busy.discard(self)  # if the last plan has not run
         planned: set[int] = set()
         deferred: set[int] = set()
         while True:
@@ -127,8 +155,8 @@ class ModelRunner:
             if planned or not scheduled:
                 break  # else none has room; those that the schedule has left out may have
         plan = builder.finish()
-        self.prefixes.is_busy = plan is not None
         if plan is not None:
+            self.prefixes.busy.add(self)
             self._allow_multi_step(plan)
         return plan
 
@@ -191,6 +219,8 @@ class ModelRunner:
     def run(self, plan: Plan) -> Output | None:
         """Run the pass; None if all its rows have left it. May be called on another thread."""
         start = perf_counter()
+        if len(self.main.streams) > 1:
+            self._choose_threads(plan)
         try:
             size = self._range_size(plan)
             output: Output | None
@@ -207,9 +237,16 @@ class ModelRunner:
                 output = run_in_ranges(plan, self.model, self.pool.cache, size, before)
         finally:
             self.prefixes.finish_load()
-            self.prefixes.is_busy = False
+            self.prefixes.busy.discard(self)
         plan.seconds = perf_counter() - start
         return output
+
+    def _choose_threads(self, plan: Plan) -> None:
+        """Beside a pass of prompts the others have one thread, and the prompts those that are left.
+        A pass with a single thread does not wait for the kernels' pool of threads."""
+        executor: Any = self.model.executor  # type: ignore[attr-defined]
+        shares = {True: 1, False: max(1, executor.threads - 1)}
+        executor.threads_in_use = executor.threads if plan.is_alone else shares[self.main is self]
 
     def _range_size(self, plan: Plan) -> int | None:
         """The number of layers per range of the pass; None: it runs as a whole."""
@@ -242,9 +279,9 @@ class ModelRunner:
             plan.num_further_rows = sum(rows) - 1 if rows else plan.num_passes - 1
         if plan.num_rows == plan.num_passes or plan.multi_step is not None:
             self._seconds_per_step = plan.seconds / plan.num_passes
-        self.num_passes += plan.num_passes
-        self.num_rows += plan.num_rows
-        self.seconds += plan.seconds
+        self.main.num_passes += plan.num_passes
+        self.main.num_rows += plan.num_rows
+        self.main.seconds += plan.seconds
         logits = output.logits
         sampled = [-1] * len(logits)
         for spec, token in zip(plan.output_spec.samples, output.sampled, strict=False):

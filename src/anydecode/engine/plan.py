@@ -33,6 +33,7 @@ class Plan:
         num_further_rows: Rows of all steps but the first.
         arrivals: Called between two ranges of layers; returns the sequences that were submitted
             since the pass began.
+        is_alone: Whether no other pass runs, so that this one may use all threads.
         left: The spans that have left the pass between two layers.
     """
 
@@ -48,6 +49,7 @@ class Plan:
     num_passes: int = 1
     num_further_rows: int = 0
     arrivals: Callable[[], Collection[Sequence]] = tuple
+    is_alone: bool = True
     left: list[ScheduledSpan] = field(default_factory=list)
 
     @property

@@ -19,9 +19,15 @@ ScheduledSpan = tuple[ScoreRequest, Span, int]
 class Schedule(ABC):
     """Selects the spans of each pass.
 
+    Attributes:
+        has_prompt_stream: Whether passes of prompts run at the same time as the others, where the
+            model can run two passes at once.
+
     The model runner takes them in order until memory is short. The target's schedule also selects
     the waiting sequence to admit next, and the running sequence to preempt when memory is full.
     """
+
+    has_prompt_stream = False
 
     @abstractmethod
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:

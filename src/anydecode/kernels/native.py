@@ -166,6 +166,7 @@ class NativeExecutor:
             raise UnsupportedCombinationError("the native kernels are not available here")
         self._library = loaded
         self.threads = thread_count(threads)
+        self.threads_in_use = self.threads  # by the next pass
         self.packer = packer or Packer(loaded, self.threads, free_weights)
         self._hidden_size, self._num_logits = width or embedding.in_features, num_logits
         self._network = (embedding, embedding_scale, num_layers, layer, head, self._hidden_size)
@@ -598,7 +599,7 @@ class NativeExecutor:
         p.first, p.last = starts[first], starts[last]
         if p.num_captures or first < last:
             p.last += 1
-        problem = self._library.run(self._pass_address, self.threads)
+        problem = self._library.run(self._pass_address, self.threads_in_use)
         if problem:
             raise InvalidRequestError(_ERRORS[problem])
 
@@ -609,6 +610,29 @@ class NativeExecutor:
         if count not in views:
             views[count] = self._buffers.out[:count]
         return views[count]
+
+    def beside(self) -> NativeExecutor | None:
+        """An executor over the same weights and adapters, whose passes run at the same time as
+        those of this one if one of them uses a single thread; None with one thread for both."""
+        if self.threads == 1:
+            return None
+        embedding, scale, num_layers, layer, head, width = self._network
+        return NativeExecutor(
+            embedding,
+            self._num_logits,
+            num_layers,
+            layer,
+            head,
+            embedding_scale=scale,
+            reads_states=self._reads_states,
+            carries_states=bool(self._pass.carries_states),
+            head_tokens=self.head_tokens,
+            width=width,
+            packer=self.packer,
+            adapters=self._adapters,
+            threads=self.threads,
+            library=self._library,
+        )
 
     def regroup(
         self,

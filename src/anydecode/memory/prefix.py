@@ -46,8 +46,8 @@ class PrefixCache:
         namespace_id: Maps a namespace to a string that is the same in every process, or to None if
             the blocks of this namespace must not be spilled.
         load: Restored blocks that are not written to the cache yet; None if there are none.
-        is_busy: A forward pass is in flight that may still write to free slots; nothing is restored
-            meanwhile.
+        busy: Whatever has a forward pass in flight, which may still write to free slots; nothing is
+            restored meanwhile.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -64,7 +64,7 @@ class PrefixCache:
         self.namespace_id: Callable[[Hashable], str | None] = repr
         self.load: LayerLoad | None = None
         self._unloaded: set[_Node] = set()
-        self.is_busy = False
+        self.busy: set[object] = set()
         pool.reclaim = self.evict
 
     def match(
@@ -216,7 +216,7 @@ class PrefixCache:
     def _restore(self, parent: _Node, key: tuple[int, ...], path: Seq[_Node]) -> _Node | None:
         """Restore a spilled block behind those of `path`, none of which is evicted for it; None if
         there is none or no slots are free."""
-        if self.spill is None or self.is_busy or parent.digest is None:
+        if self.spill is None or self.busy or parent.digest is None:
             return None
         block = self.spill.get(_digest(parent.digest, key))
         if block is None or len(block) != block_bytes(self.pool.cache, BLOCK):

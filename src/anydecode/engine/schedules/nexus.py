@@ -1,4 +1,4 @@
-"""Prefill and decode on one device, with shares of each pass that a cost model chooses.
+"""Prefill and decode on one device, in two streams or with shares of each pass.
 
 Shi et al., "Nexus: Proactive Intra-GPU Disaggregation of Prefill and Decode in LLM Serving",
 arXiv:2507.06608.
@@ -45,10 +45,17 @@ def chosen_share(
         paper="Shi et al. 2025, Nexus, arXiv:2507.06608",
         exactness="token-exact",
         use="LLM(schedule='nexus') or anydecode serve --schedule nexus",
-        summary="A cost model chooses the prompts' share of each pass; shortest prompts first.",
-        missing=("two streams at the same time: prefill and decode, each with cores of its own",),
+        summary="Prompts and decodes run in two streams at the same time, or a cost model chooses"
+        " the prompts' share of each pass; shortest prompts first.",
+        missing=(
+            "with more than two cores, a split that the cost model chooses: decodes have one",
+        ),
         deviations=(
-            "the shares are rows of one pass on all cores",
+            "prompts and decodes run in two streams with the native kernels on two threads or more,"
+            " but for models with recurrences; then decodes have one thread, and prompts the"
+            " others; a stream alone has all; threads are not bound to cores",
+            "elsewhere passes have prompts and decodes, on all cores, and the cost model chooses"
+            " the prompts' share of their rows",
             "costs are the machine's measured table; its slope replaces the saturation points and"
             " the bandwidth contention term",
             "waiting time is counted in passes, so that the order does not depend on the clock",
@@ -56,7 +63,8 @@ def chosen_share(
     )
 )
 class Nexus(Schedule):
-    """Runs all decodes in every pass, with the number of prompt rows that the cost model chooses.
+    """Runs prompts beside decodes: in passes of their own at the same time where the model can run
+    two passes at once, else in the same passes, with as many rows as the cost model chooses.
 
     The share minimises prefill time while the time between tokens is within `beta` times its best.
     When more than `full` of the cache is in use, it minimises the time between tokens while prefill
@@ -72,6 +80,8 @@ class Nexus(Schedule):
         change: Minimum relative change of the share.
         ageing: Prompts are ordered by their remaining rows minus `ageing` per waited pass.
     """
+
+    has_prompt_stream = True
 
     def __init__(
         self,

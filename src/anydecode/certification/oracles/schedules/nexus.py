@@ -3,12 +3,16 @@ prompts, by hand."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
-from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.oracles.schedules.passes import passes, rows_of, same_text
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import PROMPTS, Check, Restarts, oracle_test
+from anydecode.certification.oracles.schedules.passes import LONG, passes, rows_of, same_text
+from anydecode.certification.tiny import tiny_model
 from anydecode.engine.schedules.nexus import chosen_share
+from anydecode.models.scripted import ByteTokenizer
 
 
 def _linear(rows: int) -> float:
@@ -46,7 +50,128 @@ def nexus() -> Iterator[Check]:
     counts = [one.get(1) for one in rows_of(full)][:3]
     yield Check("a full cache gives decodes priority", counts == [95, 40, 40], str(counts))
     yield same_text("nexus:row_budget=100,steps=10")
+    yield from _two_streams()
+    yield from _text_of_two_streams()
     yield from _default_checks()
+
+
+def _two_streams() -> Iterator[Check]:
+    """One request decodes when a prompt of 100 tokens arrives. The prompt's pass ends after three
+    passes of the decode; the first of them begins when the prompt's pass has begun. Either waits 20
+    seconds at most."""
+    with _open(threads=3) as llm:
+        runner, threads = llm.engine.runners["target"], list[tuple[str, int, int]]()
+        prompts = runner.streams[-1]
+        decode, prompt = (
+            llm.request([97 + number] * length, max_tokens=9, **_OPTIONS).jobs[0]
+            for number, length in enumerate((5, 100))
+        )
+        has_begun, in_time = threading.Event(), list[bool]()
+        decodes = threading.Semaphore(0)
+
+        def prompts_run(plan: Any, run: Any = prompts.run) -> Any:
+            output = _recorded(threads, "prompt", prompts, plan, run)
+            if prompt in llm.engine.running:
+                has_begun.set()
+                in_time.append(all(decodes.acquire(timeout=20) for _ in range(3)))
+            return output
+
+        def decodes_run(plan: Any, run: Any = runner.run) -> Any:
+            if prompt in llm.engine.running and not (has_begun.is_set() or in_time):
+                in_time.append(has_begun.wait(20))
+            output = _recorded(threads, "decode", runner, plan, run)
+            decodes.release()
+            return output
+
+        runner.run = decodes_run  # type: ignore[method-assign]
+        if prompts is not runner:
+            prompts.run = prompts_run  # type: ignore[method-assign]
+        llm.engine.submit(decode)
+        llm.engine.step()
+        llm.engine.submit(prompt)
+        while llm.engine.has_work:
+            llm.engine.step()
+    name = "a prompt and decodes are computed at the same time"
+    yield Check(name, in_time == [True, True], str(in_time))
+    expected = {("prompt", 5, 3), ("prompt", 100, 2), ("decode", 1, 1)}
+    yield Check("each has threads of its own", expected <= set(threads), str(set(threads)))
+    yield _slots_in_use()
+
+
+def _slots_in_use() -> Check:
+    """A prompt is cancelled while its pass runs beside decodes."""
+    with _open(threads=2) as llm:
+        prompts, may_end = llm.engine.runners["target"].streams[-1], threading.Event()
+        decode, prompt = (
+            llm.request([97] * length, max_tokens=50, **_OPTIONS).jobs[0] for length in (5, 100)
+        )
+        ended, ended_before = list[int](), list[bool]()
+
+        def held(plan: Any, run: Any = prompts.run) -> Any:
+            if len(plan.rows) == 100:
+                may_end.wait(20)
+            output = run(plan)
+            ended.append(len(plan.rows))
+            return output
+
+        release = prompt.sequence.release
+
+        def released() -> None:
+            ended_before.append(100 in ended)
+            release()
+
+        prompts.run, prompt.sequence.release = held, released  # type: ignore[method-assign]
+        llm.engine.submit(decode)
+        llm.engine.step()
+        llm.engine.submit(prompt)
+        llm.engine.step()
+        timer = threading.Timer(0.2, may_end.set)
+        timer.start()
+        llm.engine.cancel(prompt)
+        timer.join()
+        while llm.engine.has_work:
+            llm.engine.step()
+        llm.engine.check_integrity()
+    return Check("slots are freed after the pass that writes them", ended_before == [True])
+
+
+_OPTIONS: dict[str, Any] = {"decoder": "autoregressive", "ignore_eos": True}
+
+
+def _open(threads: int, **options: Any) -> LLM:
+    """A transformer with so many threads."""
+    model = tiny_model(threads=threads, layers=3)
+    return LLM(model, tokenizer=ByteTokenizer(), schedule="nexus", **options)
+
+
+def _recorded(threads: list[Any], name: str, runner: Any, plan: Any, run: Any) -> Any:
+    """Run a pass, and record its stream, its rows and its threads."""
+    output = run(plan)
+    threads.append((name, len(plan.rows), runner.model.executor.threads_in_use))
+    return output
+
+
+def _text_of_two_streams() -> Iterator[Check]:
+    """Prompts and decodes in two streams, with restarts, in a cache that is too small for all."""
+    prompts, num_beside = [*LONG, *PROMPTS], 0
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    with LLM(tiny_model(layers=3), tokenizer=ByteTokenizer()) as llm:
+        expected = [one.tokens for one in llm.generate(prompts, **options)]
+    for decoder in ("autoregressive", "prompt-lookup"):
+        with _open(2, cache_positions=700) as llm, Restarts(llm.engine, seed=5):
+            stream = llm.engine.runners["target"].streams[-1]
+
+            def counted(plan: Any, run: Any = stream.run) -> Any:
+                nonlocal num_beside
+                num_beside += not plan.is_alone
+                return run(plan)
+
+            stream.run = counted  # type: ignore[method-assign]
+            answers = llm.generate(prompts, decoder=decoder, **options)
+            llm.engine.check_integrity()
+        tokens = [one.tokens for one in answers]
+        yield Check(f"the text of two streams is that of one, {decoder}", tokens == expected)
+    yield Check("prompts have run beside decodes", num_beside > 5, str(num_beside))
 
 
 def _default_checks() -> Iterator[Check]:
