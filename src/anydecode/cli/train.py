@@ -611,6 +611,61 @@ def train_consistency(
     print(run.model_folder)
 
 
+@app.command("blocks")
+def train_blocks(
+    out: Out = Path("trained-blocks"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 32,
+    rate: Rate = 2e-3,
+    chunk: Annotated[
+        int, typer.Option("--chunk", min=1, help="Tokens that shall use the same blocks.")
+    ] = 8,
+    chunk_weight: Annotated[
+        float, typer.Option("--chunk-weight", min=0, help="Factor of the chunk loss.")
+    ] = 1.0,
+    locality_weight: Annotated[
+        float, typer.Option("--locality-weight", min=0, help="Factor of the locality loss.")
+    ] = 0.05,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a small BlockFFN model, from random weights, on the tasks, so that chunks of tokens use
+    few blocks. A run with the same --out is resumed. The model is in the folder "model" of --out.
+
+    Example: anydecode train blocks --minutes 60 --out my-blocks --plot curve.svg
+    """
+    from anydecode.training import curve
+    from anydecode.training.blockffn import BlockRecipe, BlockRun
+    from anydecode.training.diffusion import limit_threads
+
+    minutes = _minutes(minutes, steps)
+    recipe = BlockRecipe(
+        minutes,
+        steps,
+        batch=batch,
+        rate=rate,
+        chunk=chunk,
+        chunk_weight=chunk_weight,
+        locality_weight=locality_weight,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = _trained(lambda: BlockRun(out, recipe), "blocks")
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot, "Training of blocks", "nats per token")
+    if json:
+        print_json({"path": str(run.model_folder), **run.log()})
+        return
+    first, *_, last = run.unused()
+    for size, share in last.items():
+        tokens = "a token leaves" if size == 1 else f"{size} tokens leave"
+        note(f"blocks that {tokens} unused: {first[size]:.3f} -> {share:.3f}")
+    print(run.model_folder)
+
+
 @app.command("heads")
 def train_exit_heads(
     model: LlamaModel = options.DEFAULT_MODEL,

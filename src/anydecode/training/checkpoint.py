@@ -111,6 +111,18 @@ def save_nested_llama(
     _save(folder, config, tensors, tokenizer.backend, special)
 
 
+def save_blockffn(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    tokenizer: tokenizers.Tokenizer,
+) -> None:
+    """Write the weights of a BlockFFN model, by their names in its layout, with a tokenizer of the
+    small models."""
+    ends = {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    _save(folder, {**config, **ends}, weights, tokenizer)
+
+
 def _llama_config(shape: Shape) -> dict[str, Any]:
     return {
         "hidden_act": "silu",

@@ -17,12 +17,13 @@ from anydecode.models.families import build_model, experts, spec_from_config
 from anydecode.models.families.blockffn import read_blocks
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_class_default
 from tiny_models import chain, logits, whole
 
 BACKENDS = ["torch", *(["native"] if load_library() is not None else [])]
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("blockffn")
 
@@ -96,6 +97,50 @@ def test_certificate_rejects_other_passes(
     monkeypatch.setattr(
         Network, "layer", lambda own, given, x, index: layer(own, backend(given), x, index)
     )
+    assert_rejected("blockffn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parameter", "value"), [("chunk_weight", 0.0), ("locality_weight", 0.0), ("chunk", 1)]
+)
+def test_certificate_rejects_another_training(
+    monkeypatch: pytest.MonkeyPatch, parameter: str, value: float
+) -> None:
+    pytest.importorskip("torch")
+    from anydecode.training.blockffn import BlockRecipe
+
+    replace_class_default(monkeypatch, BlockRecipe, parameter, value)
+    assert_rejected("blockffn")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_a_training_without_the_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from anydecode.training.blockffn import BlockRun
+
+    update = BlockRun._update
+
+    def plain(self: BlockRun) -> float:
+        recipe = self.recipe
+        self.recipe = replace(recipe, chunk_weight=0.0, locality_weight=0.0)
+        loss = update(self)
+        self.recipe = recipe
+        return loss
+
+    monkeypatch.setattr(BlockRun, "_update", plain)
+    assert_rejected("blockffn")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_patterns_that_are_compared_after_the_relu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    from anydecode.training import blockffn
+
+    locality = blockffn.locality_loss
+    monkeypatch.setattr(blockffn, "locality_loss", lambda scores: locality(scores.relu()))
     assert_rejected("blockffn")
 
 

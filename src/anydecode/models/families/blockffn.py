@@ -110,14 +110,15 @@ BLOCKFFN = Family(
         paper="Song et al. 2025, BlockFFN: Towards End-Side Acceleration-Friendly"
         " Mixture-of-Experts with Chunk-Level Activation Sparsity (arXiv:2507.08771)",
         exactness="token-exact",
-        use="LLM(folder of such a model)",
+        use="LLM(folder of such a model), which anydecode train blocks writes",
         summary="MLPs in blocks that a router of ReLU and norm selects; a pass reads these alone.",
         needs=("a BlockFFN model",),
         works_with=("every decoder", "batches", "prefix caches"),
-        missing=("the training, whose losses make chunks of tokens use the same blocks",),
         deviations=(
             "the kernel takes any number of rows and blocks; the paper's are for 1 or 32 tokens",
             "a block's weight multiplies its output, not the input of its second matrix",
+            "the training (anydecode train blocks) is of a small model on the tasks; the factors of"
+            " its losses are constant, where the released code adapts that of the chunk loss",
         ),
     )
 )

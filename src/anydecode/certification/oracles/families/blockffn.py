@@ -5,13 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from anydecode import catalogue
 from anydecode.api.llm import LLM
-from anydecode.certification.checks import PROMPTS, Check, Restarts, equal_tokens, oracle_test
+from anydecode.certification.checks import (
+    PROMPTS,
+    Check,
+    Restarts,
+    equal_tokens,
+    oracle_test,
+)
 from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
 from anydecode.certification.tiny import readable_executor
 from anydecode.certification.tiny_blockffn import BLOCKS, LAYERS, blockffn_checkpoint
@@ -20,12 +28,16 @@ from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.families.table import FAMILIES
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.opening import check_torch
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
+from anydecode.tasks.tasks import TASKS, examples
 
 TEXT = [int(token) for token in np.random.default_rng(3).integers(97, 103, 40)]
 #: Tokens of a chunk, as a pass that verifies seven drafts has.
 CHUNK = 8
+_STEPS = 60  # of a training
 
 
 class Forward:
@@ -51,7 +63,8 @@ class Forward:
             x = x + scale * self._attention(y, f"{name}.self_attn")
             y = self._norm(x, f"{name}.post_attention_layernorm")
             x = x + scale * self._blocks(y, f"{name}.mlp")
-        logits = self._norm(x, "model.norm") @ get["lm_head.weight"].T + get["lm_head.bias"]
+        logits = self._norm(x, "model.norm") @ get["lm_head.weight"].T
+        logits = logits + get.get("lm_head.bias", 0.0)
         scaled: np.ndarray = logits / (config["hidden_size"] / config["dim_model_base"])
         return scaled
 
@@ -111,6 +124,8 @@ def blockffn() -> Iterator[Check]:
         yield Check(f"logits equal a dense pass's, {where}", error < 1e-4, f"{error:.1e}")
     yield from _sparsity(blockffn_checkpoint())
     yield from _texts(blockffn_checkpoint())
+    yield from _losses()
+    yield from _trained()
 
 
 def chunk_sparsity(weights: np.ndarray, size: int) -> float:
@@ -218,3 +233,70 @@ def _texts(checkpoint: Checkpoint) -> Iterator[Check]:
         with open_llm() as llm, Restarts(llm.engine, seed=3):
             found = llm.generate(list(PROMPTS), decoder="suffix", **options)
             yield equal_tokens(f"restarted, T={temperature}", [one.tokens for one in found], plain)
+
+
+def _losses() -> Iterator[Check]:
+    """The losses of the training, by loops over chunks, tokens and blocks."""
+    check_torch("the training of blocks")
+    import torch
+
+    from anydecode.training.blockffn import BlockRecipe, chunk_loss, locality_loss, unused_share
+
+    recipe = BlockRecipe(steps=1)
+    factors = recipe.chunk_weight, recipe.locality_weight
+    yield Check("both losses count by default", (recipe.chunk, *factors) == (CHUNK, 1.0, 0.05))
+    scores = np.random.default_rng(6).normal(0, 0.02, (2, 11, 5))
+    scores[..., 0] = np.abs(scores[..., 0])  # every token uses a block
+    used = np.maximum(scores, 0)
+    chances, crossed, unused = [], [], []
+    for text, raw in zip(used, scores, strict=True):
+        for block in range(5):
+            for first in (0, 4):
+                absent = 1.0
+                for token in range(first, first + 4):
+                    absent *= 1 - text[token, block] / text[token].sum() + 1e-5
+                chances.append(1 - absent)
+            for token in range(10):
+                here, there = 1 / (1 + np.exp(-100 * raw[token : token + 2, block]))
+                crossed.append(-there * np.log(here) - (1 - there) * np.log(1 - here))
+        unused.append(chunk_sparsity(text, 4))
+    for name, found, expected in (
+        ("the chunk loss is the chance that a chunk uses a block",
+         chunk_loss(torch.from_numpy(used), 4), np.mean(chances)),
+        ("the locality loss compares neighbours", locality_loss(torch.from_numpy(scores)),
+         np.mean(crossed)),
+        ("unused blocks are counted over all chunks",
+         unused_share(torch.from_numpy(used), 4), np.mean(unused)),
+    ):  # fmt: skip
+        yield Check(name, abs(float(found) - expected) < 1e-9, f"{float(found):.4f}")
+
+
+def _trained() -> Iterator[Check]:
+    """Two short trainings, with the losses and without."""
+    from anydecode.training.blockffn import BlockRecipe, BlockRun, BlockShape
+    from anydecode.training.tokenizer import build_tokenizer
+
+    vocab = build_tokenizer().get_vocab_size()
+    shape = BlockShape(vocab, 64, 2, 4, 16, 16, nope=8, rope=8, query_rank=32, rank=24)
+    shares = []
+    plain = BlockRecipe(steps=_STEPS, chunk_weight=0.0, locality_weight=0.0)
+    for recipe in (plain, BlockRecipe(steps=_STEPS)):
+        with TemporaryDirectory() as folder:
+            run = BlockRun(Path(folder), recipe, shape)
+            run.train()
+            shares.append(_unused(load_checkpoint(run.model_folder)))
+    told = f"{shares[1]:.3f}, without the losses {shares[0]:.3f}"
+    yield Check("chunks leave more blocks unused", shares[1] > shares[0] + 0.1, told)
+
+
+def _unused(checkpoint: Checkpoint) -> float:
+    """The share of blocks that chunks of examples leave unused, by the dense pass."""
+    forward, shares = Forward(checkpoint), []
+    assert checkpoint.tokenizer is not None
+    for task in TASKS:
+        for example in examples(task, 2, seed=3):
+            tokens = checkpoint.tokenizer.encode(f"{example.prompt}{example.answer}")
+            if len(tokens) >= CHUNK:
+                forward.logits(tokens)
+                shares += [chunk_sparsity(weights, CHUNK) for weights in forward.weights]
+    return float(np.mean(shares))
