@@ -181,7 +181,8 @@ class SimulatedSystem:
             ("allocated_bytes", self._report), ("resident_bytes", lambda: self.memory),
         ):  # fmt: skip
             monkeypatch.setattr(guidance_engine, name, function)
-        self.binding = tokenizer_binding(ByteTokenizer(), SIZE)
+        self.tokenizer = ByteTokenizer()
+        self.binding = tokenizer_binding(self.tokenizer, SIZE)
         self.template = self.binding.template(Regex("[ab]+").guidance())
         self.num_reports = 0
 
@@ -229,6 +230,32 @@ def test_a_growing_grammar_is_found_within_some_memory(
     # What is counted late: growth of the process, and what a check of it comes late.
     late = (4 << 20) + grown * (0.05 / seconds + 10)
     assert system.memory - start <= system.template.max_bytes + late
+
+
+@pytest.mark.parametrize("report_seconds", [0.0, 1e-5, 0.1])
+def test_a_text_ends_whose_grammar_takes_too_much_memory(
+    monkeypatch: pytest.MonkeyPatch, report_seconds: float
+) -> None:
+    system = SimulatedSystem(monkeypatch, report_seconds)
+    state = Regex("[ab]+").start(system.tokenizer, SIZE)
+    start = system.memory
+    while not system.template.is_too_large:
+        system.call(1e-4, 100_000)
+        assert system.memory - start < 400 << 20
+    state.advance(ord("a"))
+    with pytest.raises(ConstraintError, match="128 MiB of memory"):
+        state.mask()
+    again = Regex("[ab]+").start(system.tokenizer, SIZE)  # compiled again
+    again.advance(ord("a"))
+    assert again.mask().any()
+
+
+def test_what_others_allocate_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = SimulatedSystem(monkeypatch, 1e-5)
+    for _ in range(5000):
+        system.memory += 1 << 20
+        system.call(1e-4)
+    assert not system.template.is_too_large
 
 
 @needs_allocator_report

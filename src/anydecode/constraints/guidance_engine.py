@@ -40,6 +40,10 @@ _BYTES_PER_CHARACTER, _BYTES_PER_CALL = 256, 1024
 #: times, after each measurement in which it grew by at most so many bytes. At most so many are
 #: measured at a time.
 _CALLS_PER_MEASUREMENT, _MAX_PATIENCE, _SMALL_GROWTH, _MAX_MEASURED = 20, 32, 1 << 16, 16
+#: A compiled grammar that seems to have grown by more than `_SUSPECT_GROWTH` bytes, in which what
+#: others have allocated counts, is measured alone, in each of so many calls; texts that use it end
+#: if it then grows by more than `MAX_GROWTH_IN_USE`.
+MAX_GROWTH_IN_USE, _SUSPECT_GROWTH, _CALLS_ALONE = 128 << 20, 64 << 20, 1000
 #: One of so many calls is timed, for all of them.
 _CALLS_PER_TIMED = 5
 #: It is measured sooner if the process takes so many bytes more, which is checked after calls of so
@@ -175,6 +179,10 @@ class _Template:
         #: Whether its growth is measured now: since when so many bytes were allocated and resident,
         #: about how long the calls since then took, and after how long the growth is checked.
         self.is_measured, self.seconds, self.check_at = False, 0.0, 0.0
+        #: By how much it seems to have grown; the number of calls in which it is still measured
+        #: alone, by how much it has grown in such calls, and whether that is too much.
+        self.growth = self.num_alone = self.growth_alone = 0
+        self.is_too_large = False
         #: The number of calls until the next one that is timed.
         self.num_untimed = 0
         #: How many times longer the calls are that are measured together than after it grew.
@@ -239,6 +247,8 @@ class TokenizerBinding:
         if template.num_untimed:
             template.num_untimed -= 1
             return method(*arguments)
+        if template.num_alone:
+            return self._call_alone(template, method, *arguments)
         if not template.is_measured:
             self._begin(template)
         start = perf_counter()
@@ -247,6 +257,18 @@ class TokenizerBinding:
         template.num_untimed = _CALLS_PER_TIMED - 1
         if template.seconds >= template.check_at:
             self._check(template)
+        return result
+
+    def _call_alone(
+        self, template: _Template, method: Callable[..., _Result], *arguments: object
+    ) -> _Result:
+        """`call` that measures by how much the process grows in this call alone."""
+        before = resident_bytes()
+        result = method(*arguments)
+        grown = max(0, resident_bytes() - before)
+        template.num_alone = _CALLS_ALONE if grown > _SMALL_GROWTH else template.num_alone - 1
+        template.growth_alone += grown
+        template.is_too_large |= template.growth_alone > MAX_GROWTH_IN_USE
         return result
 
     def _begin(self, template: _Template) -> None:
@@ -288,6 +310,9 @@ class TokenizerBinding:
                 grown = _BYTES_PER_CALL if before is None or now is None else now - before
                 is_small = grown <= _SMALL_GROWTH
                 template.patience = min(2 * template.patience, _MAX_PATIENCE) if is_small else 1
+                template.growth += max(0, grown)
+                if template.growth > _SUSPECT_GROWTH and now is not None:
+                    template.growth, template.num_alone = 0, _CALLS_ALONE
                 if grown > 0:
                     self._templates.grow(template.grammar, template, grown, template.max_bytes)
             seconds = self._begin_seconds + thread_time() - start
@@ -492,6 +517,12 @@ class GuidanceState(ConstraintState):
             # The lexer, which the template shares, may have reached the limit on its states.
             self._binding.drop(self._template)
             raise ConstraintError(self._error())
+        if self._template.is_too_large:
+            self._binding.drop(self._template)
+            raise ConstraintError(
+                f"the constraint takes more than {MAX_GROWTH_IN_USE >> 20} MiB of memory for this"
+                " text: use fewer or shorter repetitions"
+            )
         bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
         return bits[:size].view(np.bool_)
 
