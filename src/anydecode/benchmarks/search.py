@@ -7,6 +7,7 @@ texts that a method scores, and a method that shares every prefix computes no mo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,6 +41,8 @@ class SearchResult:
         cache_rows: The most positions that the cache held at a time.
         milliseconds: Per pass behind the first token, the host's share included; the median.
         cost: The same, as a multiple of plain decoding's.
+        processor_cost: Processor time per pass, as a multiple of plain decoding's: less changed by
+            other work on the machine.
     """
 
     method: str
@@ -50,6 +53,7 @@ class SearchResult:
     cache_rows: int
     milliseconds: float
     cost: float
+    processor_cost: float
 
 
 class Prefixes:
@@ -127,19 +131,22 @@ def measure(
     options: dict[str, Any] = {"temperature": 1.0, "seed": 0, "ignore_eos": True}
     pool = llm.engine.runners["target"].pool
 
-    def step(method: str) -> float:
-        """Milliseconds per pass behind the first token."""
-        short, long = (
-            llm.generate(prompt, decoder=method, max_tokens=count, **options).stats
-            for count in (1, tokens)
-        )
-        return 1000 * (long.seconds - short.seconds) / max(1, long.passes - short.passes)
+    def step(method: str) -> tuple[float, float]:
+        """Milliseconds per pass behind the first token, on the clock and of the processor."""
+        spent = []
+        for count in (1, tokens):
+            start = time.process_time()
+            stats = llm.generate(prompt, decoder=method, max_tokens=count, **options).stats
+            spent.append((stats.passes, stats.seconds, time.process_time() - start))
+        passes, *seconds = (long - short for short, long in zip(*spent, strict=True))
+        clock, processor = (1000 * one / max(1, passes) for one in seconds)
+        return clock, processor
 
     for method in (PLAIN, *methods):
         pool.max_used = pool.num_used
         with observed(llm.model, prompt) as prefixes:
             stats = llm.generate(prompt, decoder=method, max_tokens=tokens, **options).stats
-        times = [(step(method), step(PLAIN)) for _ in range(repeats)]
+        times = [(*step(method), *step(PLAIN)) for _ in range(repeats)]
         yield SearchResult(
             method,
             stats.passes,
@@ -147,9 +154,16 @@ def measure(
             prefixes.num_distinct,
             prefixes.num_prompt_rows,
             pool.max_used,
-            median(own for own, _ in times),
-            median(own / plain for own, plain in times),
+            median(one[0] for one in times),
+            _ratio([(one[0], one[2]) for one in times]),
+            _ratio([(one[1], one[3]) for one in times]),
         )
+
+
+def _ratio(times: Sequence[tuple[float, float]]) -> float:
+    """The median of the first times over that of the second ones."""
+    own, plain = (median(one) for one in zip(*times, strict=True))
+    return own / max(plain, 1e-9)
 
 
 def bench_search(
@@ -204,7 +218,7 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_column("method", no_wrap=True)
     for name in (
         "passes", "rows", "fewest rows", "ratio", "prompt computed", "cache rows", "ms per pass",
-        "of plain",
+        "of plain", "processor",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in report["methods"]:
@@ -218,5 +232,6 @@ def print_report(report: dict[str, Any]) -> None:
             str(row["cache_rows"]),
             f"{row['milliseconds']:.2f}",
             f"{row['cost']:.2f}x",
+            f"{row['processor_cost']:.2f}x",
         )
     console.print(table)
