@@ -1142,6 +1142,59 @@ def train_layer_adapter(
     print(run.model_folder)
 
 
+@app.command("small-mlps")
+def train_small_mlps(
+    out: Out = Path("trained-small-mlps"),
+    model: LlamaModel = options.DEFAULT_MODEL,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    width: Annotated[int, typer.Option("--width", min=1, help="Inner width of a small MLP.")] = 96,
+    layers: Annotated[
+        int, typer.Option("--layers", min=1, help="Layers in the middle that have one.")
+    ] = 8,
+    answers: Answers = 64,
+    tokens: AnswerTokens = 64,
+    batch: Batch = 4,
+    rate: Rate = 1e-3,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    plot: PlotFile = None,
+    json: options.Json = False,
+) -> None:
+    """Train the small MLPs with which duo-llm replaces those of the model. A run with the same
+    --out is resumed.
+
+    Example: anydecode train small-mlps --steps 200 --out my-mlps
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.small_mlps import SmallMlpRecipe, SmallMlpRun
+
+    recipe = SmallMlpRecipe(
+        _minutes(minutes, steps),
+        steps,
+        answers=answers,
+        tokens=tokens,
+        batch=batch,
+        rate=rate,
+        width=width,
+        layers=layers,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = _trained(lambda: SmallMlpRun(load_checkpoint(model), out, recipe), "small MLPs")
+    if plot is not None:
+        curve.draw_held_out(run.log(), plot, "Training of small MLPs", "nats per token")
+    if json:
+        print_json({"path": str(run.path), **run.log()})
+        return
+    first, *_, last = run.results()
+    for name in first:
+        note(f"held-out answers, {name}: {first[name]:.3f} -> {last[name]:.3f} nats per token")
+    print(run.path)
+
+
 def _train_exits(
     open_run: Callable[..., ExitRun],
     recipe: ExitRecipe,

@@ -93,6 +93,17 @@ class Block(nn.Module):
         causal: bool,
         visible: torch.Tensor | None,
     ) -> torch.Tensor:
+        x = self.attend(x, rope, causal, visible)
+        return x + self.mlp(x)
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        causal: bool,
+        visible: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The states behind the attention."""
         normed = self.attn_norm(x)
         q, k, v = (
             projection(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -108,12 +119,16 @@ class Block(nn.Module):
             is_causal=causal,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        x = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
+        states: torch.Tensor = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
+        return states
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """What the MLP adds to states behind the attention."""
         normed = self.ff_norm(x)
-        mlp: torch.Tensor = self.ff_out(
+        added: torch.Tensor = self.ff_out(
             functional.silu(self.ff_proj(normed)) * self.up_proj(normed)
         )
-        return x + mlp
+        return added
 
 
 class Transformer(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from anydecode.decoders.depth.duo_llm import Patterns
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.interface import SkippedParts
 from anydecode.kernels.routes import RoutedPass
+from anydecode.models.small_mlps import SmallMlps
 from anydecode.scoring.sequence import Sequence
 from certificates import assert_certified, assert_rejected, replace_defaults
 
@@ -92,3 +94,18 @@ def test_bad_budgets_are_refused_in_one_line() -> None:
             llm.generate("a", decoder="duo-llm:budget=7")
         with pytest.raises(AnydecodeError, match="guidance"):
             llm.generate("a", decoder="duo-llm", guidance_scale=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["none", "without the norm"], ids=str)
+def test_other_small_mlps_are_rejected(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    call = SmallMlps.__call__
+
+    def wrong(self: SmallMlps, layer: int, states: np.ndarray, eps: float) -> np.ndarray:
+        if mistake == "none":
+            return np.zeros_like(states)
+        ones = {one: np.ones_like(norm) for one, norm in self.norm.items()}
+        return call(replace(self, norm=ones), layer, states, eps)
+
+    monkeypatch.setattr(SmallMlps, "__call__", wrong)
+    assert_rejected("duo-llm")

@@ -4,6 +4,7 @@ for Studying Adaptive Computation in Large Language Models", arXiv:2410.10846)."
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -13,6 +14,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import SkippedParts
 from anydecode.kernels.routes import Guide, Route, RoutedPass
+from anydecode.models.small_mlps import SmallMlps
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -30,10 +32,12 @@ class PatternGuide(Guide):
 
 class Patterns(Route):
     """Rows run the MLPs of the layers from `first` on that their patterns have, `count` layers, and
-    everything else in full."""
+    everything else in full. In place of the others they run small ones, if there are some."""
 
-    def __init__(self, first: int, count: int) -> None:
-        self.first, self.count = first, count
+    def __init__(
+        self, first: int, count: int, small: SmallMlps | None = None, eps: float = 0.0
+    ) -> None:
+        self.first, self.count, self.small, self.eps = first, count, small, eps
 
     def run(self, routed: RoutedPass) -> None:
         rows, depth = np.arange(len(routed.states)), routed.num_layers
@@ -46,6 +50,9 @@ class Patterns(Route):
             chosen = np.flatnonzero(patterns >> number & 1)
             routed.run(chosen, layer, layer + 1, SkippedParts(mixers=parts))
             routed.count(chosen, 0, 1)
+            if self.small is not None:
+                others = np.flatnonzero(~patterns >> number & 1)
+                routed.states[others] += self.small(layer, routed.states[others], self.eps)
         end = self.first + self.count
         routed.run(rows, end, depth)
         routed.count(rows, depth, depth - self.count)
@@ -61,14 +68,12 @@ class Patterns(Route):
         summary="A study: the text of plain decoding, and for each token the choice of MLPs that"
         " predicts it best, of all choices.",
         works_with=("samplers", "batches"),
-        missing=(
-            "the small MLP beside each, and the training that chooses among both at random: a layer"
-            " runs its MLP or none",
-            "the trained routers, which the paper finds far from the oracle",
-        ),
+        missing=("the trained routers, which the paper finds far from the oracle",),
         deviations=(
             "eight layers in the middle have a choice by default; the paper's model has twelve, all"
             " with one",
+            "a layer runs its MLP or none, or with `small` its MLP or a small one, not one of"
+            " three; `anydecode train small-mlps` trains these alone, beside a frozen model",
             "every choice reads the keys and values of the full model",
             "the label is the token that plain decoding generates",
         ),
@@ -91,12 +96,17 @@ class DuoLlm(Decoder):
     Args:
         layers: Layers in the middle of the model that have a choice; at most all.
         budget: How many of their MLPs the best pattern runs; None: any number.
+        small: The file of `anydecode train small-mlps`, whose MLPs run in place of those that do
+            not; None: nothing does.
     """
 
     requirements = Requirements(attention_only=(TARGET,))
 
-    def __init__(self, layers: int = 8, budget: int | None = None) -> None:
+    def __init__(
+        self, layers: int = 8, budget: int | None = None, small: str | Path | None = None
+    ) -> None:
         self.layers, self.budget = layers, budget
+        self.small = None if small is None else SmallMlps.load(Path(small))
         self._routes: dict[tuple[int, int], Patterns] = {}
 
     def prepare(self, sequence: Sequence) -> None:
@@ -105,16 +115,29 @@ class DuoLlm(Decoder):
                 "duo-llm does not work with guidance by a second prompt or with samplers that read"
                 " inner layers (DoLa)"
             )
-        count = min(self.layers, sequence.num_layers)
+        choice = layers_with_choice(sequence.num_layers, self.layers)
+        count = len(choice)
+        network = getattr(sequence.kv_cache().pool.model, "network", None)
+        if self.small is not None and network is None:
+            raise UnsupportedCombinationError("small MLPs need a transformer")
+        if self.small is not None and network is not None:
+            self.small.check(network)
+            if self.small.layers != list(choice):
+                raise InvalidRequestError(
+                    f"the small MLPs are those of layers {self.small.layers}, and with"
+                    f" layers={self.layers} layers {list(choice)} have a choice"
+                )
         if self.budget is not None and self.budget > count:
             raise InvalidRequestError(
                 f"budget={self.budget} is more than the {count} layers that have a choice"
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        count = min(self.layers, sequence.num_layers)
-        first = (sequence.num_layers - count) // 2
-        route = self._routes.setdefault((first, count), Patterns(first, count))
+        choice = layers_with_choice(sequence.num_layers, self.layers)
+        first, count = choice.start, len(choice)
+        eps = sequence.kv_cache().pool.model.spec.norm_eps
+        made = Patterns(first, count, self.small, eps)
+        route = self._routes.setdefault((first, count), made)
         num_mlps = np.array([pattern.bit_count() for pattern in range(2**count)])
         is_allowed = num_mlps == (num_mlps if self.budget is None else self.budget)
         while not sequence.finished:
@@ -149,6 +172,13 @@ class DuoLlm(Decoder):
                 control_full_loss=float(full[1]),
             )
             sequence.emit(labels[:1].tolist())
+
+
+def layers_with_choice(num_layers: int, count: int) -> range:
+    """`count` layers in the middle of a model, at most all."""
+    count = min(count, num_layers)
+    first = (num_layers - count) // 2
+    return range(first, first + count)
 
 
 def losses(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -11,7 +13,9 @@ from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.depth.fewer_layers import layered
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.rounds import TracedRound, plain_token, rounds
+from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.network import Network
+from anydecode.models.small_mlps import SmallMlps
 
 LAYERS, FIRST, COUNT = 10, 1, 8
 #: Nats by which float32 may differ.
@@ -19,17 +23,31 @@ CLOSE = 1e-3
 
 
 class PatternForward(Forward):
-    """Scores a position with some of its MLPs, with or without keeping it."""
+    """Scores a position with some of its MLPs, with or without keeping it; with `small`, small MLPs
+    run in place of the others."""
+
+    def __init__(self, network: Network, small: SmallMlps | None = None) -> None:
+        super().__init__(network)
+        self.small = small
 
     def step_pattern(self, token: int, skipped: set[int], keep: bool) -> np.ndarray:
         x, length = self._embedding(token), len(self.keys[0])
         for layer in range(LAYERS):
             x = x + self._attention(x, layer)
-            x = x + (0 if layer in skipped else self._mlp(x, layer))
+            x = x + (self._small(x, layer) if layer in skipped else self._mlp(x, layer))
         if not keep:
             for rows in (*self.keys, *self.values):
                 del rows[length:]
         return self._logits(x)
+
+    def _small(self, x: np.ndarray, layer: int) -> np.ndarray:
+        if self.small is None:
+            return np.zeros_like(x)
+        y = self._normed(x, self.small.norm[layer])
+        gate = self.small.gate[layer] @ y
+        inner = gate / (1 + np.exp(-gate)) * (self.small.up[layer] @ y)
+        added: np.ndarray = self.small.down[layer] @ inner
+        return added
 
 
 def nats(logits: np.ndarray, label: int) -> float:
@@ -40,22 +58,48 @@ def nats(logits: np.ndarray, label: int) -> float:
 @oracle_test("duo-llm")
 def duo_llm() -> Iterator[Check]:
     """Of ten layers, the eight in the middle have a choice."""
-    for temperature, decoder, budget in ((0.0, "duo-llm", None), (0.9, "duo-llm:budget=3", 3)):
-        where = f"T={temperature}, budget {budget}"
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "small_mlps.safetensors"
         with layered(LAYERS, 1.0) as llm:
-            network: Network = llm.model.network  # type: ignore[attr-defined]
-            trace = rounds(llm, decoder, "abcab", 5, temperature=temperature)
-        forward = PatternForward(network)
-        for token in b"abca":
-            forward.step_pattern(token, set(), keep=True)
-        results = [_equals(forward, one, budget, temperature) for one in trace]
-        names = ("tokens", "losses", "best patterns", "controls")
-        for name, equal in zip(names, zip(*results, strict=True), strict=True):
-            yield Check(f"{where}: {name} equal the replay", all(equal))
-        chosen = {tuple(one.entry["pattern"]) for one in trace}
-        yield Check(f"{where}: tokens choose different patterns", len(chosen) > 1)
-        gains = [one.entry["full_loss"] - one.entry["loss"] for one in trace]
-        yield Check(f"{where}: choices predict better", float(np.mean(gains)) > 0, f"{gains}")
+            small = random_mlps(llm.model.network)  # type: ignore[attr-defined]
+        small.save(file)
+        yield from _checks(0.0, "duo-llm", None)
+        yield from _checks(0.9, "duo-llm:budget=3", 3)
+        yield from _checks(0.9, f"duo-llm:small={file}", None, small)
+
+
+def random_mlps(network: Network) -> SmallMlps:
+    """Small MLPs of the layers with a choice."""
+    random, size, width = np.random.default_rng(3), network.spec.hidden_size, 8
+    middle = range(FIRST, FIRST + COUNT)
+
+    def matrices(*shape: int) -> dict[int, np.ndarray]:
+        return {one: random.standard_normal(shape, np.float32) / 4 for one in middle}
+
+    norm, gate, up, down = (
+        matrices(*shape) for shape in ((size,), (width, size), (width, size), (size, width))
+    )
+    return SmallMlps(norm, gate, up, down, model_fingerprint(network))
+
+
+def _checks(
+    temperature: float, decoder: str, budget: int | None, small: SmallMlps | None = None
+) -> Iterator[Check]:
+    where = f"T={temperature}, budget {budget}{', small MLPs' if small else ''}"
+    with layered(LAYERS, 1.0) as llm:
+        network: Network = llm.model.network  # type: ignore[attr-defined]
+        trace = rounds(llm, decoder, "abcab", 5, temperature=temperature)
+    forward = PatternForward(network, small)
+    for token in b"abca":
+        forward.step_pattern(token, set(), keep=True)
+    results = [_equals(forward, one, budget, temperature) for one in trace]
+    names = ("tokens", "losses", "best patterns", "controls")
+    for name, equal in zip(names, zip(*results, strict=True), strict=True):
+        yield Check(f"{where}: {name} equal the replay", all(equal))
+    chosen = {tuple(one.entry["pattern"]) for one in trace}
+    yield Check(f"{where}: tokens choose different patterns", len(chosen) > 1)
+    gains = [one.entry["full_loss"] - one.entry["loss"] for one in trace]
+    yield Check(f"{where}: choices predict better", float(np.mean(gains)) > 0, f"{gains}")
 
 
 def _equals(
