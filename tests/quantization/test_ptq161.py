@@ -122,8 +122,8 @@ def test_certificate_rejects_a_single_quantisation(monkeypatch: pytest.MonkeyPat
     pytest.importorskip("torch")
     quantize = ptq161.quantize_network
 
-    def once(*arguments: Any, restore: int) -> dict[str, Weight]:
-        return quantize(*arguments, restore=0)
+    def once(*arguments: Any, restore: int = 0) -> dict[str, Weight]:
+        return quantize(*arguments)
 
     monkeypatch.setattr(ptq161, "quantize_network", once)
     assert_rejected("ptq161")
@@ -155,7 +155,7 @@ def test_a_file_has_the_logits_of_its_dense_weights(source: Path) -> None:
 
 def test_a_file_with_other_columns_is_refused_in_one_line(source: Path) -> None:
     target = source.with_name("small.gguf")
-    ptq161.quantize_gguf(source, target, ["a text to calibrate with"], epochs=0, restore=0)
+    ptq161.quantize_gguf(source, target, ["a text to calibrate with"], epochs=0)
     content = target.read_bytes()
     name = b"blk.1.attn_q.columns"
     for wrong, message in (

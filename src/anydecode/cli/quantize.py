@@ -44,8 +44,8 @@ def quantize(
         typer.Option(
             "--restore",
             min=0,
-            help="Steps of ptq161's low-rank update between two quantisations; default: 500; 0: the"
-            " model is quantised once.",
+            help="Steps of ptq161's low-rank update between two quantisations; default: 0, which is"
+            " one quantisation.",
         ),
     ] = None,
     prompt: Annotated[

@@ -38,7 +38,7 @@ from anydecode.tasks.prompts import PROMPTS
 KEY = "ptq161"
 #: Tokens per calibration text, and the largest number of texts.
 LENGTH, MAX_TEXTS = 128, 128
-EPOCHS, RESTORE = 20, 500
+EPOCHS = 20
 
 
 def calibration_texts(path: Path | None) -> list[str]:
@@ -74,7 +74,7 @@ def quantize_network(
     checkpoint: Checkpoint,
     texts: Sequence[str],
     epochs: int = EPOCHS,
-    restore: int = RESTORE,
+    restore: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Weight]:
     """The matrices of the layers of a checkpoint in PTQ161.
@@ -146,7 +146,7 @@ def quantize_gguf(
     texts: Sequence[str],
     *,
     epochs: int = EPOCHS,
-    restore: int = RESTORE,
+    restore: int = 0,
     overwrite: bool = False,
     threads: int = 1,
     progress: Progress = lambda done, total, name: None,
@@ -183,7 +183,7 @@ class SubTwoBits(WeightFormat):
 
     texts: Path | None = None
     epochs: int = EPOCHS
-    restore: int = RESTORE
+    restore: int = 0
 
     @property
     def dtype(self) -> None:
@@ -222,17 +222,16 @@ class SubTwoBits(WeightFormat):
             "packed kernels: the released code simulates. Scales of outputs are float16 and include"
             " the outputs' factor of the rank-one scale; scales of inputs are bfloat16",
             "up to 128 texts of 128 tokens, not 128 of 2,048; the package's own prompts by default",
-            "the restorative LoRA takes 500 steps with a learning rate of 1e-3, on the texts of the"
-            " calibration; the released code 20,000 with 1e-4 on RedPajama. As there, it is merged"
-            " into the weights of the first quantisation",
+            "the restorative LoRA (restore=STEPS) is off by default: on few texts, it raised the"
+            " loss of a small model's answers. Its learning rate is 1e-3, on the texts of the"
+            " calibration; the released code takes 20,000 steps with 1e-4 on RedPajama. As there,"
+            " it is merged into the weights of the first quantisation",
             "the embedding and the head are not in this format; models with experts, recurrent"
             " layers, windows, soft caps or latent attention are refused",
         ),
     )
 )
-def ptq161(
-    texts: str | Path | None = None, epochs: int = EPOCHS, restore: int = RESTORE
-) -> SubTwoBits:
+def ptq161(texts: str | Path | None = None, epochs: int = EPOCHS, restore: int = 0) -> SubTwoBits:
     """Weights in 1.61 bits.
 
     Args:

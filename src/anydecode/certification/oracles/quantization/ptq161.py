@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from anydecode import catalogue
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.kernels.formats import dequantize
@@ -142,7 +141,7 @@ def _learned() -> Iterator[Check]:
     texts = _texts(2)
     errors = []
     for epochs in (0, _EPOCHS):
-        quantized = ptq161.quantize_network(checkpoint, texts, epochs, restore=0)
+        quantized = ptq161.quantize_network(checkpoint, texts, epochs)
         errors.append(_state_error(quantized, texts))
     is_lower = errors[1] < 0.9 * errors[0]
     yield Check("learned scales are closer", is_lower, f"{errors[0]:.4f} {errors[1]:.4f}")
@@ -183,8 +182,6 @@ def _restored() -> Iterator[Check]:
     )
     moved = sum(not np.array_equal(once[name].data, twice[name].data) for name in once)
     yield Check("a model is quantised twice", moved > len(once) / 2, f"{moved} matrices")
-    build = catalogue.build(ptq161.KEY)
-    yield Check("the default is 500 steps", build.restore == 500)
 
 
 def _signs(weight: Weight) -> np.ndarray:
@@ -256,7 +253,7 @@ def nats(epochs: int | None, samples: int) -> float:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "texts.txt"
         path.write_text("\n\n".join(_texts(_TEXTS)))
-        dtype = None if epochs is None else ptq161.ptq161(path, epochs, restore=0)
+        dtype = None if epochs is None else ptq161.ptq161(path, epochs)
         with LLM(MODEL, dtype=dtype, threads=1) as llm:
             results = llm.scores(questions)
     total = sum(result.total for result in results)
