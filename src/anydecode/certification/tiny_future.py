@@ -35,8 +35,8 @@ def future_network(*, seed: int = 0) -> Network:
 
 def future_masks(network: Network, *, seed: int = 0, count: int = 4) -> FutureMasks:
     """Random masks, an adapter of rank 2 for every matrix, and a head that passes the embedding of
-    the token before on, so that it often agrees with `future_network`: biases that are large let
-    the activation change little."""
+    the token before on, so that it often agrees with `future_network`. The biases are such that
+    the activation changes the candidates, but few of them."""
     random = np.random.default_rng(seed + 7)
     hidden = network.spec.hidden_size
 
@@ -46,7 +46,7 @@ def future_masks(network: Network, *, seed: int = 0, count: int = 4) -> FutureMa
     def layer(columns: int) -> SamplerLayer:
         weight = matrix(hidden, columns, 0.3)
         weight[:, :hidden] += np.eye(hidden, dtype=np.float32)
-        bias = 8 + 0.1 * matrix(1, hidden)[0]
+        bias = 3 + 0.1 * matrix(1, hidden)[0]
         return SamplerLayer(weight, bias, 1 + matrix(1, hidden)[0], matrix(1, hidden)[0])
 
     masks = random.standard_normal((count, hidden), np.float32)

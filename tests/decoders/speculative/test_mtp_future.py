@@ -24,7 +24,7 @@ from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative import mtp_future, space
 from anydecode.decoders.speculative.mask_groups import MaskDrafter
 from anydecode.errors import AnydecodeError, CheckpointError, InvalidRequestError
-from anydecode.models.future_masks import FILE_NAME, FutureMasks
+from anydecode.models.future_masks import FILE_NAME, NORM_EPS, FutureMasks, SamplerLayer
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import TokenTree
@@ -126,6 +126,16 @@ def test_certificate_rejects_a_head_without_its_second_layer(monkeypatch: Patch)
         return found
 
     monkeypatch.setattr(FutureMasks, "head_inputs", head_inputs)
+    assert_rejected("mtp-future")
+
+
+def test_certificate_rejects_a_head_with_another_activation(monkeypatch: Patch) -> None:
+    def apply(self: SamplerLayer, x: np.ndarray) -> np.ndarray:
+        y = np.maximum(self.weight @ x + self.bias, 0)
+        normed: np.ndarray = (y - y.mean()) / np.sqrt(y.var() + np.float32(NORM_EPS))
+        return normed * self.norm + self.norm_bias
+
+    monkeypatch.setattr(SamplerLayer, "apply", apply)
     assert_rejected("mtp-future")
 
 
