@@ -1,0 +1,109 @@
+"""The group `anydecode train`, its options and what its commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from anydecode.cli.output import print_json
+from anydecode.progress import note, progress
+
+if TYPE_CHECKING:
+    from anydecode.training.run import LossRun
+
+app = typer.Typer(
+    help="Train small models on this machine.\n\nExample: anydecode train diffusion --minutes 10",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+Run = TypeVar("Run", bound="LossRun")
+
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes", help="Training time in minutes. Default: 60, unless --steps is given."
+    ),
+]
+
+Steps = Annotated[
+    int | None, typer.Option("--steps", help="Number of training steps, instead of --minutes.")
+]
+
+Out = Annotated[
+    Path, typer.Option("--out", help="New output folder, or one of an interrupted run to resume.")
+]
+
+Seed = Annotated[int, typer.Option("--seed", help="Random seed of data and weights.")]
+
+Threads = Annotated[
+    int, typer.Option("--threads", min=0, help="Number of CPU threads; 0: torch's default.")
+]
+
+LlamaModel = Annotated[str, typer.Option("--model", "-m", help="Model of the Llama family.")]
+
+Encoder = Annotated[
+    str, typer.Option("--encoder", help="Sentence encoder, a model for embeddings.")
+]
+
+Answers = Annotated[
+    int, typer.Option("--answers", min=2, help="Number of the model's answers to learn from.")
+]
+
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]
+
+Rate = Annotated[float, typer.Option("--rate", help="Peak learning rate.")]
+
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="File with one prompt per line. Default: the model generates them.",
+    ),
+]
+
+AnswerTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")]
+
+
+def minutes_or_default(minutes: float | None, steps: int | None) -> float | None:
+    """The minutes to train: 60 if neither these nor steps are given."""
+    return 60.0 if minutes is None and steps is None else minutes
+
+
+def trained(open_run: Callable[[], Run], step: str) -> Run:
+    """The run that `open_run` opens, which may generate answers, after its training."""
+    with progress("training", 1.0, unit="percent") as bar:
+        bar.begin("answers")
+        run = open_run()
+        run.train(lambda done, loss: bar.update(done, step=step, detail=f"loss {loss:.3f}"))
+    return run
+
+
+def report(
+    run: Any,
+    path: Path,
+    lines: Iterable[str],
+    draw: Callable[[dict[str, Any], Path], object],
+    plot: Path | None,
+    json: bool,
+) -> None:
+    """Draw the curve of a run to `plot`, and print its results: the log as JSON, or `lines` to
+    stderr and the `path` of what was trained."""
+    log = run.log()
+    if plot is not None:
+        draw(log, plot)
+    if json:
+        print_json({"path": str(path), **log})
+        return
+    for line in lines:
+        note(line)
+    print(path)
+
+
+def shares_line(text: str, shares: Iterable[float]) -> str:
+    """A text and shares behind it."""
+    return f"{text} " + " ".join(f"{share:.3f}" for share in shares)

@@ -1,0 +1,449 @@
+"""Commands that train draft models, drafters and masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anydecode.cli import options
+from anydecode.cli.output import print_json
+from anydecode.cli.train.app import (
+    Answers,
+    Batch,
+    LlamaModel,
+    Minutes,
+    Out,
+    Rate,
+    Seed,
+    Steps,
+    Threads,
+    app,
+    minutes_or_default,
+    report,
+    shares_line,
+    trained,
+)
+from anydecode.errors import InvalidRequestError
+from anydecode.progress import progress
+from anydecode.report import PlotFile
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command("nested")
+def train_nested_draft(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path("nested"),
+    layers: Annotated[
+        int, typer.Option("--layers", min=0, help="Number of first layers. Default: half of them.")
+    ] = 0,
+    exits: Annotated[
+        str, typer.Option("--exits", help="Exits as fractions of these layers, as of s2d.")
+    ] = "0.5-0.75",
+    answers: Annotated[
+        int, typer.Option("--answers", min=1, help="Number of the model's answers to learn from.")
+    ] = 256,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
+    batch: Batch = 4,
+    rate: Rate = 2e-4,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train the first layers of a model as a draft model that predicts tokens at several exits
+    (sorted fine-tuning), for the decoder s2d.
+
+    Example: anydecode train nested --layers 12 --steps 500 --out my-nested
+    """
+    from anydecode.decoders.speculative.s2d import exit_fractions
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.nested import NestedRecipe, train_nested
+
+    recipe = NestedRecipe(
+        layers,
+        exit_fractions(exits),
+        answers=answers,
+        steps=steps,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    with progress("steps", steps) as bar:
+        losses = train_nested(
+            load_checkpoint(model),
+            out,
+            recipe,
+            lambda step, loss: bar.update(step, detail=f"loss {loss:.3f}"),
+        )
+    if json:
+        print_json({"path": str(out), "losses": losses})
+    else:
+        print(out)
+
+
+@app.command("masks")
+def train_masks(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-masks"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    masks: Annotated[
+        int, typer.Option("--masks", min=1, help="Number of masks, which predict a token each.")
+    ] = 2,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of masks per text and step.")
+    ] = 16,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
+    rate: Rate = 1e-3,
+    mask: Annotated[
+        int | None,
+        typer.Option("--mask", help="Id of the mask token. Default: an unused special token."),
+    ] = None,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a model to predict several tokens at mask tokens behind its text, for the decoders
+    space and mars. A run with the same --out is resumed. The model is in the folder "model" of
+    --out.
+
+    Example: anydecode train masks --minutes 60 --out my-model --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.masks import MaskRecipe, MaskRun
+
+    minutes = minutes_or_default(minutes, steps)
+    recipe = MaskRecipe(
+        minutes,
+        steps,
+        masks=masks,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rank=rank,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = trained(lambda: MaskRun(load_checkpoint(model), out, recipe, mask), "masks")
+    (text, _), *_, (last, shares) = run.shares()
+    report(
+        run,
+        run.model_folder,
+        [
+            f"tokens of held-out answers that the text's rows predict: {text:.3f} -> {last:.3f}",
+            shares_line("and each mask:", shares),
+        ],
+        curve.draw_acceptance,
+        plot,
+        json,
+    )
+
+
+@app.command("future-masks")
+def train_future_masks(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-future-masks"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    masks: Annotated[
+        int,
+        typer.Option(
+            "--masks", min=1, max=32, help="Number of mask tokens, which predict a token each."
+        ),
+    ] = 2,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of masks per text and step.")
+    ] = 16,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 8,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train mask tokens at which a model predicts several tokens, an adapter for their rows alone
+    and a head that reads the token before, for the decoder mtp-future. The model stays as it is. A
+    run with the same --out is resumed. The results are in the folder "future_masks" of --out.
+
+    Example: anydecode train future-masks --minutes 60 --out my-masks --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.future_masks import FutureRecipe, FutureRun
+
+    minutes = minutes_or_default(minutes, steps)
+    recipe = FutureRecipe(
+        minutes,
+        steps,
+        masks=masks,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rank=rank,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = trained(lambda: FutureRun(load_checkpoint(model), out, recipe), "masks")
+    *_, (_, shares) = run.shares()
+    report(
+        run,
+        run.parts_folder,
+        [shares_line("tokens of held-out answers that each mask predicts:", shares)],
+        curve.draw_acceptance,
+        plot,
+        json,
+    )
+
+
+@app.command("hidden-transfer")
+def train_hidden_transfer(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-transfer"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    states: Annotated[
+        int,
+        typer.Option(
+            "--states", min=1, max=16, help="Number of pseudo states, which predict a token each."
+        ),
+    ] = 2,
+    layers: Annotated[
+        str,
+        typer.Option(
+            "--layers",
+            help="Number of layers before each pseudo state, such as 20,22, in place of --states."
+            " Default: two thirds of the model's.",
+        ),
+    ] = "",
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of pseudo states per text and step.")
+    ] = 16,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rate: Rate = 3e-4,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train linear maps that predict, from a token's state at a layer, those of the tokens behind
+    it, for the decoder hidden-transfer. The model stays as it is. A run with the same --out is
+    resumed. The maps are in the file "hidden_transfer.safetensors" of --out.
+
+    Example: anydecode train hidden-transfer --minutes 60 --out my-maps --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.hidden_transfer import TransferRecipe, TransferRun
+
+    minutes = minutes_or_default(minutes, steps)
+    try:
+        chosen = tuple(int(layer) for layer in layers.split(",") if layers)
+    except ValueError:
+        raise InvalidRequestError(
+            f"--layers is {layers!r}; allowed are integers with commas, such as 20,22"
+        ) from None
+    recipe = TransferRecipe(
+        minutes,
+        steps,
+        masks=len(chosen) or states,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+        layers=chosen,
+    )
+    limit_threads(threads)
+    run = trained(lambda: TransferRun(load_checkpoint(model), out, recipe), "maps")
+    *_, (_, shares) = run.shares()
+    report(
+        run,
+        run.file,
+        [shares_line("tokens of held-out answers that each pseudo state predicts:", shares)],
+        curve.draw_acceptance,
+        plot,
+        json,
+    )
+
+
+@app.command("prompts")
+def train_prompts(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-prompts"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    prompts: Annotated[
+        int,
+        typer.Option(
+            "--prompts", min=1, max=16, help="Number of prompt tokens, which predict a token each."
+        ),
+    ] = 3,
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="Groups of prompt tokens per text and step.")
+    ] = 16,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rate: Rate = 1e-2,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train prompt tokens, embeddings at which a model predicts several tokens, for the decoder
+    ppd. The model stays as it is. A run with the same --out is resumed. The prompt tokens are in
+    the file "prompts.safetensors" of --out.
+
+    Example: anydecode train prompts --minutes 60 --out my-prompts --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.masks import PromptRecipe, PromptRun
+
+    minutes = minutes_or_default(minutes, steps)
+    recipe = PromptRecipe(
+        minutes,
+        steps,
+        masks=prompts,
+        groups=groups,
+        answers=answers,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    limit_threads(threads)
+    run = trained(lambda: PromptRun(load_checkpoint(model), out, recipe), "prompts")
+    *_, (_, shares) = run.shares()
+    report(
+        run,
+        run.file,
+        [shares_line("tokens of held-out answers that each prompt token predicts:", shares)],
+        curve.draw_acceptance,
+        plot,
+        json,
+    )
+
+
+@app.command("drafter")
+def train_drafter(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model to draft for.")] = (
+        options.DEFAULT_MODEL
+    ),
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, chimera, falcon,"
+            " dflash, dspark, p-eagle, parallelspec, early-exit, kangaroo or longspec.",
+        ),
+    ] = "eagle-3",
+    out: Out = Path("trained-drafter"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="Folder of texts and states that several runs share. Default: data in --out.",
+        ),
+    ] = None,
+    texts: Annotated[
+        int, typer.Option("--texts", help="Number of answers that the model writes to learn from.")
+    ] = 4000,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Maximum number of tokens of an answer.")
+    ] = 256,
+    vocabulary: Annotated[
+        int, typer.Option("--vocabulary", min=1, help="Number of tokens that it can draft.")
+    ] = 8192,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth",
+            min=1,
+            help="Tokens that it learns to draft at once: unrolled steps of EAGLE, heads of Medusa"
+            " and Hydra, slots of a block. Default: the recipe's.",
+        ),
+    ] = None,
+    batch: Batch = 2,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Peak learning rate. Default: the recipe's.")
+    ] = None,
+    head: Annotated[
+        bool,
+        typer.Option(
+            "--head/--no-head",
+            help="Write the rows of the model's head that it uses too, as other engines need them.",
+        ),
+    ] = True,
+    dtype: options.Dtype = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Device of torch that writes the texts, computes the states and trains, such as"
+            " cuda; for models of Llama's kind. Default: the engine on the CPU.",
+        ),
+    ] = None,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a drafter for a model, on answers to prompts that the model writes itself.
+
+    Writing the texts and collecting the model's states come before the training. A run with the
+    same --out is resumed; with more minutes, it is continued. The drafter is in the folder
+    "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
+    blockwise, clover, chimera, falcon, dflash, parallelspec, longspec, eesd for early-exit,
+    kangaroo).
+
+    Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
+    """
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.drafter import DrafterOptions, DrafterRun
+
+    minutes = minutes_or_default(minutes, steps)
+    settings = DrafterOptions(
+        minutes,
+        steps,
+        recipe=recipe,
+        texts=texts,
+        tokens=tokens,
+        vocabulary=vocabulary,
+        depth=depth,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+        has_head=head,
+        device=device,
+    )
+    limit_threads(threads)
+    run = DrafterRun(model, out, settings, dtype, data)
+    with progress("drafter", 1.0, unit="percent") as bar:
+        run.run(lambda stage, done, detail: bar.update(done, step=stage, detail=detail))
+    lines = []
+    for name, result in run.results.items():
+        depths = " ".join(f"{value:.2f}" for value in result["accepted_by_depth"])
+        lines.append(
+            f"{name}: {result['tokens_per_pass']:.2f} tokens per pass, accepted by depth {depths}"
+        )
+    report(run, run.drafter, lines, curve.draw_acceptance, plot, json)
