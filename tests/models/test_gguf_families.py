@@ -435,6 +435,21 @@ CASES = {
         {"head_dim": 12, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
         {**LAYER_NORM, "rope.dimension_count": 6},
     ),
+    "apertus": Case(
+        "Apertus",
+        "apertus",
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
     "arcee": Case("Arcee", "arcee", {"head_dim": 12}, is_permuted=True),
     "gpt2": Case("GPT2", "gpt2"),
     "gpt neox": Case(
@@ -492,10 +507,18 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     num_layers = config["num_hidden_layers"]
+    numbers = {key: changes.pop(key) for key in list(changes) if key.startswith("xielu.")}
     metadata = {**usual_metadata(config, num_layers), **case.metadata, **changes}
     writer = writer_with(path, case.architecture, metadata, config["vocab_size"])
     names = tensor_names(case.architecture, num_layers)
+    for key, values in {**_xielu(model), **numbers}.items():
+        if isinstance(values, list):
+            writer.add_array(key, values)
+        elif values is not None:
+            writer.add_float32(key, values)
     for name, parameter in _stored(model):
+        if ".act_fn." in name:
+            continue
         if name in ("lm_head.weight", "embed_out.weight") and config["tie_word_embeddings"]:
             continue
         tensor = parameter.numpy()
@@ -527,10 +550,23 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
     if factors is not None:
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(factors, np.float32))
+    if case.family == "Apertus":
+        found = model.model.rotary_emb.inv_freq.numpy()
+        plain = ROPE["rope_theta"] ** -(np.arange(len(found)) / len(found))
+        writer.add_tensor("rope_freqs.weight", (plain / found).astype(np.float32))
     if case.architecture == "gemma4":
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * 2 + [1e30] * 6, np.float32))
     finish(writer)
     return path
+
+
+def _xielu(model: Any) -> dict[str, list[float]]:
+    """The numbers of the activations of Apertus, which the converter writes as metadata."""
+    numbers: dict[str, list[float]] = {}
+    for name, tensor in model.state_dict().items():
+        if ".act_fn." in name:
+            numbers.setdefault(f"xielu.{name.rpartition('.')[2]}", []).append(tensor.item())
+    return numbers
 
 
 def _stored(model: Any) -> Iterator[tuple[str, Any]]:
@@ -711,6 +747,9 @@ def test_the_small_matrices_of_streams_are_not_quantised(tmp_path: Path) -> None
         ("stablelm", {"rope.dimension_count": 12}),
         ("olmo", {"attention.clamp_kqv": 0.0}),
         ("glm", {"rope.dimension_count": 4}),
+        ("apertus", {"xielu.alpha_p": [0.2] * 3}),
+        ("apertus", {"xielu.alpha_n": -0.5}),
+        ("apertus", {"xielu.beta": 0.4}),
         ("nemotron", {"rope.dimension_count": 4}),
         ("starcoder2", {"attention.layer_norm_epsilon": 0.1}),
         ("falcon mamba", {"ssm.dt_b_c_rms": None}),
@@ -763,6 +802,9 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("gpt neox", {"use_parallel_residual": 3}, "use_parallel_residual"),
         ("olmo", {"attention.clamp_kqv": -1.0}, "clip_qkv is -1.0"),
         ("phi", {"rope.dimension_count": 99}, "rotary size"),
+        ("apertus", {"xielu.alpha_p": None}, "xielu.alpha_p is None"),
+        ("apertus", {"xielu.eps": [-1e-6] * 2}, "xielu.eps is .* a list of 3 numbers"),
+        ("apertus", {"xielu.beta": math.nan}, "xielu.beta is nan"),
         ("starcoder2", {"attention.layer_norm_epsilon": 2.0}, "layer_norm_eps"),
         ("gpt2", {"context_length": 300}, "embed_positions"),
         ("gemma3n", {"altup.num_inputs": 3}, "allowed are 2 matrices"),

@@ -40,6 +40,7 @@ from anydecode.models.loading.gguf_names import (
 )
 from anydecode.models.loading.gguf_recurrent_shapes import time_mix_vectors
 from anydecode.models.loading.gguf_shapes import Shape, check_shapes
+from anydecode.models.loading.gguf_xielu import xielu_tensors
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
@@ -62,6 +63,9 @@ def load_gguf(path: Path) -> Checkpoint:
             continue
         for name, shape, reader in _convert(file, info, architecture, config):
             readers[name], shapes[name] = reader, shape
+    if architecture == "apertus":
+        for name, tensor in xielu_tensors(file, config["num_hidden_layers"]).items():
+            readers[name], shapes[name] = partial(np.array, tensor), tensor.shape
     check_shapes(path, architecture, config, shapes)
     is_rwkv = file.metadata.get("tokenizer.ggml.model") == "rwkv"
     kind = RwkvTokenizer if is_rwkv else HFTokenizer

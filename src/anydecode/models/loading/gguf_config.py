@@ -11,7 +11,6 @@ from anydecode.models.loading.gguf_dense import (
     arcee,
     cohere,
     falcon,
-    gemma,
     gpt2,
     gpt_neox,
     granite,
@@ -23,6 +22,7 @@ from anydecode.models.loading.gguf_dense import (
     nemotron,
     olmo,
     olmo2,
+    own_activation,
     phi2,
     phi3,
     qwen2,
@@ -74,7 +74,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     keys = Keys(file)
     config = _common(keys)
     extend = {
-        "gemma": gemma,
+        "gemma": own_activation,
+        "apertus": own_activation,
         "phi2": phi2,
         "stablelm": stablelm,
         "olmo": olmo,

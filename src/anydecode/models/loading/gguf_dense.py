@@ -99,8 +99,8 @@ def starcoder2(keys: Keys, config: dict[str, Any]) -> None:
     config["hidden_act"] = "gelu_pytorch_tanh"
 
 
-def gemma(keys: Keys, config: dict[str, Any]) -> None:
-    """Gemma: the activation is that of the family."""
+def own_activation(keys: Keys, config: dict[str, Any]) -> None:
+    """Gemma and Apertus: the activation is that of the family."""
     del config["hidden_act"]
 
 

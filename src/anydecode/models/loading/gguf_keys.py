@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "olmo": ("olmo", "OlmoForCausalLM"),
     "chatglm": ("glm", "GlmForCausalLM"),
     "nemotron": ("nemotron", "NemotronForCausalLM"),
+    "apertus": ("apertus", "ApertusForCausalLM"),
     "arcee": ("arcee", "ArceeForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
