@@ -85,6 +85,25 @@ def test_pseudo_states_see_the_text_before_them_and_their_group(layers: list[int
 
 
 @torch.no_grad()
+def test_the_loss_is_the_mean_divergence_from_the_rows_of_the_text(tmp_path: Path) -> None:
+    recipe = TransferRecipe(steps=1, answers=4, tokens=6, layers=(1, 2))
+    made = TransferRun(load_checkpoint("tiny-autoregressive"), tmp_path, recipe)
+    torch.manual_seed(0)
+    for map in made.maps.maps:
+        map += 0.1 * torch.randn_like(map)
+    clean = made.model(torch.tensor([TEXT]), causal=True)[0].log_softmax(-1)
+    expected = torch.zeros(())
+    for end in (2, 3):
+        pseudo = torch.stack(_separate(made.model, made.maps, end))
+        predicted = made.model.head(pseudo).log_softmax(-1)
+        for distance in range(2):
+            p, q = clean[end + distance], predicted[distance]
+            expected = expected + (p.exp() * (p - q)).sum() / 2 / 2
+    loss = made.loss((TEXT[:2], TEXT[2:]), torch.tensor([2, 3]))
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
 def test_maps_begin_as_the_regression_of_later_states() -> None:
     """No small change of a map brings the predicted states nearer to those of the texts."""
     model, maps = _random_maps([2, 2])

@@ -329,9 +329,9 @@ class Transformer:
         has_adapters = rows.adapters is not None and (rows.adapters[rows.variant >= 0] >= 0).any()
         if not hasattr(self.executor, "regroup") or has_adapters:
             raise UnsupportedCombinationError(
-                "layers in parallel (easyspec), layers that are skipped or left within a pass, rows"
-                " that are only stored (dflash) and compressed caches (gear) work on CPUs and"
-                " without adapters"
+                "layers in parallel (easyspec), layers that are skipped or left within a pass,"
+                " states that enter at a layer (hidden-transfer), rows that are only stored"
+                " (dflash) and compressed caches (gear) work on CPUs and without adapters"
             )
         variants: list[Variant | None] = [None, *rows.variants]
         variants.sort(key=_place)

@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from adapter_files import save_adapter
 from anydecode import Regex
 from anydecode.api.llm import LLM
 from anydecode.certification.rounds import rounds
 from anydecode.certification.tiny_future import future_masks
 from anydecode.certification.tiny_transfer import transfer_maps, transfer_model, transfer_network
 from anydecode.decoders.speculative import hidden_transfer, ppd
-from anydecode.errors import AnydecodeError, CheckpointError, InvalidRequestError
+from anydecode.errors import (
+    AnydecodeError,
+    CheckpointError,
+    InvalidRequestError,
+    UnsupportedCombinationError,
+)
 from anydecode.kernels.routes import RoutedPass
 from anydecode.models.hidden_transfer import HiddenTransfer
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -170,6 +176,15 @@ def test_texts_beside_rows_with_an_adapter() -> None:
         llm.driver.advance(lambda: all(one.done for one in requests))
         llm.engine.check_integrity()
     assert [one.generation().tokens for one in requests] == [expected] * 3
+
+
+def test_requests_with_an_adapter_are_refused_in_one_line(tmp_path: Path) -> None:
+    with transfer_model() as llm:
+        llm.add_adapter("own", save_adapter(tmp_path / "own", 1))
+        with pytest.raises(UnsupportedCombinationError, match="hidden-transfer") as refusal:
+            llm.generate("the cat", decoder="hidden-transfer", adapter="own", max_tokens=4)
+        assert "\n" not in str(refusal.value)
+        llm.engine.check_integrity()
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ class TransferDrafter(PlannedDrafter):
         summary="States predicted at middle layers run the layers above and draft the next tree.",
         needs=("maps of hidden states",),
         works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=("passes on GPUs",),
+        missing=("passes on GPUs", "requests with adapters"),
         deviations=(
             "verified token-exactly; acceptance='rejection' and 'typical' are other rules",
             "candidates and pseudo states stand where the measured accuracies promise the most"
@@ -89,8 +89,8 @@ class TransferDrafter(PlannedDrafter):
             "8 nodes by default, which is faster on processors; size=0 chooses the size by the"
             " measured costs of passes, in which a pseudo state counts as a row of all layers",
             "above temperature 0 candidates are ranked with the noise that the target will use",
-            "which layers the paper transfers at is not published; by default, training takes two"
-            " thirds of the layers for each state",
+            "by default, training transfers every state behind two thirds of the layers; the"
+            " paper's layers are not known",
             "anydecode train hidden-transfer starts from a ridge regression of the states, and"
             " trains all maps together on the model's own answers, with groups of pseudo states"
             " behind many of their tokens",

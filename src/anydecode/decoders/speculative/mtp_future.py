@@ -126,13 +126,14 @@ def _model(sequence: Sequence) -> Any:
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "above temperature 0 a candidate is sampled with the noise that the target will use,"
-            " and verified token-exactly; acceptance='rejection' is the published rule",
+            " and verified token-exactly; acceptance='rejection' is the rule of speculative"
+            " sampling",
             "the head that reads the token before chooses among the 64 tokens that are the most"
             " probable by the mask's own logits (the paper: all tokens)",
             "2 masks by default, 9 rows, which is faster on processors (the paper: 8, 81 rows)",
             "anydecode train future-masks weighs the three losses equally, with groups behind up to"
-            " 16 tokens of each of the model's own answers; the paper does not say how it weighs"
-            " them, and has groups behind every token of texts of a data set",
+            " 16 tokens of each of the model's own answers; the paper's weights are not known,"
+            " and it has groups behind every token of texts of a data set",
             "rank 8 by default in training (the paper: 128)",
         ),
         bounds={"masks": Range(1, MAX_MASKS)},
