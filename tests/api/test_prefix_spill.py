@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
 
 from anydecode.api.prefix_spill import parse_bytes, stable_name
@@ -10,7 +13,7 @@ from anydecode.engine import model_runner
 from anydecode.engine.engine import Engine
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.layer_load import LayerLoad
-from anydecode.memory.prefix import read_slots
+from anydecode.memory.prefix import BLOCK, read_slots
 from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
 from certificates import assert_certified, assert_rejected
 
@@ -60,6 +63,7 @@ def test_certificate_rejects_an_engine_that_announces_nothing(
     assert_rejected("prefix-spill")
 
 
+@pytest.mark.slow
 def test_certificate_rejects_blocks_that_are_loaded_before_the_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,6 +103,62 @@ def test_blocks_that_are_evicted_before_they_are_loaded_are_stored() -> None:
             assert read_slots(runner.pool.cache, slots) != before
         prefixes.finish_load()
         assert read_slots(runner.pool.cache, slots) == before != b""
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_two_passes_need_the_same_blocks(is_divided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second pass comes while the first layer is written: each layer is written once."""
+    with scripted_llm() as llm:
+        cache = llm.engine.runners["target"].pool.cache
+        slots = np.arange(BLOCK, dtype=np.int32)
+        load, layers, again = LayerLoad(cache), list[int](), threading.Event()
+        load.add(slots, read_slots(cache, slots))
+        write, others = LayerLoad.load_layer, list[threading.Thread]()
+
+        def second_pass() -> None:
+            if is_divided:
+                load.start()
+            load.wait(load.num_layers)
+
+        def gated(self: LayerLoad, layer: int) -> None:
+            layers.append(layer)
+            if len(layers) == 1:
+                others.append(threading.Thread(target=second_pass))
+                others[0].start()
+                again.wait(0.2)
+            else:
+                again.set()
+            write(self, layer)
+
+        monkeypatch.setattr(LayerLoad, "load_layer", gated)
+        if is_divided:
+            load.start()
+        load.wait(load.num_layers)
+        others[0].join()
+    assert layers == list(range(load.num_layers))
+
+
+def test_a_pass_that_starts_to_load_while_another_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one cannot be divided, and writes on its own thread."""
+    with scripted_llm() as llm:
+        cache = llm.engine.runners["target"].pool.cache
+        slots = np.arange(BLOCK, dtype=np.int32)
+        load, layers, again = LayerLoad(cache), list[int](), threading.Event()
+        load.add(slots, read_slots(cache, slots))
+        write = LayerLoad.load_layer
+
+        def gated(self: LayerLoad, layer: int) -> None:
+            layers.append(layer)
+            if len(layers) == 1:
+                load.start()
+                again.wait(0.2)
+            else:
+                again.set()
+            write(self, layer)
+
+        monkeypatch.setattr(LayerLoad, "load_layer", gated)
+        load.wait(load.num_layers)
+    assert layers == list(range(load.num_layers))
 
 
 @pytest.mark.parametrize(

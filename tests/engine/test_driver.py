@@ -6,6 +6,9 @@ import asyncio
 import multiprocessing
 import os
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -78,3 +81,49 @@ def test_a_child_of_multiprocessing_refuses_requests_in_one_line(is_used: bool, 
         child.join()
         assert child.exitcode == 0
         calls[kind]()
+
+
+def test_a_request_that_is_submitted_while_the_engine_closes_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = scripted_llm()
+    llm.driver.run_in_background()
+    request, post = llm.request("a", max_tokens=2), llm.driver.post
+
+    def closed_before(action: Callable[[], object]) -> None:
+        llm.close()
+        post(action)
+
+    monkeypatch.setattr(llm.driver, "post", closed_before)
+    llm.driver.submit(request.jobs[0])
+    assert request.done and not llm.engine.has_work
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_can_close_while_the_parent_runs_a_pass() -> None:
+    """The lock of the pass, which the fork has a copy of, is never released there."""
+    context = multiprocessing.get_context("fork")
+    with scripted_llm() as llm:
+        model: Any = llm.model
+        run, has_begun, may_end = model.run, threading.Event(), threading.Event()
+
+        def held(*given: Any) -> Any:
+            has_begun.set()
+            may_end.wait(60)
+            return run(*given)
+
+        model.run = held
+        llm.driver.run_in_background()
+        request = llm.request("a", max_tokens=2, decoder="autoregressive")
+        llm.driver.submit(request.jobs[0])
+        assert has_begun.wait(60)
+        child = context.Process(target=llm.close)
+        child.start()
+        child.join(30)
+        if child.is_alive():
+            child.kill()
+            child.join()
+        may_end.set()
+        llm.driver.advance(lambda: request.done)
+    assert child.exitcode == 0

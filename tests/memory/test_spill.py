@@ -278,3 +278,42 @@ def test_a_spill_can_be_closed_while_it_reads(tmp_path: Path) -> None:
     spill.expect([[A, B, C, D]])
     spill.close()
     assert not any(thread.name == "anydecode-spill-reader" for thread in threading.enumerate())
+
+
+def test_a_block_whose_reading_ahead_fails_is_read_when_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever needs it does not wait for the thread that has failed."""
+    stored(tmp_path, A, B)
+    spill, read, has_failed = DiskSpill(tmp_path, 1 << 20), DiskSpill._read, threading.Event()
+
+    def failing(self: DiskSpill, key: bytes) -> bytes | None:
+        if threading.current_thread().name == "anydecode-spill-reader" and key == A:
+            has_failed.set()
+            raise MemoryError
+        return read(self, key)
+
+    monkeypatch.setattr(DiskSpill, "_read", failing)
+    spill.expect([[A, B]])
+    assert has_failed.wait(60)
+    found: list[bytes | None] = []
+    needs = threading.Thread(target=lambda: found.extend(map(spill.get, (A, B))), daemon=True)
+    needs.start()
+    needs.join(20)
+    assert found == [BLOCK, BLOCK]
+    spill.close()
+
+
+def test_without_a_thread_for_reading_ahead_blocks_are_read_when_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, A)
+    spill = DiskSpill(tmp_path, 1 << 20)
+
+    def no_more(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    spill.expect([[A]])
+    assert spill.get(A) == BLOCK
+    spill.close()

@@ -633,7 +633,9 @@ class LLM:
 
     def close(self) -> None:
         """Cancel all requests and stop the engine. Cached prefixes are written to the spill, if
-        there is one."""
+        there is one. Does nothing in a fork of the process, whose locks may be held for ever."""
+        if self.driver.is_fork:
+            return
         self.driver.close()
         for runner in self.engine.runners.values():
             if runner.prefixes.spill is not None:

@@ -45,6 +45,11 @@ class Driver:
         self._fault: BaseException | None = None  # what stopped the engine
 
     @property
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the one that made the driver."""
+        return os.getpid() != self._process
+
+    @property
     def num_running(self) -> int:
         """Number of running sequences."""
         return len(self.engine.running)
@@ -79,7 +84,7 @@ class Driver:
         """
         if self._closed:
             raise EngineStoppedError("the engine is closed: open another LLM")
-        if os.getpid() != self._process:
+        if self.is_fork:
             raise EngineStoppedError("the engine is another process's: open an LLM after the fork")
         self._arriving.append(job)
         self.post(lambda: self._start(job))
@@ -110,7 +115,9 @@ class Driver:
                 self._thread.start()
 
     def close(self) -> None:
-        """Cancel all jobs and stop the thread."""
+        """Cancel all jobs and stop the thread. Does nothing in a fork, which has neither."""
+        if self.is_fork:
+            return
         self._closed = True
         with self._wake_up:
             self._wake_up.notify_all()
@@ -147,6 +154,8 @@ class Driver:
     def _start(self, job: Job) -> None:
         self._arriving.remove(job)
         self.engine.submit(job)
+        if self._closed:  # since `submit` has looked
+            self.engine.cancel(job)
         if (error := self.error) is not None:
             self.engine.fail(error, waiting=True)
 

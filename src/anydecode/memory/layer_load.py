@@ -53,37 +53,45 @@ class LayerLoad:
         self._blocks.append((slots, block))
 
     def start(self) -> None:
-        """Start to write. `wait` writes what the thread does not."""
+        """Start to write, if this has not been done. `wait` writes what the thread does not."""
+        with self._progress:
+            if self._is_running:
+                return
+            self._is_running = True
         thread = threading.Thread(target=self._run, name="anydecode-layer-load", daemon=True)
-        self._is_running = True
         try:
             thread.start()
         except RuntimeError:  # no more threads
-            self._is_running = False
+            self._stop_running()
 
     def wait(self, layers: int) -> None:
         """Wait until the first `layers` layers are written."""
         with self._progress:
             self._progress.wait_for(lambda: self.num_loaded >= layers or not self._is_running)
-        with self._writing:
-            while self.num_loaded < layers:
-                self._load_next()
+        self._load(layers)
 
     def _run(self) -> None:
         try:
             with contextlib.suppress(Exception):  # `wait` tries again and raises it
-                while self.num_loaded < self.num_layers:
-                    self._load_next()
+                self._load(self.num_layers)
         finally:
-            with self._progress:
-                self._is_running = False
-                self._progress.notify_all()
+            self._stop_running()
 
-    def _load_next(self) -> None:
-        self.load_layer(self.num_loaded)
+    def _stop_running(self) -> None:
         with self._progress:
-            self.num_loaded += 1
+            self._is_running = False
             self._progress.notify_all()
+
+    def _load(self, layers: int) -> None:
+        """Write the layers before `layers` that are not written. Two passes may need them at the
+        same time, and each layer is written by one thread."""
+        while self.num_loaded < layers:
+            with self._writing:
+                if self.num_loaded < layers:
+                    self.load_layer(self.num_loaded)
+                    with self._progress:
+                        self.num_loaded += 1
+                        self._progress.notify_all()
 
     def load_layer(self, layer: int) -> None:
         """Write one layer of all blocks."""

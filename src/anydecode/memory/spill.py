@@ -189,10 +189,12 @@ class DiskSpill(Spill):
             self._staged = {key: self._staged[key] for key in wanted if key in self._staged}
             self._wanted = [key for key in wanted if key not in self._staged]
             if self._wanted and self._reader is None and not self._closed:
-                self._reader = threading.Thread(
+                reader = threading.Thread(
                     target=self._read_all, name="anydecode-spill-reader", daemon=True
                 )
-                self._reader.start()
+                with contextlib.suppress(RuntimeError):  # no more threads: `get` reads the blocks
+                    reader.start()
+                    self._reader = reader
             self._lock.notify_all()
 
     def get(self, key: bytes) -> bytes | None:
@@ -218,7 +220,9 @@ class DiskSpill(Spill):
                 if self._closed:
                     return
                 key = self._reading = self._wanted[0]
-            block = self._read(key)
+            block = None
+            with contextlib.suppress(Exception):  # `get` tries again and raises it
+                block = self._read(key)
             with self._lock:
                 self._reading = None
                 if key in self._wanted:
