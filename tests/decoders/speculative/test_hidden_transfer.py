@@ -15,9 +15,11 @@ from safetensors.numpy import load_file, save_file
 from adapter_files import save_adapter
 from anydecode import Regex
 from anydecode.api.llm import LLM
+from anydecode.certification.oracles.speculative import hidden_transfer as oracle
 from anydecode.certification.rounds import rounds
 from anydecode.certification.tiny_future import future_masks
 from anydecode.certification.tiny_transfer import transfer_maps, transfer_model, transfer_network
+from anydecode.decoders.framework import rejection
 from anydecode.decoders.speculative import hidden_transfer, ppd
 from anydecode.errors import (
     AnydecodeError,
@@ -28,6 +30,7 @@ from anydecode.errors import (
 from anydecode.kernels.routes import RoutedPass
 from anydecode.models.hidden_transfer import HiddenTransfer
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.span import TreeSpan
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 from drafted_texts import CONDITIONS, NUMBERS, PROMPTS, generate, num_accepted
 
@@ -121,6 +124,32 @@ def test_certificate_rejects_tokens_that_skip_a_layer(monkeypatch: Patch) -> Non
 
     monkeypatch.setattr(RoutedPass, "run", run)
     assert_rejected("hidden-transfer")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_pseudo_states_at_another_position(monkeypatch: Patch) -> None:
+    own = TreeSpan.write_rows
+
+    def write_rows(self: TreeSpan, rows: Any, at: int, count: int) -> None:
+        own(self, rows, at, count)
+        rows.positions[at : at + count] += np.array(self.tokens) < 0
+
+    monkeypatch.setattr(TreeSpan, "write_rows", write_rows)
+    assert_rejected("hidden-transfer")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_tokens_of_the_target_after_a_rejection(monkeypatch: Patch) -> None:
+    """In place of those of the residual."""
+    own = rejection.rejection_steps
+
+    def steps(p: np.ndarray, *given: Any) -> Any:
+        for chance, _ in own(p, *given):
+            yield chance, p
+
+    monkeypatch.setattr(rejection, "rejection_steps", steps)
+    failed = [one.name for one in oracle.hidden_transfer() if not one.passed]
+    assert failed == ["hidden-transfer: with the rejection rule samples follow the target"]
 
 
 @pytest.mark.slow

@@ -157,6 +157,22 @@ def test_certificate_rejects_best_candidates_compared_as_drawn(monkeypatch: Patc
 
 
 @pytest.mark.slow
+def test_certificate_rejects_masks_without_use(monkeypatch: Patch) -> None:
+    """One more than the paper's behind each group."""
+    own = Drafter.add_mask
+
+    def add_mask(self: Any, sequence: Any, tree: TokenTree, parent: int, number: int) -> int:
+        node = own(self, sequence, tree, parent, number)
+        if number == self.num_masks - 1:
+            own(self, sequence, tree, node, 0)
+        return node
+
+    monkeypatch.setattr(Drafter, "add_mask", add_mask)
+    failed = {one.name for one in oracle.mtp_future() if not one.passed}
+    assert failed and all("passes have the masks' rows" in name for name in failed), failed
+
+
+@pytest.mark.slow
 @CONDITIONS
 def test_the_text_is_that_of_plain_decoding(options: dict[str, Any], temperature: float) -> None:
     if "backend" in options:
