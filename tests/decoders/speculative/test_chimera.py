@@ -3,6 +3,7 @@ company, with a small cache, in chunks, from cached prefixes and under constrain
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import catalogue
 from anydecode.certification.oracles.speculative import chimera as oracle
 from anydecode.certification.tiny import eagle_checkpoint, tiny_network, with_drafter
 from anydecode.certification.tiny_heads import chimera_checkpoint
@@ -110,6 +112,50 @@ def test_certificate_rejects_a_resolver_of_the_output_alone(monkeypatch: Patch) 
     only_drafter(monkeypatch, oracle, "4 resolvers")
     own = DraftStates.known
     monkeypatch.setattr(DraftStates, "known", lambda self, position: 0 * own(self, position))
+    assert_rejected("chimera")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_an_output_before_in_place_of_the_targets_state(
+    monkeypatch: Patch,
+) -> None:
+    """As in a resolver that reads the two last rows of the encoder."""
+    only_drafter(monkeypatch, oracle, "4 resolvers")
+    own, before = ChimeraTransformer.resolve, list[np.ndarray]()
+
+    def shifted(
+        self: ChimeraTransformer, state: np.ndarray, outputs: np.ndarray, step: int
+    ) -> np.ndarray:
+        read = before[0] if step else state
+        before[:] = [outputs[0]]
+        return own(self, read, outputs, step)
+
+    monkeypatch.setattr(ChimeraTransformer, "resolve", shifted)
+    assert_rejected("chimera")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_rows_of_the_head_as_tokens(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "2 resolvers, some tokens")
+    own = ChimeraTransformer.resolve
+
+    def unmapped(self: ChimeraTransformer, *given: Any) -> np.ndarray:
+        logits = own(self, *given)
+        rows = np.full_like(logits, -np.inf)
+        found = logits[:, self.head_tokens]
+        rows[:, : found.shape[1]] = found
+        return rows
+
+    monkeypatch.setattr(ChimeraTransformer, "resolve", unmapped)
+    assert_rejected("chimera")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_one_tree_for_all_sizes(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "4 resolvers")
+    entry = catalogue.entries()["chimera"]
+    build = replace(entry, build=lambda **_: entry.build())
+    monkeypatch.setitem(catalogue.entries(), "chimera", build)
     assert_rejected("chimera")
 
 

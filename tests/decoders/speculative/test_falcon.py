@@ -16,11 +16,13 @@ from anydecode.certification.tiny_blocks import dflash_checkpoint
 from anydecode.certification.tiny_heads import falcon_checkpoint
 from anydecode.decoders.speculative.draft_blocks import BlockTree
 from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.interface import Rows
 from anydecode.models.draft_heads import load_draft_head
 from anydecode.models.states import StateWeights
 from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import ChainSpan, JointSpan
+from anydecode.scoring.tree import ROOT
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 from draft_folders import (
     Change,
@@ -119,6 +121,34 @@ def test_certificate_rejects_blocks_that_follow_the_text(monkeypatch: Patch) -> 
     """Further blocks stand behind the block before, not behind the text."""
     only_drafter(monkeypatch, oracle, "blocks of 2")
     monkeypatch.setattr(BlockTree, "add", lambda self, scores: None)
+    assert_rejected("falcon")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_third_blocks_that_follow_the_first(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "blocks of 2")
+    extend = Sequence.extend
+
+    def shallow(self: Sequence, tokens: Any, parents: Any, *, runner: str, block: int) -> Any:
+        own = [ROOT if not row % block else parent for row, parent in enumerate(parents)]
+        return extend(self, tokens, own, runner=runner, block=block)
+
+    monkeypatch.setattr(Sequence, "extend", shallow)
+    assert_rejected("falcon")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_blocks_whose_last_two_rows_alone_see_each_other(
+    monkeypatch: Patch,
+) -> None:
+    only_drafter(monkeypatch, oracle, "blocks of 3")
+    own = JointSpan.write_rows
+
+    def fewer(self: JointSpan, rows: Rows, at: int, count: int) -> None:
+        own(self, rows, at, count)
+        rows.prefix[at : at + count - 2] -= np.arange(count - 1, 1, -1)
+
+    monkeypatch.setattr(JointSpan, "write_rows", fewer)
     assert_rejected("falcon")
 
 

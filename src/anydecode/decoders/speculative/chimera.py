@@ -126,8 +126,14 @@ class ChimeraDrafter(EagleDrafter):
         deviations=(
             "drafters are those of its recipe, in a layout of their own: what a published head of"
             " all tokens reads is resolved by a matrix, and then read by the target's head",
-            "the row of a trigram sees the target's states and itself, as in the generation of the"
-            " published code; in its training it also sees the trigrams before",
+            "the row of a trigram sees the target's states and itself; in the training of the"
+            " published code it also sees the trigrams before, and its generation, which does not"
+            " run with the drafters of this training, takes the row of the last state, which sees"
+            " the last trigram",
+            "`anydecode train drafter --recipe chimera` learns with the loss of the other recipes"
+            " beside the distance to the target's states, from the model's own answers, and starts"
+            " with the target's last layer; its trigrams are of the text's tokens (the published"
+            " code: of the drafter's own, behind the first)",
             "8 nodes in 4 levels of 4 by default, by probability (the code: a fixed tree of 25"
             " nodes in 5 levels), which is faster on processors",
             "verified token-exactly, and above temperature 0 a node's weight is its estimated"

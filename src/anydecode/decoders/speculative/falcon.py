@@ -92,12 +92,18 @@ class FalconDrafter(Drafter):
         deviations=(
             "the cells of the LSTM start from zero in every row, as in the published code, which"
             " hands the rows to it as a batch (the paper: one row after the other)",
-            "the blocks of a draft begin behind the text; in the published code those of the text"
-            " begin where a pass does, which makes no difference to a drafter of one layer, and"
-            " others are refused",
+            "the last rows of the text, as many as a block has, always see each other; the code"
+            " counts blocks from the first row of a pass, so that these rows may be of two blocks,"
+            " of which the first does not see the second",
+            "drafters of more than one layer, whose keys and values depend on where blocks begin,"
+            " are refused",
             "the tree has the 8 nodes with the largest products of probabilities in up to 2 blocks,"
-            " and none below 0.1 (the paper: a fixed tree of 8 levels and 20 children of the root),"
+            " and none below 0.1 (the code: a fixed tree of 8 levels and 20 children of the root),"
             " which is faster on processors",
+            "`anydecode train drafter --recipe falcon` learns with the loss of the other recipes"
+            " beside the distance to the target's states, from the model's own answers, without"
+            " noise in the states or dropout; it starts with the target's last layer, blocks that"
+            " follow a block learn too, and what is shown to a block is not seen by those behind",
             "verified token-exactly, and above temperature 0 a node's weight is its estimated"
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, and the rule is that for chosen"
