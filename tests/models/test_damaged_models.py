@@ -174,8 +174,10 @@ def test_invalid_rope_scalings_are_rejected(scaling: dict[str, Any], name: str) 
         ("gptj", {"rotary_dim": 1}, "rotary size"),
         ("codegen", {"n_head": 6}, "num_attention_heads is 6; allowed is a multiple of 4"),
         ("falcon", {"alibi": 1}, "alibi is 1; allowed is"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
-        ("opt", {"word_embed_proj_dim": 7}, "word_embed_proj_dim is 7; allowed is"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm True is not"),
+        ("opt", {"do_layer_norm_before": 3}, "do_layer_norm_before is 3; allowed is"),
+        ("opt", {"word_embed_proj_dim": 7}, "project_in.weight is missing"),
+        ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim is 0; allowed is"),
         ("bloom", {"n_head": 5}, "num_attention_heads is 5; allowed is"),
         (
             "bloom",
@@ -209,6 +211,12 @@ def test_invalid_configs_of_gpt_layouts_are_rejected(
     with pytest.raises(CheckpointError) as caught:
         built(checkpoint_of(model, **change))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_projections_of_opt_that_do_not_fit_are_refused() -> None:
+    model = hf_model("OPT", word_embed_proj_dim=20)
+    with pytest.raises(CheckpointError, match="word_embed_proj_dim is 21"):
+        built(checkpoint_of(model, word_embed_proj_dim=21))
 
 
 @pytest.mark.parametrize(

@@ -824,6 +824,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "opt": ("OPT", {"ffn_dim": 72, "max_position_embeddings": 120}),
+    "opt norms of sums": (
+        "OPT",
+        {
+            "ffn_dim": 72,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 20,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt projections": ("OPT", {"ffn_dim": 72, "word_embed_proj_dim": 56}),
     "opt without biases": (
         "OPT",
         {
@@ -1593,6 +1603,14 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "no exponential below 0": (
         "apertus",
         lambda network: _each(network, xielu=network.weights.layers[0].xielu._replace(eps=-1e3)),
+    ),
+    "norms of outputs in place of sums": (
+        "opt norms of sums",
+        lambda network: _each_spec(network, norms="post"),
+    ),
+    "the projection of the embedding for the head": (
+        "opt projections",
+        lambda network: setattr(network.weights, "head", network.weights.embedding),
     ),
     "the table from its first row": ("opt", lambda network: _move_positions(network)),
     "slopes of a power of two": (

@@ -197,7 +197,7 @@ def spec_from_config(
         has_position_table=family.has_position_table,
         is_encoder=family.is_encoder,
         has_embedding_norm=family.has_embedding_norm,
-        has_final_norm=family.has_final_norm,
+        has_final_norm=family.has_final_norm and bool_value(config, "do_layer_norm_before", True),
         num_segments=int_value(config, "type_vocab_size", 0, low=0, high=MAX_COUNT)
         if family.has_segments
         else 0,
@@ -407,7 +407,7 @@ def _layers(
                 LayerSpec(
                     attention=None,
                     rope=None,
-                    norms=family.norms,
+                    norms=_norms(config, family),
                     activation=activation,
                     num_experts=num_experts(config) if is_moe else 0,
                     routing=_routing(config, family.moe) if is_moe and family.moe else None,
@@ -437,7 +437,7 @@ def _layers(
             LayerSpec(
                 attention=attention,
                 rope=rope if has_rope[layer] else None,
-                norms=family.norms,
+                norms=_norms(config, family),
                 qk_norm=family.qk_norm if has_qk_norm else None,
                 activation=activation,
                 num_experts=num_experts(config) if is_moe else 0,
@@ -463,6 +463,11 @@ def _layers(
             )
         )
     return layers
+
+
+def _norms(config: Config, family: Family) -> str:
+    """Where the norms of layers are."""
+    return family.norms if bool_value(config, "do_layer_norm_before", True) else "sum"
 
 
 def _memory_layer(layer_types: list[str]) -> int | None:

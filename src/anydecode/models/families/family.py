@@ -110,7 +110,8 @@ class Family:
     Attributes:
         architectures: Allowed values of `architectures` in its configs.
         layer_types: Returns the attention type of each layer of a config.
-        norms: See `LayerSpec.norms`.
+        norms: See `LayerSpec.norms`. If the key `do_layer_norm_before` is false (OPT-350M), they
+            are those of sums, and there is no final norm.
         qk_norm: See `LayerSpec.qk_norm`.
         norm_offset: Added to stored norm weights.
         has_scaled_embedding: Whether embeddings are multiplied by sqrt(hidden_size).

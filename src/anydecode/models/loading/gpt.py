@@ -250,7 +250,6 @@ _OPT = _Layout(
         "tie_word_embeddings": True,
     },
     fixed={
-        "do_layer_norm_before": True,
         "_remove_final_layer_norm": False,
         "layer_norm_elementwise_affine": True,
     },
@@ -260,6 +259,8 @@ _OPT = _Layout(
         "embed_tokens": "embed_tokens",
         "embed_positions": "embed_positions",
         "final_layer_norm": "norm",
+        "project_in": "project_in",
+        "project_out": "project_out",
     },
     inner={
         "self_attn_layer_norm": ("input_layernorm",),
@@ -273,6 +274,11 @@ _OPT = _Layout(
     rows=_in_sequence,
     num_unused=2,
 )
+#: The norms of layers of OPT that follow the sublayers.
+_SUM_NORMS = {
+    "self_attn_layer_norm": ("post_attention_layernorm",),
+    "final_layer_norm": ("post_feedforward_layernorm",),
+}
 _LAYOUTS = {
     "gpt2": _GPT2,
     "gptj": _GPT_J,
@@ -319,10 +325,8 @@ def to_hf_layout(
         inner |= _complete_falcon(usual)
     if config["model_type"] == "mpt":
         _complete_mpt(usual)
-    if config["model_type"] == "opt":
-        size = usual.get("word_embed_proj_dim", usual.get("hidden_size"))
-        if size != usual.get("hidden_size"):
-            raise refusal("word_embed_proj_dim", size, "the hidden size in an opt config")
+    if not bool_value(usual, "do_layer_norm_before", True):
+        inner |= _SUM_NORMS
     if config["model_type"] in ("gptj", "codegen"):
         size = _heads(usual)[2]
         rotary = integer("rotary_dim", usual["rotary_dim"], 1, size)
@@ -334,7 +338,27 @@ def to_hf_layout(
     result: dict[str, Reader] = {}
     for name, reader in readers.items():
         result.update(_converted(name, reader, layout, inner, rows))
+    if usual.get("word_embed_proj_dim", usual["hidden_size"]) != usual["hidden_size"]:
+        _project(usual, result)
     return usual, result
+
+
+def _project(config: dict[str, Any], readers: dict[str, Reader]) -> None:
+    """Multiply the embedding and the head of a small OPT by the matrices between them and the
+    hidden states."""
+    size = integer("word_embed_proj_dim", config["word_embed_proj_dim"])
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    source = table if bool_value(config, "tie_word_embeddings") else head
+    parts = [(table, table, "model.project_in.weight"), (head, source, "model.project_out.weight")]
+    products: dict[str, Reader] = {}
+    for target, name, projection in parts:
+        for needed in (name, projection):
+            if needed not in readers:
+                raise CheckpointError(f"tensor {needed} is missing; its config implies it")
+        pair = readers[name], readers[projection]
+        products[target] = partial(_product, *pair, size, target == table)
+    readers.update(products)
+    config["tie_word_embeddings"] = False
 
 
 def _check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], model_type: str) -> None:
@@ -421,6 +445,20 @@ def _converted(
             for part, selected in zip("qkv", rows, strict=True)
         }
     return {f"{prefix}{target}.{leaf}": reader for target in inner.get(layer[3], ())}
+
+
+def _product(table: Reader, projection: Reader, size: int, is_transposed: bool) -> np.ndarray:
+    """A matrix `[vocab_size, size]` times one of `[size, hidden_size]`, which may be stored
+    transposed. The result has the type of the first one."""
+    left, right = np.asarray(table()), np.asarray(projection())
+    right = right.T if is_transposed else right
+    if left.ndim != 2 or right.ndim != 2 or left.shape[1] != size or len(right) != size:
+        raise CheckpointError(
+            f"an embedding has shape {left.shape}, and its projection {right.shape}; their"
+            f" word_embed_proj_dim is {size}"
+        )
+    product: np.ndarray = left.astype(np.float32) @ right.astype(np.float32)
+    return product.astype(left.dtype)
 
 
 def _transposed(reader: Reader) -> np.ndarray:
