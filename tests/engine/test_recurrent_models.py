@@ -32,6 +32,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}),
     "falcon mamba": ("FalconMamba", {"intermediate_size": 128, "state_size": 12}),
+    "jamba": (
+        "Jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 12,
+        },
+    ),
     "rwkv7": ("", {}),
     "recurrent gemma": ("RecurrentGemma", {"num_hidden_layers": 4, "attention_window_size": 9}),
 }

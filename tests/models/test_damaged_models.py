@@ -439,6 +439,8 @@ def test_learned_positions_bound_the_context() -> None:
         ("hunyuan_v1_moe", {"moe_topk": []}, "moe_topk is"),
         ("minimax_m2", {"rotary_dim": 99}, "rotary_dim is 99; allowed is"),
         ("minimax_m2", {"num_local_experts": 2, "rotary_dim": 3}, "rotary size is 3"),
+        ("jamba", {"attn_layer_offset": 8}, "attn_layer_offset is 8"),
+        ("jamba", {"num_experts": 4, "expert_layer_period": 0}, "expert_layer_period is 0"),
         ("bamba", {"attn_layer_indices": "x"}, "attn_layer_indices"),
     ],
 )

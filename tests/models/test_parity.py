@@ -129,6 +129,19 @@ BAMBA: dict[str, Any] = {
     "mamba_d_state": 16,
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
 }
+#: With larger weights, float32 and float64 differ by 1e-4 in `transformers` itself.
+JAMBA: dict[str, Any] = {
+    "initializer_range": 0.1,
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 12,
+    "rms_norm_eps": 1e-3,
+}
 MAMBA_2 = {"num_heads": 8, "head_dim": 12, "state_size": 16, "n_groups": 2}
 #: With factors that grow within the test's positions.
 MINISTRAL_3: dict[str, Any] = {
@@ -769,6 +782,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan moe biases": (
         "HunYuanMoEV1",
         {"num_experts": 4, "moe_topk": 1, "head_dim": 16, "attention_bias": True},
+    ),
+    "jamba": ("Jamba", JAMBA),
+    "jamba one expert": (
+        "Jamba",
+        {
+            **JAMBA,
+            "num_experts": 1,
+            "mamba_dt_rank": 5,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
     ),
     "bamba": ("Bamba", BAMBA),
     "bamba groups": (
@@ -1493,6 +1518,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon mamba",
         {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     ),
+    "experts per token": ("jamba", {"num_experts_per_tok": 3}),
+    "normalised experts": ("jamba", {"norm_topk_prob": True}),
+    "epsilon of norms": ("jamba", {"rms_norm_eps": 1e-1}),
     "epsilon of gates": ("falcon mamba", {"mixer_rms_eps": 1.0}),
     "growth": ("ministral3", {"rope_parameters": {**MINISTRAL_3, "llama_4_scaling_beta": 0.0}}),
     "routed scale": ("glm4 moe", {"routed_scaling_factor": 1.0}),
@@ -1612,6 +1640,7 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
         "opt projections",
         lambda network: setattr(network.weights, "head", network.weights.embedding),
     ),
+    "norms of gates without weights": ("jamba", lambda network: _plain_gate_norms(network)),
     "the table from its first row": ("opt", lambda network: _move_positions(network)),
     "slopes of a power of two": (
         "bloom odd",
@@ -1704,6 +1733,12 @@ def _share(network: Network, sources: dict[int, int]) -> None:
 
 def _same_activation(network: Network) -> None:
     _each(network, xielu=network.weights.layers[0].xielu)
+
+
+def _plain_gate_norms(network: Network) -> None:
+    for layer in network.weights.layers:
+        if isinstance(layer.recurrent, RecurrentWeights):
+            layer.recurrent.gate_norms = []
 
 
 def _move_positions(network: Network) -> None:

@@ -109,7 +109,8 @@ class RecurrentWeights:
 
     output(gate(x) * recurrence(input_gate(x) * inputs(x), gates(x))), see `RecurrentSpec`. With
     the rule "selective" the gates are keys(c), queries(c) and gates(step_down(c)), where c is the
-    output of the convolution. With the rule "lru" they are the products of its equal parts with
+    output of the convolution; `gate_norms` are the weights of the norms of keys, queries and
+    step_down, if these have some. With the rule "lru" they are the products of its equal parts with
     `input_blocks`, and those with `recurrence_blocks`, both side by side.
     """
 
@@ -123,6 +124,7 @@ class RecurrentWeights:
     keys: Linear | None = None
     queries: Linear | None = None
     step_down: Linear | None = None
+    gate_norms: list[np.ndarray] = field(default_factory=list)
     input_blocks: list[Weight] = field(default_factory=list)
     recurrence_blocks: list[Weight] = field(default_factory=list)
 
@@ -929,7 +931,11 @@ def _recurrence(
         for linear in (weights.keys, weights.queries, weights.step_down)
     ]
     if spec.gate_norm_eps is not None:
-        parts = [backend.rms_norm(part, None, spec.gate_norm_eps) for part in parts]
+        norms: list[np.ndarray | None] = [*weights.gate_norms] or [None] * len(parts)
+        parts = [
+            backend.rms_norm(part, norm, spec.gate_norm_eps)
+            for part, norm in zip(parts, norms, strict=True)
+        ]
     keys, queries, down = parts
     steps = weights.gates.apply(backend, down)
     return backend.recurrence(None, (keys, queries, steps), index, shape, vectors)
@@ -1295,6 +1301,8 @@ def _check_selective_gates(prefix: str, shape: Recurrence, weights: RecurrentWei
         if linear is None:
             raise CheckpointError(f"{prefix}{name} is missing")
         _check_linear(prefix + name, linear, size)
+    for index, norm in enumerate(weights.gate_norms):
+        _check_vector(f"{prefix}norm {index} of gates", norm, (num_keys, num_keys, rank)[index])
 
 
 def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:

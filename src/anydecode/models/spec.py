@@ -76,9 +76,9 @@ class RecurrentSpec:
         gate: The activation of the gate that multiplies their output.
         norm: Whether that output is normed "before" the gate, "after" it, or not (None).
         norm_groups: The number of equal parts of the output that are normed separately.
-        gate_norm_eps: With the rule "selective": the epsilon of the RMS norms, which have no
-            weights, of the keys, of the queries, and of the input of the product that gives the
-            steps (Falcon-Mamba); None for no norms.
+        gate_norm_eps: With the rule "selective": the epsilon of the RMS norms of the keys, of the
+            queries, and of the input of the product that gives the steps (Falcon-Mamba, Jamba);
+            None for no norms.
     """
 
     shape: Recurrence

@@ -251,6 +251,30 @@ def _falcon_mamba_spec(config: Config) -> RecurrentSpec:
 FALCON_MAMBA = RecurrentLayout(_falcon_mamba_spec, _read_selective)
 
 
+def _jamba_spec(config: Config) -> RecurrentSpec:
+    inner = int_value(config, "mamba_expand", 2) * int_value(config, "hidden_size")
+    eps = number("rms_norm_eps", value_or(config, "rms_norm_eps", 1e-6), 0.0, 1.0)
+    return RecurrentSpec(selective_shape(config, inner), gate_norm_eps=eps)
+
+
+def _read_jamba(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    name = f"{layer}.mamba"
+    weights = read_selective(reader, config, name, spec, hidden)
+    assert weights.step_down is not None
+    size, rank = spec.shape.state_size, weights.step_down.weight.out_features
+    weights.gate_norms = [
+        reader.vector(f"{name}.{part}_layernorm.weight", count)
+        for part, count in (("b", size), ("c", size), ("dt", rank))
+    ]
+    return weights
+
+
+#: Jamba: Mamba with norms of the gates that have weights.
+JAMBA = RecurrentLayout(_jamba_spec, _read_jamba)
+
+
 def _falcon_h1_spec(config: Config) -> RecurrentSpec:
     spec = _mamba_spec(config)
     if not bool_value(config, "mamba_rms_norm"):
