@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.sentence_diffusion import FILE_NAME, SentenceDiffusion, level_features
+from anydecode.training import sentence_diffusion
 from anydecode.training.embedding_classifier import fit_classifier
 from anydecode.training.logistic import fit_logistic
 from anydecode.training.pairs import read_labels, read_texts
@@ -104,6 +106,37 @@ def test_classifiers_are_fitted_to_texts_of_both_labels() -> None:
         assert found.accuracy == 1.0 and found.num_texts == 53
         with pytest.raises(InvalidRequestError, match="texts of both labels"):
             fit_classifier(encoder, [(text, True) for text, _ in pairs])
+
+
+def test_soft_prompts_are_learned_with_less_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logarithm of the ratio of signal and noise is 2 ln 3 more than at an even time."""
+    run_class, seen, even = sentence_diffusion.SentenceRun, dict[str, Any](), list[torch.Tensor]()
+    levels_of = sentence_diffusion._levels
+
+    def noted_levels(*given: Any) -> torch.Tensor:
+        even.append(levels_of(*given))
+        return even[-1]
+
+    def noted(name: str) -> Any:
+        loss = getattr(run_class, name)
+
+        def inner(self: Any, rows: Any, levels: torch.Tensor, *given: Any) -> Any:
+            seen.setdefault(name, levels)
+            return loss(self, rows, levels, *given)
+
+        return inner
+
+    with byte_encoder() as encoder:
+        training = sentence_run(tmp_path / "run", encoder, names(8), steps=1)
+        monkeypatch.setattr(sentence_diffusion, "_levels", noted_levels)
+        for name in ("_text_loss", "_velocity_loss"):
+            monkeypatch.setattr(run_class, name, noted(name))
+        training._update()
+    assert torch.equal(seen["_velocity_loss"], even[1])
+    shift = torch.logit(seen["_text_loss"].double()) - torch.logit(even[0].double())
+    assert (shift - 2 * math.log(3)).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ from anydecode.training.weight_run import WeightRun
 DROPPED = 0.1
 #: The share of the proposal's variance that `dglm` keeps by default, at which texts are evaluated.
 USED_LEVEL = 0.95
+#: By how much the ratio of signal and noise (of their deviations) in the generator's inputs is more
+#: than in the denoiser's: the noise schedule of the authors' code, for proposals with little noise.
+TEXT_SCALE = 3.0
 #: The smallest standard deviation by which embeddings are divided.
 MIN_DEVIATION = 1e-3
 
@@ -263,9 +266,8 @@ class SentenceRun(WeightRun):
         count = min(recipe.batch, len(self.pairs) - self.num_held_out)
         rows = random.sample(range(self.num_held_out, len(self.pairs)), count)
         shape = (count, self.sentences.shape[1])
-        text = self._text_loss(
-            rows, _levels(count, generator), torch.randn(shape, generator=generator)
-        )
+        levels = _scaled(_levels(count, generator), TEXT_SCALE)
+        text = self._text_loss(rows, levels, torch.randn(shape, generator=generator))
         is_dropped = torch.rand(count, generator=generator) < DROPPED
         velocity = self._velocity_loss(
             rows, _levels(count, generator), torch.randn(shape, generator=generator), is_dropped
@@ -327,6 +329,12 @@ def _levels(count: int, generator: torch.Generator) -> torch.Tensor:
     """The shares of the signal's variance at evenly distributed times, `[count]`."""
     times = torch.rand(count, generator=generator)
     return (0.5 * math.pi * times).cos() ** 2
+
+
+def _scaled(levels: torch.Tensor, scale: float) -> torch.Tensor:
+    """The shares of the signal's variance if its deviation is `scale` times as large."""
+    signal = scale**2 * levels
+    return signal / (signal + 1 - levels)
 
 
 def _noisy(clean: torch.Tensor, levels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,20 @@ def flat_gradient(
     return -parts.deviation * probe.weight * (1 - math.tanh(logit / 2)) / 2
 
 
+PREDICTED = Dglm._predicted
+
+
+def guided_without_spread(self: Dglm, *given: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient is not multiplied by the deviation of the noise."""
+    parts, state, context, level, noise, step = given
+    plain, found = Dglm(), PREDICTED(self, *given)[1]
+    plain.prompt_scale = self.prompt_scale
+    added = PREDICTED(plain, *given)[1]
+    spread = math.sqrt(1 - level)
+    added = added + (found - added) / spread
+    return (state - spread * added) / math.sqrt(level), added
+
+
 def unread_prompt(sequence: Any) -> Any:
     yield from ()
     return dglm._parts(sequence.kv_cache().pool.model).unconditional
@@ -80,6 +94,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "fewer points": (dglm, "NUM_POINTS", 8),
     "a linear schedule": (dglm, "signal_level", lambda time: 1e-9 + (1 - 2e-9) * (1 - time)),
     "a gradient of one point": (Dglm, "_gradient", flat_gradient),
+    "a gradient that does not fall with the noise": (Dglm, "_predicted", guided_without_spread),
     "a prompt that is not read": (dglm, "_prompt_embedding", unread_prompt),
     "a soft prompt of noise": (
         SentenceDiffusion,

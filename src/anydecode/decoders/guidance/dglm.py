@@ -70,7 +70,9 @@ def signal_level(time: float) -> float:
             " the paper's are transformers over parts of the embedding",
             "the denoiser is trained on evenly distributed times, without weights of the losses and"
             " without an average of its weights",
-            "the language model is adapted by low-rank matrices, which are merged, not as a whole",
+            "the language model is adapted by low-rank matrices, which are merged, not as a whole,"
+            " and learns the continuations, but not the prompts",
+            "all parts are trained at once, on few texts",
         ),
         missing=("several classifiers at a time",),
         remote={

@@ -34,8 +34,8 @@ from anydecode.scoring.sequence import Sequence
             "by default the latency bound is a factor on the time of a pass without offline rows;"
             " `seconds` is an objective as in the paper",
             "between two layers offline rows leave a pass, and the online rows of the pass go on;"
-            " so they do in models with recurrences, memories or embeddings in every layer, and in"
-            " passes of several steps or routes, only at the end of a pass",
+            " but in models with recurrences, memories or embeddings in every layer, and in passes"
+            " of several steps or routes, offline rows run to the end of the pass",
             "what a preempted offline request has computed stays in the prefix cache; with"
             " `prefix_spill` it is copied to main memory when its slots are reused, not as it is"
             " computed",

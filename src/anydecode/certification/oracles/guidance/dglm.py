@@ -216,15 +216,19 @@ def dglm() -> Iterator[Check]:
         for settings in SETTINGS:
             given = {**settings, **({"classifier": file} if "guidance" in settings else {})}
             decoder: Any = Dglm(**given) if given else "dglm"
-            wrong, texts = 0, set()
+            method = Dglm(**given)
+            wrong, error, texts = 0, 0.0, set()
             for number, prompt in enumerate(PROMPTS):
                 context = embedding(encoder.network, list(prompt.encode()))
                 context = (context - parts.mean) / parts.deviation
                 for temperature in (0.0, 0.9):
                     seed = 11 + number
-                    _, rows = replayed_rows(
+                    sentence, rows = replayed_rows(
                         parts, context, seed, target.spec.hidden_size, settings
                     )  # fmt: skip
+                    noise = Noise(seed).with_purpose("search")
+                    difference = method.proposal(parts, context, noise) - sentence
+                    error = max(error, float(np.abs(difference).max()))
                     found = llm.generate(
                         prompt, decoder=decoder, seed=seed, temperature=temperature,
                         max_tokens=LENGTH, ignore_eos=True,
@@ -233,6 +237,7 @@ def dglm() -> Iterator[Check]:
                     texts.add(tuple(found))
             name = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"
             yield Check(f"texts equal their replay, {name}", wrong == 0, f"{wrong} of 6 differ")
+            yield Check(f"embeddings equal their replay, {name}", error < 1e-4, f"{error:.1g}")
         yield from guided_checks(parts, file)
 
 
