@@ -27,6 +27,7 @@ from anydecode.constraints.json.relaxing import (
 )
 from anydecode.constraints.json.shortest_completion import shortest_completion
 from anydecode.constraints.json.termination import cannot_terminate
+from anydecode.constraints.languages import Regex
 from anydecode.errors import ConstraintError
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.sampling.sampler import Sampler
@@ -564,6 +565,26 @@ def test_the_shortest_completion_is_found_after_unbounded_repetitions(rule, pref
     ending = shortest_completion(state, TOKENIZER)
     jsonschema.validate(json.loads(f'"{prefix}'.encode() + bytes(ending[:-1])), schema)
     assert len(ending) < 20 or "minLength" in rule
+
+
+@pytest.mark.parametrize("opening, inner, closing", [('{"": ', "0", "}"), ("[", "", "]")])
+def test_the_shortest_completion_closes_deeply_nested_values(opening, inner, closing):
+    """Each closing bracket leaves the mask as it was, as digits do, but comes nearer to the end."""
+    constraint = JsonSchema({"type": "object", "required": ["ab", "cd"]})
+    state = constraint.start(TOKENIZER, 259)
+    prefix = '{"ab": ' + 40 * opening
+    for byte in prefix.encode():
+        state.advance(byte)
+    ending = shortest_completion(state, TOKENIZER, constraint.completion_hints)
+    assert bytes(ending[:-1]).decode() == inner + 40 * closing + ',"cd":0}'
+
+
+def test_the_shortest_completion_is_found_after_unbounded_brackets():
+    """Brackets that do not nest, and can repeat without bound."""
+    state = Regex(r"\{\}+x").start(TOKENIZER, 259)
+    state.advance(ord("{"))
+    ending = shortest_completion(state, TOKENIZER)
+    assert ending is not None and set(ending[:-2]) == {ord("}")} and ending[-2] == ord("x")
 
 
 DOCUMENT = {

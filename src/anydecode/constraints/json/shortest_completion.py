@@ -19,6 +19,8 @@ _CLOSING_BYTES = b'}]":,0entflu{[1'
 _DETOUR_COST = 1000
 #: The same for a token that leaves a sequence with unchanging masks, such as digits.
 _EXIT_COST = 16
+#: The same for a token that leaves a sequence of equal closing brackets, which end nested values.
+_NESTED_EXIT_COST = 128
 #: Maximum number of branching states, and of masks, before the search gives up.
 _MAX_BRANCHES = 600
 _MAX_MASKS = 6000
@@ -187,12 +189,15 @@ class _Search:
         if num_unchanged and not num_unchanged & (
             num_unchanged - 1
         ):  # the first, second, fourth, eighth ... time
-            continuations = [
-                (extra_cost + _EXIT_COST, candidate) for extra_cost, candidate in continuations
-            ]
+            is_nested = bool(closing) and vocab.token_bytes(closing[0][0]) in (b"}", b"]")
+            if not is_nested:
+                continuations = [(cost + _EXIT_COST, tokens) for cost, tokens in continuations]
+            exit_cost = _NESTED_EXIT_COST if is_nested else 0
             self.work += _WORK_PER_EXIT * len(vocab.string_characters)
             exits = _exits(state, mask, vocab)
-            continuations += [(_EXIT_COST * i, [candidate]) for i, candidate in enumerate(exits)]
+            continuations += [
+                (exit_cost + _EXIT_COST * i, [candidate]) for i, candidate in enumerate(exits)
+            ]
         return continuations
 
     def _from_hints(self, state: ConstraintState, in_string: bool) -> list[list[int]]:
