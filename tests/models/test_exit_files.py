@@ -43,7 +43,7 @@ def test_bad_tensors_of_layers_are_refused(tmp_path: Path, parts: dict[str, Any]
         for part, tensors in parts.items()
     }
     write_exits(file, arrays, "a model")
-    with pytest.raises(CheckpointError, match="layer routers .*do not fit together"):
+    with pytest.raises(CheckpointError, match="layer routers .*(do not fit together|not finite)"):
         LayerRouters.load(file)
 
 

@@ -310,6 +310,10 @@ def edit_tensors(path: Path, edit: Any) -> None:
             "do not fit",
         ),
         (lambda p: edit_tensors(p, lambda t: {**t, "x.magnitude": np.ones(1)}), "x.magnitude"),
+        (
+            lambda p: edit_tensors(p, lambda t: {k: v * np.float32("nan") for k, v in t.items()}),
+            "not finite",
+        ),
     ],
 )
 def test_broken_adapters_are_rejected(corrupt: Any, message: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.network import Network
+from anydecode.models.tensor_file import read_tensors
 
 #: Tensors by number of layers before the exit, or before the layer.
 ByExit = dict[int, np.ndarray]
@@ -45,24 +46,18 @@ def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], di
         CheckpointError: There is no such file, or it has other tensors or numbers that are not
             finite.
     """
-    from safetensors import SafetensorError, safe_open
-
+    tensors, metadata = read_tensors(path, what)
     found: dict[str, ByExit] = {part: {} for part in parts}
     try:
-        with safe_open(path, "np") as file:
-            metadata = {"fingerprint": "", "target": "", **(file.metadata() or {})}
-            for name in file.keys():  # noqa: SIM118
-                _, exit, part = name.split(".", 2)
-                found[part][int(exit)] = np.asarray(file.get_tensor(name), np.float32)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{what} {path}: {error}") from None
+        for name, tensor in tensors.items():
+            _, exit, part = name.split(".", 2)
+            found[part][int(exit)] = tensor
+    except (ValueError, KeyError):
+        raise CheckpointError(f"{what} {path}: has an unknown tensor {name}") from None
     first, *others = found.values()
-    is_valid = first and all(one.keys() == first.keys() for one in others)
-    if not is_valid or not all(
-        np.isfinite(tensor).all() for tensors in found.values() for tensor in tensors.values()
-    ):
-        raise CheckpointError(f"{what} {path}: the tensors do not fit together, or are not finite")
-    return list(found.values()), metadata
+    if not (first and all(one.keys() == first.keys() for one in others)):
+        raise CheckpointError(f"{what} {path}: the tensors do not fit together")
+    return list(found.values()), {"fingerprint": "", "target": "", **metadata}
 
 
 def check_model(fingerprint: str, network: Network, what: str, command: str) -> None:

@@ -21,6 +21,7 @@ from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.exit_files import check_model
 from anydecode.models.lora import Factors, fit_factors, read_factors
 from anydecode.models.network import Network
+from anydecode.models.tensor_file import read_tensors
 
 #: The folder of a model's folder that has its mask tokens, and the file with them and the head.
 FOLDER_NAME, FILE_NAME = "future_masks", "future_masks.safetensors"
@@ -120,34 +121,23 @@ class FutureMasks:
         Raises:
             CheckpointError: Files are missing, have other tensors, or numbers that are not finite.
         """
-        from safetensors import SafetensorError, safe_open
-
-        path, tensors = folder / FILE_NAME, dict[str, np.ndarray]()
+        path = folder / FILE_NAME
         names = ["masks", *(f"{layer}.{part}" for layer in LAYERS for part in _PARTS)]
-        try:
-            with safe_open(path, "np") as file:
-                fingerprint = (file.metadata() or {}).get("fingerprint", "")
-                for name in names:
-                    tensors[name] = np.asarray(file.get_tensor(name), np.float32)
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
-            raise CheckpointError(f"mask tokens {path}: {error}") from None
+        tensors, metadata = read_tensors(path, "mask tokens", names)
         masks = tensors["masks"]
         width = masks.shape[-1] if masks.ndim == 2 else 0
         shapes = {"first.weight": (width, 2 * width), "second.weight": (width, width)}
-        is_valid = all(
-            tensors[name].shape == shapes.get(name, (width,)) and np.isfinite(tensors[name]).all()
-            for name in names[1:]
-        )
-        if not (is_valid and 0 < len(masks) <= MAX_MASKS and np.isfinite(masks).all()):
+        is_valid = all(tensors[name].shape == shapes.get(name, (width,)) for name in names[1:])
+        if not (is_valid and 0 < len(masks) <= MAX_MASKS):
             raise CheckpointError(
-                f"mask tokens {path}: allowed are finite numbers for 1 to {MAX_MASKS} masks, and"
-                " layers of the masks' size"
+                f"mask tokens {path}: allowed are 1 to {MAX_MASKS} masks, and layers of the masks'"
+                " size"
             )
         first, second = (
             SamplerLayer(*(tensors[f"{layer}.{part}"] for part in _PARTS)) for layer in LAYERS
         )
         _, factors = read_factors(folder)
-        return FutureMasks(masks, first, second, factors, fingerprint)
+        return FutureMasks(masks, first, second, factors, metadata.get("fingerprint", ""))
 
 
 def _free(network: weakref.ref[Network], index: int) -> None:

@@ -18,6 +18,7 @@ from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.routes import Guide, RoutedPass, TreeRoute
 from anydecode.models.exit_files import check_model
 from anydecode.models.network import Network
+from anydecode.models.tensor_file import read_tensors
 
 #: The file of a model's folder that has its maps.
 FILE_NAME = "hidden_transfer.safetensors"
@@ -122,18 +123,10 @@ class HiddenTransfer(TreeRoute):
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(file, "np") as opened:
-                fingerprint = (opened.metadata() or {}).get("fingerprint", "")
-                maps, accuracies = (
-                    np.asarray(opened.get_tensor(name), np.float32)
-                    for name in ("maps", "accuracies")
-                )
-                layers = tuple(np.asarray(opened.get_tensor("layers"), np.int64).ravel().tolist())
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
-            raise CheckpointError(f"maps of hidden states {file}: {error}") from None
+        names = "maps", "accuracies", "layers"
+        tensors, metadata = read_tensors(file, "maps of hidden states", names)
+        maps, accuracies = tensors["maps"], tensors["accuracies"]
+        layers = tuple(int(layer) for layer in tensors["layers"].ravel())
         count = len(layers)
         is_square = maps.ndim == 3 and maps.shape == (count, maps.shape[2], maps.shape[2])
         fits = is_square and accuracies.ndim == 2 and len(accuracies) == count
@@ -144,11 +137,11 @@ class HiddenTransfer(TreeRoute):
                 f" {MAX_MAPS} layers and [count, 1 to {MAX_RANKS}]"
             )
         in_range = (accuracies >= 0).all() and (accuracies.sum(1) <= 1.001).all()
-        if not (in_range and np.isfinite(maps).all()) or sorted(layers) != list(layers):
+        if not in_range or sorted(layers) != list(layers):
             raise CheckpointError(
-                f"maps of hidden states {file}: has numbers that are not finite, accuracies that"
-                " are not shares, or layers that fall"
+                f"maps of hidden states {file}: has accuracies that are not shares, or layers that"
+                " fall"
             )
         if layers[0] < 0:
             raise CheckpointError(f"maps of hidden states {file}: has a layer below 0")
-        return HiddenTransfer(maps, layers, accuracies, fingerprint)
+        return HiddenTransfer(maps, layers, accuracies, metadata.get("fingerprint", ""))

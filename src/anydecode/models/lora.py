@@ -124,6 +124,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         tensors = load_file(path / names[1])
     except (ValueError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: the adapter cannot be read ({error})") from None
+    if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
+        raise CheckpointError(f"{path}: the adapter has numbers that are not finite")
     return read_json(path / names[0]), tensors
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.models.exit_files import check_model
 from anydecode.models.network import Network
+from anydecode.models.tensor_file import read_tensors
 
 #: The file of a model's folder that has its diffusion model.
 FILE_NAME = "sentence_diffusion.safetensors"
@@ -158,7 +159,7 @@ class SentenceDiffusion:
         Raises:
             CheckpointError: There is no such file, or its tensors do not fit together.
         """
-        tensors, facts = _read(path, "parts of dglm")
+        tensors, facts = read_tensors(path, "parts of dglm", dtype=np.float64)
 
         def network(name: str) -> ResidualMlp:
             start = f"{name}."
@@ -220,7 +221,7 @@ class EmbeddingClassifier:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        tensors, _ = _read(path, "classifier of embeddings")
+        tensors, _ = read_tensors(path, "classifier of embeddings", dtype=np.float64)
         weight, bias = tensors.get("weight", np.zeros(())), tensors.get("bias", np.zeros(()))
         if weight.ndim != 1 or bias.shape != (1,):
             raise CheckpointError(f"classifier of embeddings {path}: it has other tensors")
@@ -233,23 +234,3 @@ def _write(path: Path, tensors: Mapping[str, np.ndarray], facts: dict[str, str])
     path.parent.mkdir(parents=True, exist_ok=True)
     rounded = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     save_file(rounded, path, metadata=facts)
-
-
-def _read(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The tensors of a safetensors file in float64, and its metadata.
-
-    Raises:
-        CheckpointError: The file cannot be read, or a number is not finite.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as file:
-            names = list(file.keys())
-            tensors = {name: np.asarray(file.get_tensor(name), np.float64) for name in names}
-            facts = dict(file.metadata() or {})
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{what} {path}: {error}") from None
-    if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
-        raise CheckpointError(f"{what} {path}: its numbers are not finite")
-    return tensors, facts

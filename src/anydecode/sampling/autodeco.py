@@ -106,14 +106,9 @@ class Heads:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Heads:
         """Load heads from a safetensors file. Raises `CheckpointError`."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from anydecode.models.tensor_file import read_tensors
 
-        try:
-            tensors = load_file(os.fspath(path))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"autodeco heads {path}: {error}") from None
-        return Heads.of({name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+        return Heads.of(read_tensors(path, "autodeco heads")[0])
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The tensors by the names that `of` reads."""

@@ -17,7 +17,7 @@ from anydecode.certification.oracles.speculative import ppd as oracle
 from anydecode.certification.oracles.speculative.auto import FixedCosts
 from anydecode.certification.rounds import rounds, scripted
 from anydecode.decoders.speculative import ppd
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.tree import TokenTree
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
@@ -203,8 +203,8 @@ def _tensors(width: int = 4, **changed: Any) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (None, "has no prompt tokens for ppd"),
-        ({"embeddings": np.zeros((3, 4), np.float32)}, "has no prompt tokens for ppd"),
+        (None, "there is no such file"),
+        ({"embeddings": np.zeros((3, 4), np.float32)}, "has no tensor accuracies"),
         (_tensors(accuracies=np.zeros((2, 2), np.float32)), "allowed are"),
         (_tensors(accuracies=np.full((3, 2), 0.6, np.float32)), "not shares"),
         (_tensors(embeddings=np.full((3, 4), np.nan, np.float32)), "not finite"),
@@ -220,7 +220,7 @@ def test_malformed_files_are_refused_in_one_line(
         save_file(tensors, file)
     with (
         LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm,
-        pytest.raises(InvalidRequestError, match=message) as refusal,
+        pytest.raises(AnydecodeError, match=message) as refusal,
     ):
         llm.generate("abc", decoder=f"ppd:prompts={file}")
     assert "\n" not in str(refusal.value)

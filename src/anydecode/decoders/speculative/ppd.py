@@ -28,7 +28,8 @@ from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.mask_groups import MaskDrafter, MaskOutput
 from anydecode.decoders.speculative.static_trees import REFRESH, RankPath
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.tensor_file import read_tensors
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -141,28 +142,20 @@ def load_prompts(path: Path) -> PromptTokens:
     """Load a safetensors file with `embeddings` and `accuracies`, see `PromptTokens`.
 
     Raises:
-        InvalidRequestError: There is no such file, or its tensors are no prompt tokens.
+        CheckpointError: There is no such file, or its tensors are no prompt tokens.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        tensors = load_file(path)
-        found = [np.asarray(tensors[name], np.float32) for name in ("embeddings", "accuracies")]
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{path} has no prompt tokens for ppd: {error}") from None
-    embeddings, accuracies = found
+    names = "embeddings", "accuracies"
+    tensors, _ = read_tensors(path, "prompt tokens for ppd", names)
+    embeddings, accuracies = (tensors[name] for name in names)
     is_valid = embeddings.ndim == accuracies.ndim == 2 and len(embeddings) == len(accuracies) > 0
     if not is_valid or len(embeddings) > 16 or not 1 <= accuracies.shape[1] <= 64:
-        raise InvalidRequestError(
+        raise CheckpointError(
             f"{path} has embeddings {embeddings.shape} and accuracies {accuracies.shape}; allowed"
             " are [1 to 16, hidden size] and [as many, 1 to 64]"
         )
     in_range = (accuracies >= 0).all() and (accuracies.sum(1) <= 1.001).all()
-    if not (np.isfinite(embeddings).all() and in_range):
-        raise InvalidRequestError(
-            f"{path} has numbers that are not finite, or accuracies that are not shares"
-        )
+    if not in_range:
+        raise CheckpointError(f"{path} has accuracies that are not shares")
     return PromptTokens(embeddings, accuracies)
 
 
