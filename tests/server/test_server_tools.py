@@ -273,7 +273,7 @@ def joined(chunks: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]], str
     return content, calls, reason
 
 
-FIELDS: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "decoder": "autoregressive"}
+FIELDS: dict[str, Any] = {"max_tokens": 600, "temperature": 0, "decoder": "autoregressive"}
 
 
 def test_arguments_are_streamed_as_they_are_generated() -> None:
