@@ -417,6 +417,10 @@ def test_the_charts_of_the_load_are_in_line(browser: Browser, width: int) -> Non
     browser.size(1440, 900)
     assert len(set(heights)) == 1  # no number is broken into two lines
     assert len({chart - box for box, chart in boxes}) == 1
+    axes = browser.script(
+        "return [...document.querySelectorAll('#charts .axis')].map((one) => one.innerText)"
+    )
+    assert [axis.split("\n") for axis in axes] == 5 * [["2 min ago", "1 min ago", "now"]]
 
 
 def test_the_workers_of_a_fleet_are_shown(

@@ -327,6 +327,8 @@ while (walker.nextNode()) {
 return found;
 """
 
+#: Script: the titles of the examples.
+EXAMPLES = "return [...document.querySelectorAll('#examples strong')].map((one) => one.innerText)"
 #: Script: the number of masks of the canvas, whether the text beside it is shown, and its caption.
 LIVE = """
 const canvas = document.querySelector('.canvas');
@@ -351,11 +353,17 @@ def test_the_canvas_is_shown_while_it_fills(browser: Any, monkeypatch: Any) -> N
     monkeypatch.setattr(ScriptedModel, "run", slow_run)
     with scripted_llm(causal=False) as llm:
         llm.tokenizer.chat_template = None
+        decode = llm.tokenizer.decode
+        is_ending = lambda tokens: len(tokens) == 1 and tokens[0] % 2  # noqa: E731
+        monkeypatch.setattr(
+            llm.tokenizer, "decode", lambda tokens: "" if is_ending(tokens) else decode(tokens)
+        )
         with LiveServer(llm, Settings(name="diffusion", port=0)) as server:
             for width in (1440, 375):
                 opened(browser, server.url, width)
                 assert browser.script("return document.getElementById('decoder').value") == "llada"
                 assert browser.script("return document.getElementById('chat-mode').hidden")
+                assert browser.script(EXAMPLES)[:2] == ["Sort", "Shuffle"]
                 browser.script("document.getElementById('tokens').value = 24")
                 browser.script("document.getElementById('message').value = 'fill this in'")
                 browser.script("document.getElementById('ask').requestSubmit()")
@@ -363,6 +371,8 @@ def test_the_canvas_is_shown_while_it_fills(browser: Any, monkeypatch: Any) -> N
                 live = browser.script(LIVE)
                 assert live["masks"] > 0 and live["text"] == "none"
                 assert "of 24 positions are filled" in live["progress"]
+                browser.until("document.querySelector('.progress').textContent.includes('∅')")
+                assert "∅" in browser.script("return document.querySelector('.canvas').innerText")
                 assert browser.script(f"return {FITS}")
                 browser.picture(f"filling-{width}-{browser.theme}")
                 browser.until("document.querySelector('.assistant .facts button')")

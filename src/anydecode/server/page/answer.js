@@ -31,6 +31,8 @@ export async function generate(request, element, signal) {
   return result;
 }
 
+const NO_TEXT = "∅";
+
 class AnswerView {
   constructor(element) {
     this.element = element;
@@ -50,7 +52,8 @@ class AnswerView {
     this.reasoning.append(text);
   }
 
-  // Shows the positions of a canvas while it fills: masks are dots, new tokens are highlighted.
+  // Shows the positions of a canvas while it fills: masks are dots, new tokens are highlighted, and
+  // tokens without a text, such as the end of the text, have a sign as in the trace.
   showCanvas(positions) {
     if (!this.canvas) {
       this.canvas = make("span", { class: "canvas", "aria-hidden": "true" });
@@ -60,12 +63,14 @@ class AnswerView {
     this.text.hidden = true;
     const previous = [...this.canvas.children];
     this.canvas.replaceChildren(...positions.map((text, index) => {
+      const shown = text === null ? "·" : text || NO_TEXT;
       const old = previous[index]?.className === "mask" ? null : previous[index]?.textContent;
-      const kind = text === null ? "mask" : text === old ? "" : "new";
-      return make("span", { class: kind, textContent: text ?? "·" });
+      const kind = text === null ? "mask" : shown === old ? "" : "new";
+      return make("span", { class: kind, textContent: shown });
     }));
     const filled = positions.filter((text) => text !== null).length;
-    this.progress.textContent = `${filled} of ${positions.length} positions are filled; a dot is a mask.`;
+    this.progress.textContent = `${filled} of ${positions.length} positions are filled; a dot is a mask`
+      + (positions.includes("") ? `, ${NO_TEXT} an end of text or another token without text.` : ".");
   }
 
   end() {

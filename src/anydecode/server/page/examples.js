@@ -1,9 +1,10 @@
 // The examples that the page opens with: each fills a view's form and runs it.
 
+import { server } from "./api.js";
 import { clearChat, setMode } from "./chat.js";
 import { setConstraint } from "./constraints.js";
 import { at, make, restart } from "./dom.js";
-import { setSampling } from "./settings.js";
+import { isListed, setSampling } from "./settings.js";
 
 const EXAMPLES = [
   {
@@ -32,11 +33,21 @@ const EXAMPLES = [
     view: "race", text: "Write a Python function for each of add, subtract, multiply and divide of two numbers.", sampling: { temperature: 0 },
   },
 ];
+// Of the tasks that the small diffusion models are trained on.
+const TASKS = [
+  { title: "Sort", note: "names in the order of the alphabet", text: "sort Leo Ada Ben:" },
+  { title: "Shuffle", note: "another order: several answers are right", text: "shuffle Leo Ada Ben:" },
+  { title: "Insert", note: "a name into a list, at a position", text: "insert Leo at 2 in Ada Ben:" },
+  { title: "Add", note: "the sum of two numbers", text: "13+18=" },
+  { title: "Chain", note: "a sum, one step after the other", text: "chain 3+1+2:" },
+  { title: "JSON", note: "a record in another notation", text: "json age 28 city Rome:" },
+].map((task) => ({ ...task, view: "chat", mode: "completion", tokens: 32, sampling: { temperature: 0 } }));
 const FORMS = { chat: "ask", constraints: "constraint-form", race: "race-form" };
 const FIELDS = { chat: "message", constraints: "constraint-prompt", race: "race-prompt" };
 
 function fill(example) {
   setSampling(example.sampling);
+  if (example.tokens) at("tokens").value = example.tokens;
   if (example.view === "chat") {
     clearChat();
     setMode(example.mode);
@@ -45,8 +56,10 @@ function fill(example) {
   at(FIELDS[example.view]).value = example.text;
 }
 
-export function startExamples() {
-  at("examples").append(...EXAMPLES.map((example) => {
+// Offers the examples that suit the model: a diffusion model without a chat template has tasks.
+export function refreshExamples() {
+  const examples = server.hasChat || isListed("autoregressive") ? EXAMPLES : TASKS;
+  at("examples").replaceChildren(...examples.map((example) => {
     const button = make("button", { type: "button" }, make("strong", { textContent: example.title }), make("span", { textContent: example.note }));
     button.onclick = () => {
       fill(example);

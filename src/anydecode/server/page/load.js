@@ -4,7 +4,8 @@ import { getOfModel, inWords } from "./api.js";
 import { at, make } from "./dom.js";
 import { cacheOfFleet, drawFleet, fleetInWords } from "./fleet.js";
 
-const NUM_SAMPLES = 120;
+const SECONDS = 120;
+const MAX_GAP = 3; // seconds between two samples that a line joins
 const [WIDTH, HEIGHT] = [240, 64];
 const SVG = "http://www.w3.org/2000/svg";
 const CHARTS = {
@@ -14,7 +15,7 @@ const CHARTS = {
   rate: { title: "Tokens per second", text: (value) => value.toFixed(0), floor: 10 },
   between: { title: "Time between tokens", text: (value) => `${(1000 * value).toFixed(1)} ms`, floor: 0.01 },
 };
-const samples = []; // by chart name; null where nothing was generated
+let samples = []; // by chart name, and when; null where nothing was generated
 let last = null; // the load read before, and when
 const views = {};
 
@@ -28,22 +29,21 @@ function newChart(name) {
   svg.append(line);
   const scale = make("span", { class: "hint" });
   views[name] = { value, svg, line, scale };
-  return make("figure", {}, make("figcaption", {}, make("span", { textContent: CHARTS[name].title }), value), svg, scale);
+  const axis = make("div", { class: "axis", "aria-hidden": "true" },
+    ...["2 min ago", "1 min ago", "now"].map((textContent) => make("span", { textContent })));
+  return make("figure", {}, make("figcaption", {}, make("span", { textContent: CHARTS[name].title }), value), svg, axis, scale);
 }
 
-// The path of a series, the newest value at the right; gaps where a value is null.
+// The path of a series, the newest value at the right; gaps where a value is null or none was read.
 function pathOfSeries(values, max) {
-  let command = "M";
+  const times = samples.map((sample) => sample.time);
   return values.map((value, index) => {
-    if (value === null) {
-      command = "M";
-      return "";
-    }
-    const x = WIDTH - (values.length - 1 - index) * (WIDTH / (NUM_SAMPLES - 1));
+    if (value === null) return "";
+    const isJoined = index > 0 && values[index - 1] !== null && times[index] - times[index - 1] <= MAX_GAP;
+    const x = WIDTH - (times.at(-1) - times[index]) * (WIDTH / SECONDS);
     const y = HEIGHT - 2 - (value / max) * (HEIGHT - 4);
-    const part = `${command}${x.toFixed(1)} ${y.toFixed(1)}`;
-    command = "L";
-    return part;
+    const point = `${x.toFixed(1)} ${y.toFixed(1)}`;
+    return isJoined ? `L${point}` : `M${point}h0`; // a single value is a dot
   }).join("");
 }
 
@@ -68,6 +68,7 @@ function sampleOf(live, now) {
   const tokens = last ? Math.max(0, live.num_tokens - last.live.num_tokens) : 0;
   const running = last ? (live.running + last.live.running) / 2 : live.running;
   return {
+    time: now / 1000,
     running: live.running,
     waiting: live.waiting,
     cache: used / capacity,
@@ -89,7 +90,7 @@ async function refresh() {
     const live = await getOfModel("live");
     const now = performance.now();
     samples.push(sampleOf(live, now));
-    if (samples.length > NUM_SAMPLES) samples.shift();
+    samples = samples.filter((sample) => now / 1000 - sample.time <= SECONDS);
     last = { live, now };
     at("load-error").textContent = "";
     if (at("load").hidden) return;
@@ -104,7 +105,7 @@ async function refresh() {
 
 // Forgets what was read, of another model.
 export function resetLoad() {
-  samples.length = 0;
+  samples = [];
   last = null;
 }
 

@@ -4,7 +4,7 @@ import { get, getOfModel, inWords, server } from "./api.js";
 import { setMode, startChat } from "./chat.js";
 import { openConstraints, startConstraints } from "./constraints.js";
 import { at, make } from "./dom.js";
-import { startExamples } from "./examples.js";
+import { refreshExamples } from "./examples.js";
 import { refreshGallery, startGallery } from "./gallery.js";
 import { openLoad, resetLoad, startLoad } from "./load.js";
 import { refreshRace, startRace } from "./race.js";
@@ -56,6 +56,7 @@ async function readDecoders() {
   refreshSettings();
   refreshRace();
   refreshGallery();
+  refreshExamples();
   setMode("chat");
 }
 
@@ -78,7 +79,6 @@ startConstraints();
 startSampling();
 startGallery();
 startLoad();
-startExamples();
 addEventListener("hashchange", openCurrent);
 at("skip").onclick = () => at(document.body.dataset.view + "-title").focus();
 await read();
