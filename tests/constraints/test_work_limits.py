@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -191,14 +192,14 @@ class SimulatedSystem:
         self.now += self.report_seconds
         return self.memory
 
-    def call(self, seconds: float, grown: int = 0) -> None:
+    def call(self, seconds: float, grown: int = 0, template: Any = None) -> None:
         """A call of a matcher, by which its grammar grows."""
 
         def work() -> None:
             self.now += seconds
             self.memory += grown
 
-        self.binding.call(self.template, work)
+        self.binding.call(template or self.template, work)
 
 
 @pytest.mark.parametrize("report_seconds", [3e-6, 5e-5, 1e-3, 0.1])
@@ -243,18 +244,39 @@ def test_a_text_ends_whose_grammar_takes_too_much_memory(
         system.call(1e-4, 100_000)
         assert system.memory - start < 400 << 20
     state.advance(ord("a"))
-    with pytest.raises(ConstraintError, match="128 MiB of memory"):
+    with pytest.raises(ConstraintError, match="more than 128 MiB"):
         state.mask()
     again = Regex("[ab]+").start(system.tokenizer, SIZE)  # compiled again
     again.advance(ord("a"))
     assert again.mask().any()
 
 
-def test_what_others_allocate_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_end_whose_grammars_take_too_much_memory_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     system = SimulatedSystem(monkeypatch, 1e-5)
-    for _ in range(5000):
-        system.memory += 1 << 20
-        system.call(1e-4)
+    grammars = [Regex(f"[ab]+{number}").guidance() for number in range(20)]
+    templates = [system.binding.template(grammar) for grammar in grammars]
+    start = system.memory
+    for _ in range(10_000):
+        for template in [one for one in templates if not one.is_too_large]:
+            system.call(1e-4, 100_000, template)
+    assert all(template.is_too_large for template in templates)
+    # Alone each takes up to 200 MiB.
+    assert system.memory - start < (512 << 20) + 20 * (110 << 20) < 20 * (150 << 20)
+
+
+@pytest.mark.parametrize("in_calls", [0.0, 0.3, 1.0])
+def test_what_others_allocate_ends_no_text(
+    monkeypatch: pytest.MonkeyPatch, in_calls: float
+) -> None:
+    """Buffers come and go, in calls and between them; between them memory grows, too."""
+    system, random = SimulatedSystem(monkeypatch, 1e-5), Random(0)
+    for number in range(20_000):
+        buffer = random.choice((-3, 3)) << 20
+        system.memory += (1 << 20 if number < 5000 else 0) + int(buffer * (1 - in_calls))
+        system.call(1e-4, int(buffer * in_calls))
+        system.memory -= buffer
     assert not system.template.is_too_large
 
 

@@ -44,6 +44,10 @@ _CALLS_PER_MEASUREMENT, _MAX_PATIENCE, _SMALL_GROWTH, _MAX_MEASURED = 20, 32, 1 
 #: others have allocated counts, is measured alone, in each of so many calls; texts that use it end
 #: if it then grows by more than `MAX_GROWTH_IN_USE`.
 MAX_GROWTH_IN_USE, _SUSPECT_GROWTH, _CALLS_ALONE = 128 << 20, 64 << 20, 1000
+#: The limit if all together have grown by more than `MAX_TOTAL_GROWTH` bytes in such calls.
+MAX_GROWTH_IN_COMPANY, MAX_TOTAL_GROWTH = 32 << 20, 512 << 20
+#: The growth of one call counts up to so many bytes: more is what another thread has allocated.
+_MAX_CALL_GROWTH = 4 << 20
 #: One of so many calls is timed, for all of them.
 _CALLS_PER_TIMED = 5
 #: It is measured sooner if the process takes so many bytes more, which is checked after calls of so
@@ -180,8 +184,9 @@ class _Template:
         #: about how long the calls since then took, and after how long the growth is checked.
         self.is_measured, self.seconds, self.check_at = False, 0.0, 0.0
         #: By how much it seems to have grown; the number of calls in which it is still measured
-        #: alone, by how much it has grown in such calls, and whether that is too much.
-        self.growth = self.num_alone = self.growth_alone = 0
+        #: alone, by how much it has grown in such calls, the bytes that were allocated when these
+        #: began, less that growth, and whether it has grown too much.
+        self.growth = self.num_alone = self.growth_alone = self.allocated_before = 0
         self.is_too_large = False
         #: The number of calls until the next one that is timed.
         self.num_untimed = 0
@@ -262,13 +267,19 @@ class TokenizerBinding:
     def _call_alone(
         self, template: _Template, method: Callable[..., _Result], *arguments: object
     ) -> _Result:
-        """`call` that measures by how much the process grows in this call alone."""
-        before = resident_bytes()
+        """`call` that measures how much is allocated in this call alone. Other threads allocate
+        and free meanwhile: no call counts much, what is freed counts twice, since a lexer frees
+        nothing, and the growth is at most that of the process."""
+        before = allocated_bytes() or 0
         result = method(*arguments)
-        grown = max(0, resident_bytes() - before)
+        now = allocated_bytes() or 0
+        grown = min(now - before, _MAX_CALL_GROWTH) if now > before else 2 * (now - before)
         template.num_alone = _CALLS_ALONE if grown > _SMALL_GROWTH else template.num_alone - 1
-        template.growth_alone += grown
-        template.is_too_large |= template.growth_alone > MAX_GROWTH_IN_USE
+        growth = min(template.growth_alone + grown, now - template.allocated_before)
+        template.growth_alone = max(0, growth)
+        total = sum(one.growth_alone for one in list(self._used.values()))
+        limit = MAX_GROWTH_IN_COMPANY if total > MAX_TOTAL_GROWTH else MAX_GROWTH_IN_USE
+        template.is_too_large |= template.growth_alone > limit
         return result
 
     def _begin(self, template: _Template) -> None:
@@ -313,6 +324,7 @@ class TokenizerBinding:
                 template.growth += max(0, grown)
                 if template.growth > _SUSPECT_GROWTH and now is not None:
                     template.growth, template.num_alone = 0, _CALLS_ALONE
+                    template.allocated_before = now - template.growth_alone
                 if grown > 0:
                     self._templates.grow(template.grammar, template, grown, template.max_bytes)
             seconds = self._begin_seconds + thread_time() - start
@@ -520,8 +532,9 @@ class GuidanceState(ConstraintState):
         if self._template.is_too_large:
             self._binding.drop(self._template)
             raise ConstraintError(
-                f"the constraint takes more than {MAX_GROWTH_IN_USE >> 20} MiB of memory for this"
-                " text: use fewer or shorter repetitions"
+                "the constraint takes too much memory for this text: more than"
+                f" {MAX_GROWTH_IN_USE >> 20} MiB, or {MAX_GROWTH_IN_COMPANY >> 20} MiB beside"
+                " others that take much: use fewer or shorter repetitions"
             )
         bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
         return bits[:size].view(np.bool_)
