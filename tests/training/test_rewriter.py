@@ -9,6 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 
 from anydecode.api.llm import LLM
