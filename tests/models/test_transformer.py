@@ -701,3 +701,14 @@ def test_token_0_is_embedded_beside_rows_with_inputs(backend: str) -> None:
     rows.inputs[[0, 2]] = np.nan  # not read
     rows.tokens[[1, 3]] = -1
     assert np.array_equal(logits(model, rows), logits(model, chain(tokens)))
+
+
+def test_embeddings_are_read_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders read them while a pass, whose buffers the executor's `embed` shares, may run."""
+    if load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    model = own_model(hf_model("Llama"), executor=choose_executor("native"))
+    tokens = np.array([5, 0, 9], np.int32)
+    expected = model.executor.embed(tokens)
+    monkeypatch.setattr(model.executor, "embed", None)
+    assert np.array_equal(model.embed(tokens), expected)

@@ -248,16 +248,13 @@ class Transformer:
 
         return make(project, states.num_taps * states.target_size)
 
-    def stored_embeddings(self, tokens: np.ndarray) -> np.ndarray:
-        """As `embed`, also while a pass runs on another thread."""
-        read = getattr(self.executor, "read_rows", dequantize_rows)
-        scale = np.float32(self.spec.embedding_scale)
-        rows: np.ndarray = read(self.network.weights.embedding, tokens) * scale
-        return rows
-
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Input embeddings of tokens, float32 `[n, hidden_size]`, with the model's scale
-        applied."""
+        applied. Decoders call it while a pass may run on another thread, whose buffers the
+        executor's own `embed` shares on CPUs."""
+        if read := getattr(self.executor, "read_rows", None):
+            rows: np.ndarray = read(self.network.weights.embedding, tokens)
+            return rows * np.float32(self.spec.embedding_scale)
         return to_host(self.executor.embed(tokens))
 
     def expected_embeddings(self, probabilities: np.ndarray) -> np.ndarray:

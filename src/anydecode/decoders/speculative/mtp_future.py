@@ -97,7 +97,7 @@ class FutureDrafter(SpaceDrafter):
         model = _model(sequence)
         tokens = draft_candidates(sequence, sampler, mask.logits, 0, has_noise=False).tokens
         assert mask.state is not None
-        embedding = model.stored_embeddings(np.array([last]))[0]
+        embedding = model.embed(np.array([last], np.int32))[0]
         inputs = self.parts(sequence).head_inputs(embedding, mask.state)
         row = np.full_like(mask.logits, -np.inf)
         row[tokens] = model.head_products(inputs[None], tokens)[0]
