@@ -14,6 +14,8 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from anydecode.errors import CheckpointError
+from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.loading.llada import INNER_NAMES
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.tokenizer import EOS, EOS_ID, MASK, MASK_ID, PAD, PAD_ID
@@ -88,6 +90,14 @@ def save_block_llama(
     special = {**tokenizer.special_texts, "mask_token": tokenizer.token_text(mask)}
     tensors = {llama_name(name): weights[name] for name in weights}
     _save(folder, config, tensors, tokenizer.backend, special)
+
+
+def writable_tokenizer(checkpoint: Checkpoint) -> HFTokenizer:
+    """The tokenizer of a checkpoint, for a model that is trained from it. Raises `CheckpointError`
+    if it cannot be written."""
+    if not isinstance(checkpoint.tokenizer, HFTokenizer):
+        raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+    return checkpoint.tokenizer
 
 
 def save_nested_llama(

@@ -20,11 +20,10 @@ from random import Random
 import torch
 from torch.nn import functional
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun
-from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
@@ -140,9 +139,7 @@ class LayerSkipRun(AnswerRun):
     recipe: LayerSkipRecipe
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: LayerSkipRecipe) -> None:
-        tokenizer = checkpoint.tokenizer
-        if not isinstance(tokenizer, HFTokenizer):
-            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+        tokenizer = writable_tokenizer(checkpoint)
         super().__init__(checkpoint, folder, recipe)
         self.tokenizer = tokenizer
         self.model.requires_grad_(True)

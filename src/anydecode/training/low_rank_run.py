@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from anydecode.errors import CheckpointError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun
 from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights
-from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class LowRankRun(AnswerRun):
     recipe: LowRankRecipe
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: LowRankRecipe) -> None:
-        tokenizer = checkpoint.tokenizer
-        if not isinstance(tokenizer, HFTokenizer):
-            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+        tokenizer = writable_tokenizer(checkpoint)
         super().__init__(checkpoint, folder, recipe)
         self.tokenizer = tokenizer
 

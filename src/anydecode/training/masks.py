@@ -28,9 +28,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun
 from anydecode.training.block_adapter import (
     Pair,
@@ -38,7 +37,7 @@ from anydecode.training.block_adapter import (
     choose_mask_token,
     merged_weights,
 )
-from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 from anydecode.training.nested import own_answers
 from anydecode.training.transformer import Transformer
 
@@ -261,9 +260,7 @@ class MaskRun(GroupRun):
     def __init__(
         self, checkpoint: Checkpoint, folder: Path, recipe: MaskRecipe, mask: int | None = None
     ) -> None:
-        tokenizer = checkpoint.tokenizer
-        if not isinstance(tokenizer, HFTokenizer):
-            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+        tokenizer = writable_tokenizer(checkpoint)
         self.tokenizer = tokenizer
         self.mask = choose_mask_token(tokenizer) if mask is None else mask
         super().__init__(checkpoint, folder, recipe)

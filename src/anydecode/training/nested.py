@@ -20,11 +20,10 @@ from torch.nn import functional
 
 from anydecode.api.llm import LLM
 from anydecode.decoders.speculative.s2d import NestedDrafter
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import Pair, open_llama, task_pair
-from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 from anydecode.training.generated import generate_prompts, rendered_prompt, run_requests
 from anydecode.training.transformer import Transformer
 
@@ -63,9 +62,7 @@ def train_nested(
         CheckpointError: The model is no plain Llama, or its tokenizer cannot be written.
         InvalidRequestError: The model has fewer layers, or the exits are out of order.
     """
-    tokenizer = checkpoint.tokenizer
-    if not isinstance(tokenizer, HFTokenizer):
-        raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+    tokenizer = writable_tokenizer(checkpoint)
     model = first_layers(open_llama(checkpoint), recipe.layers)
     depth = model.shape.layers
     stops = [*NestedDrafter(recipe.exits, 0.0).layers(depth), depth]

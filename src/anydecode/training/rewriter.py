@@ -21,9 +21,8 @@ from anydecode.api.llm import LLM
 from anydecode.decoders.search.p_aligner import TRAINED_REQUEST, PAligner, searched
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights, open_llama
-from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 from anydecode.training.generated import run_requests
 from anydecode.training.nested import padded
 from anydecode.training.run import check_budget
@@ -121,11 +120,9 @@ class RewriterRun(WeightRun):
         make_rewritings: Callable[[], Sequence[Rewriting]],
     ) -> None:
         super().__init__(folder, recipe)
-        tokenizer = checkpoint.tokenizer
-        if not isinstance(tokenizer, HFTokenizer) or not tokenizer.eos_ids:
-            raise CheckpointError(
-                f"{checkpoint.name}: its tokenizer cannot be written, or has no end of text"
-            )
+        tokenizer = writable_tokenizer(checkpoint)
+        if not tokenizer.eos_ids:
+            raise CheckpointError(f"{checkpoint.name}: its tokenizer has no end of text")
         self.tokenizer, self.model = tokenizer, open_llama(checkpoint)
         torch.manual_seed(recipe.seed)
         trained = add_low_rank(self.model, recipe.rank)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from anydecode.api.llm import LLM
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.exit_files import fingerprint
 from anydecode.models.sentence_diffusion import (
@@ -32,9 +32,8 @@ from anydecode.models.sentence_diffusion import (
     ResidualMlp,
     SentenceDiffusion,
 )
-from anydecode.models.tokenizers import HFTokenizer
 from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights, open_llama
-from anydecode.training.checkpoint import save_nested_llama
+from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 from anydecode.training.run import check_budget
 from anydecode.training.weight_run import WeightRun
 
@@ -163,11 +162,10 @@ class SentenceRun(WeightRun):
         texts: Sequence[str],
     ) -> None:
         super().__init__(folder, recipe)
-        if not isinstance(checkpoint.tokenizer, HFTokenizer):
-            raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
+        tokenizer = writable_tokenizer(checkpoint)
         if not encoder.model.spec.is_encoder:
             raise InvalidRequestError(f"{encoder.model.name} is no sentence encoder")
-        self.tokenizer, self.model = checkpoint.tokenizer, open_llama(checkpoint)
+        self.tokenizer, self.model = tokenizer, open_llama(checkpoint)
         torch.manual_seed(recipe.seed)
         size, width = encoder.model.spec.hidden_size, self.model.shape.width
         adapted = add_low_rank(self.model, recipe.rank)
