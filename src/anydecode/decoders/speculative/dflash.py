@@ -14,58 +14,11 @@ and values of every layer. The block is the text's last token, followed by mask 
 
 from __future__ import annotations
 
-from typing import Any
-
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
-from anydecode.decoders.framework.speculation import (
-    Drafter,
-    DraftSession,
-    Proposal,
-    Speculative,
-)
-from anydecode.decoders.speculative.draft_blocks import BlockTree, score_block
-from anydecode.decoders.speculative.draft_model import DRAFT
-from anydecode.errors import InvalidRequestError
-from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
-
-
-class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, drafter: BlockDrafter) -> None:
-        self.sequence = sequence
-        self.drafter = drafter
-
-    def propose(self, size: int) -> Proposal:
-        if size < 1:
-            return TokenTree()
-        drafter, model = self.drafter, self.sequence.kv_cache(DRAFT).pool.model
-        block: Any = model.spec.block
-        scores = yield score_block(self.sequence, block, min(size, block.max_drafts))
-        is_chain, has_noise = not drafter.tree, drafter.has_noise
-        tree = BlockTree(self.sequence, scores, is_chain, drafter.threshold, has_noise)
-        return tree.grow(size)
-
-
-class BlockDrafter(Drafter):
-    """Drafts the most likely token of each slot of a block, or with `tree` the best-first tree over
-    the slots' candidates; see `BlockTree` for `threshold`, `TreeDrafter` for `rule`."""
-
-    requirements = Requirements(runners=(DRAFT,), reads_states=True, drafts_blocks=True)
-
-    def __init__(
-        self, tree: bool = False, threshold: float = 0.1, rule: Acceptance | None = None
-    ) -> None:
-        if not 0 <= threshold <= 1:
-            raise InvalidRequestError(f"threshold is {threshold}; allowed is a number from 0 to 1")
-        self.tree = tree
-        self.threshold = threshold
-        self.has_noise = rule is None or not rule.reads_probabilities
-
-    def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self)
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.block_drafter import BlockDrafter
 
 
 @register(
@@ -116,5 +69,4 @@ def dflash(
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    drafter = BlockDrafter(tree, threshold, rule)
-    return Speculative(drafter, size, rule)
+    return Speculative(BlockDrafter(tree, threshold, rule), size, rule)

@@ -36,7 +36,9 @@ class EagleDrafter(TreeDrafter):
     def __init__(self, depth: int = 4, width: int = 4, rule: Acceptance | None = None) -> None:
         super().__init__(rule)
         if depth < 1 or width < 1:
-            raise InvalidRequestError("eagle needs depth >= 1 and width >= 1")
+            raise InvalidRequestError(
+                f"depth and width must be at least 1, not {depth} and {width}"
+            )
         self.depth = depth
         self.width = width
 

@@ -11,73 +11,11 @@ be the input of a further pass, whose k rows see each other again.
 
 from __future__ import annotations
 
-from typing import Any
-
 from anydecode.catalogue import Card, Range, register
-from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
-from anydecode.decoders.framework.speculation import (
-    Drafter,
-    DraftSession,
-    Proposal,
-    Speculative,
-)
-from anydecode.decoders.speculative.draft_blocks import BlockTree, score_block
-from anydecode.decoders.speculative.draft_model import DRAFT
-from anydecode.errors import InvalidRequestError
-from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
-
-
-class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, drafter: FalconDrafter) -> None:
-        self.sequence = sequence
-        self.drafter = drafter
-
-    def propose(self, size: int) -> Proposal:
-        if size < 1:
-            return TokenTree()
-        drafter, spec = self.drafter, self.sequence.kv_cache(DRAFT).pool.model.spec
-        block: Any = spec.block
-        scores = yield score_block(self.sequence, block, min(size, block.max_drafts))
-        is_chain, has_noise = not drafter.tree, drafter.has_noise
-        growing = BlockTree(self.sequence, scores, is_chain, drafter.threshold, has_noise)
-        tree = growing.grow(size)
-        if block.mask_token is not None:
-            return tree
-        for _ in range(drafter.blocks - 1):
-            request = growing.next_blocks(size)
-            if request is None:
-                break
-            growing.add((yield request))
-            tree = growing.grow(size)
-        return tree
-
-
-class FalconDrafter(Drafter):
-    """Drafts the best-first tree over up to `blocks` blocks, one after the other, or without `tree`
-    the most likely token of each slot; see `BlockTree` for `threshold`, `TreeDrafter` for
-    `rule`."""
-
-    requirements = Requirements(runners=(DRAFT,), reads_states=True, drafts_blocks=True)
-
-    def __init__(
-        self,
-        blocks: int = 2,
-        tree: bool = True,
-        threshold: float = 0.1,
-        rule: Acceptance | None = None,
-    ) -> None:
-        if blocks < 1 or not 0 <= threshold <= 1:
-            raise InvalidRequestError("falcon needs blocks >= 1 and a threshold from 0 to 1")
-        self.blocks = blocks
-        self.tree = tree
-        self.threshold = threshold
-        self.has_noise = rule is None or not rule.reads_probabilities
-
-    def open(self, sequence: Sequence) -> DraftSession:
-        return _Session(sequence, self)
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.block_drafter import BlockDrafter
 
 
 @register(
@@ -137,4 +75,4 @@ def falcon(
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
     """
     rule = acceptance_rule(acceptance)
-    return Speculative(FalconDrafter(blocks, tree, threshold, rule), size, rule)
+    return Speculative(BlockDrafter(tree, threshold, rule, blocks), size, rule)

@@ -13,7 +13,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.dflash import BlockDrafter
+from anydecode.decoders.speculative.block_drafter import BlockDrafter
 
 
 @register(
