@@ -29,6 +29,16 @@ CONDITIONS = pytest.mark.parametrize(
     ],
     ids=["preempted", "chunked", "torch", "uncached"],
 )
+#: Options of requests: guidance, penalties and layers that are contrasted.
+SAMPLERS = pytest.mark.parametrize(
+    "options",
+    [
+        {"negative_prompt": "zz", "guidance_scale": 1.5},
+        {"logprobs": 2, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+        {"sampler": "dola"},
+    ],
+    ids=["guidance", "penalties", "dola"],
+)
 
 
 def only_drafter(monkeypatch: pytest.MonkeyPatch, oracle: ModuleType, name: str) -> None:
@@ -61,10 +71,17 @@ def assert_text_of_plain_decoding(
         pytest.importorskip("torch")
     request = {"max_tokens": 28, **request}
     with with_drafter(drafter, **{"cache_positions": 2048, **options}) as llm:
-        plain = generate(llm, list(prompts), "autoregressive", **request)
-        alone = [generate(llm, one, decoders[0], **request) for one in prompts]
-        together = generate(llm, list(prompts), decoders[1], **request)
-        llm.engine.check_integrity()
+        return assert_texts_of_plain_decoding(llm, decoders, prompts, **request)
+
+
+def assert_texts_of_plain_decoding(
+    llm: LLM, decoders: tuple[str, str], prompts: Sequence[str] = PROMPTS, **request: Any
+) -> tuple[int, int]:
+    """`assert_text_of_plain_decoding` with an open model."""
+    plain = generate(llm, list(prompts), "autoregressive", **request)
+    alone = [generate(llm, one, decoders[0], **request) for one in prompts]
+    together = generate(llm, list(prompts), decoders[1], **request)
+    llm.engine.check_integrity()
     expected = [one.tokens for one in plain]
     assert [one.tokens for one in alone] == expected
     assert [one.tokens for one in together] == expected
@@ -78,15 +95,36 @@ def assert_constrained_text_of_plain_decoding(
     **request: Any,
 ) -> None:
     """Asserts that constrained texts are those of plain decoding."""
-    options = {"max_tokens": 60, "ignore_eos": False, **request}
     with with_drafter(drafter, cache_positions=1024) as llm:
-        for constraint in constraints:
-            plain, drafted = (
-                generate(llm, "x", key, constraint=constraint, **options)
-                for key in ("autoregressive", decoder)
-            )
-            assert drafted.text == plain.text
-        llm.engine.check_integrity()
+        assert_constrained_texts_of_plain_decoding(llm, decoder, constraints, **request)
+
+
+def assert_constrained_texts_of_plain_decoding(
+    llm: LLM, decoder: str, constraints: Sequence[Constraint], **request: Any
+) -> None:
+    """`assert_constrained_text_of_plain_decoding` with an open model."""
+    options = {"max_tokens": 60, "ignore_eos": False, **request}
+    for constraint in constraints:
+        plain, drafted = (
+            generate(llm, "x", key, constraint=constraint, **options)
+            for key in ("autoregressive", decoder)
+        )
+        assert drafted.text == plain.text
+    llm.engine.check_integrity()
+
+
+def assert_texts_and_logprobs_of_plain_decoding(
+    llm: LLM, decoder: str, prompts: Sequence[str], **request: Any
+) -> int:
+    """Asserts that texts drafted together are those of plain decoding, with the same
+    log-probabilities. Returns the number of accepted drafts."""
+    plain, drafted = (
+        generate(llm, list(prompts), key, **request) for key in ("autoregressive", decoder)
+    )
+    llm.engine.check_integrity()
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert [one.logprobs for one in drafted] == [one.logprobs for one in plain]
+    return num_accepted(drafted)
 
 
 def assert_rule_accepts(

@@ -29,7 +29,16 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import TokenTree
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
-from drafted_texts import CONDITIONS, NUMBERS, PROMPTS, generate, num_accepted
+from drafted_texts import (
+    CONDITIONS,
+    NUMBERS,
+    PROMPTS,
+    SAMPLERS,
+    assert_constrained_texts_of_plain_decoding,
+    assert_texts_and_logprobs_of_plain_decoding,
+    assert_texts_of_plain_decoding,
+    generate,
+)
 
 Patch = pytest.MonkeyPatch
 Drafter = mtp_future.FutureDrafter
@@ -177,29 +186,20 @@ def test_certificate_rejects_masks_without_use(monkeypatch: Patch) -> None:
 def test_the_text_is_that_of_plain_decoding(options: dict[str, Any], temperature: float) -> None:
     if "backend" in options:
         pytest.importorskip("torch")
+    decoders = "mtp-future", "mtp-future:masks=3,linear=true"
     with future_model(**{"cache_positions": 2048, **options}) as llm:
-        plain = generate(llm, PROMPTS, "autoregressive", temperature=temperature)
-        alone = [generate(llm, one, "mtp-future", temperature=temperature) for one in PROMPTS]
-        key = "mtp-future:masks=3,linear=true"
-        together = generate(llm, PROMPTS, key, temperature=temperature)
-        llm.engine.check_integrity()
-    expected = [one.tokens for one in plain]
-    assert [one.tokens for one in alone] == expected
-    assert [one.tokens for one in together] == expected
-    assert min(num_accepted(alone), num_accepted(together)) > 15
+        accepted = assert_texts_of_plain_decoding(llm, decoders, temperature=temperature)
+    assert min(accepted) > 15
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_short_texts_are_those_of_plain_decoding(temperature: float) -> None:
     prompts = ["the cat", "a quick zebra", "zq"]
     with future_model() as llm:
-        plain, drafted = (
-            generate(llm, prompts, key, temperature=temperature, max_tokens=16)
-            for key in ("autoregressive", "mtp-future")
+        accepted = assert_texts_and_logprobs_of_plain_decoding(
+            llm, "mtp-future", prompts, temperature=temperature, max_tokens=16
         )
-        llm.engine.check_integrity()
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    assert num_accepted(drafted) > 5
+    assert accepted > 5
 
 
 def test_texts_beside_requests_with_other_methods_and_adapters(tmp_path: Path) -> None:
@@ -231,39 +231,20 @@ def test_texts_beside_requests_with_other_methods_and_adapters(tmp_path: Path) -
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
     with future_model() as llm:
-        for constraint in (NUMBERS, Regex("[a-z]{20}")):
-            plain, drafted = (
-                generate(
-                    llm, "x", key, constraint=constraint, max_tokens=60, ignore_eos=False,
-                    temperature=temperature,
-                )
-                for key in ("autoregressive", "mtp-future")
-            )  # fmt: skip
-            assert drafted.text == plain.text
-        llm.engine.check_integrity()
+        assert_constrained_texts_of_plain_decoding(
+            llm, "mtp-future", (NUMBERS, Regex("[a-z]{20}")), temperature=temperature
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"negative_prompt": "zz", "guidance_scale": 1.5},
-        {"logprobs": 2, "presence_penalty": 0.7, "repetition_penalty": 1.2},
-        {"sampler": "dola"},
-    ],
-    ids=["guidance", "penalties", "dola"],
-)
+@SAMPLERS
 def test_the_text_is_exact_with_samplers(options: dict[str, Any], temperature: float) -> None:
     with future_model(cache="int8") as llm:
-        plain, drafted = (
-            generate(llm, PROMPTS[:2], key, temperature=temperature, **options)
-            for key in ("autoregressive", "mtp-future")
+        accepted = assert_texts_and_logprobs_of_plain_decoding(
+            llm, "mtp-future", PROMPTS[:2], temperature=temperature, **options
         )
-        llm.engine.check_integrity()
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    assert [one.logprobs for one in drafted] == [one.logprobs for one in plain]
-    assert num_accepted(drafted) > 1
+    assert accepted > 1
 
 
 @pytest.mark.slow
