@@ -74,8 +74,12 @@ def minutes_or_default(minutes: float | None, steps: int | None) -> float | None
     return 60.0 if minutes is None and steps is None else minutes
 
 
-def trained(open_run: Callable[[], Run], step: str) -> Run:
-    """The run that `open_run` opens, which may generate answers, after its training."""
+def trained(open_run: Callable[[], Run], step: str, threads: int) -> Run:
+    """The run that `open_run` opens, which may generate answers, after its training with so many
+    of torch's threads (0: its default)."""
+    from anydecode.training.diffusion import limit_threads
+
+    limit_threads(threads)
     with progress("training", 1.0, unit="percent") as bar:
         bar.begin("answers")
         run = open_run()

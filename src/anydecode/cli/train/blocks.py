@@ -54,7 +54,6 @@ def train_blocks(
     """
     from anydecode.training import curve
     from anydecode.training.blockffn import BlockRecipe, BlockRun
-    from anydecode.training.diffusion import limit_threads
 
     minutes = minutes_or_default(minutes, steps)
     recipe = BlockRecipe(
@@ -67,8 +66,7 @@ def train_blocks(
         locality_weight=locality_weight,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: BlockRun(out, recipe), "blocks")
+    run = trained(lambda: BlockRun(out, recipe), "blocks", threads)
     first, *_, last = run.unused()
     lines = []
     for size, share in last.items():

@@ -65,7 +65,6 @@ def train_depth(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.layerskip import LayerSkipRecipe, LayerSkipRun
 
     minutes = minutes_or_default(minutes, steps)
@@ -80,8 +79,7 @@ def train_depth(
         every=every,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: LayerSkipRun(load_checkpoint(model), out, settings), "model")
+    run = trained(lambda: LayerSkipRun(load_checkpoint(model), out, settings), "model", threads)
     first, *_, last = run.agreements()
     layer = max(1, run.num_layers // 3)
     report(
@@ -127,7 +125,6 @@ def train_on_schedule(
     from anydecode.decoders.depth.skipdecode import SkipDecode
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.schedule import ScheduleRecipe, ScheduleRun
 
     minutes = minutes_or_default(minutes, steps)
@@ -142,8 +139,9 @@ def train_on_schedule(
         seed=seed,
     )
     built = build_as(decoder, "the decoder skipdecode", SkipDecode)
-    limit_threads(threads)
-    run = trained(lambda: ScheduleRun(load_checkpoint(model), out, recipe, built), "schedule")
+    run = trained(
+        lambda: ScheduleRun(load_checkpoint(model), out, recipe, built), "schedule", threads
+    )
     first, *_, last = run.held_out_losses()
     report(
         run,
@@ -184,7 +182,6 @@ def train_consistency(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training.block_consistency import BlockRecipe, BlockRun
-    from anydecode.training.diffusion import limit_threads
 
     minutes = minutes_or_default(minutes, steps)
     recipe = BlockRecipe(
@@ -199,8 +196,7 @@ def train_consistency(
         text_weight=text_weight,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: BlockRun(load_checkpoint(model), out, recipe), "blocks")
+    run = trained(lambda: BlockRun(load_checkpoint(model), out, recipe), "blocks", threads)
     if json:
         print_json({"path": str(run.model_folder), **run.log()})
         return
@@ -237,14 +233,12 @@ def train_exit_heads(
     from anydecode.decoders.depth.specbound import SpecBound
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.exit_heads import HeadRecipe, HeadRun
 
     minutes = minutes_or_default(minutes, steps)
     recipe = HeadRecipe(minutes, steps, answers=answers, batch=batch, rate=rate, seed=seed)
     exits = build_as(decoder, "the decoder specbound", SpecBound).exits
-    limit_threads(threads)
-    run = trained(lambda: HeadRun(load_checkpoint(model), out, recipe, exits), "heads")
+    run = trained(lambda: HeadRun(load_checkpoint(model), out, recipe, exits), "heads", threads)
     first, *_, last = run.agreements()
     report(
         run,
@@ -403,7 +397,6 @@ def train_layer_routers(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.layer_routers import LayerRouterRecipe, LayerRouterRun
 
     recipe = LayerRouterRecipe(
@@ -418,8 +411,7 @@ def train_layer_routers(
         last=last,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: LayerRouterRun(load_checkpoint(model), out, recipe), "routers")
+    run = trained(lambda: LayerRouterRun(load_checkpoint(model), out, recipe), "routers", threads)
     if plot is not None:
         curve.draw_held_out(run.log(), plot, "Training of layer routers", "nats per token")
     results = run.results()
@@ -463,7 +455,6 @@ def train_layer_adapter(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.layer_adapter import LayerAdapterRecipe, LayerAdapterRun
 
     minutes = minutes_or_default(minutes, steps)
@@ -478,8 +469,9 @@ def train_layer_adapter(
         threshold=threshold,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: LayerAdapterRun(load_checkpoint(model), out, recipe, routers), "adapter")
+    run = trained(
+        lambda: LayerAdapterRun(load_checkpoint(model), out, recipe, routers), "adapter", threads
+    )
     first, *_, last = run.held_out_losses()
     report(
         run,
@@ -519,7 +511,6 @@ def train_small_mlps(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.small_mlps import SmallMlpRecipe, SmallMlpRun
 
     recipe = SmallMlpRecipe(
@@ -533,8 +524,7 @@ def train_small_mlps(
         layers=layers,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: SmallMlpRun(load_checkpoint(model), out, recipe), "small MLPs")
+    run = trained(lambda: SmallMlpRun(load_checkpoint(model), out, recipe), "small MLPs", threads)
     first, *_, last = run.results()
     report(
         run,

@@ -119,7 +119,6 @@ def train_masks(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.masks import MaskRecipe, MaskRun
 
     minutes = minutes_or_default(minutes, steps)
@@ -134,8 +133,7 @@ def train_masks(
         rate=rate,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: MaskRun(load_checkpoint(model), out, recipe, mask), "masks")
+    run = trained(lambda: MaskRun(load_checkpoint(model), out, recipe, mask), "masks", threads)
     (text, _), *_, (last, shares) = run.shares()
     report(
         run,
@@ -182,7 +180,6 @@ def train_future_masks(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.future_masks import FutureRecipe, FutureRun
 
     minutes = minutes_or_default(minutes, steps)
@@ -197,8 +194,7 @@ def train_future_masks(
         rate=rate,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: FutureRun(load_checkpoint(model), out, recipe), "masks")
+    run = trained(lambda: FutureRun(load_checkpoint(model), out, recipe), "masks", threads)
     *_, (_, shares) = run.shares()
     report(
         run,
@@ -249,7 +245,6 @@ def train_hidden_transfer(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.hidden_transfer import TransferRecipe, TransferRun
 
     minutes = minutes_or_default(minutes, steps)
@@ -270,8 +265,7 @@ def train_hidden_transfer(
         seed=seed,
         layers=chosen,
     )
-    limit_threads(threads)
-    run = trained(lambda: TransferRun(load_checkpoint(model), out, recipe), "maps")
+    run = trained(lambda: TransferRun(load_checkpoint(model), out, recipe), "maps", threads)
     *_, (_, shares) = run.shares()
     report(
         run,
@@ -314,7 +308,6 @@ def train_prompts(
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.masks import PromptRecipe, PromptRun
 
     minutes = minutes_or_default(minutes, steps)
@@ -328,8 +321,7 @@ def train_prompts(
         rate=rate,
         seed=seed,
     )
-    limit_threads(threads)
-    run = trained(lambda: PromptRun(load_checkpoint(model), out, recipe), "prompts")
+    run = trained(lambda: PromptRun(load_checkpoint(model), out, recipe), "prompts", threads)
     *_, (_, shares) = run.shares()
     report(
         run,

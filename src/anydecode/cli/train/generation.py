@@ -208,7 +208,6 @@ def train_trees(
     """
     from anydecode.decoders.search.apar import mark_tokens
     from anydecode.models.loading import load_checkpoint
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.nested import own_answers
     from anydecode.training.pair_run import PairRecipe, PairRun
     from anydecode.training.trees import tree_texts
@@ -217,7 +216,6 @@ def train_trees(
         minutes_or_default(minutes, steps), steps, rank=rank, batch=batch, rate=rate, seed=seed
     )
     lines = [] if prompts is None else prompts.read_text(encoding="utf-8").splitlines()
-    limit_threads(threads)
     checkpoint = load_checkpoint(model)
     tokenizer = _tokenizer_with_end(checkpoint)
     marks = mark_tokens(tokenizer, (fork, child))
@@ -232,7 +230,7 @@ def train_trees(
             tokenizer.eos_ids,
         )
 
-    run = trained(lambda: PairRun(checkpoint, out, recipe, texts, model), "trees")
+    run = trained(lambda: PairRun(checkpoint, out, recipe, texts, model), "trees", threads)
     _print_losses(run, plot, json)
 
 
@@ -286,7 +284,6 @@ def train_rewriter(
     from anydecode.decoders.search.p_aligner import PAligner
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.pairs import read_texts
     from anydecode.training.rewriter import (
         RewriterRecipe,
@@ -307,14 +304,13 @@ def train_rewriter(
     )
     method = build_as(decoder, "the decoder p-aligner", PAligner)
     instructions = read_texts(prompts)
-    limit_threads(threads)
     checkpoint = load_checkpoint(model)
 
     def rewritings() -> list[Rewriting]:
         with LLM(target or model, draft="none", threads=threads or None) as llm:
             return search_rewritings(llm, instructions, method, max_tokens=tokens, seed=seed)
 
-    run = trained(lambda: RewriterRun(checkpoint, out, recipe, rewritings), "rewriter")
+    run = trained(lambda: RewriterRun(checkpoint, out, recipe, rewritings), "rewriter", threads)
     first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
     report(
         run,
@@ -369,7 +365,6 @@ def train_dglm(
     from anydecode.api.llm import LLM
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.pairs import read_texts
     from anydecode.training.sentence_diffusion import SentenceRecipe, SentenceRun
 
@@ -387,10 +382,9 @@ def train_dglm(
         seed=seed,
     )
     texts = read_texts(data)
-    limit_threads(threads)
     checkpoint = load_checkpoint(model)
     with LLM(encoder, draft="none") as reading:
-        run = trained(lambda: SentenceRun(checkpoint, reading, out, recipe, texts), "dglm")
+        run = trained(lambda: SentenceRun(checkpoint, reading, out, recipe, texts), "dglm", threads)
     first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
     report(
         run,
@@ -472,7 +466,6 @@ def train_interleaved(
     """
     from anydecode.decoders.search.simul_mt import SimulMt
     from anydecode.models.loading import load_checkpoint
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.interleaved import interleaved_row, read_interleaved
     from anydecode.training.pair_run import PairRecipe, PairRun
 
@@ -480,7 +473,6 @@ def train_interleaved(
         minutes_or_default(minutes, steps), steps, rank=rank, batch=batch, rate=rate, seed=seed
     )
     translations = read_interleaved(data)
-    limit_threads(threads)
     checkpoint = load_checkpoint(model)
     tokenizer = _tokenizer_with_end(checkpoint)
     decoder = SimulMt("trained", end_of_read=end_of_read, end_of_write=end_of_write)
@@ -495,7 +487,7 @@ def train_interleaved(
             for one in translations
         ]
 
-    run = trained(lambda: PairRun(checkpoint, out, recipe, texts, model), "translations")
+    run = trained(lambda: PairRun(checkpoint, out, recipe, texts, model), "translations", threads)
     _print_losses(run, plot, json)
 
 
