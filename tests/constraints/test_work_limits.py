@@ -176,10 +176,11 @@ class SimulatedSystem:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, report_seconds: float) -> None:
         self.now, self.num_reports, self.report_seconds = 0.0, 0, report_seconds
-        self.memory = 100 << 20
+        self.memory, self.used_pages = 100 << 20, 0
         for name, function in (
             ("perf_counter", lambda: self.now), ("thread_time", lambda: self.now),
-            ("allocated_bytes", self._report), ("resident_bytes", lambda: self.memory),
+            ("allocated_bytes", self._report),
+            ("resident_bytes", lambda: self.memory + self.used_pages),
         ):  # fmt: skip
             monkeypatch.setattr(guidance_engine, name, function)
         self.tokenizer = ByteTokenizer()
@@ -278,6 +279,21 @@ def test_what_others_allocate_ends_no_text(
         system.call(1e-4, int(buffer * in_calls))
         system.memory -= buffer
     assert not system.template.is_too_large
+
+
+def test_pages_that_others_use_for_the_first_time_end_no_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a key-value cache, which was allocated before."""
+    system = SimulatedSystem(monkeypatch, 1e-5)
+
+    def use_pages() -> None:
+        system.now, system.used_pages = system.now + 1e-4, system.used_pages + (1 << 20)
+
+    for number in range(5000):
+        system.memory += (1 << 20) if number < 200 else 0
+        system.binding.call(system.template, use_pages)
+    assert system.template.num_alone and not system.template.is_too_large
 
 
 @needs_allocator_report

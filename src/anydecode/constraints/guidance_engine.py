@@ -246,8 +246,8 @@ class TokenizerBinding:
         less than many times as long are measured together, with all that happens between them:
         memory that others have allocated is counted too. A lexer never shrinks, so if there is less
         memory, others have freed it. How much memory is resident is found quickly, but a lexer may
-        grow into memory that others have freed. Most calls take so little that to time each would
-        take a part of it that counts.
+        grow into memory that others have freed. Most calls are so short that timing each of them
+        would cost too much, so one in `_CALLS_PER_TIMED` is timed.
         """
         if template.num_untimed:
             template.num_untimed -= 1
@@ -267,19 +267,23 @@ class TokenizerBinding:
     def _call_alone(
         self, template: _Template, method: Callable[..., _Result], *arguments: object
     ) -> _Result:
-        """`call` that measures how much is allocated in this call alone. Other threads allocate
-        and free meanwhile: no call counts much, what is freed counts twice, since a lexer frees
-        nothing, and the growth is at most that of the process."""
-        before = allocated_bytes() or 0
+        """`call` that measures by how much the process grows in this call alone.
+
+        Other threads allocate and free memory in the same time. So a call counts up to
+        `_MAX_CALL_GROWTH` bytes; what is freed counts twice, since a lexer frees nothing; and the
+        growth that would be too much is at most what the process has allocated since then.
+        """
+        before = resident_bytes()
         result = method(*arguments)
-        now = allocated_bytes() or 0
-        grown = min(now - before, _MAX_CALL_GROWTH) if now > before else 2 * (now - before)
+        grown = resident_bytes() - before
         template.num_alone = _CALLS_ALONE if grown > _SMALL_GROWTH else template.num_alone - 1
-        growth = min(template.growth_alone + grown, now - template.allocated_before)
-        template.growth_alone = max(0, growth)
+        growth = template.growth_alone + (min(grown, _MAX_CALL_GROWTH) if grown > 0 else 2 * grown)
         total = sum(one.growth_alone for one in list(self._used.values()))
         limit = MAX_GROWTH_IN_COMPANY if total > MAX_TOTAL_GROWTH else MAX_GROWTH_IN_USE
-        template.is_too_large |= template.growth_alone > limit
+        if growth > limit:
+            growth = min(growth, (allocated_bytes() or 0) - template.allocated_before)
+        template.growth_alone = max(0, growth)
+        template.is_too_large |= growth > limit
         return result
 
     def _begin(self, template: _Template) -> None:
