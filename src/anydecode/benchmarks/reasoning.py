@@ -2,7 +2,7 @@
 cost in passes, rows, time and memory.
 
 A method that computes more rows than plain decoding is compared with best-of-n and majority vote of
-as many texts as come to these rows.
+as many texts as take these rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Result:
         passes: Passes with rows of the question.
         rows: Computed rows, those of the prompt included.
         seconds: Time of the whole batch, divided by its questions.
-        cache_rows: The most positions that the batch held in the caches of all models at a time,
+        cache_rows: Maximum number of positions of the batch in the caches of all models at a time,
             divided by its questions.
         cache_bytes: Their keys and values.
     """

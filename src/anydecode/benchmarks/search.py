@@ -38,7 +38,7 @@ class SearchResult:
         distinct_rows: The fewest rows with which it could have scored the same texts.
         prompt_rows: Rows whose text is the prompt or a beginning of it. As keys and values are
             never copied, a prompt with one row for each token is stored once.
-        cache_rows: The most positions that the cache held at a time.
+        cache_rows: Maximum number of positions in the cache at a time.
         milliseconds: Per pass behind the first token, the host's share included; the median.
         cost: The same, as a multiple of plain decoding's.
         processor_cost: Processor time per pass, as a multiple of plain decoding's: less changed by

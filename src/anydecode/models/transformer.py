@@ -173,7 +173,8 @@ class Transformer:
         return other
 
     def head(self, hidden: Array) -> np.ndarray:
-        """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included."""
+        """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included. Not
+        while a pass of this model runs on another thread: decoders call it after one of theirs."""
         return to_host(self.executor.head(hidden))
 
     def normed(self, hidden: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ _SHARE, _LAST_SHARE = 0.35, 0.1
 class Falcon(Learner):
     """The drafter of Falcon with blocks of two tokens. Its layer starts as the target's last one.
 
-    In coupled sequential glancing distillation, a first pass tells how many predictions are wrong.
+    In coupled sequential glancing distillation, a first pass counts the wrong predictions.
     A part of them, random first rows of blocks, then reads what it is to predict, state and token,
     which the other rows of its block see. Behind the blocks of a text follow further ones that read
     the drafter's own states, as its drafts do.

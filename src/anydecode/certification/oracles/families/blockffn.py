@@ -285,8 +285,8 @@ def _trained() -> Iterator[Check]:
             run = BlockRun(Path(folder), recipe, shape)
             run.train()
             shares.append(_unused(load_checkpoint(run.model_folder)))
-    told = f"{shares[1]:.3f}, without the losses {shares[0]:.3f}"
-    yield Check("chunks leave more blocks unused", shares[1] > shares[0] + 0.1, told)
+    detail = f"{shares[1]:.3f}, without the losses {shares[0]:.3f}"
+    yield Check("chunks leave more blocks unused", shares[1] > shares[0] + 0.1, detail)
 
 
 def _unused(checkpoint: Checkpoint) -> float:

@@ -166,8 +166,8 @@ def _restored() -> Iterator[Check]:
         change = weight.data.astype(np.float64) - read_bits(stored)
         ranks[weight.name] = int(np.linalg.matrix_rank(change, 1e-4))
     is_low = (rank == 0 if "o_proj" in name else 0 < rank <= 64 for name, rank in ranks.items())
-    told = f"ranks {sorted(set(ranks.values()))}"
-    yield Check("the update has rank 64, and leaves the attention's outputs", all(is_low), told)
+    detail = f"ranks {sorted(set(ranks.values()))}"
+    yield Check("the update has rank 64, and leaves the attention's outputs", all(is_low), detail)
     losses.append(_text_loss(network, [], held_out))
     second = list(ptq161_blocks.quantize_layers(network, learned, 0))
     same = [
@@ -175,8 +175,8 @@ def _restored() -> Iterator[Check]:
     ]
     yield Check("its sum with the matrices is quantised", min(same) > 0.999, f"{min(same):.4f}")
     losses.append(_text_loss(network, second, held_out))
-    told = "nats per token: " + ", ".join(f"{loss:.2f}" for loss in losses)
-    yield Check("other texts are predicted better", max(losses[1:]) < losses[0] - 0.3, told)
+    detail = "nats per token: " + ", ".join(f"{loss:.2f}" for loss in losses)
+    yield Check("other texts are predicted better", max(losses[1:]) < losses[0] - 0.3, detail)
     once, twice = (
         ptq161.quantize_network(checkpoint, _texts(1), 0, restore=steps) for steps in (0, 2)
     )

@@ -173,8 +173,8 @@ def _read_ahead(model: Any) -> Iterator[Check]:
 
 
 def _layer_by_layer() -> Iterator[Check]:
-    """A pass over four layers. The loading of a layer waits until the pass has come to the layer
-    before; if it does not come there, loading goes on after 20 seconds."""
+    """A pass over four layers. The loading of a layer waits until the pass has reached the layer
+    before; if it never does, loading continues after 20 seconds."""
     model: Any = tiny_model(layers=4, positions=512)
     with _open(model, "memory") as llm:
         # By these costs, passes are long enough to be divided.
