@@ -42,6 +42,16 @@ from anydecode.models.transformer import Executor
 from anydecode.models.yes_no import read_yes_no
 
 BACKENDS = ("native", "torch", "triton")
+#: What was trained for a model, by the model's attribute: the file or folder in that of the model,
+#: and how it is read.
+_TRAINED_PARTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "exit_routers": (exit_routers.FILE_NAME, exit_routers.ExitRouters.load),
+    "exit_predictors": (exit_predictors.FILE_NAME, exit_predictors.ExitPredictors.load),
+    "layer_routers": (layer_routers.FILE_NAME, layer_routers.LayerRouters.load),
+    "future_masks": (future_masks.FOLDER_NAME, future_masks.FutureMasks.load),
+    "sentence_diffusion": (sentence_diffusion.FILE_NAME, sentence_diffusion.SentenceDiffusion.load),
+    "hidden_transfer": (hidden_transfer.FILE_NAME, hidden_transfer.HiddenTransfer.load),
+}
 
 
 class WeightFormat(ABC):
@@ -301,18 +311,9 @@ def open_checkpoint(
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
     model.path, model.dtype = checkpoint.path, dtype
-    if (routers := checkpoint.path / exit_routers.FILE_NAME).is_file():
-        model.exit_routers = exit_routers.ExitRouters.load(routers)
-    if (predictors := checkpoint.path / exit_predictors.FILE_NAME).is_file():
-        model.exit_predictors = exit_predictors.ExitPredictors.load(predictors)
-    if (of_layers := checkpoint.path / layer_routers.FILE_NAME).is_file():
-        model.layer_routers = layer_routers.LayerRouters.load(of_layers)
-    if (masks := checkpoint.path / future_masks.FOLDER_NAME).is_dir():
-        model.future_masks = future_masks.FutureMasks.load(masks)
-    if (proposing := checkpoint.path / sentence_diffusion.FILE_NAME).is_file():
-        model.sentence_diffusion = sentence_diffusion.SentenceDiffusion.load(proposing)
-    if (transfer := checkpoint.path / hidden_transfer.FILE_NAME).is_file():
-        model.hidden_transfer = hidden_transfer.HiddenTransfer.load(transfer)
+    for name, (file, load) in _TRAINED_PARTS.items():
+        if (path := checkpoint.path / file).exists():
+            setattr(model, name, load(path))
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):
