@@ -614,24 +614,24 @@ class NativeExecutor:
     def beside(self) -> NativeExecutor | None:
         """An executor over the same weights and adapters, whose passes run at the same time as
         those of this one if one of them uses a single thread; None with one thread for both."""
-        if self.threads == 1:
-            return None
+        return None if self.threads == 1 else self._like(adapters=self._adapters)
+
+    def _like(self, **changes: Any) -> NativeExecutor:
+        """An executor of the same network over the same packed weights, with these options
+        changed."""
         embedding, scale, num_layers, layer, head, width = self._network
+        options: dict[str, Any] = {
+            "embedding_scale": scale,
+            "reads_states": self._reads_states,
+            "carries_states": bool(self._pass.carries_states),
+            "head_tokens": self.head_tokens,
+            "width": width,
+            "packer": self.packer,
+            "threads": self.threads,
+            "library": self._library,
+        }
         return NativeExecutor(
-            embedding,
-            self._num_logits,
-            num_layers,
-            layer,
-            head,
-            embedding_scale=scale,
-            reads_states=self._reads_states,
-            carries_states=bool(self._pass.carries_states),
-            head_tokens=self.head_tokens,
-            width=width,
-            packer=self.packer,
-            adapters=self._adapters,
-            threads=self.threads,
-            library=self._library,
+            embedding, self._num_logits, num_layers, layer, head, **{**options, **changes}
         )
 
     def regroup(
@@ -669,29 +669,20 @@ class NativeExecutor:
         """
         if not (self._can_continue and self._reads_states):
             return None
-        embedding, scale, num_layers, layer, head, hidden_size = self._network
-        options: dict[str, Any] = {
-            "reads_states": True,
-            "packer": self.packer,
-            "threads": self.threads,
-            "library": self._library,
-        }
-        chain = NativeExecutor(
-            embedding,
-            self._num_logits,
-            num_layers,
-            layer,
-            head,
-            embedding_scale=scale,
-            carries_states=True,
-            head_tokens=self.head_tokens,
-            width=hidden_size,
-            **options,
-        )
+        embedding, *_, layer, _, hidden_size = self._network
         projection = NativeExecutor(
-            embedding, hidden_size, 0, layer, project, width=width, **options
+            embedding,
+            hidden_size,
+            0,
+            layer,
+            project,
+            reads_states=True,
+            width=width,
+            packer=self.packer,
+            threads=self.threads,
+            library=self._library,
         )
-        return Chains(chain, projection)
+        return Chains(self._like(carries_states=True), projection)
 
     def bind_steps(self, rows: Rows, cache: KeyValues) -> tuple[int, int]:
         """The addresses of a pass over all layers, of which C code runs some of `rows` at a time,
