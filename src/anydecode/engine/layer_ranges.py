@@ -19,8 +19,7 @@ from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
 from anydecode.models.interface import Model
 
-#: Predicted duration of a range of layers, in seconds. To divide a pass takes about a fiftieth of
-#: that per range.
+#: Predicted duration of a range of layers, in seconds.
 RANGE_SECONDS = 0.005
 
 
