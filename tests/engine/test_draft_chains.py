@@ -146,3 +146,6 @@ def test_products_and_rows_outside_a_pass_are_those_of_the_weight() -> None:
     quantized = quantize(values, "Q8_0", "w")
     expected = dequantize_rows(quantized, rows)
     assert (executor.read_rows(quantized, rows) == expected).all()
+    for wrong in (-1, len(values)):
+        with pytest.raises(IndexError):
+            executor.read_rows(quantized, np.array([0, wrong]))

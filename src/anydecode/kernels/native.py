@@ -422,7 +422,13 @@ class NativeExecutor:
         return out
 
     def read_rows(self, weight: Weight, rows: np.ndarray) -> np.ndarray:
-        """The values of some rows of a matrix, float32 `[rows, in_features]`."""
+        """The values of some rows of a matrix, float32 `[rows, in_features]`.
+
+        Raises:
+            IndexError: The matrix has no such row.
+        """
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < weight.out_features:
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of {weight.out_features}")
         matrix = ctypes.byref(self.packer.pack(weight))
         values = np.empty((len(rows), weight.in_features), np.float32)
         first, stride = address_of(values), values.strides[0]

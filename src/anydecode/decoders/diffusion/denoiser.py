@@ -100,6 +100,12 @@ class Denoiser(Decoder):
             raise InvalidRequestError(
                 "this model's files name no mask token: open it with mask=TOKEN_ID (--mask)"
             )
+        vocab_size = sequence.kv_cache().pool.model.spec.vocab_size
+        has_none = mask == -1 and not self.needs_mask
+        if not has_none and not 0 <= mask < vocab_size:
+            raise InvalidRequestError(
+                f"the mask token {mask} is not in the vocabulary of {vocab_size} tokens"
+            )
         sampler = sequence.sampler
         if sampler.companions or sampler.capture_layers or sampler.observes_hidden:
             raise UnsupportedCombinationError(
@@ -343,14 +349,9 @@ class Denoiser(Decoder):
         canvas = sequence.state.get(_CANVAS)
         if canvas is None:
             mask = self.mask_token(sequence)
+            assert mask is not None
             pool = sequence.kv_cache().pool
             spec = pool.model.spec
-            assert mask is not None
-            has_none = mask == -1 and not self.needs_mask
-            if not has_none and not 0 <= mask < spec.vocab_size:
-                raise InvalidRequestError(
-                    f"the mask token {mask} is not in the vocabulary of {spec.vocab_size} tokens"
-                )
             starts_at_prompt_end = spec.has_causal_context or spec.has_prompt_block
             canvas = Canvas(
                 np.array(sequence.all_tokens, np.int32),

@@ -138,7 +138,7 @@ class FilterDenoiser(Denoiser):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        mask = sequence.mask_token if self.mask is None else self.mask
+        mask = self.mask_token(sequence)
         assert mask is not None and isinstance(self.unmask, FilterUnmasking)
         if not is_same_model(
             self.unmask.filter.model, model_facts(sequence.kv_cache().pool.model, mask)
