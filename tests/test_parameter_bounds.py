@@ -49,6 +49,15 @@ def test_numbers_for_requests_and_defaults_are_within_the_bounds(key: str) -> No
                 assert bounds.allows(remote.min) and bounds.allows(remote.max)
 
 
+@pytest.mark.parametrize("key", [key for key in KEYS if "size" in integers(key)])
+def test_a_number_of_drafts_may_be_at_its_bounds(key: str) -> None:
+    """A card whose range begins below what the method takes fails."""
+    others = {"min_drafts": 1} if key == "specdec++" else {}
+    size = integers(key)["size"]
+    for value in (size.min, size.max):
+        catalogue.build(key, size=value, **others)
+
+
 def test_bounds_that_a_card_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(
         size: int = 2, share: float = 0.5, free: float = 0.0, is_on: bool | int = True

@@ -499,7 +499,7 @@ def test_a_denoiser_can_be_cancelled() -> None:
     [
         (lambda: Denoiser(FixedBlocks(30)), {}, "a block of 30 does not fit on a canvas of 12"),
         (lambda: Denoiser(length=13), {}, "a canvas of 13 is longer than the answer may be"),
-        (lambda: "sdar:block=0", {}, "at least one position"),
+        (lambda: "sdar:block=0", {}, "allowed are 1 to 65536"),
         (lambda: "llada:block=-1", {}, "block is -1; allowed are 0 to 65536"),
         (lambda: "llada:steps=0", {}, "steps is 0; allowed are 1 to 65536"),
         (lambda: "fast-dllm:cache=no", {}, "one of none, prefix, dual"),

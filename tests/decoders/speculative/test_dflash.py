@@ -391,7 +391,7 @@ def test_blocks_have_at_most_the_drafters_slots(size: int) -> None:
     """Its first row predicts nothing (DFlash)."""
     with with_drafter(dflash_checkpoint, cache_positions=512) as llm:
         if not size:
-            with pytest.raises(InvalidRequestError, match="at least one"):
+            with pytest.raises(InvalidRequestError, match="allowed are 1 to 1024"):
                 llm.generate("x", decoder="dflash:size=0")
             return
         drafted = generate(llm, "x", f"dflash:size={size},threshold=0", max_tokens=8)

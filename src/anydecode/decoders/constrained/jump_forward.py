@@ -90,7 +90,7 @@ def _with_tokens(sequence: Sequence, forced: list[int]) -> Iterator[None]:
             "forced tokens are verified as drafts instead of being inserted into the text and"
             " tokenized again, so the result equals plain constrained decoding",
         ),
-        remote={"size": Range(0, 64), "max_forced": Range(0, 64)},
+        remote={"size": Range(1, 64), "max_forced": Range(1, 64)},
     )
 )
 def jump_forward(size: int = 7, max_forced: int = 64) -> Speculative:

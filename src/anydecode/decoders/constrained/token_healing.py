@@ -35,7 +35,7 @@ from anydecode.scoring.sequence import Sequence
             " unbiased-tokenization is the exact method",
             "the first tokens of the answer are those of the text beyond the prompt",
         ),
-        remote={"count": Range(0, 16)},
+        remote={"count": Range(1, 16)},
     )
 )
 class TokenHealing(PromptBoundaryDecoder):

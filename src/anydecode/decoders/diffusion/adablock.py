@@ -88,7 +88,7 @@ class AdaBlockDenoiser(Denoiser):
             " tokens that contain it together with other text",
         ),
         remote={
-            "block": Range(0, 4096),
+            "block": Range(1, 4096),
             "threshold": Range(0, 1),
             "delimiter_threshold": Range(0, 1),
             "delimiters": Text(16),

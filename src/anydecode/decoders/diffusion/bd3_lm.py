@@ -31,7 +31,7 @@ _WORKS_WITH = ("batches", "samplers", "constraints", "streaming", "infilling")
             *DEVIATIONS,
             "the model must have no time input or a constant one, as the published models have",
         ),
-        remote={"block": Range(0, 4096)},
+        remote={"block": Range(1, 4096)},
     )
 )
 def bd3_lm(block: int | None = None, mask: int | None = None) -> Denoiser:

@@ -311,7 +311,7 @@ def _no_decisions() -> tuple[np.ndarray, np.ndarray]:
             "min_score": Range(-100, 100),
             "estimate": Words(("soft", "hard")),
             "caching": Words(("block", "causal")),
-            "block": Range(0, 4096),
+            "block": Range(1, 4096),
             "steps": Range(1, 4096),
             "threshold": Range(0, 1),
         },

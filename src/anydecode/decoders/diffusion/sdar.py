@@ -47,7 +47,7 @@ class BlockSchedule(TopKUnmasking):
             "the cache gives the same output as full passes over the same blocks",
         ),
         remote={
-            "block": Range(0, 4096),
+            "block": Range(1, 4096),
             "steps": Range(1, 4096),
             "remasking": Words(("dynamic", "static", "sequential")),
             "threshold": Range(0, 1),

@@ -192,7 +192,7 @@ class _Session(TextDraftSession):
             "the constants of the search are MuZero's, since the paper does not state its own",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "depth": Range(1, 32),
             "width": Range(1, 16),
             "acceptance": ACCEPTANCE_WORDS,

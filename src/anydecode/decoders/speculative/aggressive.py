@@ -117,7 +117,7 @@ class AggressiveDrafter(Drafter):
             "at most `size` tokens are drafted at a time, not the whole rest of the input",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "start": Range(0, 64),
             "acceptance": ACCEPTANCE_WORDS,
         },

@@ -463,7 +463,7 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             "tokens forced by a constraint are drafted wherever drafts can save time",
             "when earlier answers would exceed `memory` tokens, all of them are dropped",
         ),
-        remote={"max_drafts": Range(0, 64), "max_model_drafts": Range(0, 64)},
+        remote={"max_drafts": Range(1, 64), "max_model_drafts": Range(0, 64)},
     )
 )
 class Auto(Decoder):

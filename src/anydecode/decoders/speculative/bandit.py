@@ -130,7 +130,7 @@ class ModelOrCopies(Drafter):
         ),
         remote={
             "drafter": Nested(),
-            "max_drafts": Range(0, 64),
+            "max_drafts": Range(1, 64),
             "memory": Range(0, 1),
             "control": Words(CONTROLS),
             "acceptance": ACCEPTANCE_WORDS,

@@ -58,7 +58,7 @@ class BlockwiseDrafter(MedusaDrafter):
             "above temperature 0 a head's token is sampled with the noise that the target will use",
             "with a draft model that reads tokens, a chain of that model, one pass per token",
         ),
-        remote={"size": Range(0, 32), "acceptance": ACCEPTANCE_WORDS},
+        remote={"size": Range(1, 32), "acceptance": ACCEPTANCE_WORDS},
     )
 )
 def blockwise(size: int = 4, acceptance: str | Acceptance = "token-exact") -> Speculative:

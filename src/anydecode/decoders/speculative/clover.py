@@ -95,7 +95,7 @@ class CloverDrafter(TreeDrafter):
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "depth": Range(1, 32),
             "top_p": Range(0, 1),
             "acceptance": ACCEPTANCE_WORDS,

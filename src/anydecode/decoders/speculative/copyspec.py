@@ -66,7 +66,7 @@ class CopySpecDrafter(Drafter):
             "without a match there is no draft; no draft model is used instead",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "ngram": Range(1, 32),
             "acceptance": ACCEPTANCE_WORDS,
         },

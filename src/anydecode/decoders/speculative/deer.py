@@ -64,7 +64,7 @@ class _Session(DiffusionSession):
             " has no separator token before the draft and up to 8 masked tokens (the paper: 96)",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "acceptance": ACCEPTANCE_WORDS,
         },
     )

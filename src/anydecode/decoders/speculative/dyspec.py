@@ -82,7 +82,7 @@ class DySpecDrafter(TreeDrafter):
             "drafts at the request's temperature (the paper: 0.6), 16 nodes by default (the paper:"
             " 64)",
         ),
-        remote={"size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
+        remote={"size": Range(1, 64), "acceptance": ACCEPTANCE_WORDS},
     )
 )
 def dyspec(size: int = 16, acceptance: str | Acceptance = "token-exact") -> Speculative:

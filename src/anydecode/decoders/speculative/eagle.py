@@ -65,7 +65,7 @@ class EagleDrafter(TreeDrafter):
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "depth": Range(1, 32),
             "width": Range(1, 16),
             "acceptance": ACCEPTANCE_WORDS,

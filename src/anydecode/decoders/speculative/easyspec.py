@@ -87,7 +87,7 @@ class _Session(DraftSession):
             "drafts are chains; the paper also drafts trees",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "group": Range(2, 64),
             "acceptance": ACCEPTANCE_WORDS,
         },

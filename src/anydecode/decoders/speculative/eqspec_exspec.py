@@ -30,7 +30,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             "verified token-exactly at any temperature (the paper: greedy)",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "acceptance": ACCEPTANCE_WORDS,
         },
     )

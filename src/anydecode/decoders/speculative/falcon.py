@@ -50,7 +50,7 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "blocks": Range(1, 16),
             "threshold": Range(0, 1),
             "acceptance": ACCEPTANCE_WORDS,

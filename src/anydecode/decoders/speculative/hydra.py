@@ -37,7 +37,7 @@ from anydecode.decoders.speculative.best_tree import BestTreeDrafter
             "with a draft model without such heads, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read by Hydra++",
         ),
-        remote={"size": Range(0, 64), "depth": Range(1, 32), "acceptance": ACCEPTANCE_WORDS},
+        remote={"size": Range(1, 64), "depth": Range(1, 32), "acceptance": ACCEPTANCE_WORDS},
     )
 )
 def hydra(

@@ -21,7 +21,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
         ),
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
-        remote={"size": Range(0, 64), "lenience": Range(0, 1)},
+        remote={"size": Range(1, 64), "lenience": Range(0, 1)},
     )
 )
 def lenient_sampling(size: int = 4, lenience: float = 0.5) -> Speculative:

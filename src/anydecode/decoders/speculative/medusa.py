@@ -83,7 +83,7 @@ class MedusaDrafter(BestTreeDrafter):
             "blocks of a head that shared one matrix in training are read as stored, a copy each",
             "with a draft model that reads tokens, the same tree, one pass per level",
         ),
-        remote={"size": Range(0, 64), "depth": Range(1, 32), "acceptance": ACCEPTANCE_WORDS},
+        remote={"size": Range(1, 64), "depth": Range(1, 32), "acceptance": ACCEPTANCE_WORDS},
     )
 )
 def medusa(

@@ -42,7 +42,7 @@ class MtpDrafter(ModelDrafter):
             "with a draft model that reads no states, a chain of that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),
-        remote={"size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
+        remote={"size": Range(1, 64), "acceptance": ACCEPTANCE_WORDS},
     )
 )
 def mtp(size: int = 3, acceptance: str | Acceptance = "token-exact") -> Speculative:

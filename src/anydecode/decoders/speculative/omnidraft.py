@@ -315,7 +315,7 @@ class _Session(DraftSession):
             "the draft model's input omits the special tokens of the prompt",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "rate": Range(0, 1),
             "bound": Range(0, 1),
             "acceptance": ACCEPTANCE_WORDS,

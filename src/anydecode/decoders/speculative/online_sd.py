@@ -216,7 +216,7 @@ class _Session(DraftSession):
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "rank": Range(1, 16),
             "rate": Range(0, 1),
             "batch": Range(1, 16),

@@ -85,7 +85,7 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
             "16 nodes by default (the paper: 50)",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "delta": Range(0, 10),
             "depth": Range(1, 32),
             "acceptance": ACCEPTANCE_WORDS,

@@ -33,7 +33,7 @@ from anydecode.scoring.tree import ROOT, TokenTree
             "the models run in parallel on threads or devices of one process",
             "the draft length is a parameter, not derived from the ratio of the two pass times",
         ),
-        remote={"size": Range(0, 64), "acceptance": Words(("token-exact", "rejection"))},
+        remote={"size": Range(1, 64), "acceptance": Words(("token-exact", "rejection"))},
     )
 )
 class Pearl(Decoder):

@@ -67,7 +67,7 @@ class PromptLookupDrafter(Drafter):
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=("the latest earlier occurrence is copied, not the first",),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "max_ngram": Range(1, 32),
             "min_ngram": Range(1, 32),
             "acceptance": ACCEPTANCE_WORDS,

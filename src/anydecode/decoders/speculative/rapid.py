@@ -179,7 +179,7 @@ class _RetrievalSession(DraftSession):
             " a similarity of 0.3, between 4096 tokens and 1/24 of the prompt",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "chunk": Range(1, 4096),
             "count": Range(1, 256),
             "query": Range(1, 4096),

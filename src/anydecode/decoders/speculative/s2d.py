@@ -122,7 +122,7 @@ def exit_fractions(exits: str) -> tuple[float, ...]:
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "exits": Text(32),
             "confidence": Range(0, 1),
             "acceptance": ACCEPTANCE_WORDS,

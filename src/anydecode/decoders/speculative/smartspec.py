@@ -110,7 +110,7 @@ class SmartSpec(Speculative):
         ),
         remote={
             "drafter": Nested(),
-            "max_drafts": Range(0, 64),
+            "max_drafts": Range(1, 64),
             "fixed": Range(0, 100),
             "per_row": Range(0, 100),
             "per_position": Range(0, 100),

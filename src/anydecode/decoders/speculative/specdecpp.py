@@ -176,7 +176,7 @@ class _Session(DraftSession):
         remote={
             "bound": Range(0, 1),
             "min_drafts": Range(1, 64),
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "rate": Range(0, 1),
             "acceptance": ACCEPTANCE_WORDS,
         },

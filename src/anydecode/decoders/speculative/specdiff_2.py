@@ -117,7 +117,7 @@ class BestStreak(RejectionSampling):
             " `anydecode train distil --method specdiff-2`, is for those that this package trained",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "paths": Range(1, 16),
             "temperature": Range(0, 100),
             "acceptance": ACCEPTANCE_WORDS,

@@ -30,7 +30,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             " for (0.6, 0.3, 0.1) drafted by (0.3, 0.3, 0.4) it is 0.631 against 0.700",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "acceptance": ACCEPTANCE_WORDS,
         },
     )

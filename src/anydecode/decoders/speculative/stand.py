@@ -180,7 +180,7 @@ class _Session(TextDraftSession):
         ),
         remote={
             "row_cost": Range(0, 100),
-            "max_ngram": Range(1, 16),
+            "max_ngram": Range(2, 16),
             "acceptance": ACCEPTANCE_WORDS,
         },
     )

@@ -345,7 +345,7 @@ class _Session(TextDraftSession):
         ),
         bounds={"memory": Range(0, 1 << 40)},
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "factor": Range(0, 16),
             "min_probability": Range(0, 1),
             "acceptance": ACCEPTANCE_WORDS,

@@ -165,7 +165,7 @@ class TapsDrafter(Drafter):
             "the merged tree has up to `size` nodes, taken from the drafters in turn",
             "averaging the drafters' weights, which the paper advises against, is not included",
         ),
-        remote={"drafters": Nested(4), "size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
+        remote={"drafters": Nested(4), "size": Range(1, 64), "acceptance": ACCEPTANCE_WORDS},
     )
 )
 def taps(

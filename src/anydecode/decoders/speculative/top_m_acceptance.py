@@ -24,7 +24,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
             "the distance rule for ordered outputs is not included, since tokens have no order",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "count": Range(1, 1024),
             "gap": Range(0, 100),
             "block": Range(1, 64),

@@ -22,7 +22,7 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=("drafts come from a smaller model, not from trained heads",),
-        remote={"size": Range(0, 64), "epsilon": Range(0, 1), "delta": Range(0, 1)},
+        remote={"size": Range(1, 64), "epsilon": Range(0, 1), "delta": Range(0, 1)},
     )
 )
 def typical_acceptance(size: int = 4, epsilon: float = 0.09, delta: float = 0.3) -> Speculative:
