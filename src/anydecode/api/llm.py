@@ -663,7 +663,7 @@ class LLM:
         first_finish: int | FirstFinish | None = None,
         segment: int | Segment | None = None,
         resume: Mapping[str, Any] | None = None,
-        prompt_embeds: PromptEmbeds | None = None,
+        prompt_embeds: PromptEmbeds | Seq[PromptEmbeds] | None = None,
         prediction: Prompt | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Request:
@@ -682,7 +682,8 @@ class LLM:
         """
         check_names(sampling)
         given: dict[str, Any] = {**sampling}
-        decoder = decoder or self.default_decoder
+        embeds = [prompt_embeds] if isinstance(prompt_embeds, PromptEmbeds) else prompt_embeds or []
+        decoder = decoder or ("autoregressive" if embeds else self.default_decoder)
         name = decoder if isinstance(decoder, str) else type(decoder).__name__
         samplers = [sampler] if isinstance(sampler, str | SamplerPreset) else sampler
         method, presets, text_constraint = self.methods.resolve(
@@ -721,7 +722,7 @@ class LLM:
                 FirstFinish(first_finish) if isinstance(first_finish, int) else first_finish
             ),
             segment=segment if isinstance(segment, Segment) else Segment(segment or 0, resume),
-            prompt_embeds=prompt_embeds,
+            prompt_embeds=embeds,
             prediction=None if prediction is None else self.encode(prediction, special=False),
         )
 

@@ -53,7 +53,8 @@ class GenerateOptions(SamplingOptions, total=False):
         first_finish: Of `n` samples, keep this many that finish first and cancel the others.
         segment: Generate at most this many tokens in this call.
         resume: `Generation.resume` of an earlier call with `segment`, to continue it.
-        prompt_embeds: Embeddings that replace some of the prompt's tokens.
+        prompt_embeds: Embeddings that replace some of the prompt's tokens: one block of them or
+            several. The decoder is then "autoregressive" by default.
         prediction: The expected answer, as a text or token ids. Decoders that copy drafts from text
             copy them from it too, which takes fewer passes where it is right. The answer is the
             same without it. Other decoders ignore it (`Generation.ignored`).
@@ -70,7 +71,7 @@ class GenerateOptions(SamplingOptions, total=False):
     first_finish: int | FirstFinish | None
     segment: int | Segment | None
     resume: Mapping[str, Any] | None
-    prompt_embeds: PromptEmbeds | None
+    prompt_embeds: PromptEmbeds | Seq[PromptEmbeds] | None
     prediction: Prompt | None
 
 

@@ -40,7 +40,12 @@ from anydecode.sampling.noise import Noise, fresh_seed, stream_id
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.prediction import Prediction
-from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS, PromptEmbeds
+from anydecode.scoring.prompt_embeds import (
+    PROMPT_EMBEDS,
+    PromptEmbeds,
+    check_disjoint,
+    prefix_namespace,
+)
 from anydecode.scoring.ranked import RANKED
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.state import StateKey
@@ -94,7 +99,7 @@ class Request:
         companion: list[int] | None = None,
         first_finish: FirstFinish | None = None,
         segment: Segment | None = None,
-        prompt_embeds: PromptEmbeds | None = None,
+        prompt_embeds: Seq[PromptEmbeds] = (),
         prediction: list[int] | None = None,
     ) -> None:
         self.resources = resources
@@ -106,7 +111,9 @@ class Request:
         self.adapter = adapter
         self.segment = segment or Segment()
         self.first_finish = first_finish
-        self.prompt_embeds = prompt_embeds
+        self.prompt_embeds = tuple(prompt_embeds)
+        names = [(one.first, one.name) for one in self.prompt_embeds]
+        self.namespace = prefix_namespace(namespace, names)
         can_draft = decoder.requirements.takes_prediction
         self.prediction = None
         if prediction and can_draft:
@@ -137,7 +144,7 @@ class Request:
             completing_tokens(tokenizer, resources.model.spec.vocab_size, params.stop),
         )
         self.jobs = [
-            self._job(index, sample, decoder, constraint, trace, priority, namespace)
+            self._job(index, sample, decoder, constraint, trace, priority)
             for index, sample in enumerate(samples)
         ]
 
@@ -286,19 +293,21 @@ class Request:
                     f"decoder {self.name!r} does not support {name}: it does not sample from left"
                     " to right"
                 )
-        if self.prompt_embeds is not None:
-            self.prompt_embeds.check(self.prompt, spec.hidden_size)
+        if self.prompt_embeds:
+            for one in self.prompt_embeds:
+                one.check(self.prompt, spec.hidden_size)
+            check_disjoint([(one.first, one.stop) for one in self.prompt_embeds])
             if not needs.takes_embeddings:
                 raise UnsupportedCombinationError(
-                    f"decoder {self.name!r} does not support prompt_embeds; quickprefill and"
-                    " mustdrop do"
+                    f"decoder {self.name!r} does not support prompt_embeds; autoregressive,"
+                    " quickprefill and mustdrop do"
                 )
         if self.params.prompt_logprobs is not None:
             if not spec.causal:
                 raise UnsupportedCombinationError(
                     "prompt_logprobs (echo with logprobs) need a causal model"
                 )
-            if self.prompt_embeds is not None or self.first_finish is not None:
+            if self.prompt_embeds or self.first_finish is not None:
                 raise UnsupportedCombinationError(
                     "prompt_logprobs (echo with logprobs) do not work with prompt_embeds or"
                     " first_finish"
@@ -316,7 +325,6 @@ class Request:
         constraint: Constraint | ConstraintState | None,
         trace: bool,
         priority: int,
-        namespace: Hashable,
     ) -> Job:
         resources, params = self.resources, self.params
         tokenizer, spec = resources.tokenizer, resources.model.spec
@@ -326,7 +334,7 @@ class Request:
             min(self.limit, len(sample.tokens) + segment)
         )
         adapter = -1 if self.adapter is None else self.adapter.index
-        key = (adapter, namespace)
+        key = (adapter, self.namespace)
         if params.thinking_token_budget is not None:
             params = self._with_thinking_budget(params.thinking_token_budget)
         sampler = params.sampler(
@@ -355,7 +363,7 @@ class Request:
             priority=priority,
             mask_token=mask if mask is not None and mask < spec.vocab_size else None,
             num_layers=spec.num_layers,
-            namespace=namespace,
+            namespace=self.namespace,
             shares_prefix=resources.prefix_cache,
             trace=[] if trace else None,
             cost_model=resources.cost_model,
@@ -366,7 +374,7 @@ class Request:
             optional_runners=resources.optional_runners(decoder.requirements),
             draft_runners=resources.draft_runners(decoder.requirements),
         )
-        if self.prompt_embeds is not None:
+        if self.prompt_embeds:
             sequence.state[PROMPT_EMBEDS] = self.prompt_embeds
         if sampler.learns_from_logits:
             if self.segment.tokens or sample.tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -21,7 +21,9 @@ from anydecode.scoring.sequence import Sequence
 class Autoregressive(Decoder):
     """Scores the unscored tokens and emits the token that the sampler samples."""
 
+    requirements = Requirements(takes_embeddings=True)
+
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
-            scores = yield sequence.score(sequence.unscored())
+            scores = yield sequence.score()
             sequence.emit([scores.sampled[-1]])

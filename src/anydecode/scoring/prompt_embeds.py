@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,15 +23,23 @@ class PromptEmbeds:
             applied).
         importance: float32 `[count]`, the encoder's weight of each row (for example CLS
             attention), or None.
+        key: A name of the rows that no others have, such as a digest of an image and its encoder.
+            Empty: a digest of the rows.
     """
 
     first: int
     rows: np.ndarray
     importance: np.ndarray | None = None
+    key: str = ""
 
     @property
     def stop(self) -> int:
         return self.first + len(self.rows)
+
+    @property
+    def name(self) -> str:
+        """The key, or the digest of the rows in its place."""
+        return self.key or hashlib.sha256(np.ascontiguousarray(self.rows).tobytes()).hexdigest()
 
     def check(self, prompt: list[int], hidden_size: int) -> None:
         """Raise `InvalidRequestError` if the rows do not fit the prompt or the model."""
@@ -36,11 +47,42 @@ class PromptEmbeds:
             raise InvalidRequestError(
                 f"embeddings are [count, {hidden_size}], not {list(self.rows.shape)}"
             )
-        if self.first < 0 or self.stop >= len(prompt) or not len(self.rows):
-            raise InvalidRequestError("embeddings lie within the prompt, before its last token")
+        check_within(self.first, len(self.rows), len(prompt))
         if self.importance is not None and self.importance.shape != (len(self.rows),):
             raise InvalidRequestError("there is one importance per embedding")
 
 
+def check_within(first: int, count: int, length: int) -> None:
+    """Raise `InvalidRequestError` unless `count` embeddings from position `first` on are in a
+    prompt of `length` tokens."""
+    if first < 0 or first + count >= length or not count:
+        raise InvalidRequestError("embeddings lie within the prompt, before its last token")
+
+
+def check_disjoint(ranges: Seq[tuple[int, int]]) -> None:
+    """Raise `InvalidRequestError` if positions `(first, stop)` of several embeddings overlap."""
+    ordered = sorted(ranges)
+    for (_, stop), (first, _) in zip(ordered, ordered[1:], strict=False):
+        if first < stop:
+            raise InvalidRequestError(
+                f"two embeddings are given for position {first} of the prompt; each position has"
+                " one at most"
+            )
+
+
+def prefix_namespace(namespace: Hashable, names: Seq[tuple[int, str]]) -> Hashable:
+    """The namespace of the cached prefixes of a prompt with embeddings, which prompts with others
+    do not share: tokens in the place of embeddings do not tell them apart.
+
+    Args:
+        namespace: The namespace of the request.
+        names: The first position and the name of each of the embeddings.
+    """
+    if not names:
+        return namespace
+    digest = hashlib.sha256(repr((namespace, sorted(names))).encode())
+    return f"embeddings {digest.hexdigest()}"
+
+
 #: The embeddings given with the prompt.
-PROMPT_EMBEDS: StateKey[PromptEmbeds] = StateKey("request", "prompt_embeds")
+PROMPT_EMBEDS: StateKey[tuple[PromptEmbeds, ...]] = StateKey("request", "prompt_embeds")

@@ -11,6 +11,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import STORE_ONLY, BurstDrafter, BurstDrafts, Variant
 from anydecode.kernels.routes import Guide
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
+from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.sequence_data import TARGET, SequenceData
 from anydecode.scoring.span import ChainSpan, CompletionSpan, MultiStepSpan, Span, TreeSpan
@@ -50,7 +51,8 @@ class Sequence(SequenceData):
         """Returns a request that appends `tokens` to the cache as a causal chain and scores them.
 
         Args:
-            tokens: Token ids; by default the unscored ones.
+            tokens: Token ids; by default the unscored ones, with the embeddings that the prompt
+                has in place of some of them.
             runner: The model that runs.
             rows: Which rows to return: "last", "all" or the number of last rows.
             layers: The layer range `(0, k)` of an early exit, or, with `embeddings` of states, one
@@ -72,8 +74,11 @@ class Sequence(SequenceData):
         Raises:
             InvalidRequestError: If there is no token to score.
         """
+        embedded = None
         if tokens is None:
             tokens = self.unscored(runner)
+            if runner == TARGET and embeddings is None:
+                embeddings, embedded = self._prompt_embeds(len(tokens))
         if not len(tokens):
             raise InvalidRequestError("there is nothing to score: the prompt is empty")
         kv_cache, states = self.kv_cache(runner), None
@@ -93,11 +98,12 @@ class Sequence(SequenceData):
         if extra_tokens < 1 or context is not None:
             end_tokens = None
         span = (
-            ChainSpan(*shape, inputs=embeddings, states=states)
+            ChainSpan(*shape, inputs=embeddings, embedded=embedded, states=states)
             if end_tokens is None
             else MultiStepSpan(
                 *shape,
                 inputs=embeddings,
+                embedded=embedded,
                 states=states,
                 extra_tokens=extra_tokens,
                 end_tokens=end_tokens,
@@ -432,6 +438,21 @@ class Sequence(SequenceData):
     def _cache_of(self, drafter: BurstDrafter) -> SequenceCache:
         states = self.draft_states.items()
         return self.kv_cache(next(name for name, one in states if one.chains is drafter.chains))
+
+    def _prompt_embeds(self, count: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The embeddings among the last `count` positions, float32 `[count, hidden_size]`, and
+        which of these positions have one; None without any."""
+        given, begin = self.state.get(PROMPT_EMBEDS) or (), self.length - count
+        given = tuple(one for one in given if one.stop > begin)
+        if not given:
+            return None, None
+        rows = np.zeros((count, given[0].rows.shape[1]), np.float32)
+        embedded = np.zeros(count, bool)
+        for one in given:
+            first = max(begin, one.first)
+            rows[first - begin : one.stop - begin] = one.rows[first - one.first :]
+            embedded[first - begin : one.stop - begin] = True
+        return rows, embedded
 
     def _context(self, runner: str) -> int | None:
         """See `DraftStates.context`."""

@@ -36,6 +36,8 @@ class Span(ABC):
         logits: Whether to return logits for the output rows.
         inputs: float32 `[rows, hidden_size]`, used in place of `tokens`, or None. With the variant
             `STORE_ONLY` they are what is stored for `tokens`.
+        embedded: Boolean `[rows]`: the rows that take `inputs`; the others take their tokens, and
+            the cache has the tokens of both. None: all rows take `inputs`, if there are any.
         states: float32 `[rows, hidden_size]`, read beside `tokens` by a drafter, or None.
         adapters: The LoRA adapter of each row, or None: that of the sequence.
 
@@ -54,6 +56,7 @@ class Span(ABC):
     capture_layers: tuple[int, ...] = ()
     logits: bool = True
     inputs: np.ndarray | None = None
+    embedded: np.ndarray | None = None
     states: np.ndarray | None = None
     adapters: Seq[int] | None = None
     context: int | None = field(default=None, init=False)
@@ -117,12 +120,17 @@ class Span(ABC):
             rows.tokens[at:stop] = -1
             assert rows.inputs is not None
             rows.inputs[at:stop] = self.inputs[self.done : self.done + count]
+            if self.embedded is not None:
+                is_token = ~self.embedded[self.done : self.done + count]
+                tokens = np.asarray(self.tokens[self.done : self.done + count], np.int32)
+                rows.tokens[at:stop][is_token] = tokens[is_token]
 
     def _store_tokens(self, count: int) -> int:
         """Store the tokens of the `count` appended rows that have run in the cache. Returns how
         many of these rows the cache still has: it may have been truncated during the pass."""
         num_kept = max(0, min(count, self.kv_cache.length - self._append_start))
-        if self.inputs is None or self.variant is STORE_ONLY:
+        has_tokens = self.inputs is None or self.embedded is not None
+        if has_tokens or self.variant is STORE_ONLY:
             self.kv_cache.tokens += self.tokens[self.done : self.done + num_kept]
         else:
             self.kv_cache.tokens += [-1] * num_kept

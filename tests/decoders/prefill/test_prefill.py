@@ -56,7 +56,10 @@ def test_unsupported_requests_raise_an_error() -> None:
             llm.generate("abc" * 30, decoder="fastkv:budget=20", max_tokens=2)
         rows = PromptEmbeds(0, np.zeros((2, 4)))
         with pytest.raises(UnsupportedCombinationError, match="does not support prompt_embeds"):
-            llm.generate("abcd", prompt_embeds=rows)
+            llm.generate("abcd", decoder="prompt-lookup", prompt_embeds=rows)
+        with pytest.raises(UnsupportedCombinationError, match="take one block of embeddings"):
+            both = [PromptEmbeds(0, np.zeros((1, 4))), PromptEmbeds(1, np.zeros((1, 4)))]
+            llm.generate("abcd", decoder="quickprefill", prompt_embeds=both)
         for wrong in (PromptEmbeds(0, np.zeros((2, 5))), PromptEmbeds(2, np.zeros((2, 4))),
                       PromptEmbeds(0, np.zeros((2, 4)), np.zeros(3))):  # fmt: skip
             with pytest.raises(InvalidRequestError):

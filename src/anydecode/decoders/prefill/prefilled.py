@@ -48,6 +48,11 @@ class Prefilled(Decoder):
             raise UnsupportedCombinationError(
                 "compressed prompts do not work with guidance, DoLa or adapters"
             )
+        given = sequence.state.get(PROMPT_EMBEDS)
+        if given is not None and len(given) > 1:
+            raise UnsupportedCombinationError(
+                "methods that compress prompts take one block of embeddings; the prompt has several"
+            )
         self.inner.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
@@ -65,7 +70,8 @@ class Prefilled(Decoder):
 
 def prompt_embeds_of(sequence: Sequence) -> PromptEmbeds | None:
     """The embeddings given with the prompt, or None."""
-    return sequence.state.get(PROMPT_EMBEDS)
+    given = sequence.state.get(PROMPT_EMBEDS)
+    return given[0] if given else None
 
 
 def input_embeddings(

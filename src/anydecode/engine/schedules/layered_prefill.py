@@ -118,9 +118,14 @@ def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
     for first in range(0, len(span), rows):
         tokens = span.tokens[first : first + rows]
         inputs = None if span.inputs is None else span.inputs[first : first + rows]
+        embedded = None if span.embedded is None else span.embedded[first : first + rows]
         is_last = first + len(tokens) == len(span)
         output_rows = [len(tokens) - 1] if is_last and len(span.output_rows) else []
-        result.append(ChainSpan(span.kv_cache, tokens, 0, stops[0], inputs=inputs, logits=False))
+        result.append(
+            ChainSpan(
+                span.kv_cache, tokens, 0, stops[0], inputs=inputs, embedded=embedded, logits=False
+            )
+        )
         for start, stop in zip(stops, stops[1:], strict=False):
             result.append(
                 CompletionSpan(span.kv_cache, [-1] * len(tokens), start, stop, logits=False)
