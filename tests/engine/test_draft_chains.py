@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import Regex
 from anydecode.api.llm import LLM
 from anydecode.certification.tiny import (
     eagle3_checkpoint,
@@ -149,3 +150,27 @@ def test_products_and_rows_outside_a_pass_are_those_of_the_weight() -> None:
     for wrong in (-1, len(values)):
         with pytest.raises(IndexError):
             executor.read_rows(quantized, np.array([0, wrong]))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 40, "top_p": 0.9}, {"typical_p": 0.9}])
+@pytest.mark.parametrize("decoder", ["eagle", "dyspec"])
+def test_a_head_without_any_allowed_token_drafts_nothing(
+    decoder: str, options: dict[str, Any]
+) -> None:
+    """The head of this drafter has no token whose id is a multiple of 5."""
+    only_missing, mixed = Regex("[dinsx]{6}"), Regex("[a-z]{12}")
+    with DRAFTERS["EAGLE-3, fewer tokens"]() as llm:
+        for constraint in (only_missing, mixed):
+            drafted, plain = (
+                llm.generate(
+                    "the quick brown",
+                    decoder=key,
+                    constraint=constraint,
+                    max_tokens=12,
+                    temperature=0.8,
+                    seed=3,
+                    **options,
+                )
+                for key in (decoder, "autoregressive")
+            )
+            assert drafted.text == plain.text

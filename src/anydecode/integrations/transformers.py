@@ -167,7 +167,7 @@ class RowProcessors(LogitsProcessor):
                 scores = processor(ids.repeat(copies), scores.repeat(copies))
                 scores = scores[self.index : self.index + 1]
         result: np.ndarray = scores[0].float().cpu().numpy()
-        return Candidates(candidates.tokens, result, owned=True, masked=True)
+        return Candidates(candidates.tokens, result, owned=True)
 
     def advance(self, token: int) -> None:
         self.tokens.append(token)

@@ -16,7 +16,6 @@ def forbid(candidates: Candidates, ids: np.ndarray) -> Candidates:
     positions, _ = candidates.positions(ids)
     if len(positions):
         candidates.writable()[positions] = -np.inf
-        candidates.masked = True
     return candidates
 
 
@@ -27,12 +26,10 @@ class LogitBias(LogitsProcessor):
         ids = sorted(bias)
         self._ids = np.array(ids, np.int32)
         self._values = np.array([bias[token] for token in ids], np.float32)
-        self._forbids = bool((self._values == -np.inf).any())
 
     def apply(self, candidates: Candidates) -> Candidates:
         positions, found = candidates.positions(self._ids)
         candidates.writable()[positions] += self._values[found]
-        candidates.masked |= self._forbids
         return candidates
 
 

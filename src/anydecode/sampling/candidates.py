@@ -23,15 +23,14 @@ class Candidates:
 
     Args:
         tokens: int32 ids, ascending, or None for the whole vocabulary.
-        scores: float32, one per token.
+        scores: float32, one per token; -inf for a forbidden token, and for one that a draft model
+            does not have.
         owned: Whether `scores` may be written to.
-        masked: Whether some scores may be -inf (forbidden tokens).
     """
 
     tokens: np.ndarray | None
     scores: np.ndarray
     owned: bool = False
-    masked: bool = False
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -46,25 +45,23 @@ class Candidates:
     def keep(self, index: np.ndarray) -> Candidates:
         """The candidates at the indices `index` (ascending)."""
         tokens = index.astype(np.int32) if self.tokens is None else self.tokens[index]
-        return Candidates(tokens, self.scores[index], True, self.masked)
+        return Candidates(tokens, self.scores[index], owned=True)
 
     def allowed(self) -> Candidates:
-        """The candidates without forbidden tokens. Raises `ConstraintError` if none is left."""
-        if not self.masked:
+        """The candidates without those of score -inf. Raises `ConstraintError` if none is left."""
+        if self.scores.min() != -np.inf:
             return self
         index = np.flatnonzero(self.scores > -np.inf)
         if not len(index):
             raise ConstraintError("no token is allowed here: bans and constraint forbid all tokens")
-        kept = self if len(index) == len(self) else self.keep(index)
-        kept.masked = False
-        return kept
+        return self.keep(index)
 
     def without(self, token: int) -> Candidates:
         """The candidates without `token`, which is one of them."""
         if self.tokens is None:
             scores = self.scores.copy()
             scores[token] = -np.inf
-            return Candidates(None, scores, owned=True, masked=True)
+            return Candidates(None, scores, owned=True)
         return self.keep(np.flatnonzero(self.tokens != token))
 
     def positions(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +80,7 @@ class Candidates:
     def argmax(self) -> int:
         """The token with the highest score, ties to the lowest id."""
         position = int(self.scores.argmax())
-        if self.masked and self.scores[position] == -np.inf:
+        if self.scores[position] == -np.inf:
             raise ConstraintError("no token is allowed here: bans and constraint forbid all tokens")
         return position if self.tokens is None else int(self.tokens[position])
 

@@ -99,7 +99,7 @@ class Constrained(LogitsProcessor):
         if count == len(candidates):
             return candidates
         scores = np.where(mask, candidates.scores, np.float32(-np.inf))
-        return Candidates(None, scores, owned=True, masked=True)
+        return Candidates(None, scores, owned=True)
 
     def advance(self, token: int) -> None:
         self.state.advance(token)

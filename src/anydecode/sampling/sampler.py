@@ -286,7 +286,7 @@ class Sampler:
 
     def _without_constraint(self, logits: np.ndarray) -> Candidates:
         """The candidates after all pre-temperature processors but the constraint."""
-        candidates = Candidates(None, logits, masked=self.combiner is not None)
+        candidates = Candidates(None, logits)
         for processor in (
             self.pre_temperature if self._constraint is None else self.pre_temperature[:-1]
         ):

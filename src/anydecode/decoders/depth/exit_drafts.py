@@ -66,9 +66,7 @@ class ExitSession(DepthSession):
             row = scores.row(-1)
             try:
                 token = sequence.sample(sampler, row, position + len(drafts))
-            except ConstraintError:
-                break
-            if row[token] == -np.inf:  # a head with fewer tokens has none that is allowed
+            except ConstraintError:  # a head with fewer tokens may have none that is allowed
                 break
             sampler.advance(token)
             drafts.append(token)

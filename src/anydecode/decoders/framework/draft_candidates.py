@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.errors import ConstraintError
 from anydecode.sampling.candidates import Distribution, largest
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
@@ -62,12 +63,13 @@ def draft_candidates(
             target's noise.
         has_noise: False leaves the noise out.
     """
-    distribution = draft_distribution(sampler, row)
-    tokens, scores = distribution.tokens, distribution.scores
-    possible = np.flatnonzero(scores > -np.inf)
-    if not len(possible):  # a head with fewer tokens may have none that is allowed
+    try:
+        distribution = draft_distribution(sampler, row)
+    except ConstraintError:  # a head with fewer tokens may have none that is allowed
         none = np.empty(0)
         return DraftCandidates(none.astype(np.int64), none, none)
+    tokens, scores = distribution.tokens, distribution.scores
+    possible = np.flatnonzero(scores > -np.inf)
     if len(possible) < len(scores):
         scores = scores[possible]
         tokens = possible if tokens is None else tokens[possible]

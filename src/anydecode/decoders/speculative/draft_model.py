@@ -111,9 +111,7 @@ def draft_chain(
             states.append(scores.hidden[draft_spec.num_layers][-1].copy())
         try:
             token = sequence.sample(sampler, row, len(tokens) + len(drafts))
-        except ConstraintError:
-            break
-        if row[token] == -np.inf:  # a head with fewer tokens has none that is allowed
+        except ConstraintError:  # a head with fewer tokens may have none that is allowed
             break
         if distributions is not None:
             distributions.append(sampler.distribution(row).dense(len(row)))
