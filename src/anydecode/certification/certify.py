@@ -210,6 +210,8 @@ def small_model(card: Card, needs: Requirements) -> tuple[str, Callable[[], LLM]
         from anydecode.certification.tiny_sentence import sentence_diffusion_model as open_llm
     elif needs.reads_hidden_transfer:
         from anydecode.certification.tiny_transfer import transfer_model as open_llm
+    elif needs.reads_judge:
+        from anydecode.certification.tiny_judge import judged_model as open_llm
     elif needs.drafts_exit:
         from anydecode.certification.tiny import early_exit_model as open_llm
     else:

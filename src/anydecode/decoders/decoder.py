@@ -42,6 +42,7 @@ class Requirements:
             trained for the target, and as the draft model its encoder (DGLM).
         reads_hidden_transfer: Whether it needs trained maps of the target's states
             (hidden-transfer).
+        reads_judge: Whether it needs a trained judge of the target's states (judge).
         can_translate_vocab: Whether the draft model may have a vocabulary other than the target's.
         reads_weights: Whether the method reads the weights of the model's layers, so that it needs
             a transformer.
@@ -75,6 +76,7 @@ class Requirements:
     reads_future_masks: bool = False
     reads_sentence_diffusion: bool = False
     reads_hidden_transfer: bool = False
+    reads_judge: bool = False
     can_translate_vocab: bool = False
     reads_weights: bool = False
     can_sample: bool = True

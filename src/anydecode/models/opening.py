@@ -26,6 +26,7 @@ from anydecode.models import (
     exit_routers,
     future_masks,
     hidden_transfer,
+    judge,
     layer_routers,
     sentence_diffusion,
     through_transformers,
@@ -51,6 +52,7 @@ _TRAINED_PARTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "future_masks": (future_masks.FOLDER_NAME, future_masks.FutureMasks.load),
     "sentence_diffusion": (sentence_diffusion.FILE_NAME, sentence_diffusion.SentenceDiffusion.load),
     "hidden_transfer": (hidden_transfer.FILE_NAME, hidden_transfer.HiddenTransfer.load),
+    "judge": (judge.FILE_NAME, judge.Judge.load),
 }
 
 

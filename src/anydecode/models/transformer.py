@@ -36,6 +36,7 @@ from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.future_masks import FutureMasks
 from anydecode.models.hidden_transfer import HiddenTransfer
+from anydecode.models.judge import Judge
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.lora import load_adapter
 from anydecode.models.network import Network
@@ -126,6 +127,7 @@ class Transformer:
         self.future_masks: FutureMasks | None = None  # of its folder
         self.sentence_diffusion: SentenceDiffusion | None = None  # of its folder
         self.hidden_transfer: HiddenTransfer | None = None  # of its folder
+        self.judge: Judge | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Scores
+from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 
@@ -29,6 +31,11 @@ class Acceptance(ABC):
     #: Whether it compares drafts with the distributions that they were drawn from, which
     #: `TokenTree.probabilities` must hold.
     reads_probabilities = False
+    #: Whether it reads the target's last hidden states, which the scores must have.
+    reads_states = False
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Raise `UnsupportedCombinationError` for a request that this rule cannot serve."""
 
     @abstractmethod
     def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
@@ -40,24 +47,39 @@ class Acceptance(ABC):
         """
 
 
-class TokenExact(Acceptance):
-    """Sample each token as plain decoding does, with the same noise, and accept a draft if it
-    equals that token. The output equals plain decoding, token by token."""
+class StepAcceptance(Acceptance):
+    """A rule that goes down the tree: each token is that of an accepted child, or the last one."""
 
-    exactness = "token-exact"
+    @abstractmethod
+    def step(
+        self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
+    ) -> tuple[int | None, int]:
+        """The accepted one of `children`, or None, and the token emitted after `node`."""
 
     def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
         node = ROOT
         path: list[int] = []
         tokens: list[int] = []
         while True:
-            token = scores.sample(scores.after(node))
+            child, token = self.step(tree, scores, node, tree.children(node))
             tokens.append(token)
-            child = tree.child(node, token)
             if child is None:
                 return AcceptanceResult(path, tokens)
             path.append(child)
             node = child
+
+
+class TokenExact(StepAcceptance):
+    """Sample each token as plain decoding does, with the same noise, and accept a draft if it
+    equals that token. The output equals plain decoding, token by token."""
+
+    exactness = "token-exact"
+
+    def step(
+        self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
+    ) -> tuple[int | None, int]:
+        token = scores.sample(scores.after(node))
+        return tree.child(node, token), token
 
 
 class ThresholdAcceptance(Acceptance):
@@ -144,9 +166,7 @@ class TopMAcceptance(ThresholdAcceptance):
         self.block = block
 
     def target_distribution(self, scores: Scores, row: int) -> np.ndarray:
-        state = scores.sampler_after(row)
-        raw = Sampler(1.0, state.pre_temperature, combiner=state.combiner)
-        return raw.distribution(scores.row(row)).dense(scores.logits.shape[1])
+        return untruncated_distribution(scores, row)
 
     def passes(self, p: np.ndarray, tokens: list[int], depth: int) -> list[bool]:
         if depth < self.block:
@@ -154,6 +174,14 @@ class TopMAcceptance(ThresholdAcceptance):
         top = float(p.max())
         floor = 0.0 if self.gap is None else top * float(np.exp(-self.gap))
         return [bool(p[t] > 0 and p[t] >= floor and _rank(p, t) < self.count) for t in tokens]
+
+
+def untruncated_distribution(scores: Scores, row: int) -> np.ndarray:
+    """The target's distribution after `row` at temperature 1 and without truncation, float64
+    `[vocab_size]`. Only tokens that the request forbids have a probability of 0."""
+    state = scores.sampler_after(row)
+    raw = Sampler(1.0, state.pre_temperature, combiner=state.combiner)
+    return raw.distribution(scores.row(row)).dense(scores.logits.shape[1])
 
 
 def _rank(p: np.ndarray, token: int) -> int:

@@ -14,14 +14,15 @@ import numpy as np
 from anydecode.catalogue import Words
 from anydecode.decoders.framework.acceptance import (
     Acceptance,
-    AcceptanceResult,
+    StepAcceptance,
     TokenExact,
     TopMAcceptance,
     TypicalAcceptance,
 )
+from anydecode.decoders.framework.judging import JudgeAcceptance
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Scores
-from anydecode.scoring.tree import ROOT, TokenTree
+from anydecode.scoring.tree import TokenTree
 
 
 def rejection_steps(
@@ -67,7 +68,7 @@ def exclude_token(q: np.ndarray, token: int) -> np.ndarray | None:
     return rest / total if total > 0 else None
 
 
-class RejectionSampling(Acceptance):
+class RejectionSampling(StepAcceptance):
     """Accept a draft with probability min(1, p / q), else sample from the residual of p.
 
     `tree.probabilities` must hold the distributions that the drafts were drawn from, after the same
@@ -86,22 +87,9 @@ class RejectionSampling(Acceptance):
         if lenience < 1:
             self.exactness = "lossy"
 
-    def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
-        node = ROOT
-        path: list[int] = []
-        tokens: list[int] = []
-        while True:
-            child, token = self.step(tree, scores, node, tree.children(node))
-            tokens.append(token)
-            if child is None:
-                return AcceptanceResult(path, tokens)
-            path.append(child)
-            node = child
-
     def step(
         self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
     ) -> tuple[int | None, int]:
-        """The accepted one of `children`, or None, and the token emitted after `node`."""
         row = scores.after(node)
         if not children:
             return None, scores.sample(row)
@@ -137,6 +125,7 @@ ACCEPTANCE_RULES: dict[str, type[Acceptance]] = {
     "rejection": RejectionSampling,
     "typical": TypicalAcceptance,
     "top-m": TopMAcceptance,
+    "judge": JudgeAcceptance,
 }
 ACCEPTANCE_WORDS = Words(tuple(ACCEPTANCE_RULES))
 

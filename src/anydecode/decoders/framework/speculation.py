@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -56,6 +56,8 @@ def verify_tree(
     may be left out if they are `optional` (see `Sequence.verify`). `hidden` are layers whose hidden
     states the scores have."""
     start = perf_counter()
+    if acceptance.reads_states:
+        hidden = tuple(sorted({*hidden, sequence.num_layers}))
     scores = yield sequence.verify(tree, optional=optional, hidden=hidden)
     if len(scores) <= len(tree):
         tree = tree.first(len(scores) - 1)
@@ -211,6 +213,8 @@ class Speculative(Decoder):
         self.acceptance = acceptance or TokenExact()
         self.size = size
         self.requirements = drafter.requirements
+        if self.acceptance.reads_states:
+            self.requirements = replace(self.requirements, reads_judge=True)
         self._budget = budget
         # Rules that compare samples with the draft distribution must see every draft.
         self._is_token_exact = isinstance(self.acceptance, TokenExact)
@@ -225,6 +229,7 @@ class Speculative(Decoder):
 
     def prepare(self, sequence: Sequence) -> None:
         self.drafter.prepare(sequence)
+        self.acceptance.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
         session, budget = self.drafter.open(sequence), self.budget(sequence)

@@ -211,6 +211,6 @@ def aded(
         size: Maximum number of nodes of a draft tree.
         depth: Maximum depth of a draft tree.
         width: Successors stored per token pair.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     return Speculative(AdedDrafter(depth, width), size, acceptance_rule(acceptance))

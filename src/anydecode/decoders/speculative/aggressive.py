@@ -133,6 +133,6 @@ def aggressive(
     Args:
         size: Maximum number of drafts per pass.
         start: Prompt position where the source begins; by default it is found by matching.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     return Speculative(AggressiveDrafter(start), size, acceptance_rule(acceptance))

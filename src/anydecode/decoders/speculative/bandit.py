@@ -151,7 +151,7 @@ def bandit(
             is a draft model, such as an early exit, or else "prompt-lookup".
         max_drafts: Maximum draft length.
         memory: Decay of the counts per round, above 0 and at most 1.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
         control: "beta" (Beta-TS), or "calibration" (Calibration-TS), which needs a draft model.
     """
     if not 0 < memory <= 1:

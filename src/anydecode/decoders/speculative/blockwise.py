@@ -66,8 +66,8 @@ def blockwise(size: int = 4, acceptance: str | Acceptance = "token-exact") -> Sp
 
     Args:
         size: Number of proposed tokens; as many heads run, if the draft model has so many.
-        acceptance: "token-exact", "rejection", "typical" or "top-m" (the paper's relaxed rule), or
-            a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" (the paper's relaxed rule) or
+            "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(BlockwiseDrafter(max(1, size), rule), size, rule)

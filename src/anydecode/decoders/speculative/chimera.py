@@ -163,7 +163,7 @@ def chimera(
         size: Number of verified nodes.
         depth: Number of levels, one resolver and one pass each, if the draft model has so many.
         width: Number of nodes that each level expands, and of children of each of them.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(ChimeraDrafter(depth, width, rule), size, rule)

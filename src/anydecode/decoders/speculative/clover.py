@@ -114,7 +114,7 @@ def clover(
         size: Number of verified nodes.
         depth: Number of levels, one head each, if the draft model has so many.
         top_p: The probability mass of a node's candidates that may be drafted, above 0.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(CloverDrafter(depth, top_p, rule), size, rule)

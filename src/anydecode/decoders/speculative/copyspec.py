@@ -82,6 +82,6 @@ def copyspec(
     Args:
         size: Maximum number of copied tokens per pass.
         ngram: Length of the token run that is looked up.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     return Speculative(CopySpecDrafter(ngram), size, acceptance_rule(acceptance))

@@ -74,7 +74,7 @@ def deer(size: int = 16, acceptance: str | Acceptance = "token-exact") -> Specul
 
     Args:
         size: Number of drafts per block (the paper: up to 32).
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(BlockDrafter(rule), size, rule)

@@ -66,7 +66,7 @@ def dflash(
         tree: Draft the `size` best nodes of the tree over the slots' tokens (DDTree), instead of
             one token per slot.
         threshold: The estimated acceptance probability below which nothing is drafted.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(BlockDrafter(tree, threshold, rule), size, rule)

@@ -237,7 +237,7 @@ def diffuspec(
         candidates: Maximum number of candidates of a position.
         beams: Beam width.
         weight: Weight of the diffusion model in a path's score; the 3-gram model has the rest.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if not 1 <= min_length <= max_length or step < 0 or not 0 <= smoothing < 1:
         raise InvalidRequestError(

@@ -90,7 +90,7 @@ def dyspec(size: int = 16, acceptance: str | Acceptance = "token-exact") -> Spec
 
     Args:
         size: Number of nodes of a draft tree (the paper: 64).
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(DySpecDrafter(rule), size, rule)

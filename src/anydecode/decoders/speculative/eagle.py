@@ -84,7 +84,7 @@ def eagle(
         size: Number of verified nodes.
         depth: Number of levels, one pass of the drafter each.
         width: Number of nodes that each level expands, and of children of each of them.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(EagleDrafter(depth, width, rule), size, rule)

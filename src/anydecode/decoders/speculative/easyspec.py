@@ -103,7 +103,7 @@ def easyspec(
     Args:
         size: Number of drafts per round.
         group: Layers per parallel group; the first and the last layer run alone.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     drafter = LayerParallelDrafter(group, rule)

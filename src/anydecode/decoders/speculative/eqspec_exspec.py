@@ -43,7 +43,7 @@ def eqspec_exspec(
 
     Args:
         size: Number of drafts per round.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(ModelDrafter(rule), size, rule)

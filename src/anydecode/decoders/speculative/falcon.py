@@ -72,7 +72,7 @@ def falcon(
         tree: Draft the best nodes of the tree over the tokens of all positions, instead of one
             token per position.
         threshold: The estimated acceptance probability below which nothing is drafted.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(BlockDrafter(tree, threshold, rule, blocks), size, rule)

@@ -75,7 +75,7 @@ def fixed_tree(shape: str = DEFAULT, acceptance: str | Acceptance = "token-exact
     Args:
         shape: Rank paths, separated by spaces: "0 1 00" is the two best candidates, and one after
             the better.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     try:
         paths = [tuple(int(rank) for rank in path) for path in str(shape).split()]

@@ -108,7 +108,7 @@ def hidden_transfer(
         size: Number of candidates and pseudo states of a pass; 0: by the measured costs of passes.
         maps: The file of `anydecode train hidden-transfer`; by default that of the model's folder,
             hidden_transfer.safetensors.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     loaded = None if maps is None else HiddenTransfer.load(Path(maps))

@@ -48,7 +48,7 @@ def hydra(
     Args:
         size: Number of verified nodes.
         depth: Number of levels, one head each, if the draft model has so many.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(BestTreeDrafter(depth, rule), size, rule)

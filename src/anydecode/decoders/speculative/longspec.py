@@ -159,7 +159,7 @@ def longspec(
         depth: Number of tokens per beam.
         window: Number of last positions that the draft model keeps.
         sinks: Number of first positions that the draft model keeps.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(WindowDrafter(window, sinks, width, depth, rule), width * depth, rule)

@@ -144,7 +144,7 @@ def lookahead(
         window: Columns of the Jacobi window.
         ngram: Tokens per n-gram.
         max_ngrams: Maximum number of n-grams verified per pass.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     drafter = LookaheadDrafter(window, ngram, max_ngrams)
     size = (window + max_ngrams) * (ngram - 1)

@@ -94,7 +94,8 @@ def medusa(
     Args:
         size: Number of verified nodes.
         depth: Number of levels; as many heads run, if the draft model has so many.
-        acceptance: "token-exact", "rejection", "typical" (the paper's) or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical" (the paper's), "top-m" or "judge", or
+            a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(MedusaDrafter(depth, rule), size, rule)

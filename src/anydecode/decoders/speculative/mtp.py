@@ -50,7 +50,7 @@ def mtp(size: int = 3, acceptance: str | Acceptance = "token-exact") -> Speculat
 
     Args:
         size: Number of drafts per round.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(MtpDrafter(rule), size, rule)

@@ -154,7 +154,7 @@ def mtp_future(
             after a pass that rejects one.
         parts: The folder "future_masks" of `anydecode train future-masks`; by default that of the
             model's folder.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     loaded = None if parts is None else FutureMasks.load(Path(parts))

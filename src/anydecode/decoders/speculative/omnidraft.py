@@ -334,6 +334,6 @@ def omnidraft(
         size: Maximum number of draft-model tokens per round.
         rate: Learning rate of the drafter's online adaptation; 0: none, and a fixed draft length.
         bound: Probability of a rejection at which drafting stops, above 0 and at most 1.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     return Speculative(OmniDrafter(rate, bound), size, acceptance_rule(acceptance))

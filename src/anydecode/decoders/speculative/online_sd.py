@@ -243,7 +243,7 @@ def online_sd(
         rate: Learning rate of Adam for the correction.
         batch: Rejected drafts that start a training run.
         steps: Steps per training run.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
         train: "weights" for the draft model's own weights, "correction" for the output layer's, or
             "auto".
         weight_rate: Learning rate of Adam for the draft model's own weights.

@@ -104,7 +104,7 @@ def opt_tree(
         size: Number of verified nodes (the paper: 50).
         delta: Minimum gain of a further level, in expected tokens.
         depth: Maximum depth.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(OptTreeDrafter(delta, depth, rule), size, rule)

@@ -54,7 +54,7 @@ def parallelspec(
         size: Number of verified nodes; the tree has no more levels than the drafter was trained
             with.
         threshold: The estimated acceptance probability below which nothing is drafted.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(BlockDrafter(True, threshold, rule), size, rule)

@@ -297,7 +297,8 @@ def ppd(
         size: Number of candidates and prompt tokens of a pass; 0: by the measured costs of passes.
         prompts: A safetensors file of `anydecode train prompts`: the prompt tokens' `embeddings`,
             `[count, hidden size]`, and the `accuracies` of their predictions, `[count, ranks]`.
-        acceptance: "token-exact", "rejection", "typical" (the paper's) or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical" (the paper's), "top-m" or "judge", or
+            a rule.
     """
     rule = acceptance_rule(acceptance)
     loaded = None if prompts is None else load_prompts(Path(prompts))

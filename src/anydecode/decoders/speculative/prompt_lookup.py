@@ -86,6 +86,6 @@ def prompt_lookup(
         size: Maximum number of drafts per pass.
         max_ngram: Longest suffix that is looked up, in tokens.
         min_ngram: Shortest suffix that is looked up, in tokens.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     return Speculative(PromptLookupDrafter(max_ngram, min_ngram), size, acceptance_rule(acceptance))

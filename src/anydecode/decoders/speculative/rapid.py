@@ -205,7 +205,7 @@ def rapid(
         query: Number of last prompt tokens that the chunks are ranked for.
         eta: Strength of the shift of the target towards the drafter; None: no shift. With it the
             rule is the paper's, and `acceptance` must not be given.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if eta is not None and acceptance != "token-exact":
         raise InvalidRequestError("rapid takes eta or acceptance, not both")

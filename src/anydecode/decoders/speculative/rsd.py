@@ -153,7 +153,7 @@ def rsd(
         width: Beam width of RSD-S.
         depth: Depth of RSD-S.
         branching: Children per node on each level of RSD-C, such as "3-2-1".
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     if not branching:

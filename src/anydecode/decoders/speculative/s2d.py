@@ -141,7 +141,7 @@ def s2d(
         size: Number of drafts per round.
         exits: Exits as fractions of the draft model's depth, rising, such as "0.5-0.75".
         confidence: Largest probability from which an exit is taken, from 0 to 1.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     drafter = NestedDrafter(exit_fractions(exits), confidence, rule)

@@ -104,7 +104,7 @@ def space(masks: int = 2, acceptance: str | Acceptance = "token-exact") -> Specu
 
     Args:
         masks: Number of mask tokens of a group, and of candidates; a pass has (masks + 1)^2 rows.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     return Speculative(SpaceDrafter(masks, rule), masks * (masks + 2), rule)

@@ -196,7 +196,7 @@ def specdecpp(
         min_drafts: Minimum number of drafts per round.
         size: Maximum number of drafts per round.
         rate: Learning rate of the head; 0: none is trained.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if not 0 < bound < 1 or not 1 <= min_drafts <= size:
         raise InvalidRequestError("specdec++ needs 0 < bound < 1 and 1 <= min_drafts <= size")

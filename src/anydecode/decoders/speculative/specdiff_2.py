@@ -139,7 +139,7 @@ def specdiff_2(
         temperature: Temperature of all drafts but the first, above 0.
         selection: Verify only the path with the largest expected number of accepted tokens, by the
             paper's rule (distribution-exact); `acceptance` must not be given.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if selection and acceptance != "token-exact":
         raise InvalidRequestError("specdiff-2 takes selection or acceptance, not both")

@@ -195,7 +195,7 @@ def stand(
     Args:
         row_cost: Cost of one more row, relative to a pass over one row; None: measured costs.
         max_ngram: Maximum n-gram length.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if max_ngram < 2:
         raise InvalidRequestError("stand needs n-grams of at least 2 tokens")

@@ -366,7 +366,7 @@ def suffix(
         factor: Maximum number of nodes of a draft tree, relative to the length of the match.
         min_probability: Minimum probability of a node, above 0 and at most 1.
         memory: Memory of earlier answers, in bytes.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     drafter = SuffixDrafter(factor, min_probability, memory)
     return Speculative(drafter, size, acceptance_rule(acceptance))

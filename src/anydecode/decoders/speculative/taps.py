@@ -181,7 +181,7 @@ def taps(
             with each one that there is.
         route: Verify only the tree of the most confident drafter.
         size: Maximum number of nodes of a draft tree.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     by_key: dict[str, Drafter] = {}

@@ -138,7 +138,7 @@ def token_recycling(
     Args:
         tree: "worthwhile", or "published" for all 80 nodes.
         row_cost: Cost of one more row, relative to a pass over one row; None: measured costs.
-        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     rule = acceptance_rule(acceptance)
     drafter = TokenRecyclingDrafter(chosen_tree(tree, row_cost, rule))

@@ -1,0 +1,82 @@
+"""Judge decoding: long drafts of a smaller model, of which a trained head keeps those that are
+right though the target would not have sampled them (Bachmann et al., "Judge Decoding: Faster
+Speculative Sampling Requires Going Beyond Model Alignment", arXiv:2501.19309).
+
+The head learns from labels that a search finds (Garipov et al., "AutoJudge: Judge Decoding Without
+Manual Annotation", arXiv:2504.20039): `training/judge.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from anydecode.catalogue import Card, Range, Words, register
+from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.judging import JudgeAcceptance
+from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_model import ModelDrafter
+from anydecode.errors import InvalidRequestError
+from anydecode.models.judge import Judge
+
+
+@register(
+    Card(
+        "judge",
+        "speculative",
+        paper="Judge Decoding (arXiv:2501.19309); AutoJudge (arXiv:2504.20039), its labels",
+        exactness="lossy",
+        summary=(
+            "A linear head on the target's last state at a draft accepts it beside the standard"
+            " rule."
+        ),
+        needs=("draft model", "judge"),
+        works_with=("constraints", "samplers", "guidance", "batches"),
+        missing=(
+            "requests with adapters",
+            "training on answers whose mistakes people have marked (Judge Decoding)",
+            "features of the draft model's states beside the target's (AutoJudge)",
+        ),
+        deviations=(
+            "the standard rule is token-exact with shared noise; acceptance='rejection' is the"
+            " papers'",
+            "the threshold is that of the head's file, which its training chooses on questions"
+            " that it does not learn from; threshold=0.5 is a plain majority",
+            "25 drafts per round, which is for targets much slower than their draft models",
+            "tokens that the request forbids are never accepted",
+            "in draft trees, the sibling is taken of which the judge is surest",
+            "anydecode train judge labels a draft by whether the target, continuing behind it,"
+            " comes to its own result again, as AutoJudge does, and fits one head to all labels"
+            " with equal weights of both kinds",
+        ),
+        remote={
+            "size": Range(0, 64),
+            "threshold": Range(0, 1),
+            "acceptance": Words(("token-exact", "rejection")),
+        },
+    )
+)
+def judge(
+    size: int = 25,
+    threshold: float | None = None,
+    head: str | Path | None = None,
+    acceptance: str | Acceptance = "token-exact",
+) -> Speculative:
+    """Judge decoding.
+
+    Args:
+        size: Number of drafts per round.
+        threshold: Probability above which the judge accepts a draft, from 0 to 1; by default that
+            of the head's file.
+        head: The file of `anydecode train judge`; by default that of the model's folder,
+            judge.safetensors.
+        acceptance: The standard rule beside the judge, "token-exact" or "rejection".
+    """
+    standard = acceptance_rule(acceptance)
+    if not isinstance(standard, TokenExact | RejectionSampling):
+        raise InvalidRequestError(
+            f"acceptance is {acceptance!r}; judge takes 'token-exact' or 'rejection'"
+        )
+    loaded = None if head is None else Judge.load(Path(head))
+    rule = JudgeAcceptance(threshold, loaded, standard)
+    return Speculative(ModelDrafter(rule), size, rule)
