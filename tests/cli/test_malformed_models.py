@@ -70,6 +70,7 @@ COMMANDS = {
     "train consistency": "--model MODEL --out OUT --answers 2 --steps 1",
     "train layer-adapter": "--model MODEL --routers TEXT --out OUT --steps 1",
     "train small-mlps": "--model MODEL --out OUT --answers 2 --steps 1",
+    "train mlp-routers": "--model MODEL --out OUT --answers 2 --steps 1",
     "train predictors": "--model MODEL --out OUT --answers 2",
     "bench depth": "--model MODEL --limit 1",
     "cluster plan": "MODEL --trace TRACE --slo ttft=1,tpot=1",

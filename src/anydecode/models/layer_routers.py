@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.exit_files import check_model, read_exits, write_exits
 from anydecode.models.network import Network
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The file of a model's folder that has its routers.
 FILE_NAME = "layer_routers.safetensors"
@@ -25,12 +29,19 @@ class LayerRouters:
         weight: float32 `[layers, hidden_size]`.
         bias: float32 `[layers]`.
         fingerprint: That of the model (`model_fingerprint`).
+        target: What they choose, if there is a choice: one of `targets`.
     """
+
+    #: What they are called, and the command of `anydecode train` that makes them.
+    what: ClassVar[str] = "layer routers"
+    command: ClassVar[str] = "layer-routers"
+    targets: ClassVar[tuple[str, ...]] = ("",)
 
     layers: list[int]
     weight: np.ndarray
     bias: np.ndarray
     fingerprint: str
+    target: str = ""
 
     def scores(self, layer: int, states: np.ndarray) -> np.ndarray:
         """The logit of each row's probability that it needs `layer`, float64 `[rows]`, from the
@@ -41,12 +52,12 @@ class LayerRouters:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the routers are those of `network`."""
-        check_model(self.fingerprint, network, "layer routers", "layer-routers")
+        check_model(self.fingerprint, network, self.what, self.command)
         spec = network.spec
         is_inside = all(0 <= layer < spec.num_layers for layer in self.layers)
         if self.weight.shape[1] != spec.hidden_size or not is_inside:
             raise InvalidRequestError(
-                f"the layer routers do not fit a model of {spec.num_layers} layers with states of"
+                f"the {self.what} do not fit a model of {spec.num_layers} layers with states of"
                 f" {spec.hidden_size} numbers"
             )
 
@@ -54,21 +65,26 @@ class LayerRouters:
         """Write a safetensors file."""
         weight = dict(zip(self.layers, self.weight.astype(np.float32), strict=True))
         bias = dict(zip(self.layers, self.bias[:, None].astype(np.float32), strict=True))
-        write_exits(path, {"weight": weight, "bias": bias}, self.fingerprint)
+        write_exits(path, {"weight": weight, "bias": bias}, self.fingerprint, self.target)
 
-    @staticmethod
-    def load(path: Path) -> LayerRouters:
+    @classmethod
+    def load(cls, path: Path) -> Self:
         """Read the file that `save` writes.
 
         Raises:
-            CheckpointError: There is no such file, or it has other tensors.
+            CheckpointError: There is no such file, or it has other tensors or other routers.
         """
-        (weight, bias), metadata = read_exits(path, ("weight", "bias"), "layer routers")
+        (weight, bias), metadata = read_exits(path, ("weight", "bias"), cls.what)
+        target = metadata["target"]
+        if target not in cls.targets:
+            raise CheckpointError(
+                f"{cls.what} {path}: these are routers of another kind; `anydecode train"
+                f" {cls.command}` makes some"
+            )
         layers = sorted(weight)
         shapes = {(weight[layer].shape, bias[layer].shape) for layer in layers}
         if shapes != {((weight[layers[0]].size,), (1,))}:
-            raise CheckpointError(f"layer routers {path}: the tensors do not fit together")
+            raise CheckpointError(f"{cls.what} {path}: the tensors do not fit together")
         weights, biases = ([one[layer] for layer in layers] for one in (weight, bias))
-        return LayerRouters(
-            layers, np.stack(weights), np.concatenate(biases), metadata["fingerprint"]
-        )
+        fingerprint = metadata["fingerprint"]
+        return cls(layers, np.stack(weights), np.concatenate(biases), fingerprint, target)

@@ -28,6 +28,7 @@ from anydecode.models import (
     hidden_transfer,
     judge,
     layer_routers,
+    mlp_routers,
     sentence_diffusion,
     through_transformers,
 )
@@ -49,6 +50,7 @@ _TRAINED_PARTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "exit_routers": (exit_routers.FILE_NAME, exit_routers.ExitRouters.load),
     "exit_predictors": (exit_predictors.FILE_NAME, exit_predictors.ExitPredictors.load),
     "layer_routers": (layer_routers.FILE_NAME, layer_routers.LayerRouters.load),
+    "mlp_routers": (mlp_routers.FILE_NAME, mlp_routers.MlpRouters.load),
     "future_masks": (future_masks.FOLDER_NAME, future_masks.FutureMasks.load),
     "sentence_diffusion": (sentence_diffusion.FILE_NAME, sentence_diffusion.SentenceDiffusion.load),
     "hidden_transfer": (hidden_transfer.FILE_NAME, hidden_transfer.HiddenTransfer.load),

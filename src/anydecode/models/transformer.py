@@ -39,6 +39,7 @@ from anydecode.models.hidden_transfer import HiddenTransfer
 from anydecode.models.judge import Judge
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.lora import load_adapter
+from anydecode.models.mlp_routers import MlpRouters
 from anydecode.models.network import Network
 from anydecode.models.per_layer import late_start_error
 from anydecode.models.pooling import Pooling
@@ -124,6 +125,7 @@ class Transformer:
         self.exit_routers: ExitRouters | None = None  # of its folder
         self.exit_predictors: ExitPredictors | None = None  # of its folder
         self.layer_routers: LayerRouters | None = None  # of its folder
+        self.mlp_routers: MlpRouters | None = None  # of its folder
         self.future_masks: FutureMasks | None = None  # of its folder
         self.sentence_diffusion: SentenceDiffusion | None = None  # of its folder
         self.hidden_transfer: HiddenTransfer | None = None  # of its folder

@@ -52,20 +52,21 @@ class LayerRouterRecipe(AnswerRecipe):
 
 
 class Routers(nn.Module):
-    """Linear routers of some layers. They start at a probability of about .9."""
+    """Linear routers of some layers, which start with the score `bias` everywhere. The default is a
+    probability of about .9."""
 
-    def __init__(self, layers: Sequence[int], width: int) -> None:
+    def __init__(self, layers: Sequence[int], width: int, bias: float = 2.0) -> None:
         super().__init__()
         self.layers = list(layers)
         self.weight = nn.Parameter(torch.zeros(len(self.layers), width))
-        self.bias = nn.Parameter(torch.full((len(self.layers),), 2.0))
+        self.bias = nn.Parameter(torch.full((len(self.layers),), bias))
 
-    def forward(self, layer: int, x: torch.Tensor, is_prompt: torch.Tensor) -> torch.Tensor:
-        """The mean probability over each text's prompt, `[batch]`, from the layer's inputs `[batch,
-        length, width]`; `is_prompt` is bool `[batch, length]`."""
+    def forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """The scores `[batch, length]` of states `[batch, length, width]`; their sigmoids are
+        probabilities."""
         index = self.layers.index(layer)
-        probabilities = torch.sigmoid(x @ self.weight[index] + self.bias[index])
-        return (probabilities * is_prompt).sum(1) / is_prompt.sum(1)
+        scores: torch.Tensor = x @ self.weight[index] + self.bias[index]
+        return scores
 
 
 def routed_logits(
@@ -93,7 +94,8 @@ def routed_logits(
     for layer, block in enumerate(model.blocks):
         ran = block(x, rope, True, None)
         if layer in routers.layers:
-            gate = routers(layer, x, is_prompt)
+            probabilities = torch.sigmoid(routers(layer, x))
+            gate = (probabilities * is_prompt).sum(1) / is_prompt.sum(1)
             gates.append(gate)
             weight = gate if threshold is None else (gate >= threshold).to(x.dtype)
             weight = weight[:, None, None]

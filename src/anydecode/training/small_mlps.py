@@ -8,7 +8,7 @@ A run has a folder, from which it can be resumed: `state.pt`, `log.json` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -62,6 +62,18 @@ class SmallMlp(nn.Module):
         return added
 
 
+def modules_of(model: Transformer, mlps: SmallMlps) -> nn.ModuleDict:
+    """The MLPs of a file, by layer."""
+    modules = nn.ModuleDict()
+    for layer in mlps.layers:
+        module = SmallMlp(model.blocks[layer].ff_norm, len(mlps.gate[layer]))
+        for name, weight in module.named_parameters():
+            tensor = getattr(mlps, name.removesuffix(".weight"))[layer]
+            weight.data.copy_(torch.from_numpy(tensor))
+        modules[str(layer)] = module
+    return modules.requires_grad_(False)
+
+
 def mixed_logits(
     model: Transformer,
     mlps: nn.ModuleDict,
@@ -79,15 +91,32 @@ def mixed_logits(
         is_small: bool `[layers with a choice, batch, length - 1]`: whether a token runs the small
             MLP.
     """
+    choices = iter(is_small)
+
+    def added(layer: int, x: torch.Tensor) -> torch.Tensor:
+        full: torch.Tensor = model.blocks[layer].mlp(x)
+        if str(layer) not in mlps:
+            return full
+        return torch.where(next(choices)[..., None], mlps[str(layer)](x), full)
+
+    return logits_of(model, added, tokens, is_answer)
+
+
+def logits_of(
+    model: Transformer,
+    added: Callable[[int, torch.Tensor], torch.Tensor],
+    tokens: torch.Tensor,
+    is_answer: torch.Tensor,
+) -> torch.Tensor:
+    """As `mixed_logits`, of a model whose layers have something else in the place of MLPs: `added`
+    returns what a layer adds to the states behind its attention, both `[batch, length - 1,
+    width]`."""
     indices = torch.arange(tokens.shape[1] - 1)
     rope = model.cos[indices], model.sin[indices]
-    x, choices = model.transformer["wte"](tokens[:, :-1]), iter(is_small)
+    x = model.transformer["wte"](tokens[:, :-1])
     for layer, block in enumerate(model.blocks):
         x = block.attend(x, rope, True, None)
-        added = block.mlp(x)
-        if str(layer) in mlps:
-            added = torch.where(next(choices)[..., None], mlps[str(layer)](x), added)
-        x = x + added
+        x = x + added(layer, x)
     logits: torch.Tensor = model.transformer["ff_out"](
         model.transformer["ln_f"](x[is_answer[:, 1:]])
     )

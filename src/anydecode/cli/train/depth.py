@@ -543,6 +543,83 @@ def train_small_mlps(
     )
 
 
+@app.command("mlp-routers")
+def train_mlp_routers(
+    out: Out = Path("trained-mlp-routers"),
+    model: LlamaModel = options.DEFAULT_MODEL,
+    small: Annotated[
+        Path | None,
+        typer.Option(
+            "--small", help="The file of train small-mlps, if these are the other choice."
+        ),
+    ] = None,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    share: Annotated[
+        float,
+        typer.Option(
+            "--share", min=0.0, max=1.0, help="The share of MLPs that a token should run."
+        ),
+    ] = 0.5,
+    penalty: Annotated[
+        float, typer.Option("--penalty", min=0.0, help="Nats per squared difference to it.")
+    ] = 10.0,
+    layers: Annotated[
+        int, typer.Option("--layers", min=1, help="Layers in the middle that have a router.")
+    ] = 8,
+    answers: Answers = 64,
+    tokens: AnswerTokens = 64,
+    batch: Batch = 4,
+    rate: Rate = 1e-2,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    plot: PlotFile = None,
+    json: options.Json = False,
+) -> None:
+    """Train the routers that duo-llm compares with the best choice of MLPs, on the model's own
+    answers. A run with the same --out is resumed.
+
+    Example: anydecode train mlp-routers --steps 200 --share 0.25 --out my-routers
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.models.small_mlps import SmallMlps
+    from anydecode.training import curve
+    from anydecode.training.mlp_routers import MlpRouterRecipe, MlpRouterRun
+
+    recipe = MlpRouterRecipe(
+        minutes_or_default(minutes, steps),
+        steps,
+        answers=answers,
+        tokens=tokens,
+        batch=batch,
+        rate=rate,
+        share=share,
+        penalty=penalty,
+        layers=layers,
+        seed=seed,
+    )
+    mlps = None if small is None else SmallMlps.load(small)
+    run = trained(
+        lambda: MlpRouterRun(load_checkpoint(model), out, recipe, mlps), "routers", threads
+    )
+    results = run.results()
+    runs = results["runs"]
+    report(
+        run,
+        run.path,
+        [
+            f"tokens of held-out answers run {sum(runs):.1f} of {len(runs)} MLPs, with"
+            f" {results['held_out']['MLPs routed']:.3f} nats per token",
+            "by layer: " + ", ".join(f"{one:.0%}" for one in runs),
+        ],
+        lambda log, file: curve.draw_held_out(
+            log, file, "Training of MLP routers", "nats per token"
+        ),
+        plot,
+        json,
+    )
+
+
 def _train_exits(
     open_run: Callable[..., ExitRun],
     recipe: ExitRecipe,

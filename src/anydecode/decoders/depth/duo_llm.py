@@ -3,9 +3,11 @@ for Studying Adaptive Computation in Large Language Models", arXiv:2410.10846)."
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +16,9 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import SkippedParts
 from anydecode.kernels.routes import Guide, Route, RoutedPass
+from anydecode.models.mlp_routers import NOTHING, SMALL, MlpRouters
 from anydecode.models.small_mlps import SmallMlps
-from anydecode.scoring.score import Decoding
+from anydecode.scoring.score import DecoderAction, Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -42,21 +45,41 @@ class Patterns(Route):
     def run(self, routed: RoutedPass) -> None:
         rows, depth = np.arange(len(routed.states)), routed.num_layers
         parts = frozenset(range(depth))
-        patterns = np.array([guide.pattern for guide in routed.guides], np.int64)
         routed.run(rows, 0, self.first)
         for number in range(self.count):
             layer = self.first + number
             routed.run(rows, layer, layer + 1, SkippedParts(mlps=parts))
-            chosen = np.flatnonzero(patterns >> number & 1)
+            needs = self.needs(number, routed)
+            chosen = np.flatnonzero(needs)
             routed.run(chosen, layer, layer + 1, SkippedParts(mixers=parts))
             routed.count(chosen, 0, 1)
             if self.small is not None:
-                others = np.flatnonzero(~patterns >> number & 1)
+                others = np.flatnonzero(~needs)
                 routed.states[others] += self.small(layer, routed.states[others], self.eps)
         end = self.first + self.count
         routed.run(rows, end, depth)
         routed.count(rows, depth, depth - self.count)
         routed.stop(rows, depth)
+
+    def needs(self, number: int, routed: RoutedPass) -> np.ndarray:
+        """Which rows run the MLP of the layer `first + number`, bool `[rows]`; their states are
+        those behind its attention."""
+        patterns = np.array([guide.pattern for guide in routed.guides], np.int64)
+        return (patterns >> number & 1).astype(bool)
+
+
+class RoutedPatterns(Patterns):
+    """As `Patterns`, but routers choose, and write each row's pattern into its guide."""
+
+    def __init__(self, routers: MlpRouters, small: SmallMlps | None, eps: float) -> None:
+        super().__init__(routers.layers[0], len(routers.layers), small, eps)
+        self.routers = routers
+
+    def needs(self, number: int, routed: RoutedPass) -> np.ndarray:
+        needs = self.routers.scores(self.first + number, routed.states) >= 0
+        for row in np.flatnonzero(needs).tolist():
+            routed.guides[row].pattern |= 1 << number
+        return needs
 
 
 @register(
@@ -68,13 +91,15 @@ class Patterns(Route):
         summary="A study: the text of plain decoding, and for each token the choice of MLPs that"
         " predicts it best, of all choices.",
         works_with=("samplers", "batches"),
-        missing=("the trained routers, which the paper finds far from the oracle",),
         deviations=(
             "eight layers in the middle have a choice by default; the paper's model has twelve, all"
             " with one",
             "a layer runs its MLP or none, or with `small` its MLP or a small one, not one of"
             " three; `anydecode train small-mlps` trains these alone, beside a frozen model",
             "every choice reads the keys and values of the full model",
+            "routers learn beside a frozen model, with only the tokens of its answers routed; how"
+            " their mixing is sharpened and the weight of their penalty are guesses: a temperature"
+            " that falls from 1 to 0.1, and 10",
             "the label is the token that plain decoding generates",
         ),
         bounds={"layers": Range(1, 12), "budget": Range(0, 12)},
@@ -91,23 +116,32 @@ class DuoLlm(Decoder):
     The trace has, per token: `losses`, nats per pattern, by its bits; `full_loss`, those of the
     full model; `pattern`, the best one of `budget` MLPs, as a list of layers, and `loss`; and, with
     that random token in the label's place, the best pattern's `control_loss` and the full model's
-    `control_full_loss`.
+    `control_full_loss`. Where there are trained routers, it also has the pattern that they choose
+    without the label, `routed_pattern`, and its loss, `routed_loss`.
 
     Args:
         layers: Layers in the middle of the model that have a choice; at most all.
         budget: How many of their MLPs the best pattern runs; None: any number.
         small: The file of `anydecode train small-mlps`, whose MLPs run in place of those that do
             not; None: nothing does.
+        routers: The file of `anydecode train mlp-routers`; by default that of the model's folder,
+            mlp_routers.safetensors, if there is one for these layers and choices.
     """
 
     requirements = Requirements(attention_only=(TARGET,))
 
     def __init__(
-        self, layers: int = 8, budget: int | None = None, small: str | Path | None = None
+        self,
+        layers: int = 8,
+        budget: int | None = None,
+        small: str | Path | None = None,
+        routers: str | Path | None = None,
     ) -> None:
         self.layers, self.budget = layers, budget
         self.small = None if small is None else SmallMlps.load(Path(small))
+        self.routers = None if routers is None else MlpRouters.load(Path(routers))
         self._routes: dict[tuple[int, int], Patterns] = {}
+        self._routed: dict[int, RoutedPatterns] = {}
 
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts or sequence.sampler.capture_layers:
@@ -118,8 +152,8 @@ class DuoLlm(Decoder):
         choice = layers_with_choice(sequence.num_layers, self.layers)
         count = len(choice)
         network = getattr(sequence.kv_cache().pool.model, "network", None)
-        if self.small is not None and network is None:
-            raise UnsupportedCombinationError("small MLPs need a transformer")
+        if network is None and (self.small is not None or self.routers is not None):
+            raise UnsupportedCombinationError("small MLPs and MLP routers need a transformer")
         if self.small is not None and network is not None:
             self.small.check(network)
             if self.small.layers != list(choice):
@@ -127,51 +161,106 @@ class DuoLlm(Decoder):
                     f"the small MLPs are those of layers {self.small.layers}, and with"
                     f" layers={self.layers} layers {list(choice)} have a choice"
                 )
+        if self.routers is not None and network is not None:
+            self.routers.check(network)
+            self._check_routers(self.routers, choice)
         if self.budget is not None and self.budget > count:
             raise InvalidRequestError(
                 f"budget={self.budget} is more than the {count} layers that have a choice"
             )
 
+    def _routers_of(self, model: Any, choice: range) -> MlpRouters | None:
+        if self.routers is not None:
+            return self.routers
+        own: MlpRouters | None = getattr(model, "mlp_routers", None)
+        try:
+            if own is not None:
+                own.check(model.network)
+                self._check_routers(own, choice)
+        except InvalidRequestError:
+            return None
+        return own
+
+    def _check_routers(self, routers: MlpRouters, choice: range) -> None:
+        """Raise InvalidRequestError unless the routers choose what this decoder tries."""
+        if routers.layers != list(choice):
+            raise InvalidRequestError(
+                f"the MLP routers are those of layers {routers.layers}, and with"
+                f" layers={self.layers} layers {list(choice)} have a choice"
+            )
+        if routers.target != (NOTHING if self.small is None else SMALL):
+            given = "no small MLPs are" if self.small is None else "small MLPs are"
+            raise InvalidRequestError(
+                f"the MLP routers have learned {routers.target!r}, and {given} given"
+            )
+
     def decode(self, sequence: Sequence) -> Decoding:
         choice = layers_with_choice(sequence.num_layers, self.layers)
         first, count = choice.start, len(choice)
-        eps = sequence.kv_cache().pool.model.spec.norm_eps
+        model: Any = sequence.kv_cache().pool.model
+        eps, routers = model.spec.norm_eps, self._routers_of(model, choice)
         made = Patterns(first, count, self.small, eps)
         route = self._routes.setdefault((first, count), made)
+        routed = None
+        if routers is not None:
+            made = RoutedPatterns(routers, self.small, eps)
+            routed = self._routed.setdefault(id(routers), made)
         num_mlps = np.array([pattern.bit_count() for pattern in range(2**count)])
         is_allowed = num_mlps == (num_mlps if self.budget is None else self.budget)
         while not sequence.finished:
             scores = yield sequence.score()
             labels = np.array([scores.sampled[-1], other_token(sequence)])
             full = losses(scores.logits[-1:], labels)[0]
-            kv_cache, found = sequence.kv_cache(), []
+            found = []
             sequence.truncate(sequence.length - 1)  # the last token runs again, in all patterns
-            token = sequence.all_tokens[-1]
             for start in range(0, 2**count, CHUNK):
                 patterns = range(start, min(start + CHUNK, 2**count))
-                request = sequence.extend(
-                    [token] * len(patterns), [ROOT] * len(patterns), runner=TARGET
-                )
-                span = request.groups[0][-1]
-                span.variant = route
-                span.guides = [PatternGuide(pattern=pattern) for pattern in patterns]
-                scores = yield request
-                found.append(losses(scores.logits, labels))
-                kv_cache.discard()
+                guides = [PatternGuide(pattern=pattern) for pattern in patterns]
+                logits = yield from _run_again(sequence, route, guides)
+                found.append(losses(logits, labels))
             table = np.concatenate(found)
             best, control = np.where(is_allowed[:, None], table, np.inf).argmin(0).tolist()
+            of_routers: dict[str, Any] = {}
+            if routed is not None:
+                guide = PatternGuide()
+                yield from _run_again(sequence, routed, [guide])
+                of_routers = {
+                    "routed_pattern": _layers(guide.pattern, choice),
+                    "routed_loss": float(table[guide.pattern, 0]),
+                }
             sequence.record(
                 TokenTree(),
                 [],
                 labels[:1].tolist(),
                 losses=table[:, 0].tolist(),
                 full_loss=float(full[0]),
-                pattern=[first + number for number in range(count) if best >> number & 1],
+                pattern=_layers(best, choice),
                 loss=float(table[best, 0]),
                 control_loss=float(table[control, 1]),
                 control_full_loss=float(full[1]),
+                **of_routers,
             )
             sequence.emit(labels[:1].tolist())
+
+
+def _run_again(
+    sequence: Sequence, route: Patterns, guides: list[PatternGuide]
+) -> Generator[DecoderAction, Any, np.ndarray]:
+    """The logits `[guides, vocab_size]` of the text's last token, which runs once per guide and
+    leaves nothing behind."""
+    tokens = [sequence.all_tokens[-1]] * len(guides)
+    request = sequence.extend(tokens, [ROOT] * len(guides), runner=TARGET)
+    span = request.groups[0][-1]
+    span.variant, span.guides = route, list(guides)
+    scores = yield request
+    sequence.kv_cache().discard()
+    logits: np.ndarray = scores.logits
+    return logits
+
+
+def _layers(pattern: int, choice: range) -> list[int]:
+    """The layers of a pattern."""
+    return [layer for number, layer in enumerate(choice) if pattern >> number & 1]
 
 
 def layers_with_choice(num_layers: int, count: int) -> range:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from anydecode.certification.oracles.depth.fewer_layers import layered
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.rounds import TracedRound, plain_token, rounds
 from anydecode.models.exit_files import model_fingerprint
+from anydecode.models.mlp_routers import NOTHING, SMALL, MlpRouters
 from anydecode.models.network import Network
 from anydecode.models.small_mlps import SmallMlps
 
@@ -30,10 +31,17 @@ class PatternForward(Forward):
         super().__init__(network)
         self.small = small
 
-    def step_pattern(self, token: int, skipped: set[int], keep: bool) -> np.ndarray:
+    def step_pattern(
+        self,
+        token: int,
+        skipped: set[int],
+        keep: bool,
+        behind_attention: Callable[[int, np.ndarray], None] = lambda layer, state: None,
+    ) -> np.ndarray:
         x, length = self._embedding(token), len(self.keys[0])
         for layer in range(LAYERS):
             x = x + self._attention(x, layer)
+            behind_attention(layer, x)
             x = x + (self._small(x, layer) if layer in skipped else self._mlp(x, layer))
         if not keep:
             for rows in (*self.keys, *self.values):
@@ -59,13 +67,19 @@ def nats(logits: np.ndarray, label: int) -> float:
 def duo_llm() -> Iterator[Check]:
     """Of ten layers, the eight in the middle have a choice."""
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "small_mlps.safetensors"
+        file, routers_file = Path(folder) / "small_mlps.safetensors", Path(folder) / "routers"
         with layered(LAYERS, 1.0) as llm:
-            small = random_mlps(llm.model.network)  # type: ignore[attr-defined]
+            network: Network = llm.model.network  # type: ignore[attr-defined]
+        small = random_mlps(network)
         small.save(file)
         yield from _checks(0.0, "duo-llm", None)
         yield from _checks(0.9, "duo-llm:budget=3", 3)
         yield from _checks(0.9, f"duo-llm:small={file}", None, small)
+        for mlps in (None, small):
+            routers = random_routers(network, NOTHING if mlps is None else SMALL)
+            routers.save(routers_file)
+            decoder = f"duo-llm:routers={routers_file}" + (f",small={file}" if mlps else "")
+            yield from _router_checks(decoder, routers, mlps)
 
 
 def random_mlps(network: Network) -> SmallMlps:
@@ -80,6 +94,43 @@ def random_mlps(network: Network) -> SmallMlps:
         matrices(*shape) for shape in ((size,), (width, size), (width, size), (size, width))
     )
     return SmallMlps(norm, gate, up, down, model_fingerprint(network))
+
+
+def random_routers(network: Network, target: str) -> MlpRouters:
+    """MLP routers of the layers with a choice."""
+    random, layers = np.random.default_rng(4), list(range(FIRST, FIRST + COUNT))
+    weight = random.standard_normal((COUNT, network.spec.hidden_size), np.float32)
+    bias = random.standard_normal(COUNT, np.float32)
+    return MlpRouters(layers, weight, bias, model_fingerprint(network), target)
+
+
+def _router_checks(decoder: str, routers: MlpRouters, small: SmallMlps | None) -> Iterator[Check]:
+    """What the routers choose for each token, from states of the pattern that they choose."""
+    where = f"routers{', small MLPs' if small else ''}"
+    with layered(LAYERS, 1.0) as llm:
+        network: Network = llm.model.network  # type: ignore[attr-defined]
+        trace = rounds(llm, decoder, "abcab", 6, temperature=0.9)
+    forward, middle = PatternForward(network, small), range(FIRST, FIRST + COUNT)
+    for token in b"abca":
+        forward.step_pattern(token, set(), keep=True)
+    equal_choices, equal_losses = [], []
+    for one in trace:
+        runs, token = set(one.entry["routed_pattern"]), one.text[-1]
+
+        def compare(layer: int, x: np.ndarray, runs: set[int] = runs) -> None:
+            if layer in middle:
+                number = layer - FIRST
+                score = float(routers.weight[number] @ x + routers.bias[number])
+                equal_choices.append(abs(score) < CLOSE or (score > 0) == (layer in runs))
+
+        logits = forward.step_pattern(token, set(middle) - runs, False, compare)
+        loss = nats(logits, one.generated[0])
+        equal_losses.append(abs(one.entry["routed_loss"] - loss) < CLOSE)
+        forward.step_pattern(token, set(), keep=True)
+    yield Check(f"{where}: choices equal the replay", all(equal_choices))
+    yield Check(f"{where}: losses equal the replay", all(equal_losses))
+    chosen = {tuple(one.entry["routed_pattern"]) for one in trace}
+    yield Check(f"{where}: tokens choose different patterns", len(chosen) > 1)
 
 
 def _checks(
