@@ -515,6 +515,62 @@ def test_results_do_not_depend_on_slots_tails_threads_or_other_rows(
             assert np.array_equal(alone, results[0][i])
 
 
+def one_row_of_each(tables: list[np.ndarray], lengths: list[int], tails: list[int]) -> Rows:
+    """The last row of several texts, each with a table of its own, whose last `tails[i]` slots are
+    in its tail."""
+    zeros, ends = ints(np.zeros(len(tables))), ints(lengths)
+    starts = ints(np.cumsum(tails)) - ints(tails)
+    parts = [table[n - t : n] for table, n, t in zip(tables, lengths, tails, strict=True)]
+    return Rows(
+        ints(np.arange(len(tables)) % 50), ends - 1, ints([t[n - 1] for t, n in zip(tables, lengths,
+        strict=True)]), tables, ints(np.arange(len(tables))), ends - ints(tails),
+        ints(np.concatenate(parts)), starts, ints(tails), zeros, zeros + 2,
+    )  # fmt: skip
+
+
+@few
+@given(st.integers(0, 200), st.integers(2, 10), st.integers(1, 4), st.integers(0, 9))
+def test_results_do_not_depend_on_what_the_tables_of_other_rows_share(
+    library: Library, shared: int, n: int, threads: int, seed: int
+) -> None:
+    network = Network(seed, window=40 if seed % 3 else None, sinks=seed % 4 < 2)
+    random = np.random.default_rng(seed)
+    cache, executor = network.cache(2000, "float16"), network.executor(threads)
+    slots = ints(random.permutation(2000))
+    tables = [np.concatenate([slots[:shared], part]) for part in slots[200:].reshape(18, 100)[:n]]
+    if n > 3:  # shares more with the third one than with the first
+        tables[3][: shared + 20] = tables[2][: shared + 20]
+    if shared > 9 and seed % 2:
+        tables[1][7] = -1  # a hole, so that it shares less
+    lengths = [shared + 1 + int(more) for more in random.integers(0, 90, n)]
+    for table, length in zip(tables, lengths, strict=True):
+        executor.run(
+            sequence_rows(random.integers(0, 50, length), table), cache, OutputSpec(ints([]))
+        )
+    tails = [int(tail) for tail in random.integers(0, 2, n)]
+    rows = one_row_of_each(tables, lengths, tails)
+    together = executor.run(rows, cache, all_logits(rows)).logits.copy()
+    for i in range(n):
+        one = one_row_of_each([tables[i]], [lengths[i]], [0])
+        one.tokens[:] = rows.tokens[i]
+        alone = network.executor(1).run(one, cache, all_logits(one)).logits[0]
+        assert np.array_equal(alone, together[i])
+
+
+def test_a_slot_of_another_rows_table_is_detected(library: Library) -> None:
+    network = Network(1)
+    cache, executor = network.cache(200), network.executor()
+    first, second = ints(np.arange(60)), ints([*range(50), *range(60, 70)])
+    for table in (first, second):
+        tokens = np.arange(60) % 50 if table is first else np.arange(60)[::-1] % 50
+        executor.run(sequence_rows(tokens, table), cache, OutputSpec(ints([])))
+    rows = one_row_of_each([first, second], [60, 60], [0, 0])
+    one = executor.run(rows, cache, all_logits(rows)).logits.copy()
+    second[55] = first[55]
+    other = executor.run(rows, cache, all_logits(rows)).logits
+    assert np.array_equal(one[0], other[0]) and not np.array_equal(one[1], other[1])
+
+
 @pytest.mark.parametrize("format", CACHE_FORMATS)
 @pytest.mark.parametrize(
     "shape",

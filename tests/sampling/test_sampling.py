@@ -698,6 +698,16 @@ class TestLogprobs:
         assert distribution_logprobs(distribution, 0).logprob == -math.inf
         assert distribution.log_probability(3) == pytest.approx(expected[1], abs=1e-6)
 
+    @pytest.mark.parametrize("count", [1, 5, 40])
+    def test_the_most_probable_tokens_of_a_distribution(self, count):
+        row = np.random.default_rng(2).integers(-4, 5, 60).astype(np.float32)  # with ties
+        row[::2] = -math.inf
+        for tokens in (None, np.arange(60, dtype=np.int32) + 7):
+            ids, logprobs = Distribution(tokens, row).most_probable(count)
+            best = by_falling_score(row)[: min(count, 30)]
+            assert (ids - (0 if tokens is None else 7)).tolist() == list(best)
+            np.testing.assert_allclose(logprobs, np.log(softmax(row)[best]), atol=1e-6)
+
     def test_a_row_of_a_batch_gives_the_same_bits(self):
         batch = np.random.default_rng(0).normal(size=(7, 3001)).astype(np.float32)
         for row in batch:

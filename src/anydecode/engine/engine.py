@@ -378,6 +378,7 @@ class Engine:
                 sequence.num_passes += plan.num_passes
             for request, _, count in plan.scheduled:
                 request.sequence.root.num_rows += count + plan.num_further_rows
+        incomplete: dict[ScoreRequest, Job] = {}
         for request, scores in completed:
             job = self._owners.pop(request, None)
             if job is None:  # cancelled by a decoder that this loop has resumed
@@ -396,7 +397,10 @@ class Engine:
                     job.group, job.results = [], {}
                     self._resume(job, results if job.is_group else results[0])
                 else:
-                    scores.keep()
+                    incomplete[request] = job
+        for request, job in incomplete.items():
+            if request in job.results:  # the rest of the group runs in later passes
+                job.results[request].keep()
 
     def _abort(self, plan: Plan, error: Exception) -> None:
         """End the jobs whose caches a failed pass was to fill."""

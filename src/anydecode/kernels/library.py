@@ -333,7 +333,13 @@ def top_k(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def logsumexp(logits: np.ndarray) -> float:
     """log(sum(exp(logits))) of float32 `[vocab_size]`."""
-    return float(_library().logsumexp(*_row(logits)))
+    library = load_library()
+    if library is not None:
+        return float(library.logsumexp(*_row(logits)))
+    highest = float(logits.max())
+    if highest == -np.inf:
+        return highest
+    return highest + float(np.log(np.exp(logits.astype(np.float64) - highest).sum()))
 
 
 def sample_gumbel(

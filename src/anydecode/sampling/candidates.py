@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anydecode.errors import ConstraintError
+from anydecode.kernels.library import logsumexp, top_k
 
 if TYPE_CHECKING:
     from anydecode.sampling.noise import Noise
@@ -117,6 +118,18 @@ class Distribution:
     def log_probability(self, token: int) -> float:
         """Natural logarithm of the token's probability; -inf if it is not among the tokens."""
         return self.score(token) - log_sum_exp(self.scores)
+
+    def most_probable(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The `count` most probable tokens, fewer where others have probability 0.
+
+        Returns:
+            Token ids int32 and log-probabilities float64, in descending order; ties to the lowest
+            id.
+        """
+        index, scores = (rows[0] for rows in top_k(self.scores[np.newaxis], count))
+        index, scores = index[scores > -np.inf], scores[scores > -np.inf]
+        ids = index if self.tokens is None else self.tokens[index]
+        return ids, scores.astype(np.float64) - logsumexp(self.scores)
 
     def dense(self, vocab_size: int) -> np.ndarray:
         """Probabilities of the whole vocabulary, float64 `[vocab_size]`."""

@@ -37,6 +37,7 @@ class ScoreRequest:
         row_tokens: The token id of each output row.
         optional: The probabilities, falling, that the last rows are useful: drafts that may be left
             out of the pass if they save no time in it. The result then has fewer rows.
+        samples: Whether tokens may be sampled within the pass; if not, they are when they are read.
     """
 
     sequence: SequenceData
@@ -46,6 +47,7 @@ class ScoreRequest:
     row_parents: list[int]
     row_tokens: list[int]
     optional: Seq[float] = ()
+    samples: bool = True
 
     @property
     def is_new(self) -> bool:
@@ -79,9 +81,11 @@ class ScoreRequest:
             first_row: Index of the first of them in the logits of the pass.
 
         Returns:
-            One `SampleSpec` per row to sample; empty if the sampler needs more than a constraint
-            and what the backend can do (`SequenceData.samples_in_passes`).
+            One `SampleSpec` per row to sample; empty without `samples`, or if the sampler needs
+            more than a constraint and what the backend can do (`SequenceData.samples_in_passes`).
         """
+        if not self.samples:
+            return []
         sequence = self.sequence
         sampler = sequence.sampler
         is_supported = sequence.samples_in_passes or sampler.is_constraint_only

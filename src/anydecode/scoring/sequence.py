@@ -47,6 +47,7 @@ class Sequence(SequenceData):
         drafts: BurstDrafts | None = None,
         companions: bool = True,
         logits: bool = True,
+        samples: bool = True,
     ) -> ScoreRequest:
         """Returns a request that appends `tokens` to the cache as a causal chain and scores them.
 
@@ -70,6 +71,7 @@ class Sequence(SequenceData):
             drafts: With `extra_tokens`: drafts that the backend may find in its steps.
             companions: Whether to score the companion prompts too.
             logits: Whether to return logits, besides the hidden states.
+            samples: Whether `Scores.sampled` will be read, so that the pass may sample tokens.
 
         Raises:
             InvalidRequestError: If there is no token to score.
@@ -115,7 +117,7 @@ class Sequence(SequenceData):
         span.logits = logits
         if isinstance(span, MultiStepSpan) and drafts is not None and drafts.drafter is not None:
             span.draft_cache = self._cache_of(drafts.drafter)
-        return self._build(
+        request = self._build(
             runner,
             span,
             tokens,
@@ -123,6 +125,8 @@ class Sequence(SequenceData):
             [tokens[i] for i in output_rows],
             companions,
         )
+        request.samples = samples
+        return request
 
     def verify(
         self,

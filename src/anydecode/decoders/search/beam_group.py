@@ -8,15 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from anydecode.sampling.candidates import Distribution, exponentials, largest
+from anydecode.sampling.candidates import Distribution
 from anydecode.scoring.ranked import RankedText
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
-
-#: Weights relative to the most probable token's that are selected from first.
-_NOT_TINY = 1e-6
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class BeamGroup:
 
     def requests(self) -> list[ScoreRequest]:
         """One request per live hypothesis."""
-        return [branch.score() for branch in self._branches]
+        return [branch.score(samples=False) for branch in self._branches]
 
     def advance(self, results: list[Scores], costs: Mapping[int, float]) -> None:
         """Extend the hypotheses by one token.
@@ -124,7 +119,7 @@ class BeamGroup:
             results: The results of `requests`.
             costs: By token, what is subtracted from the log-probability of its choice.
         """
-        distributions = [scores.distribution(-1) for scores in results]
+        distributions = [_distribution(scores) for scores in results]
         self._select(results, self._expand(distributions, costs))
 
     def texts(self) -> list[RankedText]:
@@ -149,20 +144,19 @@ class BeamGroup:
     ) -> list[_Expansion]:
         """The best `2 * width` continuations."""
         count = 2 * self.rule.width
-        expansions: list[_Expansion] = []
+        ranked: list[tuple[float, int, int, float]] = []
         for number, (hypothesis, distribution) in enumerate(
             zip(self.state.live, distributions, strict=True)
         ):
-            weights, total = exponentials(distribution.scores)
-            index = _largest(weights, count + len(costs))
-            ids = index if distribution.tokens is None else distribution.tokens[index]
-            logprobs = np.log(weights[index].astype(np.float64) / total)
-            for logprob, token in zip(logprobs, ids.tolist(), strict=True):
+            tokens, logprobs = distribution.most_probable(count + len(costs))
+            for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
                 cost = costs.get(token, 0.0)
-                summed = hypothesis.total + (float(logprob) - cost)
-                expansions.append(_Expansion(summed, hypothesis.costs + cost, number, token))
-        expansions.sort(key=lambda one: (-one.total, one.number, one.token))
-        return expansions[:count]
+                ranked.append((-(hypothesis.total + (logprob - cost)), number, token, cost))
+        ranked.sort()
+        return [
+            _Expansion(-negative, self.state.live[number].costs + cost, number, token)
+            for negative, number, token, cost in ranked[:count]
+        ]
 
     def _select(self, results: list[Scores], expansions: list[_Expansion]) -> None:
         """Keep `width` hypotheses; those that end become finished texts."""
@@ -204,11 +198,9 @@ class BeamGroup:
         return [*self.state.live[one.number].logprobs, entry]
 
 
-def _largest(weights: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest weights, which are relative to the largest, without zeros;
-    ties to the lowest indices. Mostly there are enough that are not tiny, which are few."""
-    index = np.flatnonzero(weights >= np.float32(_NOT_TINY))
-    if len(index) < count:
-        index = np.flatnonzero(weights)
-    kept: np.ndarray = index[largest(weights[index], count)]
-    return kept
+def _distribution(scores: Scores) -> Distribution:
+    """The distribution after the last row. Without processors it is a view of the row."""
+    sampler = scores.sampler_after(-1)
+    if sampler.is_temperature_only:
+        return Distribution(None, scores.row(-1))  # at temperature 1
+    return sampler.distribution(scores.row(-1))

@@ -36,7 +36,7 @@ typedef struct {
   float *rescale;       /* [rows, group, 8]: factor for the earlier sums, in every lane */
   float *slopes, *row_positions; /* [rows, group]: of linear biases; else unused */
   float start;                   /* the first position of the block */
-  int end;                       /* of the shared table's positions in this part */
+  int end;                       /* of the positions of the tile's table in this part */
   Heads next;                    /* of the thread's next part; its table starts at its positions */
   int num_next;                  /* of these positions; 0: none */
   State segment, all;
@@ -335,36 +335,46 @@ INLINE uint32_t visible(const Pass *pass, const Op *op, int r, int start) {
   return begin > 0 ? bits & ~((1u << begin) - 1) : bits;
 }
 
+/* The slots of row r's table in the layer of `op`. */
+INLINE const int32_t *table_of(const Pass *pass, const Op *op, int r) {
+  int32_t table = pass->table[r];
+  return pass->tables[table] + pass->table_stride[table] * op->layer;
+}
+
 /* Fold one block into the rows of a tile: first the rows whose positions in the block all come from
- * the shared table, together; then each of the others with its tail. */
-static void attend_block(const Pass *pass, const Heads *h, int row, int rows, int start,
+ * the table of the tile's first row, together; then each of the others with its own. */
+static void attend_block(const Plan *plan, const Heads *h, int row, int rows, int start,
                          Scratch *scratch) {
+  const Pass *pass = plan->pass;
   uint32_t masks[ATTENTION_ROWS];
-  int shared = 0, has_tail = 0;
+  int shared = 0, is_own = 0;
   scratch->start = (float)start;
   for (int i = 0; i < rows; i++) {
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
     masks[i] = visible(pass, h->op, row + i, start);
     if (end > start + KEY_BLOCK) end = start + KEY_BLOCK;
     if (!masks[i]) continue;
-    if (end <= prefix) shared = end > shared ? end : shared;
-    else has_tail |= 1 << i;
+    if (end <= prefix && end <= plan->shared[row + i]) shared = end > shared ? end : shared;
+    else is_own |= 1 << i;
   }
   if (shared) {
     prefetch_ahead(h, scratch, start);
     uint32_t present = gather(h, h->table + start, shared - start, scratch, 0);
     uint32_t present_masks[ATTENTION_ROWS];
-    for (int i = 0; i < rows; i++) present_masks[i] = (has_tail >> i) & 1 ? 0 : masks[i] & present;
+    for (int i = 0; i < rows; i++) present_masks[i] = (is_own >> i) & 1 ? 0 : masks[i] & present;
     fold_block(h, scratch, 0, rows, present_masks);
   }
   for (int i = 0; i < rows; i++) {
-    if (!((has_tail >> i) & 1)) continue;
+    if (!((is_own >> i) & 1)) continue;
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
-    int from_table = prefix > start ? prefix - start : 0;
     if (end > start + KEY_BLOCK) end = start + KEY_BLOCK;
-    const int32_t *tail = pass->tails + pass->tail_start[row + i] + start + from_table - prefix;
-    uint32_t present = gather(h, h->table + start, from_table, scratch, 0);
-    present |= gather(h, tail, end - start - from_table, scratch, from_table);
+    int32_t middle = prefix < start ? start : prefix < end ? prefix : end;
+    const int32_t *table = table_of(pass, h->op, row + i);
+    uint32_t present = gather(h, table + start, middle - start, scratch, 0);
+    if (middle < end) {
+      const int32_t *tail = pass->tails + pass->tail_start[row + i] + (middle - prefix);
+      present |= gather(h, tail, end - middle, scratch, middle - start);
+    }
     masks[i] &= present;
     fold_block(h, scratch, i, i + 1, masks);
   }
@@ -391,8 +401,9 @@ static void load_queries(const Pass *pass, const Heads *h, int row, int rows, co
 }
 
 /* Compute the state of one segment in the scratch memory. */
-static void attend_segment(const Pass *pass, const Heads *h, int row, int rows, int segment,
+static void attend_segment(const Plan *plan, const Heads *h, int row, int rows, int segment,
                            Scratch *scratch) {
+  const Pass *pass = plan->pass;
   int32_t end = 0, start = segment * SEGMENT;
   clear(&scratch->segment, h->padded, rows * h->group);
   /* Vectors that end with a block, or with eight plain numbers, are converted to float32 as they are
@@ -404,7 +415,7 @@ static void attend_segment(const Pass *pass, const Heads *h, int row, int rows, 
     end = last > end ? last : end;
   }
   if (end > start + SEGMENT) end = start + SEGMENT;
-  for (; start < end; start += KEY_BLOCK) attend_block(pass, h, row, rows, start, scratch);
+  for (; start < end; start += KEY_BLOCK) attend_block(plan, h, row, rows, start, scratch);
 }
 
 /* Add head `from_at` of the next segment's state to head `at` of `to`. */
@@ -455,7 +466,7 @@ static void attend_tile(const Plan *plan, const Heads *h, const AttentionPart *a
   load_queries(plan->pass, h, row, rows, q, scratch);
   clear(&scratch->all, h->padded, heads);
   for (int segment = at->first; segment < at->last; segment++) {
-    attend_segment(plan->pass, h, row, rows, segment, scratch);
+    attend_segment(plan, h, row, rows, segment, scratch);
     for (int i = 0; i < heads; i++) add_segment(&scratch->all, i, &scratch->segment, i, h->padded);
   }
   for (int i = 0; i < heads; i++) {
@@ -467,8 +478,7 @@ static void attend_tile(const Plan *plan, const Heads *h, const AttentionPart *a
 
 static Heads tile_heads(const Plan *plan, const Op *op, int tile, int kv_head) {
   const Pass *pass = plan->pass;
-  int32_t table = pass->table[plan->tile_start[tile]];
-  const int32_t *slots = pass->tables[table] + pass->table_stride[table] * op->layer;
+  const int32_t *slots = table_of(pass, op, plan->tile_start[tile]);
   int64_t bytes = cache_head_bytes(pass->cache_format, op->head_dim);
   int64_t offset = op->is_latent ? 0 : kv_head * bytes * pass->num_slots;
   void *const *values = op->is_latent ? pass->keys : pass->values;
@@ -505,7 +515,7 @@ static int find_part(const Plan *plan, const Op *op, int part, AttentionPart *fo
   return 0;
 }
 
-/* One past the last position that a part takes from the shared table. */
+/* One past the last position that a part takes from the table of its tile's first row. */
 INLINE int shared_end(const Plan *plan, const AttentionPart *part) {
   int32_t prefix = plan->pass->prefix[plan->tile_start[part->tile]], end = part->last * SEGMENT;
   return prefix < end ? prefix : end;
@@ -536,7 +546,7 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
   int row = plan->tile_start[part.tile], rows = plan->tile_start[part.tile + 1] - row;
   scratch.segment = make_state(part_state(plan, op, number), padded, state_heads(plan, op));
   load_queries(pass, &h, row, rows, q, &scratch);
-  attend_segment(pass, &h, row, rows, part.first, &scratch);
+  attend_segment(plan, &h, row, rows, part.first, &scratch);
 }
 
 /* Add the segments of split attention to one row of the result. */

@@ -246,13 +246,15 @@ typedef struct {
   int64_t base;  /* floats in the workspace before the buffers */
 } Stage;
 
-/* A pass divided into stages. Attention works on tiles: consecutive rows that share a table. */
+/* A pass divided into stages. Attention works on tiles: consecutive rows that share a table, or whose
+ * tables start with the same slots. */
 typedef struct {
   const Pass *pass;
   Stage *stages;
   int32_t *parts;      /* of each stage */
   int32_t *tile_start; /* [num_tiles + 1], rows */
   int32_t *tile_of;    /* of each row */
+  int32_t *shared;     /* of each row: the first positions whose slots are those of its tile's first row */
   float *states;       /* of split attention: by tile, key head and segment */
   BestToken *best_tokens; /* [num_samples, parts of the last stage]; NULL: no sampling */
   int num_stages, num_tiles, threads;

@@ -19,12 +19,32 @@ static int grow(Buffer *buffer, size_t size) {
   return 1;
 }
 
+/* How many of the first positions have the same slots in the tables of two rows. */
+static int32_t shared_positions(const Pass *pass, int row, int other) {
+  int32_t table = pass->table[row], second = pass->table[other], count = 0;
+  if (table == second) return INT32_MAX;
+  if (pass->table_stride[table] || pass->table_stride[second]) return 0;
+  int32_t end = pass->prefix[row] < pass->prefix[other] ? pass->prefix[row] : pass->prefix[other];
+  const int32_t *slots = pass->tables[table], *others = pass->tables[second];
+  while (count < end && slots[count] == others[count]) count++;
+  return count;
+}
+
+/* Whether a row that shares so many positions with a tile's first row is attended to in this tile:
+ * where these are most of its positions, so that less is read, and few are left for the tile's
+ * thread to attend to one row after the other. */
+static int joins_tile(const Pass *pass, int row, int32_t shared) {
+  return shared >= KEY_BLOCK && shared >= pass->prefix[row] / 2;
+}
+
 static void plan_tiles(Plan *plan) {
   const Pass *pass = plan->pass;
   int tiles = 0, start = 0;
   for (int r = 0; r < pass->num_rows; r++) {
-    if (r && (r - start == ATTENTION_ROWS || pass->table[r] != pass->table[start])) start = r;
+    int32_t shared = shared_positions(pass, r, start);
+    if (r - start == ATTENTION_ROWS || !joins_tile(pass, r, shared)) start = r;
     if (r == start) plan->tile_start[tiles++] = r;
+    plan->shared[r] = r == start ? INT32_MAX : shared;
     plan->tile_of[r] = tiles - 1;
   }
   plan->tile_start[tiles] = pass->num_rows;
@@ -89,15 +109,16 @@ static void plan_ops(Plan *plan, int first, int last, int rows, int64_t base) {
 }
 
 int make_plan(const Pass *pass, int threads, Plan *plan) {
-  static _Thread_local Buffer stages, parts, tile_start, tile_of, states, best_tokens;
+  static _Thread_local Buffer stages, parts, tile_start, tile_of, shared, states, best_tokens;
   size_t ops = (size_t)(pass->num_prologue + pass->last - pass->first + pass->num_ops - pass->head);
   size_t max_stages = EXPERT_PHASES * ops + 3, rows = (size_t)pass->num_rows;
   int64_t floats = 0;
   if (!grow(&stages, max_stages * sizeof(Stage)) || !grow(&parts, max_stages * 4) ||
-      !grow(&tile_start, (rows + 1) * 4) || !grow(&tile_of, rows * 4))
+      !grow(&tile_start, (rows + 1) * 4) || !grow(&tile_of, rows * 4) ||
+      !grow(&shared, rows * 4))
     return 0;
   *plan = (Plan){.pass = pass, .stages = stages.data, .parts = parts.data, .threads = threads,
-                 .tile_start = tile_start.data, .tile_of = tile_of.data};
+                 .tile_start = tile_start.data, .tile_of = tile_of.data, .shared = shared.data};
   if (pass->first < pass->last) plan_tiles(plan);
   for (int i = pass->first; i < pass->last; i++) {
     const Op *op = pass->ops + i;
