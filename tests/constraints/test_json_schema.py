@@ -579,6 +579,20 @@ def test_the_shortest_completion_closes_deeply_nested_values(opening, inner, clo
     assert bytes(ending[:-1]).decode() == inner + 40 * closing + ',"cd":0}'
 
 
+@pytest.mark.parametrize("pattern", ["stable|beta", "^x.*stable$"])
+def test_the_shortest_completion_is_found_in_a_name_without_its_end(pattern):
+    """The name may not end yet, and no single character brings it nearer to its end."""
+    schema = {"type": "object", "patternProperties": {pattern: {"type": "integer"}},
+              "additionalProperties": False}  # fmt: skip
+    constraint = JsonSchema(schema)
+    state = constraint.start(TOKENIZER, 259)
+    for byte in b'{"x_1_1_1':
+        state.advance(byte)
+    ending = shortest_completion(state, TOKENIZER, constraint.completion_hints)
+    jsonschema.validate(json.loads(b'{"x_1_1_1' + bytes(ending[:-1])), schema)
+    assert len(ending) < 20
+
+
 def test_the_shortest_completion_is_found_after_unbounded_brackets():
     """Brackets that do not nest, and can repeat without bound."""
     state = Regex(r"\{\}+x").start(TOKENIZER, 259)

@@ -170,7 +170,7 @@ class SchemaHints:
         for name in required_names:
             sizes.setdefault(name, 2)
         by_pattern = node.get("patternProperties")
-        if isinstance(by_pattern, dict) and _count(node, "minProperties") > len(required_names):
+        if isinstance(by_pattern, dict):
             for pattern, value in islice(by_pattern.items(), _MAX_VALUES):
                 text = example(pattern)
                 if text is not None:

@@ -202,7 +202,7 @@ class _Search:
 
     def _from_hints(self, state: ConstraintState, in_string: bool) -> list[list[int]]:
         """Values from the hints that are allowed here (the rest of a string inside one); if there
-        are none, property names."""
+        are none, property names (the rest of a name inside one)."""
         assert self._hints is not None
         result: list[list[int]] = []
         for value in self._hints.values:
@@ -215,7 +215,7 @@ class _Search:
                     result.append(tokens)
             if len(result) >= _MAX_VALUES or self.work > self._max_work:
                 return result
-        return result or ([] if in_string else self._names(state))
+        return result or self._names(state)
 
     def _string_ends(self, state: ConstraintState) -> list[list[int]]:
         """The texts from the hints that end the string without quotes in which `state` is."""
