@@ -41,3 +41,11 @@ def test_the_error_of_a_grammar_has_its_line_and_column() -> None:
     assert error_of(Grammar('start: a b\na: "x"')) == 'line 1, column 8: unknown name: "b"'
     assert error_of(Grammar('start: a\na: "x')) == "line 2, column 6: lexer error"
     assert error_of(Grammar('other: "a"')) == "no start rule found"
+
+
+def test_the_error_of_a_panic_has_no_backtrace() -> None:
+    lazy = Grammar('start: a b\na[lazy]: /(.*x)*/\nb[stop="y"]: /.*/')
+    assert error_of(lazy) == (
+        "llguidance cannot use this constraint: assertion failed: !state.has_lowest_match(); write"
+        " it differently"
+    )

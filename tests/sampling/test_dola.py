@@ -44,6 +44,10 @@ def test_greedy_decoding_fails_its_measure() -> None:
     assert facts_missed(20) > measure.margin
 
 
+def test_a_layer_that_is_named_many_times_is_compared_once() -> None:
+    assert dola.candidate_layers([3, 1, 3] * 5000, 4) == (1, 3)
+
+
 @pytest.mark.parametrize("other", [{"layers": "low"}])
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Errors of llguidance in compiling a grammar, in one line: what is not valid, where, and why."""
+"""Errors of llguidance in compiling or using a grammar, in one line: what is wrong, where, why."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _CONTEXT = 40
 
 
 def compile_error(error: object) -> str:
-    """The message for an error of llguidance in compiling a grammar."""
-    text = str(error)
+    """The message for an error of llguidance in compiling a grammar, or in using it."""
+    text, _, trace = str(error).partition("\n<backtrace>")
+    if trace:
+        reason = text.removeprefix("panic: ")
+        return one_line(f"llguidance cannot use this constraint: {reason}; write it differently")
     if found := _PATTERN.search(text):
         pattern, indent, reason = found.groups()
         return _pattern_error(pattern, len(indent), reason)

@@ -62,7 +62,8 @@ def divergence(log_p: np.ndarray, p: np.ndarray, log_q: np.ndarray, q: np.ndarra
 
 
 def candidate_layers(choice: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The layers to contrast with, numbered by how many layers have run (0: the embeddings).
+    """The layers to contrast with, each once in ascending order, numbered by how many layers have
+    run (0: the embeddings).
 
     Args:
         choice: Layer numbers, or "low" or "high" for every second layer of that half.
@@ -86,7 +87,7 @@ def candidate_layers(choice: str | Sequence[int], num_layers: int) -> tuple[int,
                 f"dola_layers names layer {layer}; this model has layers 0 to {num_layers - 1}"
                 " before its last"
             )
-    return tuple(int(layer) for layer in choice)
+    return tuple(sorted({int(layer) for layer in choice}))
 
 
 @register(
