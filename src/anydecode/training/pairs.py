@@ -35,6 +35,22 @@ def read_numbers(path: Path) -> list[tuple[str, float]]:
     return pairs
 
 
+def read_questions(path: Path) -> list[tuple[str, str]]:
+    """The fields "prompt" and "answer", texts, of every line.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or a line has other fields.
+    """
+    pairs = []
+    for prompt, answer in _fields(path, "prompt", "answer"):
+        if not isinstance(prompt, str) or not isinstance(answer, str) or not prompt.strip():
+            raise InvalidRequestError(
+                f"{path}: {prompt!r} and {answer!r} are no question and answer"
+            )
+        pairs.append((prompt, answer))
+    return pairs
+
+
 def read_texts(path: Path) -> list[str]:
     """The lines of a file that are not blank.
 

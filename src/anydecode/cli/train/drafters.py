@@ -11,6 +11,7 @@ from anydecode.cli import options
 from anydecode.cli.output import print_json
 from anydecode.cli.train.app import (
     Answers,
+    AnswerTokens,
     Batch,
     LlamaModel,
     Minutes,
@@ -439,3 +440,92 @@ def train_drafter(
             f"{name}: {result['tokens_per_pass']:.2f} tokens per pass, accepted by depth {depths}"
         )
     report(run, run.drafter, lines, curve.draw_acceptance, plot, json)
+
+
+@app.command("judge")
+def train_judge(
+    draft: Annotated[
+        str, typer.Option("--draft", help="Draft model, whose tokens the judge learns to accept.")
+    ],
+    model: options.Model = options.DEFAULT_MODEL,
+    out: Out = Path("trained-judge"),
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="JSON lines with the fields prompt and answer (empty if it is not known)."
+            " Default: small problems in words.",
+        ),
+    ] = None,
+    answer: Annotated[
+        str,
+        typer.Option("--answer", help="The result of an answer: last-number or last-line."),
+    ] = "last-number",
+    questions: Annotated[
+        int,
+        typer.Option(
+            "--questions", min=4, max=65536, help="Number of questions; a quarter is held out."
+        ),
+    ] = 256,
+    tokens: AnswerTokens = 64,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Questions per step.")] = 8,
+    precision: Annotated[
+        float,
+        typer.Option("--precision", help="Share of right drafts among held-out accepted ones."),
+    ] = 0.97,
+    size: Annotated[int, typer.Option("--size", min=1, help="Drafts per round of the test.")] = 25,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train the judge with which the decoder judge accepts drafts that do not change the result of
+    an answer. Labels come from a search in the model's own answers. A run with the same --out is
+    resumed. The judge is in the file "judge.safetensors" of --out.
+
+    Example: anydecode train judge --draft my-nested --out my-judge --plot curve.svg
+    """
+    from random import Random
+
+    from anydecode.api.llm import LLM
+    from anydecode.rewards.answers import build
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.judge import JudgeRecipe, JudgeRun, own_questions
+    from anydecode.training.pairs import read_questions
+
+    recipe, result = JudgeRecipe(tokens, batch, precision, size), build(answer)
+    if data is None:
+        asked = own_questions(questions, seed)
+    else:
+        asked = read_questions(data)
+        Random(seed).shuffle(asked)
+    limit_threads(threads)
+    with (
+        LLM(model, draft=draft, threads=threads or None) as llm,
+        progress("training", 1.0, unit="percent") as bar,
+    ):
+        run = JudgeRun(llm, out, recipe, asked[:questions], result)
+        run.train(lambda done, loss: bar.update(done, step="labels", detail=f"loss {loss:.3f}"))
+    found = run.tested
+    lines = [
+        f"held-out drafts in place of the model's tokens: {found['labels']},"
+        f" {found['right']:.1%} right; the judge accepts {found['accepted']:.1%},"
+        f" {found['precision']:.1%} of these right",
+    ]
+    for name in ("standard", "judge"):
+        one = found[name]
+        right = "" if one["right"] is None else f", {one['right']:.1%} right"
+        lines.append(
+            f"{name}: {one['tokens_per_pass']:.2f} tokens per pass, {one['same']:.1%} with the same"
+            f" result{right}"
+        )
+    report(
+        run,
+        run.path,
+        lines,
+        lambda log, file: curve.draw_held_out(log, file, "Training of a judge", "nats per label"),
+        plot,
+        json,
+    )
