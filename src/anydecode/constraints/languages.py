@@ -24,9 +24,9 @@ ENGINES = ("llguidance", "xgrammar")
 MAX_CHARACTERS = 1 << 20
 #: Maximum number of rules of a grammar: a longer chain overflows the stack of the mask engine.
 _MAX_RULES = 1000
-#: Maximum number of references to rules. The time of one mask may grow with their cube: at this
-#: number it is about a second.
-_MAX_REFERENCES = 2000
+#: Maximum number of references to rules. The time of one mask may grow with their cube, as in
+#: `b ::= "x" | b | b | ...`: at this number it is up to a second.
+_MAX_REFERENCES = 1000
 #: A literal, regular expression, comment or name of a rule in lark's notation.
 _RULE_NAME = re.compile(
     r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?:[^/\\\n]|\\.?)*/?|\b([a-z_][a-z0-9_]*)'
