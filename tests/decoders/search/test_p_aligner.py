@@ -12,7 +12,7 @@ from anydecode.certification.certify import load_oracle_tests
 from anydecode.certification.checks import Restarts
 from anydecode.certification.oracles.search.p_aligner import INSTRUCTION, writing_model
 from anydecode.decoders.search import p_aligner
-from anydecode.decoders.search.p_aligner import Node, PAligner
+from anydecode.decoders.search.p_aligner import Node, PAligner, has_code
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer
 from certificates import assert_certified, assert_rejected, replace_class_default
@@ -29,7 +29,7 @@ def test_certificate() -> None:
 @pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["p-aligner"]())
-    assert len(checks) == 8 and all(check.passed for check in checks), checks
+    assert len(checks) == 9 and all(check.passed for check in checks), checks
 
 
 @pytest.mark.slow
@@ -65,6 +65,38 @@ def test_certificate_rejects_the_best_value_as_quality(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Node, "quality", property(best))
     assert_rejected("p-aligner")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_code_that_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p_aligner, "has_code", lambda text: False)
+    assert_rejected("p-aligner")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2]", "class A:\n    x = 1", "int main() {\n  return 0;\n}", "#include <stdio.h>",
+     "SELECT a FROM b;", "<p>hi</p>", "import os\nos.getcwd()", "for i in y:\n    print(i)",
+     "function f(a) { return a }", "Why does this fail?\n```\nf(1)\n```"],
+)  # fmt: skip
+def test_code_and_json_are_recognised(text: str) -> None:
+    assert has_code(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "Explain (briefly) why.", "Solve x = 5 for x", "If I had a car, where to go?",
+     "Write a function that adds two numbers", "import cars from Germany", "Is {a} a set?",
+     "[citation needed] explain", "Question: why is 2 + 2 = 4?", "What does print(x) do?",
+     "List three:\n- red\n- blue"],
+)  # fmt: skip
+def test_instructions_are_no_code(text: str) -> None:
+    assert not has_code(text)
+
+
+def test_long_prompts_are_no_code() -> None:
+    for text in ("a, " * 50_000, "class " * 20_000, " \n" * 50_000, "[" * 100_000):
+        assert not has_code(text)
 
 
 def test_iterations_fill_the_first_level_first() -> None:

@@ -7,7 +7,9 @@ the other, lead to instructions with better answers.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
@@ -41,6 +43,17 @@ REQUEST = (
 )
 #: What a trained rewriter reads.
 TRAINED_REQUEST = "Instruction: {text}\nRewritten instruction:"
+#: A line that begins a definition, or a block that is marked as code.
+_DEFINITION = re.compile(
+    r"^[ \t]*(```|~~~|#include\b|((async )?def|function|func|fn) \w+ *\(|class \w+.*[:{]$)",
+    re.MULTILINE,
+)
+#: A line of code: the end of a statement, a comment, a tag, an import, an assignment or a call.
+_STATEMENT = re.compile(
+    r"\s*(.*[;{}]|(//|/\*|\*/).*|</?\w[^>]*>.*|import [\w.]+( as \w+)?|from [\w.]+ import .+"
+    r"|(if|elif|else|for|while|with|try|except|return|print)\b.*[:)]"
+    r"|[\w.\[\]]+(, [\w.\[\]]+)* [-+*/]?= .+|\w[\w.]*\(.*\))\s*"
+)
 #: The weight of the exploration.
 EXPLORATION = 1.0
 #: Number of random streams of a sample.
@@ -113,6 +126,8 @@ _STATE: StateKey[SearchState] = StateKey("p-aligner", "search")
             "an instruction is one line of at most as many tokens as the answer; if the rewriting"
             " model writes an empty one, the instruction stays as it is",
             "a prompt of a chat is refused: only its instruction may be rewritten",
+            "a prompt with a definition or a marked block counts as code, and one of whose lines at"
+            " least half look like statements",
         ),
         remote={
             "iterations": Range(0, 20),
@@ -131,6 +146,9 @@ class PAligner(Decoder):
     answers to it, as answers to the instruction as it was given. At the end that is valued too, and
     the instruction with the best value is answered, with the request's sampler; of equal ones the
     given one, whose answer is that of plain decoding.
+
+    A prompt that is JSON, or in which there is code, stays as it is: its answer is that of plain
+    decoding.
 
     The draft model, if there is one, rewrites. One that `anydecode train rewriter` has trained on
     such searches rewrites at once (`trained`), without a search or a reward.
@@ -184,7 +202,8 @@ class PAligner(Decoder):
         if _STATE not in sequence.state:
             _, rest = _split(sequence)
             text = sequence.tokenizers[TARGET].decode(rest)
-            sequence.state[_STATE] = SearchState(Node(text))
+            chosen = text if has_code(text) else None
+            sequence.state[_STATE] = SearchState(Node(text), chosen=chosen)
         state = sequence.state[_STATE]
         while state.chosen is None:
             yield from self._search(sequence, state)
@@ -252,6 +271,20 @@ class PAligner(Decoder):
         group.release()
         branch.release()
         return float(np.mean(values))
+
+
+def has_code(text: str) -> bool:
+    """Whether a text is a JSON object or array, defines something in a programming language, has a
+    block that is marked as code, or consists of statements for at least half of its lines."""
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            json.loads(text)
+            return True
+        except (ValueError, RecursionError):
+            pass
+    lines = [line for line in text.splitlines() if line.strip()]
+    statements = [line for line in lines if _STATEMENT.fullmatch(line)]
+    return _DEFINITION.search(text) is not None or 0 < len(lines) <= 2 * len(statements)
 
 
 def searched(sequence: Sequence) -> Node:

@@ -18,6 +18,8 @@ from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
 
 INSTRUCTION = "do it"
+#: Prompts that are answered as they are.
+UNCHANGED = ('{"a": [1, 2]}', "def f(x):\n    return x", "x = 1\nprint(x)", "Mend:\n```\nf()\n```")
 LETTERS = b"abcdef \n"
 Mean = tuple[float, float]
 
@@ -123,7 +125,7 @@ def replay(
 
 @oracle_test("p-aligner")
 def p_aligner() -> Iterator[Check]:
-    """The replays, without and with another model that rewrites."""
+    """The replays, without and with another model that rewrites; prompts of code."""
     model, other = writing_model(), writing_model(3)
     settings: dict[str, dict[str, Any]] = {
         "p-aligner": {},
@@ -155,7 +157,13 @@ def p_aligner() -> Iterator[Check]:
             kept = llm.generate(INSTRUCTION, decoder=PAligner(reward=raw_only), **options).tokens
             plain += kept == llm.generate(INSTRUCTION, decoder="autoregressive", **options).tokens
             rewarded += 1
+        changed = 0
+        for text in UNCHANGED:
+            options = {"seed": 1, "max_tokens": 12, "temperature": 0.8}
+            found = llm.generate(text, decoder="p-aligner", **options).tokens
+            changed += found != llm.generate(text, decoder="autoregressive", **options).tokens
     yield Check("of equal instructions the given one", plain == rewarded, f"{plain} of {rewarded}")
+    yield Check("code stays as it is", changed == 0, f"{changed} of {len(UNCHANGED)} changed")
 
 
 @measure("p-aligner", "reward lost against sampling", samples=60, margin=-0.02)
