@@ -69,6 +69,17 @@ def test_speed_ups_are_ratios_prompt_by_prompt() -> None:
     assert over["overall"]["interval"] == pytest.approx([0.25, 2])  # from all three prompts
 
 
+def test_answers_whose_tokens_came_at_once_have_no_speed() -> None:
+    runs = [
+        answer(one, prompt, 2.0 if prompt or one != "m" else 0.0)
+        for prompt in (0, 1)
+        for one in (PLAIN, MULTI_STEP, "m")
+    ]
+    rows = {row["method"]: row for row in summary(runs) if row["category"] == "overall"}
+    assert rows["m"]["prompts"] == 1 and rows["m"]["speedup"] == 1.0
+    assert rows[MULTI_STEP]["prompts"] == 2
+
+
 def test_looping_answers_are_excluded_on_request() -> None:
     runs = [
         answer(PLAIN, 0, 2.0, loops=True),
@@ -192,6 +203,10 @@ def test_an_unknown_method_is_refused_before_anything_runs(monkeypatch: pytest.M
     monkeypatch.setattr(bench, "LLM", lambda *args, **options: scripted())
     with pytest.raises(InvalidRequestError, match="no-such"):
         bench.bench_speculative(None, "no-such", draft=None, limit=1, temperatures="0", rounds=1)
+    with pytest.raises(InvalidRequestError, match="no-such"):
+        bench.bench_speculative(
+            None, "suffix:size=4,factor=1;no-such", draft=None, limit=1, temperatures="0"
+        )
     with pytest.raises(InvalidRequestError, match="temperatures"):
         bench.bench_speculative(None, methods="auto", temperatures="warm", draft=None)
 

@@ -49,6 +49,14 @@ def test_layers_and_mlps_left_out_do_not_count() -> None:
     assert without.heads == 1.0
 
 
+@pytest.mark.parametrize("block", [4, 32], ids=["blocks", "one block"])
+def test_methods_whose_tokens_cannot_be_forced_have_no_agreement(block: int) -> None:
+    """And those that write all tokens at once have a time per token too."""
+    result = measured(f"ceed:block={block}")[f"ceed:block={block}"]
+    assert result.agreement is None and 0 <= result.free <= 1
+    assert result.milliseconds > 0 and result.speed > 0
+
+
 def test_lossy_texts_are_compared_as_they_are_generated_too() -> None:
     method = "skipdecode:max_layers=3,min_layers=3"
     result = measured(method)[method]

@@ -145,6 +145,10 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "intervals of 95%" in printed and all(name in printed for name in names)
     run_bench("reasoning", [*arguments, "--methods", "beam:width=2", "--no-equal"])
     assert len(json.loads(file.read_text())["methods"]) == 2
+    drafting = ["--draft", MODEL, "--methods", "speculative-sampling", "--no-equal"]
+    run_bench("reasoning", [*arguments, *drafting])
+    report = json.loads(file.read_text())
+    assert report["draft"] == MODEL and report["methods"][1]["passes"] < 16
 
 
 def test_the_figure(tmp_path: Path) -> None:

@@ -43,12 +43,13 @@ class DepthResult:
         cost: All of it together, as a multiple of plain decoding's.
         agreement: The share of the full model's text whose tokens are the method's most probable
             ones behind the text before them, with the method's own keys and values; of an exact
-            method, `free`. Draft trees are then right: their paths may leave elsewhere than in
-            free-running text.
+            method, `free`; None if the method takes no constraints (CEED). Draft trees are then
+            right: their paths may leave elsewhere than in free-running text.
         free: The share of positions where the text that the method generates has the token of the
             full model's text.
         first: The mean number of tokens before the first other one, of the generated text.
-        milliseconds: Per token, the median over prompts and repeats, the prompt apart.
+        milliseconds: Per token, the median over prompts and repeats, without the tokens that came
+            first and the time before them; with both if all tokens came at once.
         speed: Plain decoding's time over the method's.
     """
 
@@ -57,7 +58,7 @@ class DepthResult:
     heads: float
     draft: float
     cost: float
-    agreement: float
+    agreement: float | None
     free: float
     first: float
     milliseconds: float
@@ -166,6 +167,7 @@ def measure(
     for method in (PLAIN, *methods):
         entry = lookup(method.partition(":")[0])
         is_exact = entry is not None and entry.card.exactness != "lossy"
+        can_force = entry is None or "constraints" in entry.card.works_with
         layers = heads = drafts = cost = equal = free = first = 0.0
         times: list[float] = []
         for prompt, text in zip(prompts, texts, strict=True):
@@ -175,20 +177,26 @@ def measure(
                 by_draft = None
                 if drafter is not None:
                     by_draft = stack.enter_context(counted(drafter, num_prompt))
-                found = llm.generate(prompt, decoder=method, **options).tokens
+                generation = llm.generate(prompt, decoder=method, trace=True, **options)
+            found = generation.tokens
+            records = (len(one["tokens"]) for one in generation.trace or ())
+            num_first = next((count for count in records if count), 1)
             is_same = [a == b for a, b in zip(found, text, strict=True)]
             free, first = free + sum(is_same), first + (*is_same, False).index(False)
-            equal += (
-                sum(is_same) if is_exact else teacher_forced(llm, method, prompt, text).num_equal
-            )
+            if is_exact:
+                equal += sum(is_same)
+            elif can_force:
+                equal += teacher_forced(llm, method, prompt, text).num_equal
             layers, heads = layers + work.layers, heads + work.heads
             cost += work.total
             if by_draft is not None:
                 drafts += by_draft.total * by_draft.mean / work.mean
             for _ in range(repeats):
                 stats = llm.generate(prompt, decoder=method, **options).stats
-                spent = stats.seconds - stats.time_to_first_token
-                times.append(1000 * spent / max(1, tokens - 1))
+                num_timed, spent = tokens - num_first, stats.seconds - stats.time_to_first_token
+                if num_timed < 1:
+                    num_timed, spent = tokens, stats.seconds
+                times.append(1000 * spent / num_timed)
         num_tokens = len(prompts) * tokens
         total = num_tokens - len(prompts)  # the first one is that of the prompt
         cost = (cost + drafts) / total
@@ -199,7 +207,7 @@ def measure(
             heads / total,
             drafts / total,
             cost / plain[0],
-            equal / num_tokens,
+            equal / num_tokens if is_exact or can_force else None,
             free / num_tokens,
             first / len(prompts),
             median(times),
@@ -273,7 +281,7 @@ def bench_depth(
             f"{one.heads:.2f}",
             f"{one.draft:.1f}",
             f"{one.cost:.2f}x",
-            f"{one.agreement:.1%}",
+            "-" if one.agreement is None else f"{one.agreement:.1%}",
             f"{one.free:.1%}",
             f"{one.first:.0f}",
             f"{one.milliseconds:.1f}",

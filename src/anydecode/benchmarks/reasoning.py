@@ -141,6 +141,9 @@ def bench_reasoning(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Name, folder or .gguf file.")
     ] = "smollm2-135m-instruct",
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="A draft model, for methods that need one.")
+    ] = None,
     count: Annotated[int, typer.Option("--count", min=1, help="Number of questions.")] = 50,
     max_tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")] = 256,
     temperature: Annotated[
@@ -164,7 +167,7 @@ def bench_reasoning(
     """
     names = list(dict.fromkeys([GREEDY, *split_methods(methods)]))
     kinds = {baseline.partition(":")[0] for baseline in BASELINES.get(task, ())}
-    with LLM(model, threads=threads or None, prefix_cache=False) as llm:
+    with LLM(model, draft=draft, threads=threads or None, prefix_cache=False) as llm:
         questions = load_questions(task, data, count, seed, llm)
         prompt_rows = sum(len(one.prompt) for one in questions) / len(questions)
         results: dict[str, Result] = {}
@@ -188,6 +191,7 @@ def bench_reasoning(
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores()},
         "model": model,
+        "draft": draft,
         "task": task,
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -33,7 +33,7 @@ from anydecode.benchmarks.speculative_summary import summary
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.progress import note, progress
-from anydecode.report import JsonFile, PlotFile, split_names, write_report
+from anydecode.report import JsonFile, PlotFile, split_methods, split_names, write_report
 from anydecode.results_log import ResultsLog
 from anydecode.tasks.spec_bench import questions
 
@@ -53,7 +53,7 @@ def bench_speculative(
         str,
         typer.Option(
             "--methods",
-            help="Keys of the catalogue, separated by commas. autoregressive and multi-step, the"
+            help="Methods with parameters, separated by ; or ,. autoregressive and multi-step, the"
             " two baselines, run in any case.",
         ),
     ] = DEFAULT_METHODS,
@@ -119,7 +119,7 @@ def bench_speculative(
 
     if data is None:
         note(DATA_HINT)
-    chosen, sizes = split_names(methods.replace(";", ",")), group_sizes(company)
+    chosen, sizes = split_methods(methods), group_sizes(company)
     temperature_values = _temperatures(temperatures)
     question_list = questions(data, limit)
     names = _baseline_names(baselines)

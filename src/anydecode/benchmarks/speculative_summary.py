@@ -54,11 +54,11 @@ def _cold(runs: Sequence[TimedAnswer], method: str) -> Baseline:
 def _is_comparable(
     answer: TimedAnswer, plain: Baseline, multi_step: Baseline, with_loops: bool
 ) -> bool:
-    """Whether the answer and both baselines have more than one token and, except `with_loops`, do
-    not loop."""
+    """Whether the answer and both baselines have tokens that came after the first and, except
+    `with_loops`, do not loop."""
     key = answer.temperature, answer.prompt
     compared = (answer, plain[key], multi_step[key])
-    return all(one.num_tokens > 1 and (with_loops or not one.loops) for one in compared)
+    return all(one.rate > 0 and (with_loops or not one.loops) for one in compared)
 
 
 def _by_category(runs: Sequence[TimedAnswer]) -> Iterator[tuple[str, list[TimedAnswer]]]:
