@@ -13,7 +13,7 @@ from anydecode.certification.checks import scripted_llm
 from anydecode.engine import costs
 from anydecode.kernels.interface import OutputSpec
 from anydecode.models.scripted import ScriptedModel
-from anydecode.scoring.cost import default_table
+from anydecode.scoring.cost import CostTable, default_table
 
 
 def timed(model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], int]:
@@ -65,6 +65,32 @@ def test_costs_that_cannot_be_saved_are_used_all_the_same(
     with pytest.warns(UserWarning, match="not saved .*ANYDECODE_HOME names another") as caught:
         assert costs.load(model, tmp_path) == default_table()
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+def test_costs_by_threads_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With six threads: with 1, 2, 4 and 6. Twice the threads are twice as fast here."""
+    (tmp_path / "model").touch()
+    executor = SimpleNamespace(threads=6, threads_in_use=6)
+    model: Any = SimpleNamespace(path=str(tmp_path / "model"), executor=executor)
+    measured = []
+
+    def measure(model: Any, rows: Any, contexts: Any, clock: Any) -> CostTable:
+        measured.append((executor.threads_in_use, rows, contexts))
+        return CostTable({256: {1: 12 / executor.threads_in_use, 16: 24 / executor.threads_in_use}})
+
+    monkeypatch.setattr(costs, "measure", measure)
+    for _ in range(2):
+        table = costs.load_by_threads(model, tmp_path)
+        assert table is not None and executor.threads_in_use == 6
+        seconds = [table.seconds(16, 300, threads) for threads in (1, 2, 3, 4, 5, 6)]
+        assert seconds == pytest.approx([24, 12, 8, 6, 4.8, 4])
+    assert measured == [(threads, (1, 16), (256,)) for threads in (1, 2, 4, 6)]
+
+
+def test_costs_by_threads_need_a_file() -> None:
+    assert costs.load_by_threads(ScriptedModel()) is None
 
 
 def test_models_without_a_file_have_default_costs() -> None:

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -826,6 +827,23 @@ def test_a_forked_process_starts_its_own_threads(library: Library) -> None:
         after = executor.run(rows, network.cache(9), all_logits(rows)).logits
         os._exit(0 if np.array_equal(after, before) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_two_teams_of_threads_compute_what_one_thread_does(library: Library) -> None:
+    network = Network(4)
+    rows = sequence_rows(np.arange(9), np.arange(9))
+    expected = network.executor(1).run(rows, network.cache(9), all_logits(rows)).logits.copy()
+    main = network.executor(4)
+    executors = [main.beside(team) for team in (0, 1, 1)]
+
+    def differences(executor: NativeExecutor | None, threads: int) -> int:
+        assert executor is not None
+        executor.threads_in_use, cache = threads, network.cache(9)
+        outputs = (executor.run(rows, cache, all_logits(rows)).logits for _ in range(50))
+        return sum(not np.array_equal(output, expected) for output in outputs)
+
+    with ThreadPoolExecutor(len(executors)) as pool:
+        assert list(pool.map(differences, executors, (3, 2, 4))) == [0, 0, 0]
 
 
 # --- sampling

@@ -55,7 +55,7 @@ from anydecode.api.words import word_tokens
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
-from anydecode.engine.costs import EngineCostModel
+from anydecode.engine.costs import EngineCostModel, load_by_threads
 from anydecode.engine.driver import Driver
 from anydecode.engine.engine import Engine
 from anydecode.engine.model_runner import ModelRunner
@@ -254,6 +254,9 @@ class LLM:
         runner = ModelRunner(name, pool, schedule or DecodesFirst(self._row_budget))
         if runner.schedule.has_prompt_stream:
             runner.divide()
+            if runner.prompts is not None and runner.model.executor.threads > 2:  # type: ignore[attr-defined]
+                costs = load_by_threads(runner.model)
+                runner.thread_cost = None if costs is None else costs.seconds
         self.engine.runners = {**self.engine.runners, name: runner}  # others may be reading it
         return runner
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.interface import Model
-from anydecode.scoring.cost import CostCorrection, CostTable, default_table
+from anydecode.scoring.cost import CostCorrection, CostTable, ThreadCosts, default_table
 
 if TYPE_CHECKING:
     from anydecode.engine.engine import Engine
@@ -37,6 +38,7 @@ def measure(
     rows: Seq[int] = ROWS,
     contexts: Seq[int] = CONTEXTS,
     rounds: int = ROUNDS,
+    clock: Callable[[Model], float] | None = None,
 ) -> CostTable:
     """Measure passes of `rows` rows that attend to `contexts` positions, with the logits of every
     row.
@@ -44,18 +46,27 @@ def measure(
     Takes the fastest of `rounds` interleaved rounds after a warm-up, since other load on the
     machine only adds time. Keys and values are zeros. If the full grid would take longer than
     `MAX_SECONDS`, only the first four row counts are timed, once, at the shortest context.
+
+    Args:
+        model: The model.
+        rows: Numbers of rows.
+        contexts: Numbers of cached positions.
+        rounds: Number of rounds.
+        clock: The time in seconds; by default processor time per thread if the model has threads of
+            its own.
     """
+    clock = clock or _busy_seconds
     longest = min(max(contexts), model.spec.max_positions - max(rows))
     lengths = sorted({min(context, longest) for context in contexts})
     cache = model.new_cache(longest + max(rows))
-    first = min(_time(model, cache, 1, lengths[0]) for _ in range(2))
+    first = min(_time(model, cache, 1, lengths[0], clock) for _ in range(2))
     if first * len(rows) * len(lengths) * (rounds + 1) > MAX_SECONDS:
         rows, lengths, rounds = rows[:4], lengths[:1], 1
     times: dict[tuple[int, int], list[float]] = {}
     for round in range(rounds + 1):
         for length in lengths:
             for count in rows:
-                seconds = _time(model, cache, count, length)
+                seconds = _time(model, cache, count, length, clock)
                 if round:
                     times.setdefault((length, count), []).append(seconds)
     return CostTable(
@@ -71,10 +82,39 @@ def load(model: Model, folder: Path | None = None) -> CostTable:
     """
     found = getattr(model, "cost_table", None)
     if found is None:
-        found = _stored(model, folder) if getattr(model, "path", None) else default_table()
+        if getattr(model, "path", None):
+            found = _stored(identity(model), lambda: measure(model), folder)
+        else:
+            found = default_table()
         model.cost_table = found  # type: ignore[attr-defined]
     table: CostTable = found
     return table
+
+
+def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | None:
+    """The cost tables of `model` with 1, 2, 4, ... and all of its threads, as `load` has them, for
+    1 and 16 rows at the shortest context.
+
+    They are measured by the wall clock, since threads without work also use processor time. None
+    for models that were not loaded from a file.
+    """
+    if not getattr(model, "path", None):
+        return None
+    executor, known = model.executor, identity(model)
+    counts = {executor.threads, *(1 << i for i in range(executor.threads.bit_length()))}
+    tables: dict[int, CostTable] = {}
+
+    def measured() -> CostTable:
+        return measure(model, (ROWS[0], ROWS[-1]), CONTEXTS[:1], clock=lambda model: perf_counter())
+
+    in_use = executor.threads_in_use
+    try:
+        for count in sorted(count for count in counts if count <= executor.threads):
+            executor.threads_in_use = count
+            tables[count] = _stored({**known, "threads_in_use": count}, measured, folder)
+    finally:
+        executor.threads_in_use = in_use
+    return ThreadCosts(tables)
 
 
 class EngineCostModel:
@@ -131,10 +171,13 @@ def identity(model: Any) -> dict[str, Any]:
     }
 
 
-def _stored(model: Any, folder: Path | None) -> CostTable:
+def _stored(
+    known: dict[str, Any], measured: Callable[[], CostTable], folder: Path | None
+) -> CostTable:
+    """The table that is stored for what it depends on, else that of `measured`, which is stored."""
     from anydecode.folders import default_cache
 
-    key = json.dumps(identity(model), sort_keys=True)
+    key = json.dumps(known, sort_keys=True)
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     file = (folder or default_cache()) / "costs" / f"{name}.json"
     busy = _is_busy()
@@ -144,7 +187,7 @@ def _stored(model: Any, folder: Path | None) -> CostTable:
             return CostTable.from_dict(data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    table = measure(model)
+    table = measured()
     scratch = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +211,9 @@ def _is_busy() -> bool:
     return bool(load > 1.5 * (os.cpu_count() or 1))
 
 
-def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:
+def _time(
+    model: Model, cache: KeyValues, count: int, context: int, clock: Callable[[Model], float]
+) -> float:
     def numbers(value: Any) -> np.ndarray:
         return np.array(value, np.int32)
 
@@ -187,10 +232,10 @@ def _time(model: Model, cache: KeyValues, count: int, context: int) -> float:
         start=zeros,
         stop=numbers([depth] * count),
     )
-    start = _busy_seconds(model)
+    start = clock(model)
     output = model.run(rows, cache, OutputSpec(np.arange(count, dtype=np.int32)))
     to_host(output.logits)
-    return _busy_seconds(model) - start
+    return clock(model) - start
 
 
 def _busy_seconds(model: Any) -> float:

@@ -318,6 +318,7 @@ class Engine:
             any(o.waiting for o in self._streams if o is not runner) or self._in_flight
         )
         plan.is_alone = not has_concurrent_work
+        runner.choose_threads(plan)
         if self.clock is not None:
             due = self.now + self.clock.seconds(runner, plan)
             self._in_flight[runner] = (plan, (due, self._run(runner, plan)))

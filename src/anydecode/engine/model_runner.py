@@ -16,7 +16,7 @@ import numpy as np
 from anydecode.engine.layer_ranges import has_layer_ranges, predicted_range_size, run_in_ranges
 from anydecode.engine.optional_rows import PassCost, without_useless_rows
 from anydecode.engine.plan import Plan
-from anydecode.engine.schedule import Schedule, ScheduledSpan
+from anydecode.engine.schedule import Schedule, ScheduledSpan, ThreadCost
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import Array, Output, OutputSpec, Rows, SampleSpec
@@ -70,6 +70,7 @@ class ModelRunner:
         num_rows: Number of rows computed so far.
         seconds: Total duration of all passes.
         pass_cost: The cost of a pass, by which optional rows are chosen; None: all of them run.
+        thread_cost: The cost of a pass by its number of threads, or None.
     """
 
     prefixes: PrefixCache
@@ -90,6 +91,7 @@ class ModelRunner:
         self.num_rows = 0
         self.seconds = 0.0
         self.pass_cost: PassCost | None = None
+        self.thread_cost: ThreadCost | None = None
         self._seconds_per_step = (
             inf  # duration of the last pass over a single row, or step of a burst
         )
@@ -97,8 +99,8 @@ class ModelRunner:
 
     def divide(self) -> None:
         """Run prompts in passes of their own from now on, if the model can run two at once."""
-        make = getattr(self.model, "beside", lambda: None)
-        model, prompts_model = make(), make()
+        make = getattr(self.model, "beside", lambda team: None)
+        model, prompts_model = make(0), make(1)
         if model is not None and prompts_model is not None:
             # The pool's own model remains for the decoders, which use it while passes run.
             self.model.executor.threads_in_use = 1  # type: ignore[attr-defined]
@@ -219,8 +221,6 @@ class ModelRunner:
     def run(self, plan: Plan) -> Output | None:
         """Run the pass; None if all its rows have left it. May be called on another thread."""
         start = perf_counter()
-        if len(self.main.streams) > 1:
-            self._choose_threads(plan)
         try:
             size = self._range_size(plan)
             output: Output | None
@@ -241,12 +241,19 @@ class ModelRunner:
         plan.seconds = perf_counter() - start
         return output
 
-    def _choose_threads(self, plan: Plan) -> None:
-        """Beside a pass of prompts the others have one thread, and the prompts those that are left.
-        A pass with a single thread does not wait for the kernels' pool of threads."""
+    def choose_threads(self, plan: Plan) -> None:
+        """Choose the number of threads of a pass, where prompts have passes of their own. Beside a
+        pass of prompts the others have those that the schedule chooses, and the prompts those that
+        are left."""
+        main = self.main
+        if main.prompts is None:
+            return
         executor: Any = self.model.executor  # type: ignore[attr-defined]
-        shares = {True: 1, False: max(1, executor.threads - 1)}
-        executor.threads_in_use = executor.threads if plan.is_alone else shares[self.main is self]
+        executor.threads_in_use = executor.threads
+        if not plan.is_alone:
+            decodes, prompts = main.waiting, main.prompts.waiting
+            num = main.schedule.decode_threads(decodes, prompts, executor.threads, main.thread_cost)
+            executor.threads_in_use = num if main is self else executor.threads - num
 
     def _range_size(self, plan: Plan) -> int | None:
         """The number of layers per range of the pass; None: it runs as a whole."""

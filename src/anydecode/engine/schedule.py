@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -14,6 +14,9 @@ from anydecode.scoring.span import Span
 
 #: A request, one of its spans, and how many of the span's remaining rows to run.
 ScheduledSpan = tuple[ScoreRequest, Span, int]
+
+#: `cost(rows, context, threads)`: duration in seconds of a pass with so many threads.
+ThreadCost = Callable[[int, int, int], float]
 
 
 class Schedule(ABC):
@@ -36,6 +39,24 @@ class Schedule(ABC):
         Args:
             waiting: The unfinished score requests, in order of arrival.
         """
+
+    def decode_threads(
+        self,
+        decodes: Seq[ScoreRequest],
+        prompts: Seq[ScoreRequest],
+        threads: int,
+        cost: ThreadCost | None,
+    ) -> int:
+        """The number of threads of a pass of `decodes` that runs at the same time as one of
+        `prompts`, which has the others of `threads`; by default 1.
+
+        Args:
+            decodes: The unfinished requests of the one pass.
+            prompts: Those of the other.
+            threads: The number of all threads, 2 or more.
+            cost: The cost of passes; None if it was not measured.
+        """
+        return 1
 
     def submitted(self, sequence: Sequence, waiting: Iterable[Sequence]) -> None:  # noqa: B027
         """Called when a new sequence joins those that wait for admission, `waiting`."""

@@ -202,6 +202,7 @@ class Pass(ctypes.Structure):
         *((name, pointer) for name in ("recurrent_inputs", "states", "scan_start", "scan_first")),
         *((name, pointer) for name in ("scan_slots", "scan_rows", "scan_saves")),
         *((name, c_int32) for name in ("num_runs", "scan_lead", "vocab_size", "carries_states")),
+        ("team", c_int32),
         ("drafting", pointer),
     ]
 

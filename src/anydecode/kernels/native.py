@@ -617,10 +617,15 @@ class NativeExecutor:
             views[count] = self._buffers.out[:count]
         return views[count]
 
-    def beside(self) -> NativeExecutor | None:
+    def beside(self, team: int) -> NativeExecutor | None:
         """An executor over the same weights and adapters, whose passes run at the same time as
-        those of this one if one of them uses a single thread; None with one thread for both."""
-        return None if self.threads == 1 else self._like(adapters=self._adapters)
+        those of executors of another team, 0 or 1, or with a single thread; this one is of team 0.
+        None with one thread for both."""
+        if self.threads == 1:
+            return None
+        other = self._like(adapters=self._adapters)
+        other._pass.team = team
+        return other
 
     def _like(self, **changes: Any) -> NativeExecutor:
         """An executor of the same network over the same packed weights, with these options

@@ -115,7 +115,7 @@ class Transformer:
         self._adapters_lock = threading.Lock()
         self._variants: dict[Variant, tuple[Any, Any]] = {}  # of layers and of the head
         self._chains: tuple[Transformer | None, Any] = (None, None)  # of the last target
-        self._beside: list[Transformer] = []
+        self._beside: list[tuple[Transformer, int]] = []  # with their teams of threads
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
@@ -164,16 +164,16 @@ class Transformer:
             cache.states.forget(rows.slots)  # they may not have been computed
             raise
 
-    def beside(self) -> Transformer | None:
-        """This model with buffers of its own, whose passes run at the same time as those of this
-        one, over the same caches; None where they cannot."""
+    def beside(self, team: int) -> Transformer | None:
+        """This model with buffers of its own over the same caches, whose passes run at the same
+        time as those of another team of threads, 0 or 1; None where they cannot."""
         make = getattr(self.executor, "beside", None)
-        executor = None if make is None or self.spec.recurrences else make()
+        executor = None if make is None or self.spec.recurrences else make(team)
         if executor is None:
             return None
         other = copy(self)
         other.executor, other._variants, other._chains = executor, {}, (None, None)
-        self._beside.append(other)
+        self._beside.append((other, team))
         return other
 
     def head(self, hidden: Array) -> np.ndarray:
@@ -319,9 +319,9 @@ class Transformer:
         executor = self._make_executor(network)
         self.network, self.executor, self._variants = network, executor, {}
         self._chains = None, None
-        for other in self._beside:
+        for other, team in self._beside:
             other.network, other._variants = network, {}
-            other.executor = executor.beside()  # type: ignore[attr-defined]
+            other.executor = executor.beside(team)  # type: ignore[attr-defined]
 
     def _run_variants(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run a pass of rows with several variants of the layers: one part per variant, those that

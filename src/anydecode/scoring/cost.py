@@ -95,6 +95,23 @@ class CostTable:
         return CostTable(seconds_by)
 
 
+@dataclass(frozen=True)
+class ThreadCosts:
+    """Measured pass durations by number of threads: `tables[k]` is the cost table of k threads.
+    Between measured numbers of threads, the speed (passes per second) is interpolated."""
+
+    tables: Mapping[int, CostTable]
+
+    def seconds(self, rows: int, context: int, threads: int) -> float:
+        """The duration of a pass over `rows` rows that each attend to about `context` positions,
+        with `threads` threads, between the smallest and the largest measured number."""
+        low = max(count for count in self.tables if count <= threads)
+        high = min(count for count in self.tables if count >= threads)
+        slower, faster = (self.tables[one].seconds(rows, context) for one in (low, high))
+        share = (threads - low) / (high - low) if high > low else 0.0
+        return 1 / ((1 - share) / slower + share / faster)
+
+
 class CostCorrection:
     """Online correction of a cost table from observed passes.
 

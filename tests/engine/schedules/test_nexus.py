@@ -10,6 +10,7 @@ from anydecode import LLM
 from anydecode.certification.tiny import tiny_model, tiny_network
 from anydecode.engine.engine import Engine
 from anydecode.engine.model_runner import ModelRunner
+from anydecode.engine.schedule import Schedule
 from anydecode.engine.schedules import nexus
 from anydecode.models.scripted import ByteTokenizer
 from certificates import assert_certified, assert_rejected, replace_class_default
@@ -72,7 +73,32 @@ def test_certificate_rejects_one_stream(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_certificate_rejects_streams_with_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "_choose_threads", lambda self, plan: None)
+    monkeypatch.setattr(ModelRunner, "choose_threads", lambda self, plan: None)
+    assert_rejected("nexus")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_a_fixed_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nexus.Nexus, "decode_threads", Schedule.decode_threads)
+    assert_rejected("nexus")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_a_split_that_always_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = nexus.settled
+    monkeypatch.setattr(nexus, "settled", lambda share, current, change: chosen(share, 0, change))
+    assert_rejected("nexus")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_costs_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = nexus.Nexus.decode_threads
+
+    def whole(self: Any, decodes: Any, prompts: Any, threads: int, cost: Any) -> int:
+        same = cost and (lambda rows, context, one: cost(rows, context, threads))
+        return chosen(self, decodes, prompts, threads, same)
+
+    monkeypatch.setattr(nexus.Nexus, "decode_threads", whole)
     assert_rejected("nexus")
 
 

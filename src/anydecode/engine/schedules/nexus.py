@@ -6,36 +6,50 @@ arXiv:2507.06608.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 
 from anydecode.catalogue import Card, register
-from anydecode.engine.schedule import RowBudget, Schedule, ScheduledSpan, fit_spans, whole
+from anydecode.engine.schedule import (
+    RowBudget,
+    Schedule,
+    ScheduledSpan,
+    ThreadCost,
+    fit_spans,
+    whole,
+)
 from anydecode.engine.schedules.chunked import begun
-from anydecode.engine.schedules.pacing import is_prompt
+from anydecode.engine.schedules.pacing import is_prompt, mean_length
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import ScoreRequest
 
-#: Duration of a pass in seconds, by its number of rows.
-Cost = Callable[[int], float]
-
 
 def chosen_share(
-    cost: Cost, decodes: int, prompt: int, shares: list[int], *, decode_first: bool, slack: float
+    inter_token: Mapping[int, float],
+    prefill: Mapping[int, float],
+    *,
+    decode_first: bool,
+    slack: float,
 ) -> int:
-    """The number of prompt rows per pass, one of the ascending `shares`.
+    """The prompts' share, one of the keys of both mappings: rows of a pass, or threads.
 
-    The time between tokens is the duration of a pass, `cost(rows)`; the prefill time is that times
-    the number of passes for `prompt` rows. With `decode_first`: the smallest share whose prefill
-    time is within `slack` times the best. Else: the largest share whose time between tokens is
-    within `slack` times the best.
+    Args:
+        inter_token: The time between tokens in seconds, by share.
+        prefill: The prefill time in seconds, by share.
+        decode_first: Choose the smallest share whose prefill time is within `slack` times the best.
+            Else the largest share whose time between tokens is within `slack` times the best.
+        slack: 1 or more.
     """
-    inter_token = {share: cost(decodes + share) for share in shares}
-    prefill = {share: -(-prompt // share) * inter_token[share] for share in shares}
     if decode_first:
         limit = slack * min(prefill.values())
-        return next(share for share in shares if prefill[share] <= limit)
+        return min(share for share, seconds in prefill.items() if seconds <= limit)
     limit = slack * min(inter_token.values())
-    return next(share for share in reversed(shares) if inter_token[share] <= limit)
+    return max(share for share, seconds in inter_token.items() if seconds <= limit)
+
+
+def settled(share: int, current: int, change: float) -> int:
+    """The new share, or the current one if the new one differs by less than `change` times it."""
+    return share if not current or abs(share - current) >= change * current else current
 
 
 @register(
@@ -45,26 +59,26 @@ def chosen_share(
         paper="Shi et al. 2025, Nexus, arXiv:2507.06608",
         exactness="token-exact",
         use="LLM(schedule='nexus') or anydecode serve --schedule nexus",
-        summary="Prompts and decodes run in two streams at the same time, or a cost model chooses"
-        " the prompts' share of each pass; shortest prompts first.",
-        missing=(
-            "with more than two cores, a split that the cost model chooses: decodes have one",
-        ),
+        summary="Prompts and decodes run in two streams at the same time, and a cost model chooses"
+        " the prompts' share of the threads, or of each pass; shortest prompts first.",
         deviations=(
             "prompts and decodes run in two streams with the native kernels on two threads or more,"
-            " but for models with recurrences; then decodes have one thread, and prompts the"
-            " others; a stream alone has all; threads are not bound to cores",
+            " but for models with recurrences; a stream alone has all threads; threads are not"
+            " bound to cores",
             "elsewhere passes have prompts and decodes, on all cores, and the cost model chooses"
             " the prompts' share of their rows",
-            "costs are the machine's measured table; its slope replaces the saturation points and"
-            " the bandwidth contention term",
+            "costs are the machine's measured tables, those of streams by number of threads; they"
+            " replace the saturation points, and bandwidth contention is left out",
+            "models that were not loaded from a file have no tables by number of threads; their"
+            " decodes have one thread",
             "waiting time is counted in passes, so that the order does not depend on the clock",
         ),
     )
 )
 class Nexus(Schedule):
     """Runs prompts beside decodes: in passes of their own at the same time where the model can run
-    two passes at once, else in the same passes, with as many rows as the cost model chooses.
+    two passes at once, else in the same passes. The cost model chooses the prompts' share of the
+    threads, or of the rows of each pass.
 
     The share minimises prefill time while the time between tokens is within `beta` times its best.
     When more than `full` of the cache is in use, it minimises the time between tokens while prefill
@@ -103,7 +117,7 @@ class Nexus(Schedule):
         self.alpha, self.beta, self.full = alpha, beta, full
         self.shares = sorted({row_budget * (i + 1) // steps for i in range(steps)})
         self.change, self.ageing = change, ageing
-        self._share = 0
+        self._share = self._prompt_threads = 0
         self._waited: dict[ScoreRequest, int] = {}
 
     def schedule(self, waiting: list[ScoreRequest]) -> Iterator[ScheduledSpan]:
@@ -121,20 +135,46 @@ class Nexus(Schedule):
             prompts.sort(key=lambda s: s.num_rows - self.ageing * self._waited[s])
             yield from fit_spans(prompts, RowBudget(share, started=rows > 0))
 
+    def decode_threads(
+        self,
+        decodes: Seq[ScoreRequest],
+        prompts: Seq[ScoreRequest],
+        threads: int,
+        cost: ThreadCost | None,
+    ) -> int:
+        if threads > 2 and cost is not None and decodes and prompts:
+            rows, length = sum(request.num_rows for request in decodes), mean_length(decodes)
+            num_prompt_rows = min(self.row_budget, sum(request.num_rows for request in prompts))
+            shares = range(1, threads)
+            share = self._within_slack(
+                [*decodes, *prompts],
+                {share: cost(rows, length, threads - share) for share in shares},
+                {share: cost(num_prompt_rows, mean_length(prompts), share) for share in shares},
+            )
+            self._prompt_threads = settled(share, self._prompt_threads, self.change)
+            return threads - self._prompt_threads
+        return 1
+
     def _chosen(self, waiting: list[ScoreRequest], prompts: list[ScoreRequest], rows: int) -> int:
+        cost_model, length = waiting[0].sequence.cost_model, mean_length(waiting)
+        num_prompt_rows = sum(request.num_rows for request in prompts)
+        inter_token = {share: cost_model.seconds(rows + share, length) for share in self.shares}
+        prefill = {
+            share: -(-num_prompt_rows // share) * seconds for share, seconds in inter_token.items()
+        }
+        share = self._within_slack(waiting, inter_token, prefill)
+        self._share = settled(share, self._share, self.change)
+        return self._share
+
+    def _within_slack(
+        self,
+        waiting: Seq[ScoreRequest],
+        inter_token: Mapping[int, float],
+        prefill: Mapping[int, float],
+    ) -> int:
+        """The prompts' share, by how much of the cache the `waiting` use."""
         kv_caches = [spans[-1].kv_cache for request in waiting for spans in request.groups]
         num_positions = sum(kv_cache.length for kv_cache in kv_caches)
-        mean_length = num_positions // len(kv_caches)
-        cost_model = waiting[0].sequence.cost_model
         decode_first = num_positions > self.full * kv_caches[0].pool.num_slots
-        share = chosen_share(
-            lambda count: cost_model.seconds(count, mean_length),
-            rows,
-            sum(request.num_rows for request in prompts),
-            self.shares,
-            decode_first=decode_first,
-            slack=self.alpha if decode_first else self.beta,
-        )
-        if not self._share or abs(share - self._share) >= self.change * self._share:
-            self._share = share
-        return self._share
+        slack = self.alpha if decode_first else self.beta
+        return chosen_share(inter_token, prefill, decode_first=decode_first, slack=slack)

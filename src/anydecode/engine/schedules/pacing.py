@@ -35,10 +35,10 @@ def rows_beside(
     Returns:
         Between 1 and `MAX_PROMPT_ROWS`; the latter if there are no decodes.
     """
-    rows, decode_length = sum(request.num_rows for request in decodes), _mean_length(decodes)
+    rows, decode_length = sum(request.num_rows for request in decodes), mean_length(decodes)
     if not (rows or whole):
         return MAX_PROMPT_ROWS
-    prompt_length = _mean_length(prompts[:1]) + (prompts[0].num_rows if whole else 0)
+    prompt_length = mean_length(prompts[:1]) + (prompts[0].num_rows if whole else 0)
     if not rows:
         rows, decode_length = 1, prompt_length
     seconds = stretch * prompts[0].sequence.cost_model.seconds(rows, decode_length)
@@ -48,8 +48,8 @@ def rows_beside(
 def rows_within(seconds: float, decodes: Seq[ScoreRequest], prompts: Seq[ScoreRequest]) -> int:
     """The maximum number of rows of `prompts`, 0 to `MAX_PROMPT_ROWS`, such that a pass with the
     `decodes` takes at most so many seconds by its predicted cost."""
-    rows, decode_length = sum(request.num_rows for request in decodes), _mean_length(decodes)
-    return _rows_within(seconds, rows, decode_length, _mean_length(prompts[:1]), prompts[0])
+    rows, decode_length = sum(request.num_rows for request in decodes), mean_length(decodes)
+    return _rows_within(seconds, rows, decode_length, mean_length(prompts[:1]), prompts[0])
 
 
 def _rows_within(
@@ -78,7 +78,7 @@ def is_prompt(request: ScoreRequest) -> bool:
     )
 
 
-def _mean_length(requests: Seq[ScoreRequest]) -> int:
+def mean_length(requests: Seq[ScoreRequest]) -> int:
     """The mean number of cached positions of `requests`."""
     kv_caches = [spans[-1].kv_cache for request in requests for spans in request.groups]
     return sum(kv_cache.length for kv_cache in kv_caches) // max(1, len(kv_caches))

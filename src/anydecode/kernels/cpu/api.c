@@ -133,7 +133,7 @@ EXPORT void anydecode_repack(const Matrix *to, const uint8_t *from, int64_t row_
   static const int32_t parts = REPACK_PARTS;
   Repack repack = {to, from, row_bytes};
   Job job = {repack_part, NULL, &repack, &parts, 1};
-  pool_run(&job, threads);
+  pool_run(&job, threads, 0);
 }
 
 EXPORT void anydecode_linear(const Matrix *w, const float *x, int n, const float *bias, float *out,
@@ -255,7 +255,7 @@ EXPORT uint64_t anydecode_read(const uint64_t *words, int64_t count, int threads
   static const int32_t parts = READ_PARTS;
   Read read = {words, count, {0}};
   Job job = {read_part, NULL, &read, &parts, 1};
-  pool_run(&job, threads);
+  pool_run(&job, threads, 0);
   uint64_t total = 0;
   for (int i = 0; i < READ_PARTS; i++) total += read.sums[i];
   return total;

@@ -227,6 +227,7 @@ struct Pass {
   int32_t num_runs, scan_lead;
   int32_t vocab_size;
   int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
+  int32_t team; /* of the threads that run the pass */
   Drafting *drafting; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
 };
 

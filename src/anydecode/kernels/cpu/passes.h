@@ -83,7 +83,7 @@ static int run_once(const Pass *pass, int threads) {
   if (problem) return problem;
   if (!make_plan(pass, threads, &plan)) return ERROR_MEMORY;
   Job job = {run_part, prefetch_part, &plan, plan.parts, plan.num_stages};
-  pool_run(&job, threads);
+  pool_run(&job, threads, pass->team);
   if (plan.best_tokens) reduce_samples(&plan);
   return OK;
 }

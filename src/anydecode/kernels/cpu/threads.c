@@ -38,7 +38,8 @@ typedef struct {
   atomic_int count;
 } Sleepers;
 
-static struct {
+/* The workers of one team, and its job. */
+typedef struct {
   /* The job's number; in the lower 16 bits its number of threads, 0 when the job is closed. */
   _Alignas(64) atomic_uint_least64_t ticket;
   /* The number of workers that may read the job; sleeping ones are not counted. The caller returns,
@@ -53,10 +54,15 @@ static struct {
   Sleepers idle, stalled;
   int started;
   uint64_t ticket_at_start[MAX_THREADS];
-} pool = {.callers = LOCK_INITIALIZER,
-          .sleeping = LOCK_INITIALIZER,
-          .idle = {.signal = SIGNAL_INITIALIZER},
-          .stalled = {.signal = SIGNAL_INITIALIZER}};
+} Team;
+
+#define NEW_TEAM                            \
+  {.callers = LOCK_INITIALIZER,             \
+   .sleeping = LOCK_INITIALIZER,            \
+   .idle = {.signal = SIGNAL_INITIALIZER},  \
+   .stalled = {.signal = SIGNAL_INITIALIZER}}
+
+static Team teams[NUM_TEAMS] = {NEW_TEAM, NEW_TEAM};
 
 static inline void pause_briefly(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -66,42 +72,42 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static void wake(Sleepers *sleepers) {
+static void wake(Team *team, Sleepers *sleepers) {
   if (!atomic_load(&sleepers->count)) return;
-  lock(&pool.sleeping);
+  lock(&team->sleeping);
   wake_all(&sleepers->signal);
-  unlock(&pool.sleeping);
+  unlock(&team->sleeping);
 }
 
 /* Whether `parts` parts are done, or the job of this ticket is closed. */
-static int has_reached(uint64_t parts, uint64_t ticket) {
-  return atomic_load(&pool.done) >= parts || atomic_load(&pool.ticket) != ticket;
+static int has_reached(Team *team, uint64_t parts, uint64_t ticket) {
+  return atomic_load(&team->done) >= parts || atomic_load(&team->ticket) != ticket;
 }
 
-static void wait_until(uint64_t parts, uint64_t ticket) {
+static void wait_until(Team *team, uint64_t parts, uint64_t ticket) {
   for (int spins = 0; spins < SPINS_FOR_STAGE; spins++) {
-    if (has_reached(parts, ticket)) return;
+    if (has_reached(team, parts, ticket)) return;
     pause_briefly();
   }
-  lock(&pool.sleeping);
-  atomic_fetch_add(&pool.stalled.count, 1);
-  while (!has_reached(parts, ticket)) wait_for(&pool.stalled.signal, &pool.sleeping);
-  atomic_fetch_sub(&pool.stalled.count, 1);
-  unlock(&pool.sleeping);
+  lock(&team->sleeping);
+  atomic_fetch_add(&team->stalled.count, 1);
+  while (!has_reached(team, parts, ticket)) wait_for(&team->stalled.signal, &team->sleeping);
+  atomic_fetch_sub(&team->stalled.count, 1);
+  unlock(&team->sleeping);
 }
 
-static int enter(uint64_t ticket) {
-  atomic_fetch_add(&pool.inside, 1);
-  if (atomic_load(&pool.ticket) == ticket) return 1;
-  atomic_fetch_sub(&pool.inside, 1);
+static int enter(Team *team, uint64_t ticket) {
+  atomic_fetch_add(&team->inside, 1);
+  if (atomic_load(&team->ticket) == ticket) return 1;
+  atomic_fetch_sub(&team->inside, 1);
   return 0;
 }
 
-static void leave(void) { atomic_fetch_sub(&pool.inside, 1); }
+static void leave(Team *team) { atomic_fetch_sub(&team->inside, 1); }
 
 /* Claim the next part of a share of `size` parts; -1 where none is left. */
-static int claim(int share, int stage, int size) {
-  atomic_uint_least64_t *next = &pool.shares[share].next;
+static int claim(Team *team, int share, int stage, int size) {
+  atomic_uint_least64_t *next = &team->shares[share].next;
   uint64_t seen = atomic_load_explicit(next, memory_order_relaxed), current = (uint64_t)stage + 1;
   for (;;) {
     int part = seen >> 32 == current ? (int)(uint32_t)seen : 0;
@@ -114,114 +120,128 @@ static int claim(int share, int stage, int size) {
 
 /* Run the remaining parts of a stage, the thread's own share first. `target`: the number of parts
  * of all stages up to this one. */
-static void run_stage(int stage, int thread, int threads, uint64_t target) {
-  const Job *job = &pool.job;
+static void run_stage(Team *team, int stage, int thread, int threads, uint64_t target) {
+  const Job *job = &team->job;
   int parts = job->parts[stage], count = 0;
   for (int i = 0; i < threads; i++) {
     int share = (thread + i) % threads, part;
     int first = first_part(parts, share, threads), last = first_part(parts, share + 1, threads);
-    while ((part = claim(share, stage, last - first)) >= 0) {
+    while ((part = claim(team, share, stage, last - first)) >= 0) {
       job->run(job->argument, stage, first + part, thread);
       count++;
     }
   }
-  if (count && atomic_fetch_add(&pool.done, (uint64_t)count) + (uint64_t)count == target)
-    wake(&pool.stalled);
+  if (count && atomic_fetch_add(&team->done, (uint64_t)count) + (uint64_t)count == target)
+    wake(team, &team->stalled);
 }
 
 /* Run the stages of a job as a worker, which may arrive late at any of them. */
-static void work_on_job(uint64_t ticket, int thread) {
+static void work_on_job(Team *team, uint64_t ticket, int thread) {
   int threads = (int)(ticket & 0xffff);
   uint64_t target = 0;
-  if (!enter(ticket)) return;
-  for (int stage = 0; stage < pool.job.num_stages; stage++) {
-    target += (uint64_t)pool.job.parts[stage];
-    if (atomic_load(&pool.done) >= target) continue;
-    run_stage(stage, thread, threads, target);
-    if (pool.job.idle) pool.job.idle(pool.job.argument, stage, thread);
-    for (int spins = 0; spins < SPINS_INSIDE && !has_reached(target, ticket); spins++)
+  if (!enter(team, ticket)) return;
+  for (int stage = 0; stage < team->job.num_stages; stage++) {
+    target += (uint64_t)team->job.parts[stage];
+    if (atomic_load(&team->done) >= target) continue;
+    run_stage(team, stage, thread, threads, target);
+    if (team->job.idle) team->job.idle(team->job.argument, stage, thread);
+    for (int spins = 0; spins < SPINS_INSIDE && !has_reached(team, target, ticket); spins++)
       pause_briefly();
-    if (has_reached(target, ticket)) continue;
-    leave();
-    wait_until(target, ticket);
-    if (!enter(ticket)) return;
+    if (has_reached(team, target, ticket)) continue;
+    leave(team);
+    wait_until(team, target, ticket);
+    if (!enter(team, ticket)) return;
   }
-  leave();
+  leave(team);
 }
 
 /* Wait for a ticket other than `last`, and return it. */
-static uint64_t next_ticket(uint64_t last) {
+static uint64_t next_ticket(Team *team, uint64_t last) {
   for (int spins = 0; spins < SPINS_FOR_JOB; spins++) {
-    if (atomic_load(&pool.ticket) != last) return atomic_load(&pool.ticket);
+    if (atomic_load(&team->ticket) != last) return atomic_load(&team->ticket);
     pause_briefly();
   }
-  lock(&pool.sleeping);
-  atomic_fetch_add(&pool.idle.count, 1);
-  while (atomic_load(&pool.ticket) == last) wait_for(&pool.idle.signal, &pool.sleeping);
-  atomic_fetch_sub(&pool.idle.count, 1);
-  unlock(&pool.sleeping);
-  return atomic_load(&pool.ticket);
+  lock(&team->sleeping);
+  atomic_fetch_add(&team->idle.count, 1);
+  while (atomic_load(&team->ticket) == last) wait_for(&team->idle.signal, &team->sleeping);
+  atomic_fetch_sub(&team->idle.count, 1);
+  unlock(&team->sleeping);
+  return atomic_load(&team->ticket);
 }
 
-static void work(int thread) {
-  uint64_t ticket = pool.ticket_at_start[thread];
+static void work(Team *team, int thread) {
+  uint64_t ticket = team->ticket_at_start[thread];
   for (;;) {
-    ticket = next_ticket(ticket);
-    if (thread < (int)(ticket & 0xffff)) work_on_job(ticket, thread);
+    ticket = next_ticket(team, ticket);
+    if (thread < (int)(ticket & 0xffff)) work_on_job(team, ticket, thread);
   }
+}
+
+/* The argument of a new thread: the numbers of its team and of the thread in it. */
+static void *label_of(const Team *team, int thread) {
+  return (void *)(intptr_t)((team - teams) * MAX_THREADS + thread);
+}
+
+static void work_as(void *label) {
+  int number = (int)(intptr_t)label;
+  work(teams + number / MAX_THREADS, number % MAX_THREADS);
 }
 
 #ifdef _WIN32
-static DWORD WINAPI start(void *number) {
-  work((int)(intptr_t)number);
+static DWORD WINAPI start(void *label) {
+  work_as(label);
   return 0;
 }
 
-static int start_worker(int thread) {
-  HANDLE handle = CreateThread(NULL, 0, start, (void *)(intptr_t)thread, 0, NULL);
+static int start_worker(Team *team, int thread) {
+  HANDLE handle = CreateThread(NULL, 0, start, label_of(team, thread), 0, NULL);
   return handle && CloseHandle(handle);
 }
 
 static void register_fork_handler(void) {}
 #else
-static void *start(void *number) {
-  work((int)(intptr_t)number);
+static void *start(void *label) {
+  work_as(label);
   return NULL;
 }
 
-static int start_worker(int thread) {
+static int start_worker(Team *team, int thread) {
   pthread_t id;
-  return pthread_create(&id, NULL, start, (void *)(intptr_t)thread) == 0 && pthread_detach(id) == 0;
+  return pthread_create(&id, NULL, start, label_of(team, thread)) == 0 && pthread_detach(id) == 0;
 }
 
 /* In the child of a fork only the forking thread exists. */
 static void reset_after_fork(void) {
-  pool.started = 0;
-  atomic_store(&pool.inside, 0);
-  atomic_store(&pool.idle.count, 0);
-  atomic_store(&pool.stalled.count, 0);
-  pthread_mutex_init(&pool.callers, NULL);
-  pthread_mutex_init(&pool.sleeping, NULL);
-  pthread_cond_init(&pool.idle.signal, NULL);
-  pthread_cond_init(&pool.stalled.signal, NULL);
+  for (Team *team = teams; team < teams + NUM_TEAMS; team++) {
+    team->started = 0;
+    atomic_store(&team->inside, 0);
+    atomic_store(&team->idle.count, 0);
+    atomic_store(&team->stalled.count, 0);
+    pthread_mutex_init(&team->callers, NULL);
+    pthread_mutex_init(&team->sleeping, NULL);
+    pthread_cond_init(&team->idle.signal, NULL);
+    pthread_cond_init(&team->stalled.signal, NULL);
+  }
 }
 
+static void register_for_forks(void) { pthread_atfork(NULL, NULL, reset_after_fork); }
+
 static void register_fork_handler(void) {
-  static int registered;
-  if (!registered) registered = pthread_atfork(NULL, NULL, reset_after_fork) == 0;
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, register_for_forks);
 }
 #endif
 
 /* Start up to `threads` - 1 workers. Returns the number of threads to use. */
-static int start_workers(int threads) {
+static int start_workers(Team *team, int threads) {
   register_fork_handler();
   if (threads > MAX_THREADS) threads = MAX_THREADS;
-  while (pool.started < threads - 1) {
-    pool.ticket_at_start[pool.started + 1] = atomic_load(&pool.ticket);
-    if (!start_worker(pool.started + 1)) break;
-    pool.started++;
+  while (team->started < threads - 1) {
+    team->ticket_at_start[team->started + 1] = atomic_load(&team->ticket);
+    if (!start_worker(team, team->started + 1)) break;
+    team->started++;
   }
-  return threads < pool.started + 1 ? threads : pool.started + 1;
+  return threads < team->started + 1 ? threads : team->started + 1;
 }
 
 static void run_alone(const Job *job) {
@@ -230,29 +250,30 @@ static void run_alone(const Job *job) {
       job->run(job->argument, stage, part, 0);
 }
 
-void pool_run(const Job *job, int threads) {
+void pool_run(const Job *job, int threads, int number) {
+  Team *team = teams + number;
   if (threads <= 1) {
     run_alone(job);
     return;
   }
-  lock(&pool.callers);
-  threads = start_workers(threads);
-  pool.job = *job;
-  atomic_store(&pool.done, 0);
-  for (int i = 0; i < threads; i++) atomic_store(&pool.shares[i].next, 0);
-  uint64_t number = (atomic_load(&pool.ticket) >> 16) + 1, ticket = number << 16, target = 0;
-  ticket |= (uint64_t)threads;
-  atomic_store(&pool.ticket, ticket);
-  wake(&pool.idle);
+  lock(&team->callers);
+  threads = start_workers(team, threads);
+  team->job = *job;
+  atomic_store(&team->done, 0);
+  for (int i = 0; i < threads; i++) atomic_store(&team->shares[i].next, 0);
+  uint64_t closed = ((atomic_load(&team->ticket) >> 16) + 1) << 16, target = 0;
+  uint64_t ticket = closed | (uint64_t)threads;
+  atomic_store(&team->ticket, ticket);
+  wake(team, &team->idle);
   for (int stage = 0; stage < job->num_stages; stage++) {
     target += (uint64_t)job->parts[stage];
-    run_stage(stage, 0, threads, target);
+    run_stage(team, stage, 0, threads, target);
     if (job->idle) job->idle(job->argument, stage, 0);
-    wait_until(target, ticket);
+    wait_until(team, target, ticket);
   }
-  atomic_store(&pool.ticket, number << 16);
-  wake(&pool.stalled);
-  for (int spins = 0; atomic_load(&pool.inside);) {
+  atomic_store(&team->ticket, closed);
+  wake(team, &team->stalled);
+  for (int spins = 0; atomic_load(&team->inside);) {
     pause_briefly();
     if (++spins > SPINS_FOR_STAGE) {
 #ifdef _WIN32
@@ -262,5 +283,5 @@ void pool_run(const Job *job, int threads) {
 #endif
     }
   }
-  unlock(&pool.callers);
+  unlock(&team->callers);
 }

@@ -1,4 +1,4 @@
-/* One thread pool per process. */
+/* The threads of a process, in teams. The jobs of two teams run at the same time. */
 #ifndef ANYDECODE_THREADS_H
 #define ANYDECODE_THREADS_H
 
@@ -19,8 +19,11 @@ static inline int first_part(int parts, int thread, int threads) {
   return (int)(((int64_t)parts * thread + threads - 1) / threads);
 }
 
-/* Run a job on up to `threads` threads, of which the caller is thread 0, and return when it is
- * done. Concurrent calls run one after another. After a fork the child starts a pool of its own. */
-void pool_run(const Job *job, int threads);
+enum { NUM_TEAMS = 2 };
+
+/* Run a job on up to `threads` threads, of which the caller is thread 0 and the others are of team
+ * `number`, and return when it is done. Concurrent calls for one team run one after another. After a
+ * fork the child starts threads of its own. */
+void pool_run(const Job *job, int threads, int number);
 
 #endif

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from anydecode.api.llm import LLM
@@ -15,23 +16,17 @@ from anydecode.engine.schedules.nexus import chosen_share
 from anydecode.models.scripted import ByteTokenizer
 
 
-def _linear(rows: int) -> float:
-    """The default cost of an unmeasured pass: one for the first row, and a tenth for each further
-    row."""
-    return 0.9 + 0.1 * rows
-
-
 @oracle_test("nexus")
 def nexus() -> Iterator[Check]:
     """Shares of 10 to 100 rows beside one decode. Time between tokens: 1 + n / 10, best 2. Prefill
     of 200 rows: ceil(200 / n) times that, best 22 at 100; 40, 30, 28, 25 for 10 to 40."""
-    shares = list(range(10, 101, 10))
-    options: dict[str, Any] = {"decodes": 1, "prompt": 200, "shares": shares}
+    inter_token = {share: 0.9 + 0.1 * (1 + share) for share in range(10, 101, 10)}
+    prefill = {share: -(-200 // share) * seconds for share, seconds in inter_token.items()}
     for slack, expected in ((1.0, 10), (1.6, 20), (2.6, 40), (9.0, 100)):
-        found = chosen_share(_linear, decode_first=False, slack=slack, **options)
+        found = chosen_share(inter_token, prefill, decode_first=False, slack=slack)
         yield Check(f"prefill first, beta {slack:g}", found == expected, str(found))
     for slack, expected in ((1.0, 100), (1.2, 40), (1.3, 30), (1.4, 20), (2.0, 10)):
-        found = chosen_share(_linear, decode_first=True, slack=slack, **options)
+        found = chosen_share(inter_token, prefill, decode_first=True, slack=slack)
         yield Check(f"decode first, alpha {slack:g}", found == expected, str(found))
     # A pass without decodes has 100 rows.
     rows = rows_of(passes("nexus:row_budget=100,steps=10,beta=1.6", [5, 170, 150], tokens=12))
@@ -51,6 +46,7 @@ def nexus() -> Iterator[Check]:
     yield Check("a full cache gives decodes priority", counts == [95, 40, 40], str(counts))
     yield same_text("nexus:row_budget=100,steps=10")
     yield from _two_streams()
+    yield from _split_of_threads()
     yield from _text_of_two_streams()
     yield from _default_checks()
 
@@ -98,6 +94,59 @@ def _two_streams() -> Iterator[Check]:
     yield _slots_in_use()
 
 
+def _split_of_threads() -> Iterator[Check]:
+    """Eight threads. One row, which is bound by memory, takes 12 seconds with one thread, 6 with
+    two, and 4 with three or more; two rows take 24, 12, 8, and 6 with four or more. A prompt of 100
+    tokens takes 840 divided by its threads, best 120 with seven."""
+
+    def cost(rows: int, context: int, threads: int) -> float:
+        return 12 * rows / min(threads, 2 + rows) if rows < 3 else 8.4 * rows / threads
+
+    for options, expected in (
+        ("beta=1.3", 3),  # 5.2 seconds between tokens
+        ("beta=1.5", 2),
+        ("beta=3", 1),
+        ("full=-1,alpha=1.3", 2),  # 156 seconds of prefill
+        ("full=-1,alpha=1.4", 3),
+        ("full=-1,alpha=7", 7),
+    ):
+        found = _threads_beside(f"nexus:{options}", cost, [5, 100])
+        wanted = {("decode", 1, expected), ("prompt", 100, 8 - expected)}
+        yield Check(f"the split of eight threads, {options}", found == wanted, str(found))
+    found = _threads_beside("nexus", None, [5, 100])
+    wanted = {("decode", 1, 1), ("prompt", 100, 7)}
+    yield Check("decodes have one thread where costs are not measured", found == wanted, str(found))
+    # Two rows need four threads for 1.3 times 6 seconds: four for prompts are 20 % less than five.
+    for change, expected in ((0.15, 4), (0.25, 3)):
+        found = _threads_beside(f"nexus:change={change}", cost, [5, 5, 100])
+        wanted = {("decode", 1, 3), ("prompt", 5, 5)}
+        wanted |= {("decode", 2, expected), ("prompt", 100, 8 - expected)}
+        yield Check(f"a change of the split by {change:g}", found == wanted, str(found))
+
+
+def _threads_beside(schedule: str, cost: Any, lengths: list[int]) -> set[tuple[str, int, int]]:
+    """The passes that do not run alone, with their threads, of prompts that arrive one after
+    another."""
+    threads = list[tuple[str, int, int]]()
+    with _open(8, schedule) as llm:
+        main = llm.engine.runners["target"]
+        main.thread_cost = cost
+
+        def recorded(name: str, runner: Any, run: Any, plan: Any) -> Any:
+            return _recorded([] if plan.is_alone else threads, name, runner, plan, run)
+
+        for name, runner in zip(("decode", "prompt"), main.streams, strict=True):
+            runner.run = partial(recorded, name, runner, runner.run)  # type: ignore[method-assign]
+        for length in lengths:
+            job = llm.request([97] * length, max_tokens=40, **_OPTIONS).jobs[0]
+            llm.engine.submit(job)
+            while not job.sequence.tokens:
+                llm.engine.step()
+        while llm.engine.has_work:
+            llm.engine.step()
+    return set(threads)
+
+
 def _slots_in_use() -> Check:
     """A prompt is cancelled while its pass runs beside decodes."""
     with _open(threads=2) as llm:
@@ -138,10 +187,10 @@ def _slots_in_use() -> Check:
 _OPTIONS: dict[str, Any] = {"decoder": "autoregressive", "ignore_eos": True}
 
 
-def _open(threads: int, **options: Any) -> LLM:
+def _open(threads: int, schedule: str = "nexus", **options: Any) -> LLM:
     """A transformer with so many threads."""
     model = tiny_model(threads=threads, layers=3)
-    return LLM(model, tokenizer=ByteTokenizer(), schedule="nexus", **options)
+    return LLM(model, tokenizer=ByteTokenizer(), schedule=schedule, **options)
 
 
 def _recorded(threads: list[Any], name: str, runner: Any, plan: Any, run: Any) -> Any:
