@@ -47,6 +47,7 @@ _PACKAGES = (
     "anydecode.cluster.control",
     "anydecode.quantization",
     "anydecode.models.families",
+    "anydecode.training.recipes",
 )
 
 

@@ -55,6 +55,8 @@ COMMANDS = {
     "train filter": "--model MODEL --out OUT --prompts 10 --epochs 1",
     "train block-adapter": "--model MODEL --out OUT --steps 1 --mask 1",
     "train nested": "--model MODEL --out OUT --steps 1",
+    "train draft-model": "--model MODEL --out OUT --steps 1 --answers 2",
+    "train scaling": "--model MODEL --out OUT --answers 2",
     "train autodeco": "--model MODEL --out OUT --count 2",
     "train cj-grpo": "--model MODEL --out OUT --steps 1",
     "train depth": "--model MODEL --out OUT --answers 2",

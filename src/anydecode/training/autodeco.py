@@ -340,7 +340,7 @@ def train_autodeco(
 ) -> tuple[HeadsModule, Gain]:
     """Train heads for the model of `llm` on its own answers to `prompts`, and measure them on
     held-out texts. Without `prompts`, the model generates them."""
-    encoded = [llm.encode(rendered_prompt(llm, text)) for text in prompts]
+    encoded = [llm.encode(rendered_prompt(llm.tokenizer, text)) for text in prompts]
     encoded = encoded or generate_prompts(llm, recipe.prompts, recipe.seed)
     if len(encoded) < 2:
         raise InvalidRequestError("autodeco needs at least two prompts: one is held out")

@@ -118,6 +118,8 @@ def save_nested_llama(
         config["mask_token_id"] = mask
         special["mask_token"] = tokenizer.token_text(mask)
     tensors = {llama_name(name): weights[name] for name in weights}
+    if shape.is_tied:
+        del tensors["lm_head.weight"]
     _save(folder, config, tensors, tokenizer.backend, special)
 
 
@@ -145,7 +147,7 @@ def _llama_config(shape: Shape) -> dict[str, Any]:
         "head_dim": shape.head_width,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.is_tied,
         "torch_dtype": "bfloat16",
         "vocab_size": shape.vocab,
     }

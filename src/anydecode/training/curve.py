@@ -1,8 +1,11 @@
 """Training curves: loss and accuracy of a training run, training and held-out loss of an adapter
-run, the acceptance of a drafter's drafts, the agreement of early exits, or their routers' loss."""
+run, the acceptance of a drafter's drafts, the agreement of early exits, their routers' loss, or a
+study of draft models."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +15,81 @@ from anydecode.plots import COLOURS, INK, figure, logarithmic
 def draw_training(log: dict[str, Any], file: Path) -> None:
     """Draw a training run: loss above, accuracy on held-out questions below, one colour per stage.
     `log` is the content of `log.json`."""
+    title = "accuracy on held-out questions, mean of tasks"
+    _draw_stages(log, file, "Training", title, lambda e: _all_tasks(e.get("accuracy")))
+
+
+def draw_draft_model(log: dict[str, Any], file: Path) -> None:
+    """Draw a run of a draft model: loss above, and below the probability that its tokens are
+    accepted at those of held-out answers. `log` is the content of `log.json`."""
+    title = "probability of acceptance by rejection sampling, held-out answers"
+    _draw_stages(log, file, "Training of a draft model", title, lambda e: e.get("acceptance"))
+
+
+def _draw_stages(
+    log: dict[str, Any],
+    file: Path,
+    title: str,
+    share: str,
+    share_of: Callable[[dict[str, Any]], float | None],
+) -> None:
+    """Loss above, and below a share that some entries have, titled `share`."""
     history: list[dict[str, Any]] = log["history"]
-    with figure(file, "Training", rows=2, share_x=True) as (loss, accuracy):
+    with figure(file, title, rows=2, share_x=True) as (loss, shares):
         for colour, stage in zip(COLOURS, dict.fromkeys(e["stage"] for e in history), strict=False):
             entries = [entry for entry in history if entry["stage"] == stage]
             losses = [(_minutes(e), max(e["loss"], 1e-4)) for e in entries if "loss" in e]
-            checks = [(_minutes(e), e["accuracy"]["all"]) for e in entries if "accuracy" in e]
+            found = [(_minutes(e), share_of(e)) for e in entries]
             loss.plot(*_transposed(losses), color=colour, label=stage)
-            accuracy.plot(*_transposed(checks), color=colour, marker=".")
+            checks = [(x, y) for x, y in found if y is not None]
+            shares.plot(*_transposed(checks), color=colour, marker=".")
         loss.set_title("loss per token (logarithmic)")
         logarithmic(loss, "y")
-        accuracy.set_title("accuracy on held-out questions, mean of tasks")
-        accuracy.set_ylim(0, 1)
-        accuracy.set_xlabel("minutes")
+        shares.set_title(share)
+        shares.set_ylim(0, 1)
+        shares.set_xlabel("minutes")
+
+
+def _all_tasks(accuracy: dict[str, float] | None) -> float | None:
+    return None if accuracy is None else accuracy["all"]
+
+
+def draw_scaling(results: dict[str, Any], file: Path) -> None:
+    """Draw a study of draft models and its laws (dotted): accepted length by learned tokens above,
+    one colour per number of layers, and throughput by batch below. `results` is the content of
+    `results.json` with `laws`."""
+    laws, points, speeds = results["laws"], results["points"], results["speeds"]
+    with figure(file, "Scaling of draft models", rows=2) as (length, throughput):
+        for colour, layers in zip(
+            COLOURS, dict.fromkeys(p["layers"] for p in points), strict=False
+        ):
+            own = sorted((p for p in points if p["layers"] == layers), key=lambda p: p["tokens"])
+            tokens = [p["tokens"] for p in own]
+            length.plot(tokens, [p["accepted"] for p in own], "o", color=colour)
+            fitted = [_predicted(laws["accepted"], p) for p in own]
+            length.plot(tokens, fitted, ":", color=colour)
+            rows = [speed for speed in speeds if speed["layers"] == layers]
+            _draw_speeds(throughput, rows, laws, colour, f"{layers} layers")
+        plain = [speed for speed in speeds if speed["layers"] == 0]
+        _draw_speeds(throughput, plain, laws, INK, "without drafts")
+        length.set_title("tokens per pass, by tokens learned")
+        throughput.set_title("tokens per second, by batch")
+        for panel in (length, throughput):
+            logarithmic(panel, "x")
+
+
+def _draw_speeds(
+    panel: Any, speeds: list[dict[str, Any]], laws: dict[str, Any], colour: str, label: str
+) -> None:
+    batches = [speed["batch"] for speed in speeds]
+    panel.plot(batches, [speed["tokens_per_second"] for speed in speeds], "o", color=colour)
+    law = laws[f"tokens_per_second, {speeds[0]['layers']} layers"]
+    panel.plot(batches, [_predicted(law, s) for s in speeds], ":", color=colour, label=label)
+
+
+def _predicted(law: dict[str, Any], point: dict[str, float]) -> float:
+    slopes = law["slopes"].items()
+    return float(law["intercept"] + sum(slope * math.log(point[name]) for name, slope in slopes))
 
 
 def draw_held_out(

@@ -27,7 +27,7 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.drafter_data import NUM_HELD_OUT, DrafterData, EngineWriter
-from anydecode.training.drafter_evaluation import measure
+from anydecode.training.drafter_evaluation import DEPTH, measure
 from anydecode.training.drafters import find_recipe
 from anydecode.training.drafters.learner import Learner, StepLosses
 from anydecode.training.run import TrainingRun, check_budget
@@ -323,10 +323,12 @@ class DrafterRun(TrainingRun[list[float]]):
         """Measure the written drafter in the engine, on held-out prompts; see `measure`."""
         prompts = [text.prompt for text in self.data.texts[:NUM_HELD_OUT]]
         threads = torch.get_num_threads()
+        depth = min(DEPTH, self.learner.max_drafts or DEPTH)
+        decoder = self.learner.decoder.format(depth)
         with LLM(self.model_path, draft=self.drafter, dtype=self.dtype, threads=threads) as llm:
             for temperature in (0.0, 0.8):
                 self.results[f"temperature {temperature}"] = measure(
-                    llm, prompts, self.learner, self.options.tokens, temperature
+                    llm, prompts, decoder, depth, self.options.tokens, temperature
                 )
                 report("evaluation", 0.5 if temperature == 0 else 1.0, "")
 

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.training.drafters.learner import Learner
 
 #: Drafted and verified as chains of this length, if the drafter can.
 DEPTH = 5
 
 
 def measure(
-    llm: LLM, prompts: Seq[list[int]], learner: Learner, tokens: int, temperature: float
+    llm: LLM, prompts: Seq[list[int]], decoder: str, depth: int, tokens: int, temperature: float
 ) -> dict[str, Any]:
     """Tokens per pass of the target, and the fraction of the drafts that is accepted at each depth
     of a chain, of those whose predecessors were.
@@ -23,16 +22,16 @@ def measure(
     Args:
         llm: The target and its drafter.
         prompts: What to answer.
-        learner: The drafter's recipe.
+        decoder: The decoder that drafts.
+        depth: Number of drafts of its chains.
         tokens: Maximum number of tokens of an answer.
         temperature: Sampling temperature.
     """
-    depth = min(DEPTH, learner.max_drafts or DEPTH)
     reached, accepted = np.zeros(depth), np.zeros(depth)
     passes = count = 0
     answers = llm.generate(
         list(prompts),
-        decoder=learner.decoder.format(depth),
+        decoder=decoder,
         temperature=temperature,
         max_tokens=tokens,
         trace=True,

@@ -140,7 +140,7 @@ class ExitRun(WeightRun):
         self.fingerprint = model_fingerprint(network)
         stored = load_state(folder / "data.pt")
         if stored is None or not (folder / "state.pt").is_file():
-            encoded = [rendered_prompt(llm, text) for text in prompts]
+            encoded = [rendered_prompt(llm.tokenizer, text) for text in prompts]
             encoded = encoded or generate_prompts(llm, recipe.answers, recipe.seed)
             if len(encoded) < 2:
                 raise InvalidRequestError("training needs two prompts or more: one is held out")

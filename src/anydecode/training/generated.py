@@ -99,9 +99,8 @@ def generate_prompts(llm: LLM, count: int, seed: int, has_long: bool = False) ->
     ]
 
 
-def rendered_prompt(llm: LLM, text: str) -> list[int]:
+def rendered_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a user turn, in the chat template if there is one."""
-    tokenizer = llm.tokenizer
     if tokenizer.chat_template is not None:
         text = tokenizer.render_chat([{"role": "user", "content": text}])
     return tokenizer.encode(text, special=tokenizer.chat_template is None)

@@ -101,20 +101,28 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
 
 
 def own_answers(
-    checkpoint: Checkpoint, count: int, tokens: int, seed: int, texts: Sequence[str] = ()
+    checkpoint: Checkpoint,
+    count: int,
+    tokens: int,
+    seed: int,
+    texts: Sequence[str] = (),
+    temperature: float = 0.0,
 ) -> list[Pair]:
-    """Up to `count` prompts with the model's greedy answers of up to `tokens` tokens. Without
-    `texts`, user turns, the model writes the prompts if it has a chat template; otherwise they are
-    those of this package's tasks."""
+    """Up to `count` prompts with the model's answers of up to `tokens` tokens, by default its
+    greedy ones. Without `texts`, user turns, the model writes the prompts if it has a chat
+    template; otherwise they are those of this package's tasks."""
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
         if texts:
-            prompts = [rendered_prompt(llm, text) for text in texts[:count]]
+            prompts = [rendered_prompt(llm.tokenizer, text) for text in texts[:count]]
         elif llm.tokenizer.chat_template is not None:
             prompts = generate_prompts(llm, count, seed)
         else:
             random = Random(f"{seed}/prompts")
             prompts = [task_pair(llm.tokenizer, random)[0] for _ in range(count)]
-        requests = [llm.request(one, max_tokens=tokens, temperature=0.0) for one in prompts]
+        requests = [
+            llm.request(one, max_tokens=tokens, temperature=temperature, seed=seed + number)
+            for number, one in enumerate(prompts)
+        ]
         answers = [one.tokens for one in run_requests(llm, requests)]
     pairs = [(p, answer) for p, answer in zip(prompts, answers, strict=True) if answer]
     if not pairs:
@@ -122,10 +130,12 @@ def own_answers(
     return pairs
 
 
-def answers_to_learn_from(checkpoint: Checkpoint, count: int, tokens: int, seed: int) -> list[Pair]:
+def answers_to_learn_from(
+    checkpoint: Checkpoint, count: int, tokens: int, seed: int, temperature: float = 0.0
+) -> list[Pair]:
     """See `own_answers`. Raises `InvalidRequestError` if there are fewer than two: one is held
     out."""
-    pairs = own_answers(checkpoint, count, tokens, seed)
+    pairs = own_answers(checkpoint, count, tokens, seed, temperature=temperature)
     if len(pairs) < 2:
         raise InvalidRequestError(
             f"{checkpoint.name} has written {len(pairs)} of {count} answers, and training needs 2:"

@@ -104,6 +104,12 @@ class Block(nn.Module):
         visible: torch.Tensor | None,
     ) -> torch.Tensor:
         """The states behind the attention."""
+        return self.mix(x, *self.heads(x, rope), causal, visible)
+
+    def heads(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, `[batch, heads, rows, head_width]`, the first two rotated."""
         normed = self.attn_norm(x)
         q, k, v = (
             projection(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -111,13 +117,21 @@ class Block(nn.Module):
         )
         if self.has_head_norms:
             q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, rope), rotate(k, rope), v
+
+    def mix(
+        self,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        visible: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The states behind the attention of rows `x` with queries `q` to keys and values, which
+        may be of more rows."""
         attended = functional.scaled_dot_product_attention(
-            rotate(q, rope),
-            rotate(k, rope),
-            v,
-            attn_mask=visible,
-            is_causal=causal,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, attn_mask=visible, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
         states: torch.Tensor = x + self.attn_out(attended.transpose(1, 2).flatten(-2))
         return states

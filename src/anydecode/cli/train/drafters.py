@@ -87,6 +87,146 @@ def train_nested_draft(
         print(out)
 
 
+@app.command("draft-model")
+def train_draft_model(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            help="distillspec or fastdraft, with parameters such as"
+            " distillspec:divergence=tv,on_policy=0.5.",
+        ),
+    ] = "distillspec",
+    out: Out = Path("trained-draft-model"),
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", help="Draft model to begin with, of the Llama family. Default: the recipe's."
+        ),
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--texts",
+            metavar="FILE",
+            help="File with a text per line, or a prompt, a tab and an answer: what fastdraft"
+            " learns first, or the fixed answers of distillspec:data=fixed.",
+        ),
+    ] = None,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    answers: Answers = 256,
+    tokens: AnswerTokens = 64,
+    batch: Batch = 4,
+    rate: Rate = 5e-4,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train a small language model that drafts for a model, for the decoder speculative-sampling
+    and others with a draft model. Held-out prompts are decoded with it before and after. A run with
+    the same --out is resumed. The draft model is in the folder "draft" of --out.
+
+    Example: anydecode train draft-model --recipe distillspec:divergence=jsd --out my-draft
+    """
+    from anydecode import catalogue
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.draft_model import DraftModelRun, DraftOptions
+    from anydecode.training.recipes.draft_recipe import DraftRecipe
+
+    settings = DraftOptions(
+        minutes_or_default(minutes, steps),
+        steps,
+        answers=answers,
+        tokens=tokens,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+        draft=catalogue.build_as(recipe, "a recipe of a draft model", DraftRecipe),
+    )
+
+    def open_run() -> DraftModelRun:
+        base = None if draft is None else load_checkpoint(draft)
+        run = DraftModelRun(load_checkpoint(model), out, settings, base, texts)
+        if not run.step:
+            run.measure()
+        return run
+
+    run = trained(open_run, "draft model", threads)
+    run.measure()
+    lines = []
+    for name, before in run.results["before"].items():
+        after = run.results["after"][name]
+        lines.append(
+            f"{name}: {before['tokens_per_pass']:.2f} -> {after['tokens_per_pass']:.2f} tokens per"
+            " pass on held-out prompts"
+        )
+        lines.append(shares_line("accepted by depth:", after["accepted_by_depth"]))
+    report(run, run.draft_folder, lines, curve.draw_draft_model, plot, json)
+
+
+@app.command("scaling")
+def train_scaling(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe", help="scylla, with parameters such as scylla:layers=1-2-4,planned=1000000."
+        ),
+    ] = "scylla",
+    out: Annotated[
+        Path, typer.Option("--out", help="New output folder, or one of a study to resume.")
+    ] = Path("scaling"),
+    answers: Answers = 256,
+    tokens: AnswerTokens = 64,
+    batch: Batch = 4,
+    rate: Rate = 5e-4,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train draft models of several sizes on several numbers of tokens, fit log-linear laws to how
+    many drafts are accepted and to the throughput, and recommend a draft model. A study with the
+    same --out is resumed; a finished one is printed again.
+
+    Example: anydecode train scaling --recipe scylla:layers=1-2-4 --out my-study --plot laws.svg
+    """
+    from anydecode import catalogue
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.diffusion import limit_threads
+    from anydecode.training.draft_model import DraftOptions
+    from anydecode.training.recipes.scylla import ScalingRecipe
+    from anydecode.training.scaling import ScalingStudy
+
+    chosen = catalogue.build_as(recipe, "a study of draft models", ScalingRecipe)
+    settings = DraftOptions(
+        steps=1, answers=answers, tokens=tokens, batch=batch, rate=rate, seed=seed
+    )
+    limit_threads(threads)
+    study = ScalingStudy(load_checkpoint(model), out, chosen, settings)
+    with progress("study", 1.0, unit="percent") as bar:
+        study.run(lambda done, what: bar.update(done, step=what))
+    results = study.results()
+    if plot is not None:
+        curve.draw_scaling(results, plot)
+    if json:
+        print_json(results)
+        return
+    for name, law in study.laws().items():
+        print(f"{name} = {law}")
+    for one in results["recommended"]:
+        size = f"a draft model of {one['layers']} layers" if one["layers"] else "no draft model"
+        print(
+            f"batch {one['batch']}: {size}, {one['tokens_per_second']:.1f} tokens per second and"
+            f" {one['accepted']:.2f} tokens per pass predicted"
+        )
+
+
 @app.command("masks")
 def train_masks(
     model: LlamaModel = options.DEFAULT_MODEL,

@@ -1,0 +1,96 @@
+"""Oracle of fastdraft (arXiv:2411.11055): the shape of the draft model, what each part of a run
+learns and with which loss, and the decoding with the draft model."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from anydecode import catalogue
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, equal_tokens, oracle_test
+from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.transformer import softmax
+from anydecode.models.families import load_network
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
+from anydecode.models.opening import check_torch
+from anydecode.training.recipes.draft_recipe import DraftRecipe
+
+TARGET = "tiny-autoregressive"
+
+
+def log_loss(network: Network, pairs: Sequence[tuple[list[int], list[int]]]) -> float:
+    """Minus the mean logarithm of the probability of the answers' tokens; the first token of a
+    text without a prompt is given."""
+    means = []
+    for prompt, answer in pairs:
+        text, passes = [*prompt, *answer], Forward(network)
+        rows = [softmax(passes.step(token)) for token in text[:-1]]
+        first = max(1, len(prompt))
+        losses = [-math.log(rows[place - 1][text[place]]) for place in range(first, len(text))]
+        means.append(sum(losses) / len(losses))
+    return float(np.mean(means))
+
+
+@oracle_test("fastdraft")
+def pretrained() -> Iterator[Check]:
+    """A run of two parts."""
+    check_torch("the training")
+    from anydecode.training.draft_model import DraftModelRun, DraftOptions, draft_loss
+
+    checkpoint = load_checkpoint(TARGET)
+    recipe = catalogue.build("fastdraft", layers=2, width=96)
+    assert isinstance(recipe, DraftRecipe)
+    with tempfile.TemporaryDirectory() as name:
+        texts = Path(name) / "texts.txt"
+        texts.write_text("copy Ada Ben Carl: Ada Ben Carl\nreverse Dan Eve: Eve Dan\n")
+        settings = DraftOptions(
+            steps=6, answers=8, tokens=12, batch=2, rate=3e-3, draft=recipe, seed=2
+        )
+        run = DraftModelRun(checkpoint, Path(name) / "run", settings, texts=texts)
+        run.measure()
+        config = load_checkpoint(run.draft_folder).config
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+        shape = [config[name] for name in names]
+        expected = [2, 96, 256, checkpoint.config["vocab_size"]]  # 8/3 of 96
+        yield Check("the shape is the one asked for", shape == expected, str(shape))
+        yield Check("the embedding is the head", config["tie_word_embeddings"])
+        assert checkpoint.tokenizer is not None
+        lines = texts.read_text().splitlines()
+        encoded = [checkpoint.tokenizer.encode(line, special=False) for line in lines]
+        rows, _ = run.step_rows()
+        yield Check(
+            "the first part learns the texts",
+            sorted(answer for _, answer in rows) == sorted(encoded)
+            and not any(prompt for prompt, _ in rows),
+        )
+        network = load_network(load_checkpoint(run.draft_folder), "float32")
+        for part, pairs in (("texts", rows), ("answers", run.pairs[:3])):
+            loss = float(draft_loss(run.draft, None, pairs, "cross-entropy").detach())
+            exact = log_loss(network, pairs)
+            yield Check(
+                f"the loss of {part} is that of their tokens",
+                math.isclose(loss, exact, rel_tol=2e-3),
+                f"{loss:.5f} {exact:.5f}",
+            )
+        first = log_loss(network, rows)
+        run.train()
+        last = log_loss(load_network(load_checkpoint(run.draft_folder), "float32"), rows)
+        yield Check("training lowers the loss", last < first, f"{first:.3f} {last:.3f}")
+        run.step = 4  # of the second part
+        learned, objective = run.step_rows()
+        yield Check(
+            "the second part learns the target's answers",
+            objective == "cross-entropy" and all(pair in run.pairs for pair in learned),
+        )
+        with LLM(TARGET, draft=run.draft_folder) as llm:
+            decoded = [
+                [llm.generate(p, decoder=decoder, max_tokens=12).tokens for p, _ in run.pairs[:3]]
+                for decoder in ("autoregressive", "speculative-sampling")
+            ]
+        yield equal_tokens("the text is that of plain decoding", decoded[1], decoded[0])

@@ -1,0 +1,130 @@
+"""Distillation of draft models: its certificate, and mistakes that it rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from anydecode import catalogue
+from anydecode.errors import InvalidRequestError
+from anydecode.training import divergences, draft_model
+from certificates import assert_certified, assert_rejected
+
+divergence = divergences.divergence
+
+
+def reversed_kl(name: str, target: Any, draft: Any, beta: float) -> Any:
+    """Forward KL for reverse KL, and the other way round."""
+    names = {"forward-kl": "reverse-kl", "reverse-kl": "forward-kl"}
+    return divergence(names.get(name, name), target, draft, beta)
+
+
+def doubled_tv(name: str, target: Any, draft: Any, beta: float) -> Any:
+    """The sum of |p - q|, without 1/2."""
+    return divergence(name, target, draft, beta) * (2 if name == "tv" else 1)
+
+
+def other_mixture(name: str, target: Any, draft: Any, beta: float) -> Any:
+    """The Jensen-Shannon divergence with the weights of the two models exchanged."""
+    return divergence(name, target, draft, 1 - beta)
+
+
+def without_the_weights_gradient(name: str, target: Any, draft: Any, beta: float) -> Any:
+    """Reverse KL whose probabilities of the draft model are constants."""
+    if name != "reverse-kl":
+        return divergence(name, target, draft, beta)
+    log_q = draft.log_softmax(-1)
+    return (log_q.detach().exp() * (log_q - target.log_softmax(-1))).sum(-1)
+
+
+def half_rejected(target: Any, draft: Any) -> Any:
+    """1 minus the sum of |p - q|."""
+    return 1 - 2 * divergence("tv", target, draft)
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("distillspec")
+
+
+@pytest.mark.parametrize(
+    "mistake", [reversed_kl, doubled_tv, other_mixture, without_the_weights_gradient]
+)
+def test_certificate_rejects_other_losses(
+    mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergences, "divergence", mistake)
+    assert_rejected("distillspec")
+
+
+def test_certificate_rejects_another_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divergences, "acceptance", half_rejected)
+    assert_rejected("distillspec")
+
+
+def answers_of_the_target(self: Any, rows: list[Any], random: Any) -> list[Any]:
+    return rows
+
+
+@pytest.mark.slow
+def test_certificate_rejects_the_targets_answers_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft_model.DraftModelRun, "_own_answers", answers_of_the_target)
+    assert_rejected("distillspec")
+
+
+def mean_over_tokens(draft: Any, target: Any, pairs: Any, objective: str, beta: float = 0.5) -> Any:
+    """Long answers weigh more than short ones."""
+    tokens, row, column = draft_model.answer_rows(pairs)
+    p, q = (one(tokens, causal=True, output_rows=(row, column)) for one in (target, draft))
+    return divergence(objective, p, q, beta).mean()
+
+
+@pytest.mark.slow
+def test_certificate_rejects_a_mean_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "draft_loss", mean_over_tokens)
+    assert_rejected("distillspec")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_answers_at_another_temperature(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multinomial = torch.multinomial
+
+    def cooled(probabilities: Any, count: int, *, generator: Any) -> Any:
+        return multinomial(probabilities.pow(1.5), count, generator=generator)
+
+    monkeypatch.setattr(torch, "multinomial", cooled)
+    assert_rejected("distillspec")
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("distillspec:divergence=kl", "choose from forward-kl, reverse-kl, jsd, tv"),
+        ("distillspec:divergence=cross-entropy", "choose from forward-kl"),
+        ("distillspec:data=student", "choose from target, fixed"),
+        ("distillspec:beta=0", "0 < beta < 1"),
+        ("distillspec:beta=1", "0 < beta < 1"),
+        ("distillspec:on_policy=1.5", "from 0 to 1"),
+        ("distillspec:warmup=-1", "from 0 to 1"),
+        ("distillspec:layers=0", "layers is 0; allowed are 1 to 1024"),
+        ("distillspec:layers=many", "layers takes"),
+        ("fastdraft", ""),
+    ],
+)
+def test_bad_parameters_are_refused(choice: str, message: str) -> None:
+    if not message:
+        catalogue.build_as(choice, "a recipe", draft_model.DraftRecipe)
+        return
+    with pytest.raises(InvalidRequestError, match=message) as error:
+        catalogue.build_as(choice, "a recipe", draft_model.DraftRecipe)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,70 @@
+"""Draft models from random weights: their certificate, and mistakes that it rejects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from anydecode import catalogue
+from anydecode.errors import InvalidRequestError
+from anydecode.training import draft_model
+from anydecode.training.recipes.draft_recipe import DraftRecipe
+from certificates import assert_certified, assert_rejected, replace_defaults
+
+fresh_shape = draft_model.fresh_shape
+
+
+@pytest.mark.slow
+def test_certificate() -> None:
+    assert_certified("fastdraft")
+
+
+def wide_mlp(target: Any, layers: int, width: int) -> Any:
+    return replace(fresh_shape(target, layers, width), hidden=4 * width)
+
+
+@pytest.mark.slow
+def test_certificate_rejects_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "fresh_shape", wide_mlp)
+    assert_rejected("fastdraft")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_a_run_without_pretraining(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_defaults(monkeypatch, "fastdraft", pretraining=0.0)
+    assert_rejected("fastdraft")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_a_run_of_pretraining_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_defaults(monkeypatch, "fastdraft", pretraining=1.0)
+    assert_rejected("fastdraft")
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("fastdraft:width=0", "width is 0; allowed are 1 to 65536"),
+        ("fastdraft:layers=-1", "layers is -1"),
+        ("fastdraft:pretraining=2", "from 0 to 1"),
+        ("fastdraft:divergence=tv", "divergence"),
+        ("scylla", "'scylla' is not a recipe; it is selected by anydecode train scaling"),
+        ("autoregressive", "'autoregressive' is not a recipe"),
+    ],
+)
+def test_bad_recipes_are_refused(choice: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as error:
+        catalogue.build_as(choice, "a recipe", DraftRecipe)
+    assert "\n" not in str(error.value)
+
+
+def test_the_default_shape_is_that_of_the_card() -> None:
+    recipe = catalogue.build("fastdraft")
+    target = draft_model.Shape(49152, width=576, layers=30, heads=9, kv_heads=3, hidden=1536)
+    shape = fresh_shape(target, recipe.layers, recipe.width)
+    assert (shape.layers, shape.width, shape.hidden, shape.heads) == (4, 256, 688, 4)
+    assert shape.is_tied and shape.vocab == 49152 and shape.head_width == 64
