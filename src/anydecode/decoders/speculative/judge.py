@@ -50,7 +50,7 @@ from anydecode.models.judge import Judge
             " with equal weights of both kinds",
         ),
         remote={
-            "size": Range(0, 64),
+            "size": Range(1, 64),
             "threshold": Range(0, 1),
             "acceptance": Words(("token-exact", "rejection")),
         },
