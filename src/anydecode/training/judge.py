@@ -387,7 +387,7 @@ class JudgeRun(LossRun):
     def _request(self, index: int, decoder: Decoder) -> Request:
         """The request for the greedy answer to a question."""
         return self.llm.request(
-            rendered_prompt(self.llm, self.questions[index][0]),
+            rendered_prompt(self.llm.tokenizer, self.questions[index][0]),
             decoder=decoder,
             max_tokens=self.recipe.tokens,
             temperature=0.0,
