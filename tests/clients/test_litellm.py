@@ -82,6 +82,30 @@ def test_tools_are_called_and_their_results_answered(ask: dict[str, Any]) -> Non
     assert after.usage.completion_tokens <= 8
 
 
+@pytest.mark.parametrize("provider", ["anthropic", "ollama_chat"])
+def test_other_apis_of_the_server(provider: str, root: str, llm: LLM) -> None:
+    """Text and its stream, a typed answer, and a tool where the API can require its call."""
+    ask: dict[str, Any] = {
+        "model": f"{provider}/{MODEL}",
+        "api_base": root,
+        "api_key": "none",
+        "messages": ASK,
+        "temperature": 0,
+    }
+    alone = llm.chat(ASK, max_tokens=12)
+    answer = litellm.completion(**ask, max_tokens=12)
+    assert answer.choices[0].message.content == alone.text
+    chunks = list(litellm.completion(**ask, max_tokens=12, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == alone.text
+    typed = litellm.completion(**ask, max_tokens=150, response_format=Trip)
+    Trip.model_validate_json(typed.choices[0].message.content)
+    if provider == "anthropic":
+        book = [tool(Trip, "book")]
+        called = litellm.completion(**ask, max_tokens=150, tools=book, tool_choice="required")
+        for call in called.choices[0].message.tool_calls:
+            Trip.model_validate_json(call.function.arguments)
+
+
 def test_embeddings_and_completions(ask: dict[str, Any], llm: LLM) -> None:
     address = {name: ask[name] for name in ("model", "api_base", "api_key")}
     found = litellm.embedding(**address, input=["a cat"])

@@ -78,10 +78,14 @@ CALLS = {
     "/v1/batches/{batch_id}/cancel": ("client.batches.cancel(",),
     "/v1/models": ("models.list()", "api.list()"),
     "/v1/models/{name}": ("client.models.retrieve(",),
-    "/v1/messages": ("client.messages.create(", "anthropic:messages:"),
+    "/v1/messages": (
+        "client.messages.create(",
+        "anthropic:messages:",
+        'provider == "anthropic"',  # litellm's
+    ),
     "/v1/messages/count_tokens": ("client.messages.count_tokens(",),
     "/tokenizer_info": ('"tokenizer_backend": "remote"',),
-    "/api/chat": ("client.chat(", "ollama:chat:"),
+    "/api/chat": ("client.chat(", "ollama:chat:", '"ollama_chat"'),
     "/api/generate": ("client.generate(", "ollama:completion:"),
     "/api/embed": ("client.embed(",),
     "/api/embeddings": ("client.embeddings(",),

@@ -391,3 +391,16 @@ def test_an_error_within_a_stream_is_an_event() -> None:
     assert found[-1]["type"] == "error"
     assert found[-1]["error"]["type"] in ("api_error", "overloaded_error")
     assert "broken" not in found[-1]["error"]["message"]
+
+
+def test_references_without_a_fragment_are_read_within_the_schema() -> None:
+    """As litellm writes them for typed answers."""
+    place = {"type": "object", "properties": {"at": {"$ref": "/$defs/Point"}}}
+    schema = {"properties": {"place": place}, "$defs": {"Point": {"type": "integer"}}}
+    body = CountTokensRequest.model_validate(
+        {"messages": ASK, "tools": [{"name": "f", "input_schema": schema}]}
+    )
+    (tool,) = translate(body, None)[0].tools or []
+    assert tool.function.parameters["properties"]["place"]["properties"] == {
+        "at": {"$ref": "#/$defs/Point"}
+    }

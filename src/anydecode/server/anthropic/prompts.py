@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from anydecode.constraints.json.relaxing import subschemas
 from anydecode.server.anthropic.protocol import CountTokensRequest, MessagesTool, ToolChoice
 from anydecode.server.errors import ApiError
 from anydecode.server.options import check_extra_fields, ignored_fields
@@ -103,6 +104,9 @@ def _tool(tool: MessagesTool, number: int) -> Tool:
         raise ApiError(400, f"unknown field {where}.{name}", code="unknown_parameter")
     if tool.input_schema is None:
         raise ApiError(400, f"{where} needs an input_schema, an object", param="tools")
+    for _, node in subschemas(tool.input_schema):
+        if str(node.get("$ref")).startswith("/$defs/"):  # litellm's references within the schema
+            node["$ref"] = f"#{node['$ref']}"
     return Tool(
         function=Function(
             name=tool.name, description=tool.description, parameters=tool.input_schema
