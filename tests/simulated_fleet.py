@@ -4,6 +4,7 @@ and the frames on their way."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -15,12 +16,23 @@ from anydecode.cluster.fleet import (
     Fail,
     Finish,
     Fleet,
+    Part,
     SendTo,
     Task,
     WorkerFacts,
 )
 from anydecode.cluster.leases import Key
-from anydecode.cluster.ledger import Abort, Frame, Ledger, Pull, Send, Start, StartPrefill
+from anydecode.cluster.ledger import (
+    Abort,
+    Frame,
+    Ledger,
+    Pull,
+    PullMedia,
+    Send,
+    Start,
+    StartEncode,
+    StartPrefill,
+)
 from anydecode.memory.prefix import BLOCK, block_digests
 
 
@@ -36,7 +48,7 @@ class SimulatedWorker:
         self.facts = facts
         self.ledger = Ledger(facts.incarnation, facts.max_running, facts.positions)
         self.running: dict[Key, int] = {}  # position of the next token
-        self.prefilling: list[Key] = []
+        self.prefilling: list[Key] = []  # and encoding
         self.num_passes = 0
 
     def progress(self, now: float) -> None:
@@ -83,6 +95,7 @@ class World:
         self.ends: dict[int, list[Any]] = {}
         self.cancelled: set[int] = set()
         self.poison: set[int] = set()  # tasks that crash the worker that computes them
+        self.num_images = 0  # that came from the worker that has encoded them
         self._numbers = count()
 
     def join(self, role: str = "mixed", group: str = "g", positions: int = 2000) -> str:
@@ -107,11 +120,19 @@ class World:
             worker.progress(self.now)
 
     def submit(
-        self, num_blocks: int = 0, is_resumable: bool = True, is_poison: bool = False
+        self,
+        num_blocks: int = 0,
+        is_resumable: bool = True,
+        is_poison: bool = False,
+        images: Sequence[int] = (),  # the number of rows of each
     ) -> int:
         number = next(self._numbers)
         if is_poison:
             self.poison.add(number)
+        parts = [
+            Part(next(self._numbers), [], 0, {}, digests=[b"%d" % rows], num_rows=rows)
+            for rows in images
+        ]
         prompt = [number] * (BLOCK * num_blocks + 1)
         task = Task(
             number,
@@ -120,6 +141,7 @@ class World:
             message={"options": {}},
             digests=block_digests("", prompt[:-1]),
             is_resumable=is_resumable,
+            parts=parts,
         )
         self.received[number], self.ends[number] = [], []
         self.fleet.submit(task, self.now)
@@ -172,20 +194,31 @@ class World:
             self.frames.append((worker.facts.incarnation, False, action.frame))
         elif isinstance(action, Start):
             worker.running[action.key] = len(action.frame["said"])
-        elif isinstance(action, StartPrefill):
+        elif isinstance(action, StartPrefill | StartEncode):
             worker.prefilling.append(action.key)
+        elif isinstance(action, PullMedia):
+            for source in filter(None, action.frame["encoded"]):
+                self.num_images += self._give(source, worker)
+            worker.ledger.media_pulled(action.key)
         elif isinstance(action, Pull):
-            giver = self.workers.get(action.source["address"][0])
-            if giver is not None:
-                key, holder = (action.key[0], action.source["attempt"]), worker.facts.incarnation
-                if giver.ledger.leases.reserve(key, holder, self.now):
-                    assert giver.ledger.leases.pull(key, holder, self.now)
-                    giver.ledger.leases.acknowledge(key, holder)
+            self._give(action.source, worker)
             worker.ledger.pulled(action.key)
         elif isinstance(action, Abort):
             worker.running.pop(action.key, None)
             if action.key in worker.prefilling:
                 worker.prefilling.remove(action.key)
+
+    def _give(self, source: Frame, worker: SimulatedWorker) -> bool:
+        """Give what is under a lease to a worker. Returns whether it was there."""
+        giver = self.workers.get(source["address"][0])
+        if giver is None:
+            return False
+        key, holder = (source["task"], source["attempt"]), worker.facts.incarnation
+        if not giver.ledger.leases.reserve(key, holder, self.now):
+            return False
+        assert giver.ledger.leases.pull(key, holder, self.now)
+        giver.ledger.leases.acknowledge(key, holder)
+        return True
 
     def settle(self, seconds: float) -> None:
         """Let time pass without faults."""
@@ -212,6 +245,9 @@ class World:
             ):
                 assert self.fleet.lone_crashes[number] >= MAX_QUARANTINE_DEATHS
             assert self.fleet.crashes[number] <= SUSPECT_DEATHS + MAX_QUARANTINE_DEATHS
+        for task in self.fleet.tasks.values():
+            if isinstance(task, Part):
+                assert task.owner is not None and task.owner.number in self.fleet.tasks
         on_workers = [task for one in self.fleet.members.values() for task in one.tasks.values()]
         assert len(on_workers) == len({task.number for task in on_workers})
         for member in self.fleet.members.values():

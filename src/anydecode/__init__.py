@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from anydecode.sampling.preset import SamplerPreset
     from anydecode.sampling.processor import LogitsCombiner, LogitsProcessor
     from anydecode.sampling.sampler import Sampler
+    from anydecode.scoring.media import Media
     from anydecode.scoring.prompt_embeds import PromptEmbeds
     from anydecode.scoring.score import (
         Call,
@@ -121,6 +122,7 @@ __all__ = [
     "LLM",
     "LogitsCombiner",
     "LogitsProcessor",
+    "Media",
     "MissingPackageError",
     "Model",
     "ModelNotFoundError",
@@ -235,6 +237,7 @@ _MODULES = {
     "LogitsCombiner": "anydecode.sampling.processor",
     "LogitsProcessor": "anydecode.sampling.processor",
     "Sampler": "anydecode.sampling.sampler",
+    "Media": "anydecode.scoring.media",
     "PromptEmbeds": "anydecode.scoring.prompt_embeds",
     "RankedDocument": "anydecode.api.embedding",
     "Call": "anydecode.scoring.score",

@@ -22,6 +22,8 @@ def test_the_workers_of_a_fleet() -> None:
     assert places(None, 0, 0) == [Place("mixed-1", "mixed"), Place("mixed-2", "mixed")]
     assert [one.name for one in places(3, 1, 1)] == ["prefill-1", "decode-1", "mixed-1"]
     assert [one.role for one in places(None, 2, 1)] == ["prefill", "prefill", "decode"]
+    assert [one.role for one in places(None, 1, 1, 1)] == ["encode", "prefill", "decode"]
+    assert [one.role for one in places(None, 0, 0, 1)] == ["encode", "mixed", "mixed"]
     with pytest.raises(InvalidRequestError, match="more roles than --workers 2"):
         places(2, 2, 1)
     with pytest.raises(InvalidRequestError, match="none generates"):
@@ -47,7 +49,7 @@ def test_the_workers_of_a_fleet() -> None:
             ["up", "tiny-autoregressive", "--prefill", "1", "--decode", "1", "--ratio", "nexus"],
             "not a control of roles",
         ),
-        (["worker", "--role", "boss"], "allowed are mixed, prefill, decode"),
+        (["worker", "--role", "boss"], "allowed are mixed, encode, prefill, decode"),
         (["worker", "--address", "8001"], "must have the form HOST:PORT"),
         (["worker", "--address", "a:99999"], "must have the form HOST:PORT"),
         (["status"], "there is no secret"),

@@ -231,7 +231,7 @@ def test_a_worker_of_another_build_gets_no_blocks_and_gives_none(
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate(LONG_PROMPT, max_tokens=20, seed=1).tokens
     with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
-        monkeypatch.setattr(worker_module, "group_of", lambda llm: "another build")
+        monkeypatch.setattr(worker_module, "group_of", lambda *_: "another build")
         with worker_thread(fleet.fleet_port, name="p", role="prefill"):
             monkeypatch.undo()
             with worker_thread(fleet.fleet_port, name="d", role="decode"):

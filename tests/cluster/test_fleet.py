@@ -49,14 +49,18 @@ class FleetMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([0, MIN_BLOCKS]),
         is_resumable=st.booleans(),
         is_poison=st.sampled_from([False, False, False, True]),
+        images=st.sampled_from([(), (), (4,), (8, 2, 6)]),
     )
-    def submit(self, num_blocks: int, is_resumable: bool, is_poison: bool) -> None:
-        self.world.submit(num_blocks, is_resumable, is_poison)
+    def submit(
+        self, num_blocks: int, is_resumable: bool, is_poison: bool, images: tuple[int, ...]
+    ) -> None:
+        self.world.submit(num_blocks, is_resumable, is_poison, images)
 
     @precondition(lambda self: self.world.fleet.tasks)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.world.cancel(data.draw(st.sampled_from(sorted(self.world.fleet.tasks))))
+        running = [one for one in sorted(self.world.fleet.tasks) if one in self.world.received]
+        self.world.cancel(data.draw(st.sampled_from(running)))
 
     @rule(random=st.randoms(use_true_random=False), faults=st.sampled_from([0.0, 0.2, 0.5]))
     def exchange(self, random: Random, faults: float) -> None:
@@ -91,7 +95,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.world.crash(data.draw(st.sampled_from(sorted(self.world.workers))))
 
     @precondition(lambda self: len(self.world.workers) < 4)
-    @rule(role=st.sampled_from(["mixed", "prefill", "decode"]))
+    @rule(role=st.sampled_from(["mixed", "encode", "prefill", "decode"]))
     def join(self, role: str) -> None:
         self.world.join(role)
 
@@ -373,7 +377,7 @@ def test_a_prompt_is_computed_under_the_namespace_of_its_request() -> None:
     task = Task(7, prompt, 5, message, block_digests("a tenant", prompt[:-1]))
     world.fleet.submit(task, world.now)
     sent = [one.frame for one in world.fleet.actions if isinstance(one, SendTo)]
-    assert [(one["type"], one["namespace"]) for one in sent] == [("prefill", "a tenant")]
+    assert [(one["type"], one["options"]) for one in sent] == [("prefill", message["options"])]
 
 
 def test_a_second_worker_of_a_name_is_refused() -> None:

@@ -29,6 +29,7 @@ from anydecode.errors import (
     InvalidRequestError,
     UnsupportedCombinationError,
 )
+from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.sampling.banned_words import BannedWordTable
 
 SECRET = b"a secret of the tests"
@@ -247,7 +248,7 @@ def test_groups_are_those_of_equal_bits() -> None:
 
     def group(**options: Any) -> str:
         with LLM(MODEL, **{**OPTIONS, **options}) as llm:
-            return group_of(llm)
+            return group_of(llm, PatchEncoder(llm.model.spec.hidden_size))
 
     first = group()
     assert group(row_budget=32, cache_positions=2048) == first
@@ -258,7 +259,8 @@ def test_the_probe_finds_other_bits_behind_equal_facts() -> None:
     from anydecode.cluster.fingerprint import facts, probe
 
     with scripted_llm(seed=1) as one, scripted_llm(seed=2) as other:
-        assert facts(one) == facts(other)
+        encoder = PatchEncoder(one.model.spec.hidden_size)
+        assert facts(one, encoder) == facts(other, encoder)
         assert probe(one) != probe(other)
         assert probe(one) == probe(one)
 

@@ -9,8 +9,9 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.tiny import tiny_model
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer
+from anydecode.scoring.media import Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 
 PROMPT, WIDTH = [0] * 6, 4
@@ -40,6 +41,12 @@ def test_embeddings_that_overlap_are_refused() -> None:
     both = [PromptEmbeds(1, np.zeros((3, 64), np.float32)), PromptEmbeds(0, np.ones((2, 64), "f4"))]
     with opened() as llm, pytest.raises(InvalidRequestError, match="given for position 1"):
         llm.generate([0] * 20, prompt_embeds=both)
+
+
+def test_images_need_the_encoder_of_a_fleet() -> None:
+    media = Media(0, np.zeros((8, 8, 3), np.uint8))
+    with opened() as llm, pytest.raises(UnsupportedCombinationError, match="FleetLLM"):
+        llm.generate([0] * 20, prompt_embeds=[media])
 
 
 TOKENS = [40 + 7 * number % 90 for number in range(90)]

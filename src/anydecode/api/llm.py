@@ -72,6 +72,7 @@ from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.scoring.cost import CostModel
+from anydecode.scoring.media import Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import TARGET
 
@@ -666,7 +667,7 @@ class LLM:
         first_finish: int | FirstFinish | None = None,
         segment: int | Segment | None = None,
         resume: Mapping[str, Any] | None = None,
-        prompt_embeds: PromptEmbeds | Seq[PromptEmbeds] | None = None,
+        prompt_embeds: PromptEmbeds | Seq[PromptEmbeds | Media] | None = None,
         prediction: Prompt | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Request:
@@ -685,7 +686,13 @@ class LLM:
         """
         check_names(sampling)
         given: dict[str, Any] = {**sampling}
-        embeds = [prompt_embeds] if isinstance(prompt_embeds, PromptEmbeds) else prompt_embeds or []
+        blocks = [prompt_embeds] if isinstance(prompt_embeds, PromptEmbeds) else prompt_embeds or []
+        embeds = [one for one in blocks if not isinstance(one, Media)]
+        if len(embeds) < len(blocks):
+            raise UnsupportedCombinationError(
+                "prompt_embeds has images, which need the encoder of a fleet of workers"
+                " (FleetLLM): give PromptEmbeds"
+            )
         decoder = decoder or ("autoregressive" if embeds else self.default_decoder)
         name = decoder if isinstance(decoder, str) else type(decoder).__name__
         samplers = [sampler] if isinstance(sampler, str | SamplerPreset) else sampler

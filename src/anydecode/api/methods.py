@@ -124,7 +124,7 @@ class Methods:
 _EXPECTED = {
     "Constraint": "a constraint",
     "PlacementSearch": "a search of placements",
-    "RatioControl": "a control of roles",
+    "RoleControl": "a control of roles",
     "SamplerPreset": "a sampler",
     "Schedule": "a schedule",
     "ServerGoodput": "a draft policy",

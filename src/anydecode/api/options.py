@@ -20,6 +20,7 @@ from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.preset import SamplerPreset
+from anydecode.scoring.media import Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 
 #: A text or a list of token ids.
@@ -54,7 +55,8 @@ class GenerateOptions(SamplingOptions, total=False):
         segment: Generate at most this many tokens in this call.
         resume: `Generation.resume` of an earlier call with `segment`, to continue it.
         prompt_embeds: Embeddings that replace some of the prompt's tokens: one block of them or
-            several. The decoder is then "autoregressive" by default.
+            several; for a fleet of workers `Media`, which it encodes. The decoder is then
+            "autoregressive" by default.
         prediction: The expected answer, as a text or token ids. Decoders that copy drafts from text
             copy them from it too, which takes fewer passes where it is right. The answer is the
             same without it. Other decoders ignore it (`Generation.ignored`).
@@ -71,7 +73,7 @@ class GenerateOptions(SamplingOptions, total=False):
     first_finish: int | FirstFinish | None
     segment: int | Segment | None
     resume: Mapping[str, Any] | None
-    prompt_embeds: PromptEmbeds | Seq[PromptEmbeds] | None
+    prompt_embeds: PromptEmbeds | Seq[PromptEmbeds | Media] | None
     prediction: Prompt | None
 
 

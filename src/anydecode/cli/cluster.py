@@ -93,11 +93,16 @@ def up(
         int,
         typer.Option("--decode", min=0, help="Number of workers that get the prompts of those."),
     ] = 0,
+    encode: Annotated[
+        int,
+        typer.Option("--encode", min=0, help="Number of workers that encode images only."),
+    ] = 0,
     ratio: Annotated[
         str | None,
         typer.Option(
             "--ratio",
-            help="Let workers change between prefill and decode: pd-serve. Default: roles stay.",
+            help="Let workers change their roles: pd-serve (prefill and decode) or epd (encode,"
+            " too). Default: roles stay.",
         ),
     ] = None,
     host: Annotated[
@@ -176,7 +181,7 @@ def up(
     Example: anydecode cluster up smollm2-135m-instruct --workers 2
     """
     from anydecode.api.methods import build_as
-    from anydecode.cluster.control.pd_serve import RatioControl
+    from anydecode.cluster.control.roles import RoleControl
     from anydecode.cluster.launcher import Launcher, LocalWorkers, Starter, places
     from anydecode.cluster.metrics import FleetCollector
     from anydecode.cluster.proxy import FleetLLM
@@ -190,8 +195,8 @@ def up(
     from anydecode.server.running import serve
     from anydecode.server.settings import Settings, api_keys
 
-    wanted = places(workers, prefill, decode)
-    control = None if ratio is None else build_as(ratio, RatioControl)
+    wanted = places(workers, prefill, decode, encode)
+    control = None if ratio is None else build_as(ratio, RoleControl)
     if control is not None and min(prefill, decode) < control.num_scenarios:
         raise InvalidRequestError(
             f"--ratio {ratio} changes the roles of workers: give --prefill and --decode"
@@ -270,7 +275,8 @@ def worker(
         str,
         typer.Option(
             "--role",
-            help="mixed, prefill (computes long prompts for others) or decode (gets them).",
+            help="mixed, encode (encodes images for others), prefill (computes long prompts for"
+            " others) or decode (gets them).",
         ),
     ] = "mixed",
     name: Annotated[

@@ -21,6 +21,7 @@ from anydecode.api.llm import LLM
 from anydecode.cluster.connection import VERSION
 from anydecode.engine.model_runner import ModelRunner
 from anydecode.memory.prefix import BLOCK, read_slots
+from anydecode.scoring.media import Encoder
 from anydecode.version import __version__
 
 #: Lengths of the probe's prompts, as far as the cache has room for them.
@@ -28,15 +29,20 @@ PROBE_LENGTHS = (16, 64, 256, 1000)
 _PROBE_TOKENS = 8
 
 
-def group_of(llm: LLM) -> str:
-    """The name of the group of a worker that runs `llm`: equal for workers that give equal bits."""
-    text = json.dumps([facts(llm), probe(llm)], sort_keys=True)
+def group_of(llm: LLM, encoder: Encoder) -> str:
+    """The name of the group of a worker that runs `llm` and the encoder: equal for workers that
+    give equal bits."""
+    side = 8 * encoder.patch
+    image = np.arange(3 * side * side).astype(np.uint8).reshape(side, side, 3)
+    embeddings = hashlib.sha256(encoder.encode(image).tobytes()).hexdigest()
+    text = json.dumps([facts(llm, encoder), probe(llm), embeddings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def facts(llm: LLM) -> dict[str, Any]:
+def facts(llm: LLM, encoder: Encoder) -> dict[str, Any]:
     """What determines the bits of a model's rows, as far as it can be read."""
     return {
+        "encoder": encoder.fingerprint,
         "protocol": VERSION,
         "version": __version__,
         "numpy": np.__version__,

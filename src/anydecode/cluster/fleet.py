@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from anydecode.cluster.control.pd_serve import Group, RatioControl
+from anydecode.cluster.control.roles import Group, RoleControl
 from anydecode.cluster.ledger import Frame
 from anydecode.cluster.routing import CachedBlocks, rows_before
 from anydecode.memory.prefix import BLOCK
 
-ROLES = ("mixed", "prefill", "decode")
+ROLES = ("mixed", "encode", "prefill", "decode")
+#: What tasks that generate are not given to, as long as there are other workers.
+_STAGES = ("encode", "prefill")
 
 #: A worker is sent a frame at least once in so many seconds, and sends a beat as often.
 BEAT_SECONDS = 0.5
@@ -42,6 +44,11 @@ MAX_LOSSES = 16
 MIN_BLOCKS = 4
 #: Prompts that a prefill worker computes or has waiting, so that it never waits for the proxy.
 MAX_PREFILLS = 2
+#: Images that an encode worker encodes or has waiting.
+MAX_ENCODES = 2
+#: An image that was on so many encode workers when they were lost, or their frames, is encoded by
+#: the worker that computes its prompt.
+MAX_ENCODE_FAILURES = 2
 #: Positions for new tokens that a worker must have free to get a task. It finds more by preemption.
 EXPECTED_TOKENS = 256
 #: A worker that has refused a task gets no other for so long, in seconds.
@@ -56,6 +63,7 @@ class TaskState(Enum):
     """The states of a task; the last three are its ends."""
 
     QUEUED = auto()
+    ENCODING = auto()
     PREFILLING = auto()
     OFFERED = auto()
     DECODING = auto()
@@ -90,6 +98,7 @@ class Task:
         scenario: The number of its scenario, whose workers it runs on while there are any.
         num_deaths: How many workers were lost while it was on them.
         num_quarantine_deaths: How many of them it had for itself, in quarantine.
+        parts: The images of its prompt, each a task that encode workers run.
     """
 
     number: int
@@ -114,6 +123,7 @@ class Task:
     num_quarantine_deaths: int = 0
     num_losses: int = 0
     stranded_since: float | None = None
+    parts: list[Part] = field(default_factory=list)
 
     @property
     def is_quarantined(self) -> bool:
@@ -129,6 +139,42 @@ class Task:
     def max_positions(self) -> int:
         """Positions that it may need at most."""
         return len(self.prompt) + self.max_tokens
+
+
+@dataclass(eq=False)
+class Part(Task):
+    """An image of a prompt, which an encode worker encodes and keeps under a lease. `message` is
+    the image, `digests` has its key.
+
+    Attributes:
+        owner: The task with the prompt.
+        num_rows: The number of its embeddings.
+        is_given_up: Whether the worker that computes the prompt has to encode it.
+    """
+
+    owner: Task | None = None
+    num_rows: int = 1
+    is_given_up: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an encode worker is to encode it: its prompt waits for it, and is computed
+        nowhere."""
+        if self.owner is None or self.owner.worker is not None or self.owner.lease is not None:
+            return False
+        return self.worker is None and self.lease is None and not self.is_given_up
+
+    @property
+    def is_quarantined(self) -> bool:
+        return False  # it is given up first
+
+    @property
+    def num_positions(self) -> int:
+        return 0
+
+    @property
+    def max_positions(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -236,6 +282,19 @@ class Expel:
 FleetAction = SendTo | Deliver | Finish | Fail | Expel
 
 
+def is_part(task: Task) -> bool:
+    """Whether a task is an image of the prompt of another one."""
+    return isinstance(task, Part)
+
+
+def _generating(able: list[Member]) -> list[Member]:
+    """Those workers that generate: the others do only if there is none."""
+    for roles in (("mixed", "decode"), ("prefill",)):
+        if found := [one for one in able if one.role in roles]:
+            return found
+    return able
+
+
 class Fleet:
     """The tasks and workers of one proxy.
 
@@ -249,7 +308,7 @@ class Fleet:
         counts: Numbers of events so far, for metrics.
     """
 
-    def __init__(self, control: RatioControl | None = None) -> None:
+    def __init__(self, control: RoleControl | None = None) -> None:
         self.control = control
         self.tasks: dict[int, Task] = {}
         self.members: dict[str, Member] = {}
@@ -257,6 +316,7 @@ class Fleet:
         self.counts = dict.fromkeys(
             (
                 "tasks",
+                "encodings",
                 "handovers",
                 "restarts",
                 "lost_workers",
@@ -277,7 +337,13 @@ class Fleet:
     @property
     def num_waiting(self) -> int:
         """Number of tasks that are on no worker. May be read on any thread."""
-        return sum(task.worker is None for task in list(self.tasks.values()))
+        return sum(task.worker is None for task in list(self.tasks.values()) if not is_part(task))
+
+    @property
+    def num_running(self) -> int:
+        """Number of tasks that are on a worker. May be read on any thread."""
+        tasks = list(self.tasks.values())
+        return sum(task.worker is not None for task in tasks if not is_part(task))
 
     def submit(self, task: Task, now: float) -> None:
         """Queue a task."""
@@ -286,6 +352,9 @@ class Fleet:
             task.scenario = self.control.scenario(len(task.prompt))
             self.control.record_arrival(task.scenario)
         self.tasks[task.number] = task
+        for part in task.parts:
+            part.owner, part.scenario = task, task.scenario
+            self.tasks[part.number] = part
         self._dispatch(now)
 
     def cancel(self, number: int, now: float) -> None:
@@ -368,7 +437,6 @@ class Fleet:
 
     def status(self, now: float) -> Frame:
         """The workers, tasks and counters, as JSON."""
-        waiting = self.num_waiting
         return {
             "workers": [
                 {
@@ -385,8 +453,8 @@ class Fleet:
                 }
                 for member in self.members.values()
             ],
-            "waiting": waiting,
-            "running": len(self.tasks) - waiting,
+            "waiting": self.num_waiting,
+            "running": self.num_running,
             "counts": dict(self.counts),
         }
 
@@ -408,7 +476,7 @@ class Fleet:
             key = (task.number, task.attempt)
             if task.number_sent > frame["seen"] or key in listed:
                 continue
-            if task.state is TaskState.PREFILLING and key in leased:
+            if task.state in (TaskState.PREFILLING, TaskState.ENCODING) and key in leased:
                 self._on_offered(member, task, {"is_kept": True}, now)
             else:
                 self._lose(task, now)
@@ -429,14 +497,19 @@ class Fleet:
         self._requeue(task)
 
     def _on_offered(self, member: Member, task: Task, frame: Frame, now: float) -> None:
-        if task.state is not TaskState.PREFILLING:
+        if task.state not in (TaskState.PREFILLING, TaskState.ENCODING):
             return
-        if self.control is not None:
+        if self.control is not None and not is_part(task):
             self.control.record_prefill(task.scenario, now - task.started)
         lease = (member.facts.incarnation, task.attempt)
         self._requeue(task)
         task.state = TaskState.OFFERED
         task.lease = lease if frame["is_kept"] else None
+        if isinstance(task, Part):
+            self.counts["encodings"] += 1
+            task.is_given_up = not frame["is_kept"]
+        for part in task.parts:
+            self._end_lease(part, now)
 
     def _on_tokens(self, member: Member, task: Task, frame: Frame, now: float) -> None:
         start, tokens, logprobs = frame["start"], frame["tokens"], frame["logprobs"]
@@ -450,7 +523,8 @@ class Fleet:
             return
         task.num_received += len(tokens)
         task.rows = 0
-        self._end_lease(task, now)
+        for one in (task, *task.parts):
+            self._end_lease(one, now)
         if task.group is None:
             task.group = member.facts.group
         new = tokens[num_known:]
@@ -494,14 +568,19 @@ class Fleet:
         worker for itself is held to be the cause."""
         task.num_quarantine_deaths += task.is_quarantined
         task.num_deaths += 1
-        self.counts["quarantines"] += task.num_deaths == SUSPECT_DEATHS
+        self.counts["quarantines"] += task.num_deaths == SUSPECT_DEATHS and task.is_quarantined
         self._restart(task, now, reason)
 
     def _restart(self, task: Task, now: float, reason: str) -> None:
         """Start a task again, with the tokens that it has."""
-        self.counts["restarts"] += 1
-        self._release(task, now)
+        for one in (task, *task.parts):
+            self._release(one, now)
         self._requeue(task)
+        if isinstance(task, Part):
+            failures = task.num_deaths + task.num_losses
+            task.is_given_up = task.is_given_up or failures >= MAX_ENCODE_FAILURES
+            return
+        self.counts["restarts"] += 1
         if task.num_quarantine_deaths >= MAX_QUARANTINE_DEATHS:
             message = (
                 f"{task.num_deaths} workers were lost while they computed the answer, the last"
@@ -528,6 +607,10 @@ class Fleet:
                 self._send_cancel(member, task.number, attempt, now)
 
     def _fail(self, task: Task, kind: str, message: str, now: float) -> None:
+        if isinstance(task, Part):  # the worker that computes the prompt finds the same error
+            self._requeue(task)
+            task.is_given_up = True
+            return
         self.actions.append(Fail(task.number, kind, message))
         self._end(task, TaskState.FAILED, now)
 
@@ -535,10 +618,11 @@ class Fleet:
         if state is TaskState.DONE and task.worker in self.members:
             self.members[task.worker].tasks.pop(task.number, None)
             task.worker = None
-        self._release(task, now)
-        self._requeue(task)
-        task.state = state
-        del self.tasks[task.number]
+        for one in (task, *task.parts):
+            self._release(one, now)
+            self._requeue(one)
+            one.state = state
+            del self.tasks[one.number]
 
     # Workers.
 
@@ -565,12 +649,24 @@ class Fleet:
 
     def _scenario_of(self, role: str) -> int | None:
         """The scenario of a worker that joins: the one with the fewest workers of its role."""
-        if self.control is None or role == "mixed":
+        if self.control is None or role not in ("prefill", "decode"):
             return None
         numbers = [len(self._group(one, role)) for one in range(self.control.num_scenarios)]
         return numbers.index(min(numbers))
 
-    def _group(self, scenario: int, role: str) -> list[Member]:
+    def _num_waiting(self, scenario: int, now: float) -> dict[str, int]:
+        """How many images and tasks of a scenario a worker of each role would get next."""
+        numbers = dict.fromkeys(("encode", "prefill", "decode"), 0)
+        for task in self.tasks.values():
+            if isinstance(task, Part):
+                numbers["encode"] += task.is_wanted and task.scenario == scenario
+            elif task.worker is None and task.scenario == scenario and self._is_encoded(task, now):
+                is_long = len(task.digests) >= MIN_BLOCKS and not task.said
+                is_computed = task.state is not TaskState.QUEUED
+                numbers["prefill" if is_long and not is_computed else "decode"] += 1
+        return numbers
+
+    def _group(self, scenario: int | None, role: str) -> list[Member]:
         """The workers of a scenario that have a role and stay."""
         return [
             one
@@ -584,21 +680,28 @@ class Fleet:
         if self.control is None:
             return
         groups = [
-            Group(len(self._group(number, "prefill")), len(self._group(number, "decode")))
+            Group(
+                len(self._group(number, "prefill")),
+                len(self._group(number, "decode")),
+                0 if number else len(self._group(None, "encode")),
+                tuple(self._num_waiting(number, now).items()),
+            )
             for number in range(self.control.num_scenarios)
         ]
         decode = [one for one in self.members.values() if one.role == "decode"]
         decode_places = min((one.facts.max_running for one in decode), default=1)
         for change in self.control.step(now, groups, MAX_PREFILLS, decode_places):
-            members = self._group(*change.source)
+            (source, role), (target, next_role) = change.source, change.target
+            members = self._group(None if role == "encode" else source, role)
             chosen = min(members, key=lambda one: (len(one.tasks), one.facts.name))
-            chosen.scenario, chosen.role = change.target
+            chosen.scenario = None if next_role == "encode" else target
+            chosen.role = next_role
             self.counts["role_changes"] += 1
 
     def _fail_stranded(self, now: float) -> None:
         """Fail the tasks that have waited too long for a worker that could run them."""
         for task in list(self.tasks.values()):
-            if task.worker is not None or self._able(task):
+            if task.worker is not None or is_part(task) or self._able(task):
                 task.stranded_since = None
             elif task.stranded_since is None:
                 task.stranded_since = now
@@ -616,6 +719,7 @@ class Fleet:
             if member.drain_deadline is None
             and task.group in (None, member.facts.group)
             and task.max_positions <= member.facts.positions
+            and (member.role == "encode" or not is_part(task))
         ]
 
     # Placement.
@@ -624,13 +728,14 @@ class Fleet:
         """Give tasks to workers, in order, until one of each scenario has to wait for a free
         worker. The first quarantined task that waits keeps the worker with the fewest tasks from
         new ones."""
+        self._dispatch_parts(now)
         emptied: Member | None = None
         num_scenarios = 1 if self.control is None else self.control.num_scenarios
         full: set[int] = set()  # scenarios
         for task in self._waiting():
             if len(full) == num_scenarios:
                 return
-            if task.scenario in full:
+            if task.scenario in full or not self._is_encoded(task, now):
                 continue
             able = [
                 one
@@ -648,15 +753,48 @@ class Fleet:
                 full.add(task.scenario)
 
     def _waiting(self) -> Iterator[Task]:
-        waiting = [task for task in self.tasks.values() if task.worker is None]
+        tasks = self.tasks.values()
+        waiting = [task for task in tasks if task.worker is None and not is_part(task)]
         return iter(sorted(waiting, key=lambda task: (task.priority, task.number)))
+
+    def _dispatch_parts(self, now: float) -> None:
+        """Give images to encode workers, those of the first prompts first, and of these the
+        largest; each goes to the worker that will have encoded it first."""
+        wanted = [one for one in self.tasks.values() if isinstance(one, Part) and one.is_wanted]
+        for part in sorted(wanted, key=lambda one: (one.priority, one.number)):
+            free = [
+                one
+                for one in self._encoders(part, now)
+                if len(one.tasks) < MAX_ENCODES and one.refused_until <= now
+            ]
+            if free:
+                best = min(free, key=lambda one: self._cost(part, one))
+                part.state = TaskState.ENCODING
+                frame = {"type": "encode", "media": part.message, "positions": 0}
+                self._start(part, best, frame, now)
+
+    def _encoders(self, part: Part, now: float) -> list[Member]:
+        """The workers that could encode an image if they were free."""
+        return [
+            one
+            for one in self._able(part)
+            if now - one.last_beat < SUSPECT_SECONDS and not one.is_quarantine
+        ]
+
+    def _is_encoded(self, task: Task, now: float) -> bool:
+        """Whether all images of a prompt are encoded, or can be by no encode worker; or the prompt
+        is computed."""
+        return task.lease is not None or all(
+            part.lease is not None or part.is_given_up or not self._encoders(part, now)
+            for part in task.parts
+        )
 
     def _place(self, task: Task, able: list[Member], now: float) -> bool:
         """Start a task on the best of the workers. Returns whether one was free."""
         own = [one for one in able if one.scenario in (None, task.scenario)]
-        if any(one.role != "prefill" for one in own):
+        if any(one.role not in _STAGES for one in own):
             able = own
-        decoding = [one for one in able if one.role != "prefill"] or able
+        decoding = _generating(able)
         free = [
             one
             for one in decoding
@@ -690,7 +828,7 @@ class Fleet:
     def _isolate(self, task: Task, able: list[Member], now: float) -> Member | None:
         """Start a quarantined task on a worker without tasks, or return the worker that is to
         become one."""
-        decoding = [one for one in able if one.role != "prefill"] or able
+        decoding = _generating(able)
         best = min(decoding, key=lambda one: (len(one.tasks), one.refused_until, one.facts.name))
         if best.tasks or best.refused_until > now:
             return best
@@ -703,18 +841,39 @@ class Fleet:
 
     @staticmethod
     def _num_uncached(task: Task, member: Member) -> int:
+        if isinstance(task, Part):
+            return 0 if member.blocks.num_matched(task.digests) else task.num_rows
         cached = BLOCK * member.blocks.num_matched(task.digests)
         return len(task.prompt) + len(task.said) - cached
 
     def _prefill(self, task: Task, member: Member, now: float) -> None:
         task.state = TaskState.PREFILLING
+        num_cached = BLOCK * len(task.digests)
+        tokens = task.prompt if task.parts else task.prompt[:num_cached]
+        options = task.message["options"]
         frame = {
             "type": "prefill",
-            "tokens": task.prompt[: BLOCK * len(task.digests)],
-            "namespace": task.message["options"].get("namespace"),
-            "positions": BLOCK * len(task.digests) + 1,
+            "tokens": tokens,
+            "num_blocks": len(task.digests),
+            "options": {
+                name: options[name] for name in ("namespace", "prompt_embeds") if name in options
+            },
+            "encoded": self._encoded(task, member),
+            "positions": len(tokens) + 1,
         }
         self._start(task, member, frame, now)
+
+    def _encoded(self, task: Task, member: Member) -> list[Frame | None]:
+        """Where a worker finds the embeddings of each image of a prompt; None: nowhere else."""
+        sources: list[Frame | None] = []
+        for part in task.parts:
+            giver = None if part.lease is None else self.members.get(part.lease[0])
+            if part.lease is None or giver is None or giver is member:
+                sources.append(None)
+            else:
+                key = {"task": part.number, "attempt": part.lease[1]}
+                sources.append({"address": list(giver.facts.address), **key})
+        return sources
 
     def _run(self, task: Task, member: Member, now: float) -> None:
         task.state, source = TaskState.DECODING, None
@@ -723,7 +882,8 @@ class Fleet:
             giver = self.members[lease[0]]
             if giver is not member and giver.facts.group == member.facts.group:
                 self.counts["handovers"] += 1
-                source = {"address": list(giver.facts.address), "attempt": lease[1]}
+                key = {"task": task.number, "attempt": lease[1]}
+                source = {"address": list(giver.facts.address), **key}
         said = task.said if task.is_resumable else []
         task.num_received = len(said)
         frame = {
@@ -734,6 +894,7 @@ class Fleet:
             "max_tokens": task.max_tokens,
             "positions": task.num_positions,
             "source": source,
+            "encoded": self._encoded(task, member) if source is None else [],
         }
         self._start(task, member, frame, now)
 

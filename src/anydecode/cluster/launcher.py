@@ -32,30 +32,34 @@ class Place:
     role: str
 
 
-def places(workers: int | None, prefill: int, decode: int) -> list[Place]:
+def places(workers: int | None, prefill: int, decode: int, encode: int = 0) -> list[Place]:
     """The workers of a fleet: those with a role, and mixed ones up to the number of `workers`.
 
     Args:
         workers: The number of all workers; None: those with a role, or two without any.
         prefill: The number of workers that compute prompts.
         decode: The number of workers that generate.
+        encode: The number of workers that encode images.
 
     Raises:
         InvalidRequestError: There are more roles than workers, or prompts would be computed that
             nobody continues.
     """
+    stages = {"encode": encode, "prefill": prefill, "decode": decode}
+    num_placed = sum(stages.values())
     if workers is None:
-        workers = prefill + decode or 2
-    if prefill + decode > workers:
+        workers = num_placed if prefill + decode else encode + 2
+    if num_placed > workers:
+        given = " and ".join(f"--{role} {number}" for role, number in stages.items() if number)
         raise InvalidRequestError(
-            f"--prefill {prefill} and --decode {decode} are more roles than --workers {workers}:"
-            " raise --workers, or leave it out"
+            f"{given} are more roles than --workers {workers}: raise --workers, or leave it out"
         )
-    if prefill == workers:
+    if encode + prefill == workers:
+        does = "compute prompts" if prefill else "encode images"
         raise InvalidRequestError(
-            f"all {workers} workers compute prompts, and none generates: give --decode 1 or more"
+            f"all {workers} workers {does}, and none generates: give --decode 1 or more"
         )
-    roles = {"prefill": prefill, "decode": decode, "mixed": workers - prefill - decode}
+    roles = {**stages, "mixed": workers - num_placed}
     return [
         Place(f"{role}-{number + 1}", role)
         for role, number_of in roles.items()

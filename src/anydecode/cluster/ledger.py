@@ -36,6 +36,15 @@ class Pull:
 
 
 @dataclass(frozen=True)
+class PullMedia:
+    """Fetch the embeddings of a prompt from the workers that have computed them, then call
+    `Ledger.media_pulled`."""
+
+    key: Key
+    frame: Frame
+
+
+@dataclass(frozen=True)
 class Start:
     """Start to generate the answer of a `run` frame."""
 
@@ -52,13 +61,21 @@ class StartPrefill:
 
 
 @dataclass(frozen=True)
+class StartEncode:
+    """Encode the image of an `encode` frame, then call `Ledger.prefilled`."""
+
+    key: Key
+    frame: Frame
+
+
+@dataclass(frozen=True)
 class Abort:
-    """Cancel a pull, a generation or a prefill."""
+    """Cancel a pull, a generation, a prefill or an encoding."""
 
     key: Key
 
 
-Action = Send | Pull | Start | StartPrefill | Abort
+Action = Send | Pull | PullMedia | Start | StartPrefill | StartEncode | Abort
 
 
 @dataclass
@@ -111,8 +128,13 @@ class Ledger:
             self.leases.cancel(key)
             if self.tasks.pop(key, None) is not None:
                 self.actions.append(Abort(key))
-        elif kind in ("run", "prefill"):
+        elif kind in ("run", "prefill", "encode"):
             self._begin(frame)
+
+    def media_pulled(self, key: Key) -> None:
+        """The embeddings of a task have come, or will not come."""
+        if key in self.tasks:
+            self._go_on(key, self.tasks[key].frame)
 
     def pulled(self, key: Key) -> None:
         """The blocks of a task have come, or will not come."""
@@ -140,7 +162,8 @@ class Ledger:
             self._send(key, "failed", kind=kind, message=message, is_final=is_final)
 
     def prefilled(self, key: Key, num_blocks: int, num_bytes: int, now: float) -> bool:
-        """The prompt of a task has been computed. Returns whether its blocks are to be kept."""
+        """The prompt of a task has been computed, or its image encoded. Returns whether the blocks
+        are to be kept."""
         if self.tasks.pop(key, None) is None:
             return False
         self._remember(key)
@@ -175,8 +198,17 @@ class Ledger:
             self._send(key, "refused")
             return
         self.tasks[key] = WorkerTask(frame, len(frame.get("said", ())), needed)
+        if any(frame.get("encoded", ())):
+            self.actions.append(PullMedia(key, frame))
+        else:
+            self._go_on(key, frame)
+
+    def _go_on(self, key: Key, frame: Frame) -> None:
+        """Begin a task whose embeddings are there, or will not come."""
         if frame["type"] == "prefill":
             self.actions.append(StartPrefill(key, frame))
+        elif frame["type"] == "encode":
+            self.actions.append(StartEncode(key, frame))
         elif (source := frame.get("source")) is not None:
             self.actions.append(Pull(key, source, frame))
         else:

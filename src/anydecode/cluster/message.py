@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.request import Request
+from anydecode.cluster.media import read_media
 from anydecode.constraints.constraint import Constraint
 from anydecode.constraints.json.json_schema import JsonSchema
 from anydecode.constraints.languages import Choice, Grammar, Regex
@@ -24,7 +25,7 @@ from anydecode.sampling.banned_words import BannedWordTable
 from anydecode.sampling.logprobs import TokenLogprobs
 
 #: The options of requests that a fleet does not serve.
-REFUSED = ("first_finish", "prompt_embeds", "prompt_logprobs", "segment", "resume", "adapter")
+REFUSED = ("first_finish", "prompt_logprobs", "segment", "resume", "adapter")
 
 
 def to_message(request: Request, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,8 @@ def to_message(request: Request, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: The request, whose options have been checked.
-        options: The options of `LLM.request` that it was made with.
+        options: The options of `LLM.request` that it was made with, with `Media` in place of
+            embeddings.
 
     Raises:
         UnsupportedCombinationError: An option cannot be sent to another process.
@@ -47,7 +49,12 @@ def to_message(request: Request, options: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedCombinationError(
                 f"namespace is {value!r}; a fleet of workers needs a text or a number"
             )
-        message[name] = _plain_constraint(value) if name == "constraint" else _plain(name, value)
+        if name == "prompt_embeds":
+            message[name] = [one.to_plain() for one in value]
+        elif name == "constraint":
+            message[name] = _plain_constraint(value)
+        else:
+            message[name] = _plain(name, value)
     message["seed"] = request.seed
     return message
 
@@ -57,6 +64,8 @@ def from_message(message: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(message)
     if isinstance(options.get("constraint"), dict):
         options["constraint"] = _constraint(options["constraint"])
+    if "prompt_embeds" in options:
+        options["prompt_embeds"] = [read_media(one) for one in options["prompt_embeds"]]
     if "logit_bias" in options:
         bias = options["logit_bias"]
         options["logit_bias"] = {int(token): value for token, value in bias.items()}

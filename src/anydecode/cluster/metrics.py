@@ -15,6 +15,7 @@ OTHER = "(others)"
 
 _COUNTS = {
     "tasks": "Samples that were given to the fleet.",
+    "encodings": "Images that encode workers have encoded and handed over.",
     "handovers": "Prompts whose keys and values went from one worker to another.",
     "restarts": "Answers that went on, or started again, at another worker.",
     "lost_workers": "Workers that were lost.",

@@ -11,7 +11,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -25,7 +25,7 @@ from anydecode.api.request import Request
 from anydecode.api.resources import Resources
 from anydecode.api.sample_order import SampleOrder
 from anydecode.cluster.connection import Connection, FleetConnectionError
-from anydecode.cluster.control.pd_serve import RatioControl
+from anydecode.cluster.control.roles import RoleControl
 from anydecode.cluster.fingerprint import facts
 from anydecode.cluster.fleet import (
     BEAT_SECONDS,
@@ -36,6 +36,7 @@ from anydecode.cluster.fleet import (
     Finish,
     Fleet,
     FleetAction,
+    Part,
     SendTo,
     Task,
     WorkerFacts,
@@ -53,7 +54,9 @@ from anydecode.errors import (
     UnsupportedCombinationError,
 )
 from anydecode.memory.prefix import block_digests
+from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.sampling.params import SamplingParams
+from anydecode.scoring.media import Encoder, Media
 from anydecode.scoring.state import StateKey
 from anydecode.server import logs
 
@@ -93,7 +96,7 @@ class FleetDriver(Driver):
         secret: bytes,
         host: str,
         port: int,
-        control: RatioControl | None = None,
+        control: RoleControl | None = None,
     ) -> None:
         super().__init__(engine)
         self.fleet = Fleet(control)
@@ -121,7 +124,7 @@ class FleetDriver(Driver):
     @property
     def num_running(self) -> int:
         """Number of samples that are on a worker."""
-        return max(0, len(self.fleet.tasks) - self.fleet.num_waiting)
+        return self.fleet.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -356,6 +359,11 @@ class FleetDriver(Driver):
                 f"the name of a worker is {worker.name[:80]!r}; give a --name of 1 to 64 letters,"
                 " digits, dots, hyphens and underscores"
             )
+        if given["encoder"] != self._own_facts["encoder"]:
+            return (
+                f"the worker {worker.name} has another encoder of images than the proxy: start both"
+                " with the same"
+            )
         for runner, expected in self._own_facts["runners"].items():
             found = given["runners"].get(runner)
             if found is None:
@@ -454,6 +462,7 @@ class FleetLLM(LLM):
         fleet_host: The address to listen on for workers.
         fleet_port: The port; 0 picks a free one (`fleet_port` then has it).
         ratio: Changes the roles of workers: a catalogue key ("pd-serve:period=10") or an object.
+        encoder: Computes the embeddings of images, at the workers; None: a `PatchEncoder`.
         **options: Those of `LLM`, the same as the workers'.
 
     Raises:
@@ -469,14 +478,16 @@ class FleetLLM(LLM):
         *,
         fleet_host: str = "127.0.0.1",
         fleet_port: int = 0,
-        ratio: str | RatioControl | None = None,
+        ratio: str | RoleControl | None = None,
+        encoder: Encoder | None = None,
         **options: Any,
     ) -> None:
-        control = None if ratio is None else build_as(ratio, RatioControl)
+        control = None if ratio is None else build_as(ratio, RoleControl)
         super().__init__(model, **options)
         self._numbers = count()
+        self._encoder = encoder or PatchEncoder(self.model.spec.hidden_size)
         self.driver: FleetDriver = FleetDriver(
-            self.engine, facts(self), secret, fleet_host, fleet_port, control
+            self.engine, facts(self, self._encoder), secret, fleet_host, fleet_port, control
         )
 
     @property
@@ -489,16 +500,25 @@ class FleetLLM(LLM):
         return self.driver.status()
 
     def request(self, prompt: Any, **options: Any) -> Request:
-        """As `LLM.request`.
+        """As `LLM.request`, with `Media` in `prompt_embeds`, which workers encode.
 
         Raises:
             UnsupportedCombinationError: An option cannot be served by a fleet, too.
         """
+        media = list(options.get("prompt_embeds") or ())
+        if not all(isinstance(one, Media) for one in media):
+            raise UnsupportedCombinationError(
+                "a fleet of workers does not support prompt_embeds that are computed already: give"
+                " a list of Media"
+            )
+        if media:
+            prompt = self.encode(prompt)
+            embeds = [one.placeholder(self._encoder, len(prompt)) for one in media]
+            options["prompt_embeds"] = embeds
         request = super().request(prompt, **options)
-        message = to_message(request, options)
+        message = to_message(request, {**options, "prompt_embeds": media or None})
         assert isinstance(request, FleetRequest)
-        namespace = options.get("namespace")
-        digests = self._digests(request.prompt, namespace)
+        digests, priority = self._digests(request), options.get("priority") or 0
         for number, job in enumerate(request.jobs):
             job.sequence.state[_TASK] = Task(
                 number=next(self._numbers),
@@ -507,12 +527,34 @@ class FleetLLM(LLM):
                 message={"options": message, "sample": number},
                 digests=digests,
                 is_resumable=request.can_resume,
-                priority=options.get("priority") or 0,
+                priority=priority,
+                parts=self._parts(request, message.get("prompt_embeds", []), priority),
             )
         return request
 
-    def _digests(self, prompt: list[int], namespace: Hashable) -> list[bytes]:
-        name = stable_name((-1, namespace))
+    def _parts(self, request: Request, media: list[Any], priority: int) -> list[Part]:
+        """The images of a prompt as tasks, whose numbers are those of an order by size, the largest
+        first."""
+        embeds = request.prompt_embeds
+        numbers = {
+            index: next(self._numbers)
+            for index in sorted(range(len(media)), key=lambda one: -len(embeds[one].rows))
+        }
+        return [
+            Part(
+                number=numbers[index],
+                prompt=[],
+                max_tokens=0,
+                message=one,
+                digests=[bytes.fromhex(embeds[index].key)],
+                priority=priority,
+                num_rows=len(embeds[index].rows),
+            )
+            for index, one in enumerate(media)
+        ]
+
+    def _digests(self, request: Request) -> list[bytes]:
+        name = stable_name((-1, request.namespace))
         if name is None or not (self.model.spec.causal and self.resources.prefix_cache):
             return []
-        return block_digests(name, prompt[:-1])
+        return block_digests(name, request.prompt[:-1])

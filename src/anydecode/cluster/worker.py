@@ -23,10 +23,25 @@ from anydecode.cluster.connection import Connection, FleetConnectionError
 from anydecode.cluster.fingerprint import facts, group_of
 from anydecode.cluster.fleet import BEAT_SECONDS, DEAD_SECONDS
 from anydecode.cluster.leases import Key
-from anydecode.cluster.ledger import Abort, Action, Frame, Ledger, Pull, Send, Start, StartPrefill
+from anydecode.cluster.ledger import (
+    Abort,
+    Action,
+    Frame,
+    Ledger,
+    Pull,
+    PullMedia,
+    Send,
+    Start,
+    StartEncode,
+    StartPrefill,
+)
+from anydecode.cluster.media import MediaCache, MediaEmbeds, pieces_of, read_media
 from anydecode.cluster.message import from_message, plain_logprobs
 from anydecode.engine.engine import Job
 from anydecode.errors import AnydecodeError, FleetError
+from anydecode.models.patch_encoder import PatchEncoder
+from anydecode.scoring.media import Encoder, Media
+from anydecode.scoring.prompt_embeds import prefix_namespace
 from anydecode.scoring.sequence import TARGET
 from anydecode.serialization import to_plain
 from anydecode.server import logs
@@ -98,11 +113,12 @@ class Worker:
             its prefix cache; without one, it gets one in main memory.
         secret: The secret of the fleet.
         name: A name for people, which no other worker of the fleet has.
-        role: "mixed", "prefill" or "decode".
+        role: "mixed", "encode", "prefill" or "decode".
         max_running: Maximum number of tasks at a time.
         handover_memory: Size of the memory for blocks of other workers: a number of bytes, or a
             text such as "1GiB".
         patience: How long it tries to reach its proxy, in seconds.
+        encoder: Computes the embeddings of images; None: a `PatchEncoder`.
     """
 
     def __init__(
@@ -115,6 +131,7 @@ class Worker:
         max_running: int = 64,
         handover_memory: str | int = "1GiB",
         patience: float = 60.0,
+        encoder: Encoder | None = None,
     ) -> None:
         self.llm = llm
         self._secret = secret
@@ -123,8 +140,9 @@ class Worker:
         self._max_running = max_running
         self._patience = patience
         self._runner = llm.engine.runners[TARGET]
-        self._group = group_of(llm)
-        self._facts = facts(llm)
+        self.media = MediaCache(encoder or PatchEncoder(llm.model.spec.hidden_size))
+        self._group = group_of(llm, self.media.encoder)
+        self._facts = facts(llm, self.media.encoder)
         self.blocks = PromptBlocks(self._runner, parse_bytes(handover_memory))
         self.llm.driver.run_in_background()
 
@@ -184,7 +202,7 @@ class Worker:
         """Numbers for the beat."""
         runners = self.llm.engine.runners.values()
         return {
-            "passes": sum(runner.num_passes for runner in runners),
+            "passes": sum(runner.num_passes for runner in runners) + self.media.num_encoded,
             "rows": self._runner.num_rows,
             "used": self._runner.pool.num_used,
             "hits": self._runner.prefixes.num_hits,
@@ -288,6 +306,10 @@ class _Session:
                 self._connection.close()
         elif isinstance(action, Pull):
             self._start_step(action.key, self._pull(action.key, action.source, action.frame))
+        elif isinstance(action, PullMedia):
+            self._start_step(action.key, self._pull_media(action.key, action.frame))
+        elif isinstance(action, StartEncode):
+            self._start_step(action.key, self._encode(action.key, action.frame))
         elif isinstance(action, Start):
             self._start_step(action.key, self._start(action.key, action.frame))
         elif isinstance(action, StartPrefill):
@@ -326,13 +348,20 @@ class _Session:
         self._run(key, request, job, len(frame["said"]))
 
     def _request(self, frame: Frame) -> tuple[Request, Job]:
-        options, number = from_message(frame["message"]["options"]), frame["message"]["sample"]
+        options = self._with_embeds(from_message(frame["message"]["options"]))
+        number = frame["message"]["sample"]
         if said := frame["said"]:
             sample = {"number": number, "tokens": said}
             options["resume"] = {"seed": options["seed"], "samples": [sample]}
             number = 0
         request = self._worker.llm.request(frame["prompt"], **options)
         return request, request.jobs[number]
+
+    def _with_embeds(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a request, with embeddings in place of images."""
+        if media := options.get("prompt_embeds"):
+            options["prompt_embeds"] = [MediaEmbeds(one, self._worker.media) for one in media]
+        return options
 
     def _run(self, key: Key, request: Request, job: Job, num_sent: int) -> None:
         run = self._runs[key] = _Run(request, job, num_sent)
@@ -396,21 +425,31 @@ class _Session:
     # Hand-over: the side that computes a prompt.
 
     async def _prefill(self, key: Key, frame: Frame) -> None:
-        request = self._worker.llm.request(
-            frame["tokens"],
-            decoder="autoregressive",
-            max_tokens=1,
-            namespace=frame["namespace"],
+        request = await asyncio.to_thread(self._prompt_request, frame)
+        if key in self._ledger.tasks:
+            self._run(key, request, request.jobs[0], 0)
+
+    def _prompt_request(self, frame: Frame) -> Request:
+        options = self._with_embeds(from_message(frame["options"]))
+        return self._worker.llm.request(
+            frame["tokens"], decoder="autoregressive", max_tokens=1, **options
         )
-        self._run(key, request, request.jobs[0], 0)
 
     async def _offer(self, key: Key, run: _Run) -> None:
         if run.job.error is not None:
             raise run.job.error
         frame = self._ledger.tasks[key].frame
         blocks = await self._worker.between_passes(
-            self._worker.blocks.cached, frame["tokens"], frame["namespace"]
+            self._worker.blocks.cached, frame["tokens"], run.request.namespace
         )
+        self._keep(key, blocks[: frame["num_blocks"]])
+
+    async def _encode(self, key: Key, frame: Frame) -> None:
+        rows = await asyncio.to_thread(self._worker.media.rows, read_media(frame["media"]))
+        self._keep(key, pieces_of(rows))
+
+    def _keep(self, key: Key, blocks: list[bytes]) -> None:
+        """Offer blocks of a task that has ended here."""
         size = sum(map(len, blocks))
         if self._ledger.prefilled(key, len(blocks), size, time.monotonic()):
             self._blocks[key] = blocks
@@ -452,39 +491,69 @@ class _Session:
 
     async def _pull(self, key: Key, source: Frame, frame: Frame) -> None:
         try:
-            await asyncio.wait_for(self._fetch(key, source, frame), PULL_SECONDS)
+            await asyncio.wait_for(self._fetch(source, frame), PULL_SECONDS)
         except (FleetConnectionError, asyncio.TimeoutError) as error:
             reason = str(error) or f"the blocks did not come within {PULL_SECONDS:g} s"
             logs.event("handover_failed", reason=reason)  # the prompt is computed again
         self._ledger.pulled(key)
         self._perform()
 
-    async def _fetch(self, key: Key, source: Frame, frame: Frame) -> None:
-        worker, namespace = self._worker, frame["message"]["options"].get("namespace")
+    async def _fetch(self, source: Frame, frame: Frame) -> None:
+        worker, options = self._worker, from_message(frame["message"]["options"])
+        media: list[Media] = options.get("prompt_embeds", [])
+        names = [(one.first, one.key(worker.media.encoder)) for one in media]
+        namespace = prefix_namespace(options.get("namespace"), names)
         tokens = frame["prompt"][:-1]
         digests = digests_of(tokens, namespace)
         num_here = await worker.between_passes(worker.blocks.num_cached, tokens, namespace)
+        blocks = await self._blocks_of(source, num_here)
+        found = dict(zip(digests[num_here:], blocks, strict=False))
+        await worker.between_passes(worker.blocks.store, found)
+
+    async def _pull_media(self, key: Key, frame: Frame) -> None:
+        options = frame["options"] if frame["type"] == "prefill" else frame["message"]["options"]
+        media = from_message(options)["prompt_embeds"]
+        pulls = [
+            self._fetch_media(one, source)
+            for one, source in zip(media, frame["encoded"], strict=True)
+            if source is not None and one.key(self._worker.media.encoder) not in self._worker.media
+        ]
+        await asyncio.gather(*pulls)
+        self._ledger.media_pulled(key)
+        self._perform()
+
+    async def _fetch_media(self, media: Media, source: Frame) -> None:
+        reason = "the embeddings are not there any more"
+        try:
+            pieces = await asyncio.wait_for(self._blocks_of(source, 0), PULL_SECONDS)
+            if self._worker.media.store(media, pieces):
+                return
+        except FleetConnectionError as error:
+            reason = str(error)
+        except asyncio.TimeoutError:
+            reason = f"the embeddings did not come within {PULL_SECONDS:g} s"
+        logs.event("media_handover_failed", reason=reason)  # they are computed again
+
+    async def _blocks_of(self, source: Frame, start: int) -> list[bytes]:
+        """The blocks from number `start` on that another worker keeps under a lease."""
         host, port = source["address"]
-        connection = await Connection.open(host, port, worker.secret)
+        connection = await Connection.open(host, port, self._worker.secret)
         try:
             connection.send(
                 {
                     "type": "reserve",
-                    "task": key[0],
+                    "task": source["task"],
                     "attempt": source["attempt"],
                     "holder": self._incarnation,
-                    "group": worker.group,
+                    "group": self._worker.group,
                 }
             )
             reserved, _ = await connection.receive()
-            connection.send({"type": "pull", "start": num_here})
-            blocks = {}
-            for digest in digests[num_here : reserved["count"]]:
-                _, block = await connection.receive()
-                blocks[digest] = block
-            await worker.between_passes(worker.blocks.store, blocks)
+            connection.send({"type": "pull", "start": start})
+            blocks = [(await connection.receive())[1] for _ in range(start, reserved["count"])]
             connection.send({"type": "acknowledge"})
             await connection.drained()
+            return blocks
         finally:
             connection.close()
 

@@ -36,6 +36,10 @@ class PromptEmbeds:
     def stop(self) -> int:
         return self.first + len(self.rows)
 
+    def read(self) -> np.ndarray:
+        """The rows, when a forward pass needs them."""
+        return self.rows
+
     @property
     def name(self) -> str:
         """The key, or the digest of the rows in its place."""

@@ -454,7 +454,7 @@ class Sequence(SequenceData):
         embedded = np.zeros(count, bool)
         for one in given:
             first = max(begin, one.first)
-            rows[first - begin : one.stop - begin] = one.rows[first - one.first :]
+            rows[first - begin : one.stop - begin] = one.read()[first - one.first :]
             embedded[first - begin : one.stop - begin] = True
         return rows, embedded
 

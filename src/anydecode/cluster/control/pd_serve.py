@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from anydecode.catalogue import Card, register
+from anydecode.cluster.control.roles import Change, Group, RoleControl
 from anydecode.errors import InvalidRequestError
 
 #: The weight of one task in the moving average of times.
@@ -17,27 +17,6 @@ _WEIGHT = 0.1
 #: The weight of one period in the moving average of arrivals.
 _RATE_WEIGHT = 0.5
 _MAX_SCENARIOS = 64
-
-
-@dataclass(frozen=True)
-class Group:
-    """How many workers of each role serve a scenario."""
-
-    prefill: int
-    decode: int
-
-
-@dataclass(frozen=True)
-class Change:
-    """A worker goes from one scenario and role to others.
-
-    Attributes:
-        source: The number of its scenario, and its role.
-        target: The next ones.
-    """
-
-    source: tuple[int, str]
-    target: tuple[int, str]
 
 
 def capacity(
@@ -84,7 +63,7 @@ def capacity(
         ),
     )
 )
-class RatioControl:
+class RatioControl(RoleControl):
     """Decides when a worker changes its role, or its scenario.
 
     Args:

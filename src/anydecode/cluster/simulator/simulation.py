@@ -16,7 +16,7 @@ from typing import Any
 from anydecode.api.llm import LLM
 from anydecode.api.request import Request
 from anydecode.cluster.blocks import PromptBlocks, digests_of
-from anydecode.cluster.control.pd_serve import RatioControl
+from anydecode.cluster.control.roles import RoleControl
 from anydecode.cluster.fleet import (
     BEAT_SECONDS,
     Deliver,
@@ -159,7 +159,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     workers: Sequence[WorkerPlan],
     link: Link = Link(),  # noqa: B008  frozen
-    control: RatioControl | None = None,
+    control: RoleControl | None = None,
 ) -> Result:
     """Serve a trace in virtual time.
 
@@ -265,7 +265,7 @@ class _Simulation:
         arrivals: Sequence[Arrival],
         workers: Sequence[WorkerPlan],
         link: Link,
-        control: RatioControl | None,
+        control: RoleControl | None,
     ) -> None:
         self._arrivals = arrivals
         self._link = link
@@ -345,7 +345,7 @@ class _Simulation:
         worker.report(self._now)
 
     def _pulled(self, worker: _Worker, giver: _Worker, key: Key, source: Frame) -> None:
-        of_giver = key[0], source["attempt"]
+        of_giver = source["task"], source["attempt"]
         blocks = giver.kept.get(of_giver, [])
         digests = digests_of(worker.ledger.tasks[key].frame["prompt"][:-1], None)
         worker.blocks.store(dict(zip(digests, blocks, strict=False)))
@@ -396,7 +396,8 @@ class _Simulation:
 
     def _pull(self, worker: _Worker, action: Pull) -> None:
         giver = self._workers[action.source["address"][0]]
-        key, holder = (action.key[0], action.source["attempt"]), worker.facts.incarnation
+        source, holder = action.source, worker.facts.incarnation
+        key = source["task"], source["attempt"]
         leases = giver.ledger.leases
         if not (leases.reserve(key, holder, self._now) and leases.pull(key, holder, self._now)):
             worker.ledger.pulled(action.key)

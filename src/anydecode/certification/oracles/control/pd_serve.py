@@ -9,7 +9,8 @@ from typing import Any
 
 from anydecode import catalogue
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.cluster.control.pd_serve import Group, RatioControl
+from anydecode.cluster.control.pd_serve import RatioControl
+from anydecode.cluster.control.roles import Group
 from anydecode.cluster.fleet import MAX_PREFILLS, Fleet, SendTo, Task, WorkerFacts
 
 
@@ -174,7 +175,7 @@ def _after(
             counts = [{"prefill": one.prefill, "decode": one.decode} for one in groups]
             counts[change.source[0]][change.source[1]] -= 1
             counts[change.target[0]][change.target[1]] += 1
-            groups = [Group(**one) for one in counts]
+            groups = [Group(one["prefill"], one["decode"]) for one in counts]
     return groups
 
 
