@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import pytest
 from anydecode.certification.tiny import tiny_model
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.exit_files import model_fingerprint, read_exits, write_exits
+from anydecode.models.exit_heads import ExitHeads
+from anydecode.models.exit_routers import ExitRouters
+from anydecode.models.hidden_transfer import HiddenTransfer
+from anydecode.models.judge import Judge
 from anydecode.models.layer_routers import LayerRouters
+from anydecode.models.small_mlps import SmallMlps
 
 
 def test_routers_of_layers_come_back_as_they_were(tmp_path: Path) -> None:
@@ -54,10 +60,42 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         read_exits(file, ("weight",), "exit heads")
 
 
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+#: Parts for a layer or an exit, with states of some size and the fingerprint of a model.
+PARTS: dict[str, Callable[[int, int, str], Any]] = {
+    "layer routers": lambda layer, size, of: LayerRouters([layer], zeros(1, size), zeros(1), of),
+    "exit heads": lambda exit, size, of: ExitHeads(
+        {exit: zeros(size, size)}, {exit: zeros(size)}, of
+    ),
+    "exit routers": lambda exit, size, of: ExitRouters(
+        {exit: zeros(2, size)}, {exit: zeros(2)}, of, "token 1"
+    ),
+    "small MLPs": lambda layer, size, of: SmallMlps(
+        {layer: zeros(size)}, {layer: zeros(2, size)}, {layer: zeros(2, size)},
+        {layer: zeros(size, 2)}, of,
+    ),
+    "maps of hidden states": lambda layer, size, of: HiddenTransfer(
+        zeros(1, size, size), (layer,), zeros(1, 2), of
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("layer", "width"), [(4, 0), (-1, 0), (1, 1)])
-def test_routers_of_layers_that_a_model_does_not_have_are_refused(layer: int, width: int) -> None:
+@pytest.mark.parametrize("what", PARTS)
+def test_parts_that_do_not_fit_a_model_are_refused(what: str, layer: int, width: int) -> None:
     network = tiny_model(layers=4).network
-    weight = np.zeros((1, network.spec.hidden_size + width), np.float32)
-    routers = LayerRouters([layer], weight, np.zeros(1, np.float32), model_fingerprint(network))
-    with pytest.raises(InvalidRequestError, match="do not fit a model of 4 layers"):
-        routers.check(network)
+    size, fingerprint = network.spec.hidden_size, model_fingerprint(network)
+    PARTS[what](1, size, fingerprint).check(network)
+    with pytest.raises(InvalidRequestError, match=f"the {what} do not fit a model of 4 layers"):
+        PARTS[what](layer, size + width, fingerprint).check(network)
+
+
+def test_a_judge_of_other_states_is_refused() -> None:
+    network = tiny_model(layers=4).network
+    for size in (1, network.spec.hidden_size + 1):
+        judge = Judge(zeros(size), 0.0, 0.5, model_fingerprint(network))
+        with pytest.raises(InvalidRequestError, match="weights of a judge do not fit"):
+            judge.check(network)

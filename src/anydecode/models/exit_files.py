@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,34 @@ def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], di
     return list(found.values()), {"fingerprint": "", "target": "", **metadata}
 
 
-def check_model(fingerprint: str, network: Network, what: str, command: str) -> None:
-    """Raise InvalidRequestError unless `what` ("exit routers") with this fingerprint are those of
-    `network`; `anydecode train` and `command` make others."""
+def check_model(
+    fingerprint: str,
+    network: Network,
+    what: str,
+    command: str,
+    *,
+    widths: Iterable[int] = (),
+    layers: Iterable[int] = (),
+) -> None:
+    """Raise InvalidRequestError unless something trained is that of `network`, and fits it.
+
+    Args:
+        fingerprint: The fingerprint of the model that it was trained for.
+        network: The model.
+        what: What was trained, for errors: "exit routers".
+        command: What `anydecode train` makes it with.
+        widths: How many numbers its parts read, or make, of each state.
+        layers: Its layers or exits, counted from 0.
+    """
     if fingerprint != model_fingerprint(network):
         raise InvalidRequestError(
             f"these {what} are those of another model; `anydecode train {command}` makes some for"
             " this one"
+        )
+    depth, hidden = network.spec.num_layers, network.spec.hidden_size
+    if not {hidden}.issuperset(widths) or not all(0 <= layer < depth for layer in layers):
+        raise InvalidRequestError(
+            f"the {what} do not fit a model of {depth} layers with states of {hidden} numbers"
         )
 
 

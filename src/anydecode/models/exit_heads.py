@@ -40,7 +40,10 @@ class ExitHeads:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the heads are those of `network`."""
-        check_model(self.fingerprint, network, "exit heads", "heads")
+        widths = {len(offset) for offset in self.offsets.values()}
+        check_model(
+            self.fingerprint, network, "exit heads", "heads", widths=widths, layers=self.exits
+        )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""

@@ -51,7 +51,10 @@ class ExitRouters:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the routers are those of `network`."""
-        check_model(self.fingerprint, network, "exit routers", "routers")
+        widths = {down.shape[1] for down in self.down.values()}
+        check_model(
+            self.fingerprint, network, "exit routers", "routers", widths=widths, layers=self.exits
+        )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""

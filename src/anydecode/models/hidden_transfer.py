@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError
 from anydecode.kernels.routes import Guide, RoutedPass, TreeRoute
 from anydecode.models.exit_files import check_model
 from anydecode.models.network import Network
@@ -97,13 +97,10 @@ class HiddenTransfer(TreeRoute):
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the maps are those of `network`."""
-        check_model(self.fingerprint, network, "maps of hidden states", "hidden-transfer")
-        spec = network.spec
-        if self.maps.shape[1] != spec.hidden_size or self.layers[-1] >= spec.num_layers:
-            raise InvalidRequestError(
-                f"the maps of hidden states do not fit a model of {spec.num_layers} layers with"
-                f" states of {spec.hidden_size} numbers"
-            )
+        what, widths = "maps of hidden states", {self.maps.shape[1]}
+        check_model(
+            self.fingerprint, network, what, "hidden-transfer", widths=widths, layers=self.layers
+        )
 
     def save(self, file: Path) -> None:
         """Write a safetensors file."""
@@ -142,6 +139,4 @@ class HiddenTransfer(TreeRoute):
                 f"maps of hidden states {file}: has accuracies that are not shares, or layers that"
                 " fall"
             )
-        if layers[0] < 0:
-            raise CheckpointError(f"maps of hidden states {file}: has a layer below 0")
         return HiddenTransfer(maps, layers, accuracies, metadata.get("fingerprint", ""))

@@ -46,7 +46,8 @@ class Judge:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the judge is that of `network`."""
-        check_model(self.fingerprint, network, "weights of a judge", "judge")
+        widths = {len(self.weights)}
+        check_model(self.fingerprint, network, "weights of a judge", "judge", widths=widths)
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError
 from anydecode.models.exit_files import check_model, read_exits, write_exits
 from anydecode.models.network import Network
 
@@ -52,14 +52,10 @@ class LayerRouters:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the routers are those of `network`."""
-        check_model(self.fingerprint, network, self.what, self.command)
-        spec = network.spec
-        is_inside = all(0 <= layer < spec.num_layers for layer in self.layers)
-        if self.weight.shape[1] != spec.hidden_size or not is_inside:
-            raise InvalidRequestError(
-                f"the {self.what} do not fit a model of {spec.num_layers} layers with states of"
-                f" {spec.hidden_size} numbers"
-            )
+        widths = {self.weight.shape[1]}
+        check_model(
+            self.fingerprint, network, self.what, self.command, widths=widths, layers=self.layers
+        )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""

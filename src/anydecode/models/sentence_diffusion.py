@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anydecode.errors import CheckpointError
+from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.exit_files import check_model
 from anydecode.models.network import Network
 from anydecode.models.tensor_file import read_tensors
@@ -78,9 +78,8 @@ class ResidualMlp:
     def check(self, num_inputs: int, num_outputs: int) -> bool:
         """Whether all tensors are there, fit together, and have so many inputs and outputs."""
         try:
-            self(np.zeros(num_inputs))
             is_complete = len(self.tensors) == 4 + 4 * self.num_blocks
-            return is_complete and self.tensors["last.bias"].shape == (num_outputs,)
+            return is_complete and self(np.zeros(num_inputs)).shape == (num_outputs,)
         except (KeyError, ValueError):
             return False
 
@@ -141,7 +140,12 @@ class SentenceDiffusion:
 
     def check(self, network: Network) -> None:
         """Raise `InvalidRequestError` unless it was trained for `network`."""
+        size, total = network.spec.hidden_size, len(self.prompter.tensors["last.bias"])
         check_model(self.fingerprint, network, "parts of dglm", "dglm")
+        if not total or total % size:
+            raise InvalidRequestError(
+                f"the soft prompt of dglm has {total} numbers, which are no rows of {size}"
+            )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
@@ -187,7 +191,7 @@ class SentenceDiffusion:
             and loaded.mean.shape == loaded.deviation.shape == loaded.unconditional.shape == (size,)
             and (loaded.deviation > 0).all()
             and loaded.denoiser.check(2 * size + 2 * NUM_WAVES, size)
-            and loaded.prompter.check(size + 2 * NUM_WAVES, len(prompt))
+            and loaded.prompter.check(size + 2 * NUM_WAVES, prompt.size)
         ):
             raise CheckpointError(f"parts of dglm {path}: the tensors do not fit together")
         return loaded

@@ -51,7 +51,10 @@ class SmallMlps:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the MLPs are those of `network`."""
-        check_model(self.fingerprint, network, "small MLPs", "small-mlps")
+        widths = {len(norm) for norm in self.norm.values()}
+        check_model(
+            self.fingerprint, network, "small MLPs", "small-mlps", widths=widths, layers=self.layers
+        )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""

@@ -157,7 +157,7 @@ def test_two_infilled_regions_keep_the_text_between_them() -> None:
         ("dimple:prefill=true,cache=dual", "needs cache=none"),
         ("elastic-cache:window=0", "window is 0; allowed are 1 to 65536"),
         ("ete:candidates=0", "candidates is 0; allowed are 1 to 1024"),
-        ("learn2pd:filter=/nowhere.safetensors", "not a filter"),
+        ("learn2pd:filter=/nowhere.safetensors", "no such file"),
         ("freedave:drafts=0", "drafts is 0; allowed are 1 to 1024"),
         ("lrd:mixture=1", "mixture < 1"),
         ("s2d2:router=maybe", "router='maybe' is unknown"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from anydecode import LLM
 from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.diffusion import learn2pd
 from anydecode.decoders.diffusion.learn2pd import Filter, PredictedEnd
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import CheckpointError, InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
@@ -52,3 +57,60 @@ def test_a_filter_of_another_model_is_refused() -> None:
         llm.generate([5, 6, 7], decoder="learn2pd", max_tokens=8)
     with LLM("tiny-diffusion", dtype="int8") as llm:  # the same model in another format
         assert llm.generate("sort Leo Ada:", decoder="learn2pd", max_tokens=16).text
+
+
+FACTS = {"num_layers": 2, "vocab_size": 9, "mask_embedding": [0.5] * 4}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"hidden.weight": (3,)},
+        {"hidden.weight": ()},
+        {"hidden.bias": (2,)},
+        {"hidden.bias": (1,)},
+        {"hidden.weight": (3, 0), "output.weight": (0, 3), "output.bias": (0,)},
+    ],
+)
+def test_filters_whose_tensors_do_not_fit_together_are_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    with pytest.raises(CheckpointError, match="the tensors do not fit together"):
+        learn2pd.load(written(tmp_path, {"model": FACTS}, shapes))
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        "[" * 10_000,
+        5,
+        {"model": {**FACTS, "mask_embedding": [[1], [1, 2]]}},
+        {"model": {**FACTS, "mask_embedding": "abc"}},
+        {"model": {**FACTS, "mask_embedding": [10**400]}},
+        {"model": {"num_layers": 2}},
+    ],
+    ids=["deep", "a number", "ragged", "a text", "too large", "missing"],
+)
+def test_filters_that_do_not_say_for_which_model_are_refused(
+    tmp_path: Path, described: Any
+) -> None:
+    with pytest.raises(CheckpointError, match="does not say for which model it was trained"):
+        learn2pd.load(written(tmp_path, described, {}))
+
+
+def test_filters_with_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not finite"):
+        learn2pd.load(written(tmp_path, {"model": FACTS}, {}, np.nan))
+
+
+def written(
+    folder: Path, described: Any, shapes: dict[str, tuple[int, ...]], value: float = 0.0
+) -> Path:
+    """The file of a filter, with other shapes for some tensors."""
+    usual = {
+        "hidden.weight": (3, 4), "hidden.bias": (3,), "output.weight": (4, 3), "output.bias": (4,),
+    }  # fmt: skip
+    tensors = {name: np.full(s, value, np.float32) for name, s in {**usual, **shapes}.items()}
+    text = described if isinstance(described, str) else json.dumps(described)
+    save_file(tensors, folder / "filter.safetensors", metadata={"learn2pd": text})
+    return folder / "filter.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +229,24 @@ def test_malformed_files_are_refused(tmp_path: Path) -> None:
     EmbeddingClassifier(np.array([math.nan]), 0.0).save(file)
     with pytest.raises(CheckpointError, match="not finite"):
         EmbeddingClassifier.load(file)
+    tensors = {"bias": np.zeros((), np.float32), "weight": np.zeros((3, 2, 16), np.float32)}
+    for name, tensor in tensors.items():
+        parts = random_parts(tiny_model())
+        network = ResidualMlp({**parts.prompter.tensors, f"last.{name}": tensor})
+        replace(parts, prompter=network).save(file)
+        with pytest.raises(CheckpointError, match="do not fit together"):
+            SentenceDiffusion.load(file)
     file.write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="classifier of embeddings"):
         EmbeddingClassifier.load(file)
+
+
+def test_a_soft_prompt_of_no_whole_rows_is_refused() -> None:
+    model = tiny_model()
+    parts = random_parts(model)
+    network = ResidualMlp({**parts.prompter.tensors, "last.bias": np.zeros(65)})
+    with pytest.raises(InvalidRequestError, match="65 numbers, which are no rows of 64"):
+        replace(parts, prompter=network).check(model.network)
 
 
 def test_models_without_parts_or_encoder_are_refused(tmp_path: Path) -> None:

@@ -260,12 +260,11 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("maps", np.zeros((3, 64, 63), np.float32)),
         ("maps", np.full((3, 64, 64), np.nan, np.float32)),
         ("layers", np.array([2, 1, 1])),
-        ("layers", np.array([-1, 1, 1])),
         ("layers", np.array([1, 1])),
         ("accuracies", np.full((3, 2), 0.6, np.float32)),
         ("accuracies", None),
     ],
-    ids=["shape", "nan", "falling", "negative", "count", "shares", "missing"],
+    ids=["shape", "nan", "falling", "count", "shares", "missing"],
 )
 def test_bad_files_are_refused_in_one_line(
     name: str, tensor: np.ndarray | None, tmp_path: Path

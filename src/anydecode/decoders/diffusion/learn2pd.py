@@ -25,7 +25,8 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.stops import EndOfText
 from anydecode.decoders.diffusion.unmasking import UnmaskPolicy
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.tensor_file import read_tensors
 from anydecode.scoring.sequence import Sequence
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "tiny-diffusion" / "learn2pd.safetensors"
@@ -89,23 +90,23 @@ def load(path: Path) -> Filter:
     """Load a filter from a safetensors file.
 
     Raises:
-        InvalidRequestError: There is no such file, or its tensors are not those of a filter.
+        CheckpointError: There is no such file, or its tensors are not those of a filter.
     """
-    from safetensors import SafetensorError, safe_open
-
+    tensors, metadata = read_tensors(path, "filter for learn2pd", _TENSORS, np.float64)
+    hidden = tensors["hidden.weight"]
+    width, size = hidden.shape if hidden.ndim == 2 else (0, 0)
+    expected = ((width, size), (width,), (size, width), (size,))
+    if not width * size or tuple(tensors[name].shape for name in _TENSORS) != expected:
+        raise CheckpointError(f"filter for learn2pd {path}: the tensors do not fit together")
     try:
-        with safe_open(path, framework="numpy") as stored:
-            described = json.loads((stored.metadata() or {})["learn2pd"])
-            tensors = {name: stored.get_tensor(name) for name in _TENSORS}
-        loaded = Filter(tensors, {name: described["model"][name] for name in _FACTS})
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{path} is not a filter for learn2pd: {error}") from None
-    size = loaded.size
-    if loaded.output.shape != (size, len(loaded.hidden)) or loaded.output_bias.shape != (size,):
-        raise InvalidRequestError(
-            f"{path} is not a filter for learn2pd: the shapes of its tensors do not match"
-        )
-    return loaded
+        model = json.loads(metadata["learn2pd"])["model"]
+        facts = {name: model[name] for name in _FACTS}
+        facts["mask_embedding"] = np.array(facts["mask_embedding"], np.float64)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        raise CheckpointError(
+            f"filter for learn2pd {path}: does not say for which model it was trained"
+        ) from None
+    return Filter(tensors, facts)
 
 
 class FilterUnmasking(UnmaskPolicy):
