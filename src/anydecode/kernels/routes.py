@@ -53,7 +53,7 @@ class RoutedPass:
         num_layers: Layers of the model.
         run_layers: Runs layers.
         run_head: Logits `[m, vocab_size]` of states `[m, hidden_size]`.
-        begin: Starts the pass.
+        begin: Starts the pass; called before the first layers run.
         rows: The metadata of the rows.
         cache: The key-value cache.
         captured: Numbers of layers behind which states are read; see `hidden`.
@@ -77,12 +77,12 @@ class RoutedPass:
         if 0 in self._captured:
             self._captured[0] = states.copy()
         self._run_layers, self._run_head, self._begin = run_layers, run_head, begin
-        self.begin(rows, cache)
+        self.rows, self.cache, self._has_begun = rows, cache, False
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         """Let the layers that run from now on read and store keys and values in `cache`, with these
         rows, which differ from those before in their slots and tables."""
-        self.rows, self.cache = rows, cache
+        self.rows, self.cache, self._has_begun = rows, cache, True
         self._begin(rows, cache)
 
     def run(
@@ -92,11 +92,18 @@ class RoutedPass:
         if not len(active) or first >= last:
             return
         for stop in (*(layers for layers in self._captured if first < layers < last), last):
-            states = self._run_layers(self.states[active], active, first, stop, variant)
+            states = self._layers(active, first, stop, variant)
             self.states[active] = states
             if stop in self._captured:
                 self._captured[stop][active] = states
             first = stop
+
+    def _layers(
+        self, active: np.ndarray, first: int, last: int, variant: Variant | None
+    ) -> np.ndarray:
+        if not self._has_begun:
+            self.begin(self.rows, self.cache)
+        return self._run_layers(self.states[active], active, first, last, variant)
 
     def hidden(self, layers: int) -> np.ndarray:
         """The rows' states after so many layers, float32 `[rows, hidden_size]`, once they have run;
@@ -126,7 +133,7 @@ class RoutedPass:
         """Store, in the layers `[first, last)`, what each makes of the states of the rows `active`
         as they are (Schuster et al., CALM, arXiv:2207.07061). The states stay."""
         if len(active) and first < last:
-            self._run_layers(self.states[active], active, first, last, PROPAGATE)
+            self._layers(active, first, last, PROPAGATE)
 
     def copy(self, active: np.ndarray, first: int, last: int) -> None:
         """Store, in the layers `[first, last)`, what layer `first - 1` has stored of the rows
@@ -146,6 +153,9 @@ class Route(Variant, ABC):
     #: Whether rows have no keys and values where they did not run: later rows do not see them
     #: there. Otherwise the route stores something in every layer.
     leaves_holes = False
+    #: Whether a row's guide must have the results of the rows before it, so that the rows of a text
+    #: run one by one.
+    is_sequential = False
     #: Whether tokens store what they store without the route.
     keeps_states = False
 

@@ -11,7 +11,7 @@ import pytest
 from anydecode import LLM
 from anydecode.certification.oracles.depth.dynamax import routed_mamba
 from anydecode.certification.tiny import add_routers, routed_model, tiny_model
-from anydecode.decoders.depth.dynamax import CopiedExit, Dynamax
+from anydecode.decoders.depth.dynamax import CopiedExit, Dynamax, KeptExit
 from anydecode.decoders.depth.routed_exits import RoutedExit
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.routes import RoutedPass
@@ -51,6 +51,36 @@ def test_a_mamba_whose_layers_store_nothing_behind_the_exit_is_rejected(
     assert_rejected("dynamax")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["updated", "the exit's layer kept too"])
+def test_other_states_behind_the_exit_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    if mistake == "updated":
+        monkeypatch.setattr(KeptExit, "leave", RoutedExit.leave)
+    else:
+        own = RoutedPass.stop
+
+        def earlier(self: RoutedPass, active: np.ndarray, layer: int) -> None:
+            own(self, active, min(layer, self.num_layers - 1))
+
+        monkeypatch.setattr(RoutedPass, "stop", earlier)
+    assert_rejected("dynamax")
+
+
+def test_kept_states_are_those_of_each_text() -> None:
+    """Texts of a batch leave at different layers, and are those that each has alone."""
+    options: dict[str, Any] = {
+        "max_tokens": 30,
+        "ignore_eos": True,
+        "decoder": "dynamax:state=keep",
+    }
+    prompts = ["abc", "the cat", "q"]
+    with routed_mamba() as llm:
+        together = [one.tokens for one in llm.generate(prompts, **options)]
+        assert together == [llm.generate(prompt, **options).tokens for prompt in prompts]
+
+
 def test_layers_behind_an_exit_store_the_bits_of_the_layer_before_it() -> None:
     """Also while other requests run in the same pass, and after later tokens have run."""
     left: list[tuple[int, int]] = []
@@ -79,6 +109,9 @@ def test_routers_that_never_fire_give_the_text_of_plain_decoding(open_llm: Any) 
     with open_llm() as llm:
         plain = llm.generate("abc", decoder="autoregressive", **options)
         assert llm.generate("abc", decoder="dynamax:threshold=1", **options).tokens == plain.tokens
+        if open_llm is routed_mamba:
+            never = llm.generate("abc", decoder="dynamax:threshold=1,state=keep", **options)
+            assert never.tokens == plain.tokens
         assert llm.generate("abc", decoder="dynamax", **options).tokens != plain.tokens
 
 
@@ -86,6 +119,10 @@ def test_bad_routers_and_models_are_refused_in_one_line() -> None:
     with LLM(ScriptedModel(), tokenizer=ByteTokenizer()) as llm:
         with pytest.raises(AnydecodeError, match="dynamax needs exit routers"):
             llm.generate("a", decoder="dynamax")
+        with pytest.raises(AnydecodeError, match="state is 'lost'; choose from update, keep"):
+            llm.generate("a", decoder="dynamax:state=lost")
+    with routed_model() as llm, pytest.raises(AnydecodeError, match="layers are all recurrent"):
+        llm.generate("a", decoder="dynamax:state=keep")
     model = tiny_model(layers=16)
     add_routers(model, [2, 4])
     with LLM(model, tokenizer=ByteTokenizer()) as llm:

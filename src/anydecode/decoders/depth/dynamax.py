@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from anydecode.catalogue import Card, Range, register
+from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.depth.routed_exits import RoutedExit, RoutedExits
-from anydecode.errors import UnsupportedCombinationError
-from anydecode.kernels.routes import RoutedPass
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.interface import Rows, Variant
+from anydecode.kernels.recurrent import path_slots
+from anydecode.kernels.routes import Guide, RoutedPass
 from anydecode.models.exit_routers import ExitRouters
+from anydecode.scoring.score import DecoderAction
+from anydecode.scoring.sequence import Sequence
+
+#: What recurrent layers behind an exit do with their state.
+STATES = ("update", "keep")
 
 
 class CopiedExit(RoutedExit):
@@ -21,6 +30,56 @@ class CopiedExit(RoutedExit):
 
     def leave(self, routed: RoutedPass, active: np.ndarray, exit: int) -> None:
         routed.copy(active, exit, routed.num_layers)
+        routed.stop(active, routed.num_layers)
+
+
+@dataclass(eq=False)
+class TextGuide(Guide):
+    """What a route knows of a row of the generated text.
+
+    Attributes:
+        past: The guides of generated tokens, of which the first `num_past` are before it.
+        num_past: See `past`.
+    """
+
+    past: list[Guide] = field(default_factory=list)
+    num_past: int = 0
+
+
+class KeptExit(RoutedExit):
+    """As `RoutedExit`, for layers with recurrences alone: those behind an exit keep the state that
+    they have, so that later rows see nothing of the row there."""
+
+    is_sequential = True
+
+    def leave(self, routed: RoutedPass, active: np.ndarray, exit: int) -> None:
+        routed.stop(active, exit)
+
+    def enter(
+        self, routed: RoutedPass, rows: Rows, active: np.ndarray, first: int, last: int
+    ) -> None:
+        tables = []
+        for row, guide in enumerate(routed.guides):
+            before = guide.past[: guide.num_past]
+            ran = [*(one.num_layers > first for one in before), True]
+            slots = path_slots(rows, row)
+            is_seen = np.ones(len(slots), bool)
+            is_seen[len(slots) - len(ran) :] = ran
+            tables.append(slots[is_seen])
+        start = np.full(len(rows), last, np.int32)  # of those that have left
+        start[active] = first
+        lengths = np.array([len(table) for table in tables], np.int32)
+        seen = replace(
+            rows,
+            tables=tables,
+            table=np.arange(len(rows), dtype=np.int32),
+            positions=lengths - 1,
+            prefix=lengths,
+            tail_length=np.zeros_like(lengths),
+            start=start,
+            stop=np.full(len(rows), last, np.int32),
+        )
+        routed.begin(seen, routed.cache)
 
 
 @register(
@@ -34,9 +93,8 @@ class CopiedExit(RoutedExit):
         needs=("exit routers",),
         works_with=("constraints", "samplers", "batches"),
         missing=(
-            "classifiers with attention or a Mamba block; the one here has one hidden layer",
-            "Mamba layers whose state is left as it is: the engine's recurrences read every earlier"
-            " position",
+            "classifiers that are a block of a transformer or of Mamba; the one here has one hidden"
+            " layer",
         ),
         deviations=(
             "the threshold, and how many of the full model's tokens count as right, are guesses:"
@@ -45,7 +103,7 @@ class CopiedExit(RoutedExit):
             "the repetition penalty is the request's",
             "prompts run through all layers",
         ),
-        remote={"threshold": Range(0, 1)},
+        remote={"threshold": Range(0, 1), "state": Words(STATES)},
     )
 )
 class Dynamax(RoutedExits):
@@ -59,12 +117,19 @@ class Dynamax(RoutedExits):
 
     Args:
         threshold: See above.
+        state: "update": as above; "keep": in a model whose layers are all recurrent, those behind
+            the exit keep the state that they have.
         routers: The file of `anydecode train routers --label token --top-k 3`; by default that of
             the model's folder, exit_routers.safetensors.
     """
 
-    def __init__(self, threshold: float = 0.9, routers: str | Path | None = None) -> None:
+    def __init__(
+        self, threshold: float = 0.9, state: str = "update", routers: str | Path | None = None
+    ) -> None:
+        if state not in STATES:
+            raise InvalidRequestError(f"state is {state!r}; choose from {', '.join(STATES)}")
         super().__init__(threshold, routers)
+        self.state = state
 
     targets, training = ("token ",), "--label token --top-k 3"
 
@@ -77,6 +142,14 @@ class Dynamax(RoutedExits):
                 f"dynamax needs routers behind layers of the upper half of {spec.num_layers}: these"
                 f" are behind {', '.join(map(str, trained.exits))}"
             )
+        if self.state == "keep":
+            if any(
+                layer.recurrence is None or layer.attention is not None for layer in spec.layers
+            ):
+                raise UnsupportedCombinationError(
+                    "state='keep' needs a model whose layers are all recurrent, without attention"
+                )
+            return KeptExit(trained, exits, self.threshold)
         if any(layer.recurrence is not None for layer in spec.layers):
             return RoutedExit(trained, exits, self.threshold)
         if len(set(spec.cache_shapes[exits[0] - 1 :])) > 1:
@@ -84,3 +157,10 @@ class Dynamax(RoutedExits):
                 "dynamax copies keys and values, and the layers of this model store different ones"
             )
         return CopiedExit(trained, exits, self.threshold)
+
+    def guides(
+        self, sequence: Sequence, variant: Variant | None, tokens: list[int], past: list[Guide]
+    ) -> Generator[DecoderAction, Any, list[Guide]]:
+        if isinstance(variant, KeptExit):
+            return [TextGuide(past=past, num_past=len(past)) for _ in tokens]
+        return (yield from super().guides(sequence, variant, tokens, past))

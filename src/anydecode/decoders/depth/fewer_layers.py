@@ -88,7 +88,7 @@ def _counts(num_layers: int, variant: Variant | None) -> Guide:
 
 def _passes(variant: Variant | None, tokens: list[int]) -> list[list[int]]:
     """The passes in which these rows run: one each if later rows must not see where they have
-    stored nothing."""
-    if isinstance(variant, Route) and variant.leaves_holes:
+    stored nothing, or read their results."""
+    if isinstance(variant, Route) and (variant.leaves_holes or variant.is_sequential):
         return [[token] for token in tokens]
     return [tokens]

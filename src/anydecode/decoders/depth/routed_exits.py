@@ -10,7 +10,7 @@ import numpy as np
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.depth.trained_routes import TrainedRoutes
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.interface import Variant
+from anydecode.kernels.interface import Rows, Variant
 from anydecode.kernels.routes import Route, RoutedPass
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.scoring.sequence import Sequence
@@ -26,10 +26,18 @@ class RoutedExit(Route):
     def leave(self, routed: RoutedPass, active: np.ndarray, exit: int) -> None:
         """Store the rows `active` in the layers behind `exit`."""
         routed.propagate(active, exit, routed.num_layers)
+        routed.stop(active, routed.num_layers)
+
+    def enter(
+        self, routed: RoutedPass, rows: Rows, active: np.ndarray, first: int, last: int
+    ) -> None:
+        """Called before the rows `active` of the pass's `rows` run the layers `[first, last)`."""
 
     def run(self, routed: RoutedPass) -> None:
         active, layer, depth = np.arange(len(routed.states)), 0, routed.num_layers
+        rows = routed.rows
         for exit in self.exits:
+            self.enter(routed, rows, active, layer, exit)
             routed.run(active, layer, exit)
             routed.count(active, exit - layer, exit - layer)
             layer = exit
@@ -37,9 +45,10 @@ class RoutedExit(Route):
             # Later rows read the keys and values of those that leave, in the same pass too.
             self.leave(routed, active[is_sure], exit)
             active = active[~is_sure]
+        self.enter(routed, rows, active, layer, depth)
         routed.run(active, layer, depth)
         routed.count(active, depth - layer, depth - layer)
-        routed.stop(np.arange(len(routed.states)), depth)
+        routed.stop(active, depth)
 
 
 class RoutedExits(TrainedRoutes):

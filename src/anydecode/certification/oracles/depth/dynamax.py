@@ -55,16 +55,20 @@ class CopyingForward(Forward):
 
 
 class MambaText(TreeOracle):
-    """A Mamba over one text, with the states that each layer has read."""
+    """A Mamba over one text, with the states that each layer has read. With `keeps`, layers behind
+    an exit read nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = False) -> None:
         super().__init__(mamba_checkpoint(layers=MAMBA_LAYERS))
+        self.keeps = keeps
         self.read: list[list[np.ndarray]] = [[] for _ in range(MAMBA_LAYERS)]
 
     def step_routed(self, token: int, routers: ExitRouters | None) -> tuple[np.ndarray, int]:
         embedding = self.tensors["backbone.embeddings.weight"]
         x, num_layers = embedding[token], MAMBA_LAYERS
         for layer, read in enumerate(self.read):
+            if layer == num_layers and self.keeps:
+                break
             read.append(x)
             if layer < num_layers:
                 count = len(read)
@@ -88,15 +92,22 @@ def routed_mamba() -> LLM:
 @oracle_test("dynamax")
 def dynamax() -> Iterator[Check]:
     """Tokens leave in the upper half where a router gives more than .9."""
-    for name, open_llm in (("transformer", routed_model), ("Mamba", routed_mamba)):
+    for name, open_llm, key in (
+        ("transformer", routed_model, "dynamax"),
+        ("Mamba", routed_mamba, "dynamax"),
+        ("Mamba with kept states", routed_mamba, "dynamax:state=keep"),
+    ):
         with open_llm() as llm:
             routers: ExitRouters = llm.model.exit_routers  # type: ignore[attr-defined]
         is_mamba = open_llm is routed_mamba
 
         def replay(
-            network: Network, routers: ExitRouters = routers, is_mamba: bool = is_mamba
+            network: Network,
+            routers: ExitRouters = routers,
+            is_mamba: bool = is_mamba,
+            keeps: bool = key != "dynamax",
         ) -> Step:
-            text = MambaText() if is_mamba else CopyingForward(network)
+            text = MambaText(keeps) if is_mamba else CopyingForward(network)
 
             def step(token: int, index: int) -> tuple[np.ndarray, int, int]:
                 logits, num_layers = text.step_routed(token, routers if index >= 0 else None)
@@ -104,7 +115,7 @@ def dynamax() -> Iterator[Check]:
 
             return step
 
-        for check in text_checks("dynamax", open_llm, replay):
+        for check in text_checks(key, open_llm, replay):
             yield Check(f"{name}: {check.name}", check.passed, check.detail)
 
 
