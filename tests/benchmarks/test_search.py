@@ -64,6 +64,12 @@ def test_searches_compute_their_prompt_once(llm: LLM, method: str) -> None:
     assert found.rows >= found.distinct_rows >= len(PROMPT)
 
 
+@pytest.mark.parametrize("method", ["best-of-n:n=8", "majority-vote:n=8", "particle-filtering"])
+def test_equal_beginnings_are_computed_once(llm: LLM, method: str) -> None:
+    _, found = measure(llm, [method], PROMPT, LENGTH, 1)
+    assert found.rows == found.distinct_rows > len(PROMPT) + LENGTH
+
+
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     run_bench(

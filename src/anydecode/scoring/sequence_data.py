@@ -268,6 +268,18 @@ class SequenceData:
             self.parent._children.append(sibling)
         return sibling
 
+    def share_caches(self, other: SequenceData) -> None:
+        """Replace the caches by those of `other`, a branch with the same tokens, which is further:
+        the slots are shared."""
+        for kv_caches in self._kv_caches.values():
+            for kv_cache in kv_caches:
+                kv_cache.release()
+        self._kv_caches = {
+            runner: [kv_cache.fork() for kv_cache in kv_caches]
+            for runner, kv_caches in other._kv_caches.items()
+        }
+        self.draft_states = {name: one.fork() for name, one in other.draft_states.items()}
+
     def append(self, token: int) -> None:
         """Append a token to a branch without emitting it."""
         self.tokens.append(token)

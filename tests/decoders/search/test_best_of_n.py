@@ -149,11 +149,14 @@ def test_log_probabilities_are_those_of_the_samples() -> None:
     assert all(one.logprobs == by_tokens[tuple(one.tokens)] for one in found)
 
 
-def test_the_prompt_is_computed_once() -> None:
+def test_the_prompt_and_equal_beginnings_are_computed_once() -> None:
     with letters_llm() as llm:
         prompt = "abcd " * 20
         stats = llm.generate(prompt, decoder="best-of-n:n=8", **OPTIONS).stats
-    assert (stats.rows, stats.passes) == (100 + 8 * 9, 10)
+        samples = llm.generate(prompt, n=8, decoder="autoregressive", **OPTIONS).samples
+    beginnings = {tuple(one.tokens[:i]) for one in samples for i in range(1, 10)}
+    assert (stats.rows, stats.passes) == (100 + len(beginnings), 10)
+    assert len(beginnings) < 8 * 9
 
 
 def test_a_constraint_bounds_every_text() -> None:

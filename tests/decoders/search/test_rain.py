@@ -9,6 +9,7 @@ import pytest
 
 from anydecode import Regex, catalogue
 from anydecode.api.llm import LLM
+from anydecode.benchmarks.search import observed
 from anydecode.certification.certify import load_oracle_tests
 from anydecode.certification.checks import Restarts
 from anydecode.certification.oracles.search.rain import PROMPT, SelfJudge
@@ -63,7 +64,7 @@ def test_certificate_rejects_one_order_of_the_answers(monkeypatch: pytest.Monkey
     """A model that always names the first answer then finds a text good."""
 
     def first_only(self: Any, reply: str) -> Any:
-        branch, (first, second) = self.branches[0], self.orders[0]
+        [branch, *_], (first, second) = self.asked[0], self.orders[0]
         question = rain.JUDGE.format(first=first, second=second, prompt=self.prompt, reply=reply)
         branch.prompt = self.tokenizer.encode(question)
         branch.align("target")
@@ -132,13 +133,21 @@ def test_bad_children_are_widened_unless_they_differ() -> None:
     assert not is_widened(node(-1, *[[1.0, 0.0]] * 20))
 
 
-def test_prefixes_are_computed_once() -> None:
-    """Of one simulation: the prompt, the greedy token, its prefix again, one row per sampled token
-    but the last."""
-    reward = lambda prompt, texts: [1.0] * len(texts)  # noqa: E731
-    with letters_llm("ab.") as llm:
-        stats = llm.generate("ab" * 10, decoder=Rain(2, 1, reward), seed=1, max_tokens=1).stats
-    assert stats.rows <= 20 + 1 + 64
+def test_prefixes_are_computed_once_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Rain(3, 8, lambda prompt, texts: [1.0 - 2 * ("a" in text) for text in texts])
+
+    def run() -> tuple[list[int], int, int]:
+        with letters_llm("abcdefgh.") as llm:
+            prompt = llm.encode("ab" * 10)
+            with observed(llm.model, prompt) as prefixes:
+                found = llm.generate(prompt, decoder=decoder, seed=1, max_tokens=12)
+        return found.tokens, prefixes.num_rows, prefixes.num_distinct
+
+    tokens, rows, fewest = run()
+    assert rows < 1.05 * fewest  # a row that was not read where it was computed
+    monkeypatch.setattr(rain, "MAX_HELD", 0)
+    others, rows, _ = run()
+    assert others == tokens and rows > 1.2 * fewest
 
 
 def test_restarts_do_not_change_the_text() -> None:

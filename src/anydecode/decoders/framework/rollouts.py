@@ -39,6 +39,7 @@ class Rollout:
         finish_reason: Why it ended, or None while it goes on.
         start: The number of tokens before its current step.
         start_text: The number of characters before its current step.
+        temperature: The temperature of its next tokens; None for that of its group.
     """
 
     noise: Noise
@@ -48,6 +49,7 @@ class Rollout:
     finish_reason: str | None = None
     start: int = 0
     start_text: int = 0
+    temperature: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -101,7 +103,8 @@ class Rollouts:
 
     def extend(self, is_done: Callable[[int], bool]) -> Extending:
         """Sample tokens in every rollout that has not finished, until `is_done(number)` of it. It
-        is called before each token, and depends on the rollout alone."""
+        is called before each token, and depends on the rollout alone. Rollouts with the same tokens
+        share a row."""
         if not self._branches:
             yield from self._open()
         while True:
@@ -112,9 +115,20 @@ class Rollouts:
             ]
             if not live:
                 return
-            results = yield [self._branches[number].score(runner=self.runner) for number in live]
-            for number, scores in zip(live, results, strict=True):
-                self._take(number, scores.row(-1), scores.sampled[-1])
+            same: dict[tuple[int, ...], list[int]] = {}
+            for number in live:
+                same.setdefault(tuple(self.rollouts[number].tokens), []).append(number)
+            results = yield [
+                self._branches[first].score(runner=self.runner) for first, *_ in same.values()
+            ]
+            for (first, *others), scores in zip(same.values(), results, strict=True):
+                row = scores.row(-1)
+                for number in others:
+                    branch = self._branches[number]
+                    branch.share_caches(self._branches[first])
+                    scores.show_hidden(branch.sampler, -1)
+                    self._sample(number, row)
+                self._take(first, row, scores.sampled[-1])
 
     def resample(self, ancestors: Seq[int], noises: Seq[Noise]) -> None:
         """Replace every rollout `i` by a copy of rollout `ancestors[i]` with the random numbers
@@ -183,6 +197,10 @@ class Rollouts:
         self._branches = [self._branch(self.sequence, rollout) for rollout in self.rollouts]
         return self._branches
 
+    def branch(self, number: int) -> Sequence:
+        """The branch of a rollout."""
+        return self._branches[number]
+
     def text(self, number: int) -> str:
         """The text of a rollout so far."""
         return cast(TextStopChecker, self._branches[number].stop_checker).text
@@ -206,9 +224,7 @@ class Rollouts:
             if not rollout.tokens:
                 branch = self._branches[number]
                 scores.show_hidden(branch.sampler, -1)
-                token = branch.sample(branch.sampler, row, branch.length)
-                branch.record_logprobs(row, branch.length, token, branch.sampler)
-                self._take(number, row, token)
+                self._sample(number, row)
 
     def _branch(self, origin: Sequence, rollout: Rollout) -> Sequence:
         """A branch with the tokens of `rollout`, of which `origin` may have the first ones."""
@@ -216,10 +232,11 @@ class Rollouts:
         branch = origin.branch() if origin is not sequence else sequence.fork()
         branch.compute_logprobs = sequence.compute_logprobs
         branch.noise = rollout.noise
-        if self.temperature is not None:
+        temperature = self.temperature if rollout.temperature is None else rollout.temperature
+        if temperature is not None:
             sampler = branch.sampler
             branch.sampler = Sampler(
-                self.temperature, sampler.pre_temperature, combiner=sampler.combiner
+                temperature, sampler.pre_temperature, combiner=sampler.combiner
             )
         added = rollout.tokens[len(branch.tokens) - len(sequence.tokens) :]
         for token in added:
@@ -229,6 +246,13 @@ class Rollouts:
         rollout.finish_reason = rollout.finish_reason or reason
         branch.stop_checker = stop_checker
         return branch
+
+    def _sample(self, number: int, row: np.ndarray) -> None:
+        """Sample a token from the logits after a rollout, and append it."""
+        branch = self._branches[number]
+        token = branch.sample(branch.sampler, row, branch.length)
+        branch.record_logprobs(row, branch.length, token, branch.sampler)
+        self._take(number, row, token)
 
     def _take(self, number: int, row: np.ndarray, token: int) -> None:
         """Append a sampled token to a rollout."""

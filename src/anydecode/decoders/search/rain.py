@@ -8,7 +8,7 @@ sampled to the end of a phrase, the model itself judges the text so far, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,9 @@ SURE_VISITS, SURE_VALUE = 6, 0.8
 MIN_ADDED_VISITS = 15
 #: A phrase ends with one of these, or after so many tokens.
 PHRASE_ENDS, MAX_PHRASE = ",.?:;\n", 64
+#: The share of the cache that the keys and values of branches may hold which are kept to save time,
+#: and the number of questions of each order of answers that are kept.
+MAX_HELD, MAX_ASKED = 0.25, 64
 #: Number of random streams of a sample.
 _STREAMS = 4095
 
@@ -173,6 +176,8 @@ class Rain(Decoder):
     taken.
 
     The request's temperature and truncations are ignored. This costs hundreds of rows per token.
+    What was computed of the tree and of earlier questions is kept, in up to a quarter of the cache,
+    so that hardly a row is computed twice.
 
     Args:
         k: How many sets of tokens may follow a node at first.
@@ -215,17 +220,24 @@ class Rain(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         state = sequence.state.setdefault(_STATE, SearchState())
+        kept = _KeptCaches(sequence)
         judge = _Judge(sequence, self.good, self.bad)
         while not sequence.finished:
-            if len(unscored := sequence.unscored()) > 1:  # all branches share it
+            if state.root in kept:
+                sequence.share_caches(kept[state.root])
+            elif len(unscored := sequence.unscored()) > 1:  # all branches share it
                 yield sequence.score(unscored[:-1])
             while not self._is_decided(state):
-                yield from self._simulate(sequence, state, judge)
+                kept.make_room()
+                judge.make_room()
+                yield from self._simulate(sequence, state, kept, judge)
             best = state.root.most_visited()
             state.root, state.first_simulations = best, best.num_simulations
             state.judged = {}
+            kept.keep_only(best)
             mix_priors(best.children)
             sequence.emit(best.tokens, logprobs=best.logprobs)
+        kept.release()
         judge.release()
 
     def _is_decided(self, state: SearchState) -> bool:
@@ -238,19 +250,20 @@ class Rain(Decoder):
             return True
         return root.num_simulations >= max(self.simulations, first + MIN_ADDED_VISITS)
 
-    def _simulate(self, sequence: Sequence, state: SearchState, judge: _Judge) -> Step:
+    def _simulate(
+        self, sequence: Sequence, state: SearchState, kept: _KeptCaches, judge: _Judge
+    ) -> Step:
         """One walk down the tree, with what is found at its end."""
         path = [state.root]
         while path[-1].children:
             if is_widened(path[-1]) and path[-1] not in state.widened:
-                yield from self._widen(sequence, state, path)
+                yield from self._widen(sequence, state, path, kept)
             path.append(selected(path[-1]))
-        leaf, node = _Leaf(sequence, path), path[-1]
+        leaf, node = _Leaf(sequence, path, kept), path[-1]
         phrase: list[int] = []
         children: list[Node] = []
         if node.finish_reason is None:
-            phrase = yield from leaf.phrase(state.num_sampled)
-            children = yield from leaf.candidates(self.k, state.num_sampled + 1)
+            phrase, children = yield from leaf.explored(self.k, state.num_sampled)
         text = leaf.text
         leaf.release()
         value = yield from self._value(sequence, state, judge, text)
@@ -260,11 +273,12 @@ class Rain(Decoder):
         set_priors(children, node is state.root)
         backed_up(path, value, [leaf.embedding(tokens) for tokens in _texts(path, phrase)])
 
-    def _widen(self, sequence: Sequence, state: SearchState, path: list[Node]) -> Step:
+    def _widen(
+        self, sequence: Sequence, state: SearchState, path: list[Node], kept: _KeptCaches
+    ) -> Step:
         """Look for another child of the last node of `path`."""
-        leaf, node = _Leaf(sequence, path), path[-1]
-        count = len(node.children) + 1 if _length(node) == 1 else 2
-        found = yield from leaf.candidates(count, state.num_sampled)
+        leaf, node = _Leaf(sequence, path, kept), path[-1]
+        found = yield from leaf.another(state.num_sampled)
         leaf.release()
         state.num_sampled += 1
         state.widened.append(node)
@@ -289,88 +303,139 @@ class Rain(Decoder):
         return state.judged[text.text]
 
 
+class _KeptCaches(dict[Node, Sequence]):
+    """Branches that hold the keys and values of what was computed up to a node, the last token of
+    its set excluded, so that no text is computed twice while there is room."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def keep(self, node: Node, branch: Sequence) -> None:
+        """Keep the caches of `branch`, whose text ends with `node`."""
+        self[node] = self.sequence.fork()
+        self[node].share_caches(branch)
+
+    def keep_only(self, root: Node) -> None:
+        """Free all but those of `root` and what is below it."""
+        below, waiting = set(), [root]
+        while waiting:
+            below.add(node := waiting.pop())
+            waiting += node.children
+        for node in self.keys() - below:
+            self.pop(node).release()
+
+    def make_room(self) -> None:
+        """Free all, if it is too much."""
+        if is_too_much(self.values()):
+            self.release()
+
+    def release(self) -> None:
+        """Free all."""
+        for branch in self.values():
+            branch.release()
+        self.clear()
+
+
 class _Leaf:
     """The sequence with the tokens of a path behind it."""
 
-    def __init__(self, sequence: Sequence, path: list[Node]) -> None:
+    def __init__(self, sequence: Sequence, path: list[Node], kept: _KeptCaches) -> None:
         self.sequence = sequence
         self.node = path[-1]
+        self.kept = kept
         self.noise = sequence.noise.with_purpose("search")
         tokens = [token for node in path[1:] for token in node.tokens]
         self.group = Rollouts(sequence, [Rollout(sequence.noise, tokens, total=self.node.total)],
                               sums_logprobs=True)  # fmt: skip
         [self.branch] = self.group.open_branches()
         [self.text] = self.group.texts()
+        if self.node in kept:
+            self.branch.share_caches(kept[self.node])
 
-    def phrase(self, stream: int) -> Generator[DecoderAction, ActionResult, list[int]]:
-        """A sampled continuation to the end of a phrase, with which `text` goes on: none if a
-        phrase ends here.
-
-        Args:
-            stream: The number of its random stream.
-        """
-        prompt = self.sequence.tokenizers[TARGET].decode(self.sequence.prompt)
-        if (prompt + self.text.text)[-1:] in tuple(PHRASE_ENDS):
-            return []
-        rollout = Rollout(_stream(self.noise, stream), total=self.node.total)
-        group = Rollouts(self.branch, [rollout], sums_logprobs=True, temperature=1.0)
-
-        def is_done(number: int) -> bool:
-            return len(rollout.tokens) >= MAX_PHRASE or group.text(0)[-1:] in tuple(PHRASE_ENDS)
-
-        yield from self._extend(group, is_done)
-        [self.text] = group.texts()
-        group.release()
-        return rollout.tokens
-
-    def candidates(
+    def explored(
         self, count: int, stream: int
-    ) -> Generator[DecoderAction, ActionResult, list[Node]]:
-        """Up to `count` different sets of tokens: the most probable tokens, or the greedy set and
-        sampled ones.
+    ) -> Generator[DecoderAction, ActionResult, tuple[list[int], list[Node]]]:
+        """A sampled continuation to the end of a phrase, with which `text` goes on, and sets of
+        tokens that may follow. The continuation is empty if a phrase ends here.
 
         Args:
-            count: The number of sets.
-            stream: The number of the first random stream.
+            count: The number of sets. There are fewer if some are equal.
+            stream: The number of the first random stream, which is that of the phrase.
         """
-        length = _length(self.node)
-        if length == 1:
-            return (yield from self._most_probable(count))
-        nodes: list[Node] = []
-        for numbers, temperature in ((range(1), 0.0), (range(count - 1), None)):
-            rollouts = [
-                Rollout(_stream(self.noise, stream + number), total=self.node.total)
-                for number in numbers
-            ]
-            logs = [0.0] * len(rollouts)
-
-            def on_token(
-                number: int, branch: Sequence, row: np.ndarray, token: int, logs: list[float] = logs
-            ) -> None:
-                logs[number] += _truncated(branch, TOP_K).distribution(row).log_probability(token)
-
-            group = Rollouts(
-                self.branch, rollouts, sums_logprobs=True, temperature=temperature,
-                on_token=on_token,
-            )  # fmt: skip
-
-            def is_done(number: int, rollouts: list[Rollout] = rollouts) -> bool:
-                return len(rollouts[number].tokens) >= length
-
-            if rollouts:
-                yield from self._extend(group, is_done)
-            group.release()
-            for one, log in zip(rollouts, logs, strict=True):
-                if one.tokens not in [node.tokens for node in nodes]:
-                    nodes.append(self._node(one, math.exp(log)))
-        if sampled := [node.probability for node in nodes[1:]]:
+        phrase = []
+        prompt = self.sequence.tokenizers[TARGET].decode(self.sequence.prompt)
+        if (prompt + self.text.text)[-1:] not in tuple(PHRASE_ENDS):
+            phrase = [Rollout(_stream(self.noise, stream), total=self.node.total, temperature=1.0)]
+        is_single = _length(self.node) == 1
+        streams = range(stream + 1, stream + count)
+        sets = [] if is_single else [Rollout(self.noise, total=self.node.total, temperature=0.0)]
+        sets += [] if is_single else [self._set(one) for one in streams]
+        row, nodes = yield from self._extend(phrase, sets)
+        if is_single:
+            if row is None:
+                scores = yield self.branch.score()
+                row = scores.row(-1)
+            nodes = self._most_probable(row, count)
+        elif sampled := [node.probability for node in nodes[1:]]:
             least = min(nodes[0].probability, sum(sampled))
             nodes[0].probability = max(least, max(sampled) + min(sampled))
+        return phrase[0].tokens if phrase else [], nodes
+
+    def another(self, stream: int) -> Generator[DecoderAction, ActionResult, list[Node]]:
+        """A further set of tokens, sampled with the random stream `stream`, or the most probable
+        tokens, one more than there are children."""
+        if _length(self.node) == 1:
+            scores = yield self.branch.score()
+            return self._most_probable(scores.row(-1), len(self.node.children) + 1)
+        _, nodes = yield from self._extend([], [self._set(stream)])
         return nodes
 
     def release(self) -> None:
         """Free the memory."""
         self.group.release()
+
+    def _set(self, stream: int) -> Rollout:
+        """A sampled set of tokens."""
+        return Rollout(_stream(self.noise, stream), total=self.node.total)
+
+    def _extend(
+        self, phrase: list[Rollout], sets: list[Rollout]
+    ) -> Generator[DecoderAction, ActionResult, tuple[np.ndarray | None, list[Node]]]:
+        """Sample the phrase, with which `text` goes on, and the sets, side by side, so that equal
+        beginnings are computed once.
+
+        Returns:
+            The logits behind the leaf, if they were computed, and the nodes of the different sets,
+            with their probabilities.
+        """
+        logs, length = [0.0] * len(sets), _length(self.node)
+        rows: list[np.ndarray] = []
+
+        def on_token(number: int, branch: Sequence, row: np.ndarray, token: int) -> None:
+            if not rows:
+                rows.append(row.copy())
+            if number >= len(phrase):
+                distribution = _truncated(branch, TOP_K).distribution(row)
+                logs[number - len(phrase)] += distribution.log_probability(token)
+
+        def is_done(number: int) -> bool:
+            count = len(group.rollouts[number].tokens)
+            if number >= len(phrase):
+                return count >= length
+            return count >= MAX_PHRASE or group.text(number)[-1:] in tuple(PHRASE_ENDS)
+
+        group = Rollouts(self.branch, phrase + sets, sums_logprobs=True, on_token=on_token)
+        if group.rollouts:
+            yield from group.extend(is_done)
+        if phrase:
+            self.text = group.texts()[0]
+        nodes: list[Node] = []
+        for number, (one, log) in enumerate(zip(sets, logs, strict=True), len(phrase)):
+            if one.tokens not in [node.tokens for node in nodes]:
+                nodes.append(self._node(one, math.exp(log), group.branch(number)))
+        group.release()
+        return (rows[0] if rows else None), nodes
 
     def embedding(self, tokens: list[int]) -> np.ndarray:
         """The direction of the mean embedding of `tokens`, float64 `[hidden_size]`."""
@@ -381,11 +446,9 @@ class _Leaf:
         unit: np.ndarray = mean / max(float(np.linalg.norm(mean)), 1e-300)
         return unit
 
-    def _most_probable(self, count: int) -> Generator[DecoderAction, ActionResult, list[Node]]:
+    def _most_probable(self, row: np.ndarray, count: int) -> list[Node]:
         """The sets of the `count` most probable tokens, the most probable first."""
         branch = self.branch
-        scores = yield branch.score()
-        row = scores.row(-1).copy()
         distribution = _truncated(branch, count).distribution(row)
         shares = distribution.probabilities()
         tokens = np.arange(len(shares)) if distribution.tokens is None else distribution.tokens
@@ -397,53 +460,84 @@ class _Leaf:
             total = self.node.total + log_probability(row, token)
             rollouts.append(Rollout(self.noise, [token], logprobs, total))
         group = Rollouts(branch, rollouts)
-        group.open_branches()
-        group.release()
-        return [
-            self._node(one, math.exp(distribution.log_probability(one.tokens[0])))
-            for one in rollouts
+        nodes = [
+            self._node(one, math.exp(distribution.log_probability(one.tokens[0])), end)
+            for one, end in zip(rollouts, group.open_branches(), strict=True)
         ]
+        group.release()
+        return nodes
 
-    def _extend(self, group: Rollouts, is_done: Callable[[int], bool]) -> Step:
-        yield from group.extend(is_done)
-        self.branch.truncate(self.branch.length - 1)  # so that its last row is computed again
-
-    def _node(self, one: Rollout, probability: float) -> Node:
-        return Node(
+    def _node(self, one: Rollout, probability: float, branch: Sequence) -> Node:
+        """The node of a set that ends `branch`."""
+        node = Node(
             one.tokens, one.logprobs, self.node.depth + 1, probability, total=one.total,
             finish_reason=one.finish_reason,
         )  # fmt: skip
+        if node.finish_reason is None:
+            self.kept.keep(node, branch)
+        return node
 
 
 class _Judge:
-    """Asks the model whether a text is good. The branches of both questions keep their caches, so
-    that what two questions have in common at their beginning is computed once."""
+    """Asks the model whether a text is good. The branches of earlier questions keep their caches,
+    so that what questions have in common at their beginnings is computed once."""
 
     def __init__(self, sequence: Sequence, good: str, bad: str) -> None:
         self.tokenizer = sequence.tokenizers[TARGET]
         self.prompt = self.tokenizer.decode(sequence.prompt)
         self.orders = ((good, bad), (bad, good))
-        self.branches = [sequence.fork() for _ in self.orders]
-        for branch in self.branches:
+        self.asked = [[sequence.fork()] for _ in self.orders]
+        for [branch] in self.asked:
             branch.tokens = []
         self.letters = [self.tokenizer.encode(one, special=False)[-1] for one in "AB"]
 
     def value(self, reply: str) -> Value:
         """1 if both answers are that it is good, -1 if none is, otherwise 0."""
         requests = []
-        for branch, (first, second) in zip(self.branches, self.orders, strict=True):
+        for asked, (first, second) in zip(self.asked, self.orders, strict=True):
             question = JUDGE.format(first=first, second=second, prompt=self.prompt, reply=reply)
-            branch.prompt = self.tokenizer.encode(question)
+            tokens = self.tokenizer.encode(question)
+            branch = max(asked, key=lambda one: _num_common(one.prompt, tokens)).branch()
+            branch.prompt = tokens
             branch.align(TARGET)
+            asked.append(branch)
             requests.append(branch.score())
         results = yield requests
         a, b = ([scores.row(-1)[letter] for scores in results] for letter in self.letters)
         return float(a[0] > b[0]) + float(b[1] > a[1]) - 1.0
 
+    def make_room(self) -> None:
+        """Free all questions but the last, if they are too much."""
+        if len(self.asked[0]) > MAX_ASKED or is_too_much(sum(self.asked, [])):
+            for asked in self.asked:
+                while len(asked) > 1:
+                    asked.pop(0).release()
+
     def release(self) -> None:
         """Free the memory."""
-        for branch in self.branches:
+        for branch in sum(self.asked, []):
             branch.release()
+
+
+def is_too_much(branches: Collection[Sequence]) -> bool:
+    """Whether branches that only save time hold more than their share of the cache."""
+    caches = [branch.kv_cache() for branch in branches]
+    if not caches:
+        return False
+    num_held = len(np.unique(np.concatenate([one.table for one in caches])))
+    return num_held > MAX_HELD * caches[0].pool.num_slots
+
+
+def _num_common(tokens: list[int], others: list[int]) -> int:
+    """How many of the first tokens are the same."""
+    low, high = 0, min(len(tokens), len(others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens[:middle] == others[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def set_priors(nodes: list[Node], is_root: bool) -> None:
