@@ -110,7 +110,7 @@ def test_a_page_as_json_has_the_parameters(capsys: pytest.CaptureFixture[str]) -
 def test_a_partial_method_says_so_with_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    card = catalogue.find("nexus").card
+    card = catalogue.find("xllm").card
     assert card.missing
     assert f"{card.key} " in print_methods(capsys, "--family", card.family)
     assert json.loads(print_methods(capsys, card.key, "--json"))["missing"] == list(card.missing)

@@ -34,8 +34,8 @@ pytestmark = [
 
 
 @contextmanager
-def running_fleet(*roles: str) -> Iterator[FleetLLM]:
-    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
+def running_fleet(*roles: str, ratio: str | None = None) -> Iterator[FleetLLM]:
+    with FleetLLM(MODEL, SECRET, ratio=ratio, **OPTIONS) as fleet:
         address = ["--address", f"127.0.0.1:{fleet.fleet_port}"]
         launcher = Launcher(LocalWorkers([MODEL, *address, *ARGUMENTS], SECRET))
         launcher.start([Place(f"{role}-{n}", role) for n, role in enumerate(roles)])
@@ -93,19 +93,32 @@ def test_a_killed_worker_changes_no_word(options: dict[str, Any]) -> None:
     assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
 
 
-def test_kills_at_random_times_lose_and_change_nothing() -> None:
-    """Prefill and decode workers die while 24 requests run."""
+@pytest.mark.parametrize(
+    ("ratio", "roles"),
+    [
+        (None, ("prefill", "decode", "decode")),
+        ("xllm", ("prefill", "decode", "decode")),
+        ("xllm:policy=cache", ("prefill", "decode", "decode")),
+        # No worker is ever within these limits, so roles change as soon as the times are known.
+        ("xllm:ttft=1e-6,tpot=1e-6,period=0", ("prefill", "prefill", "decode")),
+    ],
+)
+def test_kills_at_random_times_lose_and_change_nothing(
+    ratio: str | None, roles: tuple[str, ...]
+) -> None:
+    """Prefill and decode workers die while 24 requests run, a third of which may wait."""
     prompts = [[65 + (3 * n + i) % 26 for i in range(40 + 9 * n)] for n in range(24)]
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "ignore_eos": True}
     with LLM(MODEL, **OPTIONS) as llm:
         expected = [llm.generate(one, seed=n, **options).tokens for n, one in enumerate(prompts)]
-    with running_fleet("prefill", "decode", "decode") as fleet:
+    names = [f"{role}-{number}" for number, role in enumerate(roles)]
+    with running_fleet(*roles, ratio=ratio) as fleet:
         with ThreadPoolExecutor(6) as threads:
             answers = [
-                threads.submit(fleet.generate, one, seed=n, **options)
+                threads.submit(fleet.generate, one, seed=n, priority=int(n % 3 == 0), **options)
                 for n, one in enumerate(prompts)
             ]
-            for name in ("decode-1", "prefill-0", "decode-2", "decode-1"):
+            for name in (names[1], names[0], names[2], names[1]):
                 wait_for(lambda: worker_with_tasks(fleet) or all(one.done() for one in answers))
                 os.kill(wait_for(partial(pid_of, fleet, name)), signal.SIGKILL)
                 time.sleep(0.3)

@@ -101,8 +101,8 @@ def up(
         str | None,
         typer.Option(
             "--ratio",
-            help="Let workers change their roles: pd-serve (prefill and decode) or epd (encode,"
-            " too). Default: roles stay.",
+            help="Let workers change their roles: pd-serve and xllm (prefill and decode) or epd"
+            " (encode, too). Default: roles stay.",
         ),
     ] = None,
     host: Annotated[

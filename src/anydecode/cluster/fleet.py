@@ -9,12 +9,12 @@ that a beat does not list was lost and runs again, from the tokens that it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from anydecode.cluster.control.roles import Group, RoleControl
+from anydecode.cluster.control.roles import Group, RoleControl, TaskNeeds, WorkerLoad
 from anydecode.cluster.ledger import Frame
 from anydecode.cluster.routing import CachedBlocks, rows_before
 from anydecode.memory.prefix import BLOCK
@@ -92,7 +92,9 @@ class Task:
         worker: The incarnation of the worker that it is on.
         lease: The prefill worker that keeps its blocks, and the attempt under which it does.
         group: The group of the workers that have generated its tokens.
-        started: When that happened.
+        started: When it was started on its worker.
+        submitted: When it came.
+        received_at: When its last tokens came from its worker.
         number_sent: The number of the frame that started it on its worker.
         rows: Rows of the prompt that its worker has to compute, until its first token.
         scenario: The number of its scenario, whose workers it runs on while there are any.
@@ -118,6 +120,8 @@ class Task:
     started: float = 0.0
     rows: int = 0
     scenario: int = 0
+    submitted: float = 0.0
+    received_at: float | None = None
     num_received: int = 0
     num_deaths: int = 0
     num_quarantine_deaths: int = 0
@@ -129,6 +133,11 @@ class Task:
     def is_quarantined(self) -> bool:
         """Whether it may be the cause of lost workers, and runs alone on its next one."""
         return self.num_deaths >= SUSPECT_DEATHS
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens so far, the prompt included."""
+        return len(self.prompt) + len(self.said)
 
     @property
     def num_positions(self) -> int:
@@ -218,6 +227,8 @@ class Member:
     last_facts: Frame = field(default_factory=dict)
     role: str = ""  # at first that of its facts
     scenario: int | None = None  # whose tasks it runs; None: all
+    next_role: str | None = None  # once its prompts are computed; it gets no new task before
+    prefilled_at: float = 0.0  # when its last prompt was computed for another worker
 
     def __post_init__(self) -> None:
         self.role = self.role or self.facts.role
@@ -335,6 +346,12 @@ class Fleet:
         }
 
     @property
+    def _placement(self) -> RoleControl | None:
+        """The control, if it chooses the workers of tasks."""
+        control = self.control
+        return control if control is not None and control.has_placement else None
+
+    @property
     def num_waiting(self) -> int:
         """Number of tasks that are on no worker. May be read on any thread."""
         return sum(task.worker is None for task in list(self.tasks.values()) if not is_part(task))
@@ -348,6 +365,7 @@ class Fleet:
     def submit(self, task: Task, now: float) -> None:
         """Queue a task."""
         self.counts["tasks"] += 1
+        task.submitted = now
         if self.control is not None:
             task.scenario = self.control.scenario(len(task.prompt))
             self.control.record_arrival(task.scenario)
@@ -501,6 +519,9 @@ class Fleet:
             return
         if self.control is not None and not is_part(task):
             self.control.record_prefill(task.scenario, now - task.started)
+            seconds = now - max(task.started, member.prefilled_at)
+            self.control.record_prompt(task.rows, seconds)
+        member.prefilled_at = now
         lease = (member.facts.incarnation, task.attempt)
         self._requeue(task)
         task.state = TaskState.OFFERED
@@ -521,6 +542,12 @@ class Fleet:
         if task.said[start : start + num_known] != tokens[:num_known]:
             self._fail(task, "fleet", "the answer could not be continued with the same text", now)
             return
+        if self.control is not None and task.received_at is not None and not member.pending_rows:
+            seconds = (now - task.received_at) / len(tokens)
+            answers = list(member.tasks.values())
+            num_positions = sum(one.length for one in answers)
+            self.control.record_token(len(answers), num_positions, seconds)
+        task.received_at = now
         task.num_received += len(tokens)
         task.rows = 0
         for one in (task, *task.parts):
@@ -697,6 +724,33 @@ class Fleet:
             chosen.scenario = None if next_role == "encode" else target
             chosen.role = next_role
             self.counts["role_changes"] += 1
+        if not self.control.has_placement:
+            return
+        idle = self.control.idle_flip(now, self._loads(None, self.members.values(), now))
+        if idle is not None:
+            self.members[idle].next_role = "prefill"
+        self._finish_flips()
+
+    def _finish_flips(self) -> None:
+        """Give the workers that are to change their role the new one, once they have no prompt to
+        compute for others."""
+        for member in self.members.values():
+            is_prefilling = any(
+                task.state is TaskState.PREFILLING for task in member.tasks.values()
+            )
+            if member.next_role is not None and not is_prefilling:
+                member.role, member.next_role = member.next_role, None
+                self.counts["role_changes"] += 1
+
+    @staticmethod
+    def _may_get_tasks(member: Member, now: float) -> bool:
+        """Whether a worker may get a new task now or soon."""
+        return (
+            member.drain_deadline is None
+            and member.next_role is None
+            and now - member.last_beat < SUSPECT_SECONDS
+            and not member.is_quarantine
+        )
 
     def _fail_stranded(self, now: float) -> None:
         """Fail the tasks that have waited too long for a worker that could run them."""
@@ -732,7 +786,7 @@ class Fleet:
         emptied: Member | None = None
         num_scenarios = 1 if self.control is None else self.control.num_scenarios
         full: set[int] = set()  # scenarios
-        for task in self._waiting():
+        for task in self._waiting(now):
             if len(full) == num_scenarios:
                 return
             if task.scenario in full or not self._is_encoded(task, now):
@@ -740,9 +794,7 @@ class Fleet:
             able = [
                 one
                 for one in self._able(task)
-                if now - one.last_beat < SUSPECT_SECONDS
-                and one is not emptied
-                and not one.is_quarantine
+                if self._may_get_tasks(one, now) and one is not emptied
             ]
             if not able:
                 continue
@@ -752,10 +804,21 @@ class Fleet:
             elif not self._place(task, able, now):
                 full.add(task.scenario)
 
-    def _waiting(self) -> Iterator[Task]:
+    def _waiting(self, now: float) -> Iterator[Task]:
+        """The tasks on no worker, in the order in which they go to one."""
         tasks = self.tasks.values()
         waiting = [task for task in tasks if task.worker is None and not is_part(task)]
-        return iter(sorted(waiting, key=lambda task: (task.priority, task.number)))
+        preferred = None
+        control = self._placement
+        if control is not None and any(task.priority > 0 for task in waiting):
+            preferred = control.preferred_length(self._loads(None, self.members.values(), now))
+
+        def key(task: Task) -> tuple[int, int, int]:
+            if preferred is None or task.priority <= 0:
+                return task.priority, 0, task.number
+            return task.priority, abs(task.length - preferred), task.number
+
+        return iter(sorted(waiting, key=key))
 
     def _dispatch_parts(self, now: float) -> None:
         """Give images to encode workers, those of the first prompts first, and of these the
@@ -775,11 +838,7 @@ class Fleet:
 
     def _encoders(self, part: Part, now: float) -> list[Member]:
         """The workers that could encode an image if they were free."""
-        return [
-            one
-            for one in self._able(part)
-            if now - one.last_beat < SUSPECT_SECONDS and not one.is_quarantine
-        ]
+        return [one for one in self._able(part) if self._may_get_tasks(one, now)]
 
     def _is_encoded(self, task: Task, now: float) -> bool:
         """Whether all images of a prompt are encoded, or can be by no encode worker; or the prompt
@@ -794,36 +853,91 @@ class Fleet:
         own = [one for one in able if one.scenario in (None, task.scenario)]
         if any(one.role not in _STAGES for one in own):
             able = own
+        if (control := self._placement) is not None:
+            needs = TaskNeeds(task.length, now - task.submitted, task.priority > 0)
+            placement = control.place(now, needs, self._loads(task, able, now))
+            if placement is not None:
+                if placement.flip is not None:
+                    self.members[placement.flip].next_role = "decode"
+                    self._finish_flips()
+                if placement.worker is None:
+                    return False
+                start = self._prefill if placement.is_prefill else self._run
+                start(task, self.members[placement.worker], now)
+                return True
         decoding = _generating(able)
-        free = [
-            one
-            for one in decoding
-            if one.refused_until <= now
-            and len(one.tasks) < one.facts.max_running
-            and (not one.tasks or one.num_positions + task.num_positions <= one.facts.positions)
-        ]
+        free = [one for one in decoding if self._can_run(task, one, now)]
         if not free:
             return False
         best = min(free, key=lambda one: self._cost(task, one))
-        uncached = len(task.digests) - best.blocks.num_matched(task.digests)
-        if task.state is TaskState.QUEUED and uncached >= MIN_BLOCKS and not task.said:
+        if self._needs_prefill(task, best.blocks.num_matched(task.digests)):
             prefilling = [
                 one
                 for one in able
                 if one.role == "prefill" and one.facts.group == best.facts.group and one is not best
             ]
             if prefilling:
-                ready = [
-                    one
-                    for one in prefilling
-                    if len(one.tasks) < MAX_PREFILLS and one.refused_until <= now
-                ]
+                ready = [one for one in prefilling if self._can_prefill(one, now)]
                 if not ready:
                     return False
                 self._prefill(task, min(ready, key=lambda one: self._cost(task, one)), now)
                 return True
         self._run(task, best, now)
         return True
+
+    @staticmethod
+    def _needs_prefill(task: Task, num_matched: int) -> bool:
+        """Whether a prefill worker is to compute the prompt for a worker that has so many of its
+        blocks."""
+        is_new = task.state is TaskState.QUEUED and not task.said
+        return is_new and len(task.digests) - num_matched >= MIN_BLOCKS
+
+    @staticmethod
+    def _can_run(task: Task, member: Member, now: float) -> bool:
+        """Whether a worker has room for a task."""
+        return (
+            member.refused_until <= now
+            and len(member.tasks) < member.facts.max_running
+            and (
+                not member.tasks
+                or member.num_positions + task.num_positions <= member.facts.positions
+            )
+        )
+
+    @staticmethod
+    def _can_prefill(member: Member, now: float) -> bool:
+        """Whether a prefill worker may get one more prompt."""
+        return len(member.tasks) < MAX_PREFILLS and member.refused_until <= now
+
+    def _loads(self, task: Task | None, members: Iterable[Member], now: float) -> list[WorkerLoad]:
+        """The workers that compute prompts or generate, as their control sees them."""
+        return [
+            self._load(task, one, now)
+            for one in members
+            if one.role != "encode" and self._may_get_tasks(one, now)
+        ]
+
+    def _load(self, task: Task | None, member: Member, now: float) -> WorkerLoad:
+        """A worker as its control sees it, to which the task could go, if there is one."""
+        matched = 0 if task is None else member.blocks.num_matched(task.digests)
+        tasks = list(member.tasks.values())
+        answers = [one for one in tasks if one.state is TaskState.DECODING]
+        return WorkerLoad(
+            member.facts.incarnation,
+            member.role,
+            member.facts.group,
+            tuple(one.rows for one in tasks if one.rows),
+            len(answers),
+            sum(one.length for one in answers),
+            member.num_positions / member.facts.positions,
+            matched,
+            0 if task is None else task.length - BLOCK * matched,
+            task is not None and self._needs_prefill(task, matched),
+            self._can_prefill(member, now),
+            len(tasks) < member.facts.max_running
+            if task is None
+            else self._can_run(task, member, now),
+        )
 
     def _isolate(self, task: Task, able: list[Member], now: float) -> Member | None:
         """Start a quarantined task on a worker without tasks, or return the worker that is to
@@ -844,7 +958,7 @@ class Fleet:
         if isinstance(task, Part):
             return 0 if member.blocks.num_matched(task.digests) else task.num_rows
         cached = BLOCK * member.blocks.num_matched(task.digests)
-        return len(task.prompt) + len(task.said) - cached
+        return task.length - cached
 
     def _prefill(self, task: Task, member: Member, now: float) -> None:
         task.state = TaskState.PREFILLING
@@ -899,7 +1013,7 @@ class Fleet:
         self._start(task, member, frame, now)
 
     def _start(self, task: Task, member: Member, frame: Frame, now: float) -> None:
-        task.worker, task.started = member.facts.incarnation, now
+        task.worker, task.started, task.received_at = member.facts.incarnation, now, None
         task.rows = max(0, self._num_uncached(task, member))
         member.blocks.add(task.digests)
         member.tasks[task.number] = task

@@ -99,34 +99,22 @@ class RatioControl(RoleControl):
         self._wishes: dict[Hashable, tuple[Change | None, int]] = {}
 
     def scenario(self, num_tokens: int) -> int:
-        """The number of the scenario of a prompt of so many tokens."""
         return bisect_left(self._lengths, num_tokens)
 
     def record_arrival(self, scenario: int) -> None:
-        """A request of a scenario has come."""
         self._num_arrivals[scenario] += 1
 
     def record_prefill(self, scenario: int, seconds: float) -> None:
-        """A prompt of a scenario was at a prefill worker for so long."""
         times = self.prefill_seconds
         times[scenario] = _averaged(times[scenario], max(seconds, 1e-6), _WEIGHT)
 
     def record_decode(self, scenario: int, seconds: float) -> None:
-        """An answer of a scenario was at a decode worker for so long."""
         times = self.decode_seconds
         times[scenario] = _averaged(times[scenario], max(seconds, 1e-6), _WEIGHT)
 
     def step(
         self, now: float, groups: Sequence[Group], prefill_places: int, decode_places: int
     ) -> list[Change]:
-        """The workers that change now: at most one in each scenario, or one between two scenarios.
-
-        Args:
-            now: The time in seconds.
-            groups: The workers of each scenario.
-            prefill_places: How many prompts are at a prefill worker at a time.
-            decode_places: How many answers are at a decode worker at a time.
-        """
         if self._next is None:
             self._next = now + self.period
         if now < self._next:
