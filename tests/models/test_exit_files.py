@@ -99,3 +99,19 @@ def test_a_judge_of_other_states_is_refused() -> None:
         judge = Judge(zeros(size), 0.0, 0.5, model_fingerprint(network))
         with pytest.raises(InvalidRequestError, match="weights of a judge do not fit"):
             judge.check(network)
+
+
+@pytest.mark.parametrize("mistake", ["a part is missing", "another width", "another size"])
+def test_bad_blocks_of_routers_are_refused(tmp_path: Path, mistake: str) -> None:
+    file = tmp_path / "routers.safetensors"
+    down, up = np.ones((3, 8), np.float32), np.ones((1, 3), np.float32)
+    size = 6 if mistake == "another size" else 8
+    block = {"norm": (size,), "gate": (5, size), "up": (5, size), "down": (size, 5)}
+    if mistake == "a part is missing":
+        del block["down"]
+    elif mistake == "another width":
+        block["down"] = (size, 4)
+    parts = {f"block.{name}": {2: np.ones(shape, np.float32)} for name, shape in block.items()}
+    write_exits(file, {"down.weight": {2: down}, "up.weight": {2: up}, **parts}, "a model")
+    with pytest.raises(CheckpointError, match="exit routers .*(do not fit|has the shapes)"):
+        ExitRouters.load(file)

@@ -19,7 +19,7 @@ from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.training import curve
-from anydecode.training.exit_routers import RouterRecipe, RouterRun, are_similar
+from anydecode.training.exit_routers import Body, RouterRecipe, RouterRun, are_similar
 from anydecode.training.exit_run import ExitRows
 
 
@@ -32,20 +32,26 @@ class _Separable(RouterRun):
         return ExitRows({2: states, 3: -states}, {2: positive, 3: positive}, 100)
 
 
-def _run(folder: Path, steps: int) -> _Separable:
-    recipe = RouterRecipe(steps=steps, width=16, rate=1e-2, threshold=0.5)
+def _run(folder: Path, steps: int, body: Body = "mlp") -> _Separable:
+    recipe = RouterRecipe(steps=steps, width=16, rate=1e-2, threshold=0.5, body=body)
     with tiny_llm() as llm:
         return _Separable(llm, folder, recipe, ["a", "b"])
 
 
-def test_routers_separate_states_by_their_label(tmp_path: Path) -> None:
-    run = _run(tmp_path, 300)
+@pytest.mark.parametrize(("body", "steps"), [("mlp", 300), ("block", 40)])
+def test_routers_separate_states_by_their_label(tmp_path: Path, body: Body, steps: int) -> None:
+    run = _run(tmp_path, steps, body)
     run.train()
     for one in run.qualities():
         assert one.precision > 0.8 and 0.3 < one.chosen < 0.7 and one.loss < 0.4
     states, routers = run.rows.inputs[3][:100].numpy(), ExitRouters.load(run.path)
     assert routers.exits == [2, 3]
     assert np.mean((routers(3, states) > 0.5) == run.rows.labels[3][:100].numpy()) > 0.8
+    with torch.no_grad():
+        expected = torch.sigmoid(run.networks["3"](torch.from_numpy(states)))[:, 0]
+    np.testing.assert_allclose(routers(3, states), expected.numpy(), atol=1e-4)
+    with pytest.raises(InvalidRequestError, match="or another body"):
+        _run(tmp_path, steps, "mlp" if body == "block" else "block")
 
 
 def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
@@ -115,6 +121,8 @@ def _network(llm: LLM) -> Any:
 def test_bad_recipes_are_refused_in_one_line() -> None:
     with pytest.raises(InvalidRequestError, match="choose from cosine, token"):
         RouterRecipe(steps=1, label="other")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="choose from mlp, block"):
+        RouterRecipe(steps=1, body="other")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="must be more than 0"):
         RouterRecipe(steps=1, width=0)
     with pytest.raises(InvalidRequestError, match="must be 1 or more"):

@@ -21,6 +21,7 @@ from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
+from anydecode.models.small_mlps import SmallMlps
 from anydecode.models.transformer import Executor, Transformer
 
 
@@ -211,20 +212,29 @@ def early_exit_model() -> LLM:
     return with_drafter(partial(early_exit_checkpoint, sharpness=2.0), cache_positions=4096)
 
 
-def routed_model() -> LLM:
-    """An engine over a tiny model with random exit routers behind every second layer."""
+def routed_model(has_blocks: bool = False) -> LLM:
+    """An engine over a tiny model with random exit routers behind every second layer; with
+    `has_blocks`, these have the feed-forward block of a transformer."""
     model = tiny_model(layers=16, residual=0.3)
-    add_routers(model, range(2, 16, 2))
+    add_routers(model, range(2, 16, 2), has_blocks)
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
-def add_routers(model: Any, exits: Seq[int]) -> None:
-    """Give a model random exit routers behind these numbers of layers."""
+def add_routers(model: Any, exits: Seq[int], has_blocks: bool = False) -> None:
+    """Give a model random exit routers behind these numbers of layers; see `routed_model`."""
     random = np.random.default_rng(3)
     hidden = model.spec.hidden_size
     down = {one: random.standard_normal((8, hidden), np.float32) / 2 for one in exits}
     up = {one: random.standard_normal(8, np.float32) for one in exits}
-    model.exit_routers = ExitRouters(down, up, model_fingerprint(model.network), "token 1")
+    fingerprint, block = model_fingerprint(model.network), None
+    if has_blocks:
+        shapes = {"norm": (hidden,), "gate": (8, hidden), "up": (8, hidden), "down": (hidden, 8)}
+        parts = {
+            name: {one: random.standard_normal(shape, np.float32) for one in exits}
+            for name, shape in shapes.items()
+        }
+        block = SmallMlps(**parts, fingerprint=fingerprint)
+    model.exit_routers = ExitRouters(down, up, fingerprint, "token 1", block)
 
 
 def predicting_model(**options: Any) -> LLM:

@@ -31,31 +31,35 @@ def write_exits(path: Path, parts: dict[str, ByExit], fingerprint: str, target: 
     save_file(tensors, path, metadata={"fingerprint": fingerprint, "target": target})
 
 
-def read_exits(path: Path, parts: Seq[str], what: str) -> tuple[list[ByExit], dict[str, str]]:
+def read_exits(
+    path: Path, parts: Seq[str], what: str, optional: Seq[str] = ()
+) -> tuple[list[ByExit], dict[str, str]]:
     """Read the file that `write_exits` writes.
 
     Args:
         path: The file.
         parts: The parts of each exit or layer.
         what: What the file has, for errors.
+        optional: Further parts, all of which a file has, or none.
 
     Returns:
-        The tensors of each part, float32, and the fingerprint and the target, by these names; ""
-        where the file has none.
+        The tensors of each part, float32, the optional ones last and empty where the file has none,
+        and the fingerprint and the target, by these names; "" where the file has none.
 
     Raises:
         CheckpointError: There is no such file, or it has other tensors or numbers that are not
             finite.
     """
     tensors, metadata = read_tensors(path, what)
-    found: dict[str, ByExit] = {part: {} for part in parts}
+    found: dict[str, ByExit] = {part: {} for part in (*parts, *optional)}
     try:
         for name, tensor in tensors.items():
             _, exit, part = name.split(".", 2)
             found[part][int(exit)] = tensor
     except (ValueError, KeyError):
         raise CheckpointError(f"{what} {path}: has an unknown tensor {name}") from None
-    first, *others = found.values()
+    is_whole = any(found[part] for part in optional)
+    first, *others = (found[part] for part in (*parts, *(optional if is_whole else ())))
     if not (first and all(one.keys() == first.keys() for one in others)):
         raise CheckpointError(f"{what} {path}: the tensors do not fit together")
     return list(found.values()), {"fingerprint": "", "target": "", **metadata}

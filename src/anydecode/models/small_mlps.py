@@ -12,7 +12,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.exit_files import ByExit, check_model, read_exits, write_exits
 from anydecode.models.network import Network
 
-_PARTS = ("norm", "gate", "up", "down")
+PARTS = ("norm", "gate", "up", "down")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +56,19 @@ class SmallMlps:
             self.fingerprint, network, "small MLPs", "small-mlps", widths=widths, layers=self.layers
         )
 
+    def check_shapes(self, what: str) -> None:
+        """Raise CheckpointError, about `what`, unless the parts of each MLP fit together."""
+        for layer, one in self.gate.items():
+            parts = (self.norm[layer], one, self.up[layer], self.down[layer])
+            shapes = [part.shape for part in parts]
+            size, width = self.norm[layer].size, one.shape[0] if one.ndim else 0
+            if shapes != [(size,), (width, size), (width, size), (size, width)]:
+                raise CheckpointError(f"{what}: one has the shapes {shapes}")
+
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
         tensors = (self.norm, self.gate, self.up, self.down)
-        write_exits(path, dict(zip(_PARTS, tensors, strict=True)), self.fingerprint)
+        write_exits(path, dict(zip(PARTS, tensors, strict=True)), self.fingerprint)
 
     @staticmethod
     def load(path: Path) -> SmallMlps:
@@ -68,10 +77,7 @@ class SmallMlps:
         Raises:
             CheckpointError: There is no such file, or it has other tensors.
         """
-        (norm, gate, up, down), metadata = read_exits(path, _PARTS, "small MLPs")
-        for layer, one in gate.items():
-            shapes = [norm[layer].shape, one.shape, up[layer].shape, down[layer].shape]
-            size, width = norm[layer].size, one.shape[0] if one.ndim else 0
-            if shapes != [(size,), (width, size), (width, size), (size, width)]:
-                raise CheckpointError(f"small MLPs {path}: one has the shapes {shapes}")
-        return SmallMlps(norm, gate, up, down, metadata["fingerprint"])
+        (norm, gate, up, down), metadata = read_exits(path, PARTS, "small MLPs")
+        mlps = SmallMlps(norm, gate, up, down, metadata["fingerprint"])
+        mlps.check_shapes(f"small MLPs {path}")
+        return mlps

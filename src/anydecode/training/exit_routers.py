@@ -14,12 +14,16 @@ from torch import nn
 
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
-from anydecode.models.exit_routers import FILE_NAME, ExitRouters
+from anydecode.models.exit_routers import EPS, FILE_NAME, ExitRouters
 from anydecode.training.exit_run import HELD_OUT, ExitRecipe, ExitRows, ExitRun, Report
 from anydecode.training.generated import read_states, run_requests
+from anydecode.training.small_mlps import SmallMlp, small_mlps
+from anydecode.training.transformer import Norm
 
 #: What a router learns to predict.
 Label = Literal["cosine", "token"]
+#: What a router consists of.
+Body = Literal["mlp", "block"]
 #: Rows of the head that are computed at a time.
 CHUNK = 256
 
@@ -34,17 +38,22 @@ class RouterRecipe(ExitRecipe):
         top_k: See `label`.
         interval: Layers from one exit to the next.
         similarity: See `label`.
+        body: "mlp": a router has one hidden layer; "block": in front of that it has the
+            feed-forward block of a transformer.
     """
 
     label: Label = "cosine"
     top_k: int = 1
     interval: int = 4
     similarity: float = 0.98
+    body: Body = "mlp"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.label not in ("cosine", "token"):
             raise InvalidRequestError(f"label is {self.label!r}; choose from cosine, token")
+        if self.body not in ("mlp", "block"):
+            raise InvalidRequestError(f"body is {self.body!r}; choose from mlp, block")
         if min(self.top_k, self.interval) < 1:
             raise InvalidRequestError("top_k and interval must be 1 or more")
 
@@ -53,10 +62,27 @@ class RouterRecipe(ExitRecipe):
         """See `ExitRouters.target`."""
         return f"cosine {self.similarity}" if self.label == "cosine" else f"token {self.top_k}"
 
+    @property
+    def settings(self) -> list[Any]:
+        return [*super().settings, self.body]
+
+
+class FeedForward(nn.Module):
+    """The feed-forward block of a transformer, `[rows, size]` to `[rows, size]`."""
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.mlp = SmallMlp(Norm(size, EPS), width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.mlp(x)
+        return result
+
 
 class RouterRun(ExitRun):
     """A run that trains a router for every `interval`-th layer. See `ExitRun`."""
 
+    differs_in = "another model, width or label, or another body"
     recipe: RouterRecipe
 
     @property
@@ -65,12 +91,16 @@ class RouterRun(ExitRun):
 
     def routers(self) -> ExitRouters:
         """The routers as they are now."""
-        down, up = {}, {}
-        for name, network in self.networks.items():
-            weights: Any = list(network.parameters())
-            down[int(name)] = weights[0].detach().numpy().copy()
-            up[int(name)] = weights[1].detach().numpy()[0].copy()
-        return ExitRouters(down, up, self.fingerprint, self.recipe.target)
+        down, up, blocks = {}, {}, {}
+        networks: Any = self.networks
+        for name, network in networks.items():
+            weights = list(network.parameters())
+            down[int(name)] = weights[-2].detach().numpy().copy()
+            up[int(name)] = weights[-1].detach().numpy()[0].copy()
+            if self.recipe.body == "block":
+                blocks[int(name)] = network[0].mlp
+        block = small_mlps(blocks, self.fingerprint) if blocks else None
+        return ExitRouters(down, up, self.fingerprint, self.recipe.target, block)
 
     def _write(self) -> None:
         self.routers().save(self.path)
@@ -78,7 +108,10 @@ class RouterRun(ExitRun):
     def _network(self, num_features: int) -> nn.Module:
         width = self.recipe.width
         first = nn.Linear(num_features, width, bias=False)
-        return nn.Sequential(first, nn.SiLU(), nn.Linear(width, 1, bias=False))
+        head = first, nn.SiLU(), nn.Linear(width, 1, bias=False)
+        if self.recipe.body == "block":
+            return nn.Sequential(FeedForward(num_features, width), *head)
+        return nn.Sequential(*head)
 
     def _collect(self, llm: LLM, prompts: Seq[list[int]], report: Report) -> ExitRows:
         recipe, depth = self.recipe, llm.model.spec.num_layers

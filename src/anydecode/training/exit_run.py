@@ -70,6 +70,11 @@ class ExitRecipe:
         """What the networks learn to predict, if there is a choice."""
         return ""
 
+    @property
+    def settings(self) -> list[Any]:
+        """What a resumed run must have in common with the one before."""
+        return [self.width, self.target]
+
 
 @dataclass(frozen=True)
 class ExitQuality:
@@ -155,7 +160,7 @@ class ExitRun(WeightRun):
         )
         weights = list(self.networks.parameters())
         optimizer = torch.optim.Adam(weights, lr=recipe.rate)
-        self._resume(weights, optimizer, [self.fingerprint, recipe.width, recipe.target])
+        self._resume(weights, optimizer, [self.fingerprint, *recipe.settings])
 
     @abstractmethod
     def _collect(self, llm: LLM, prompts: Seq[list[int]], report: Report) -> ExitRows:

@@ -22,7 +22,7 @@ from anydecode.decoders.depth.duo_llm import layers_with_choice
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.families import load_network
-from anydecode.models.small_mlps import SmallMlps
+from anydecode.models.small_mlps import PARTS, SmallMlps
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun
 from anydecode.training.block_adapter import Pair
 from anydecode.training.layer_routers import answer_tokens
@@ -60,6 +60,15 @@ class SmallMlp(nn.Module):
         y = self.norm(x)
         added: torch.Tensor = self.down(functional.silu(self.gate(y)) * self.up(y))
         return added
+
+
+def small_mlps(modules: dict[int, nn.Module], fingerprint: str) -> SmallMlps:
+    """`SmallMlp` modules, by layer, in the engine's format."""
+    parts: dict[str, dict[int, Any]] = {name: {} for name in PARTS}
+    for layer, mlp in modules.items():
+        for name, weight in mlp.named_parameters():
+            parts[name.removesuffix(".weight")][layer] = weight.detach().numpy().copy()
+    return SmallMlps(**parts, fingerprint=fingerprint)
 
 
 def modules_of(model: Transformer, mlps: SmallMlps) -> nn.ModuleDict:
@@ -186,11 +195,7 @@ class SmallMlpRun(AnswerRun):
 
     def mlps_of_layers(self) -> SmallMlps:
         """The small MLPs in the engine's format."""
-        parts: dict[str, dict[int, Any]] = {"norm": {}, "gate": {}, "up": {}, "down": {}}
-        for layer, mlp in self.mlps.items():
-            for name, weight in mlp.named_parameters():
-                parts[name.removesuffix(".weight")][int(layer)] = weight.detach().numpy().copy()
-        return SmallMlps(**parts, fingerprint=self.fingerprint)
+        return small_mlps({int(one): mlp for one, mlp in self.mlps.items()}, self.fingerprint)
 
     def _write(self) -> None:
         self.mlps_of_layers().save(self.path)

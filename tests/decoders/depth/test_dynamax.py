@@ -17,6 +17,7 @@ from anydecode.errors import AnydecodeError
 from anydecode.kernels.routes import RoutedPass
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.small_mlps import SmallMlps
 from certificates import assert_certified, assert_rejected, replace_defaults
 
 
@@ -32,6 +33,24 @@ def test_another_threshold_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_and_values_that_are_computed_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoutedPass, "copy", RoutedPass.propagate)
+    assert_rejected("dynamax")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["no block", "not added", "without the norm"])
+def test_other_blocks_of_classifiers_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    own = SmallMlps.__call__
+
+    def wrong(self: SmallMlps, layer: int, states: np.ndarray, eps: float) -> np.ndarray:
+        if mistake == "no block":
+            return np.zeros_like(states)
+        if mistake == "not added":
+            return own(self, layer, states, eps) - states
+        return own(self, layer, states, eps + 1e6) * 1e3
+
+    monkeypatch.setattr(SmallMlps, "__call__", wrong)
     assert_rejected("dynamax")
 
 

@@ -291,6 +291,14 @@ def train_exit_routers(
     interval: Annotated[
         int, typer.Option("--interval", min=1, help="Layers from one exit to the next.")
     ] = 4,
+    body: Annotated[
+        str,
+        typer.Option(
+            "--body",
+            help="What a router is: mlp (one hidden layer) or block (and the feed-forward block of"
+            " a transformer in front of it).",
+        ),
+    ] = "mlp",
     minutes: ExitMinutes = None,
     steps: ExitSteps = None,
     prompts: PromptsFile = None,
@@ -315,6 +323,7 @@ def train_exit_routers(
         label=label,  # type: ignore[arg-type]
         top_k=top_k,
         interval=interval,
+        body=body,  # type: ignore[arg-type]
         answers=answers,
         tokens=tokens,
         rate=rate,

@@ -92,10 +92,7 @@ class KeptExit(RoutedExit):
         " that the token will not change; the layers behind copy the keys and values.",
         needs=("exit routers",),
         works_with=("constraints", "samplers", "batches"),
-        missing=(
-            "classifiers that are a block of a transformer or of Mamba; the one here has one hidden"
-            " layer",
-        ),
+        missing=("classifiers that are a block of Mamba, which have a state of their own",),
         deviations=(
             "the threshold, and how many of the full model's tokens count as right, are guesses:"
             " 0.9 and 3",

@@ -4,6 +4,7 @@ the exit, and by a Mamba whose layers behind it read the state there."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,11 @@ def leaves(routers: ExitRouters, num_layers: int, depth: int, x: np.ndarray) -> 
     """Whether a token with state x after `num_layers` of `depth` layers leaves."""
     if num_layers not in routers.down or num_layers < depth / 2:
         return False
+    block = routers.block
+    if block is not None:
+        y = rms_norm(x, block.norm[num_layers], 1e-5)
+        gate = block.gate[num_layers] @ y
+        x = x + block.down[num_layers] @ (gate * _sigmoid(gate) * (block.up[num_layers] @ y))
     inner = routers.down[num_layers].astype(np.float64) @ x
     score = _sigmoid(routers.up[num_layers] @ (inner * _sigmoid(inner)))
     return bool(score > THRESHOLD)
@@ -94,6 +100,11 @@ def dynamax() -> Iterator[Check]:
     """Tokens leave in the upper half where a router gives more than .9."""
     for name, open_llm, key in (
         ("transformer", routed_model, "dynamax"),
+        (
+            "transformer, classifiers with a block",
+            partial(routed_model, has_blocks=True),
+            "dynamax",
+        ),
         ("Mamba", routed_mamba, "dynamax"),
         ("Mamba with kept states", routed_mamba, "dynamax:state=keep"),
     ):
