@@ -43,7 +43,7 @@ from anydecode.training.logistic import fit_logistic
 from anydecode.training.run import LossRun
 
 #: Penalties of the squared weights, for inputs of variance 1; the best on held-out labels is taken.
-PENALTIES = (1.0, 10.0, 100.0, 1000.0)
+PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 
 #: A question and its right answer; "" if it is not known.
 Question = tuple[str, str]
