@@ -57,6 +57,8 @@ def test_the_workers_of_a_fleet() -> None:
         (["plan", "--trace", "x.csv", "--slo", "ttft=0,tpot=1"], "both above 0"),
         (["plan", "--trace", "x.csv", "--slo", "ttft=a,tpot=1"], "must have the form ttft=SECONDS"),
         (["plan", "--trace", "x.csv", "--slo", "ttft=1,tpot=1"], "x.csv cannot be read"),
+        (["plan", "--trace", "x", "--slo", "ttft=1,tpot=1", "--images", "4"], "the form NxE"),
+        (["plan", "--trace", "x", "--slo", "ttft=1,tpot=1", "--images", "0x4"], "the form NxE"),
         (
             ["plan", "--trace", "x.csv", "--slo", "ttft=1,tpot=1", "--search", "nexus"],
             "not a search of placements",

@@ -28,8 +28,25 @@ def test_a_plan_names_the_best_placement_first(
     assert [line[:15].strip() for line in lines[6:8]] == ["1 mixed", "2 mixed"]
     assert "5 requests/s need 5 x 1 mixed: 5 workers" in lines
     first = json.loads(data)["placements"][0]
-    assert first["placement"] == {"mixed": 2, "prefill": 0, "decode": 0}
+    assert first["placement"] == {"mixed": 2, "prefill": 0, "decode": 0, "encode": 0}
     assert first["goodput"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_plan_with_images_has_placements_with_encode_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"input_length": 30, "output_length": 3}
+    trace.write_text("".join(json.dumps({"timestamp": 1000 * n, **line}) + "\n" for n in range(5)))
+    arguments = ["cluster", "plan", "tiny-autoregressive", "--trace", str(trace), "--json"]
+    arguments += ["--slo", "ttft=60,tpot=60", "--search", "distserve:max_probes=1"]
+    with pytest.raises(SystemExit):
+        main.run([*arguments, "--images", "2x16", "--threads", "1", "--cache-positions", "2048"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    placements = [one["placement"] for one in found["placements"]]
+    assert {"mixed": 1, "prefill": 0, "decode": 0, "encode": 1} in placements
+    assert found["link"]["embedding_bytes"] > 0
 
 
 def test_a_rate_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

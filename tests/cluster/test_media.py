@@ -4,8 +4,11 @@ is that of one engine with the same embeddings, whatever is lost."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +19,7 @@ from anydecode import LLM
 from anydecode.api.generation import Generation
 from anydecode.cluster import worker as worker_module
 from anydecode.cluster.fleet import MAX_ENCODES, MIN_BLOCKS, SendTo
+from anydecode.cluster.launcher import Launcher, LocalWorkers, places
 from anydecode.cluster.media import MediaCache, pieces_of, read_media
 from anydecode.cluster.proxy import FleetLLM
 from anydecode.cluster.worker import Worker
@@ -185,6 +189,33 @@ def test_the_least_recently_used_embeddings_go_first() -> None:
     assert cache.store(two, pieces_of(encoder.encode(two.pixels)))
     assert np.array_equal(cache.rows(two), encoder.encode(two.pixels))
     assert cache.num_encoded == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
+def test_a_process_that_is_killed_changes_no_word(alone: LLM, role: str) -> None:
+    requests = [[Media(3 + number, image(number)), Media(60, image(99))] for number in range(8)]
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 2, "ignore_eos": True}
+    texts = [expected(alone, media, **options) for media in requests]
+    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
+        address = f"127.0.0.1:{fleet.fleet_port}"
+        arguments = [MODEL, "--address", address, "--threads", "1", "--cache-positions", "4096"]
+        launcher = Launcher(LocalWorkers(arguments, SECRET))
+        launcher.start(places(None, 1, 1, 1))
+        try:
+            wait_for(lambda: len(fleet.status()["workers"]) == 3, 120)
+            pids = {one["role"]: one["pid"] for one in fleet.status()["workers"]}
+            with ThreadPoolExecutor(8) as threads:
+                answers = [
+                    threads.submit(fleet.generate, PROMPT, prompt_embeds=media, **options)
+                    for media in requests
+                ]
+                wait_for(lambda: fleet.status()["counts"]["encodings"] >= 3, 60)
+                os.kill(pids[role], signal.SIGKILL)
+                assert [results(one.result()) for one in answers] == texts
+            assert fleet.status()["counts"]["lost_workers"] == 1
+        finally:
+            launcher.close()
 
 
 # The state machines.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -71,3 +72,22 @@ def test_the_machine_of_an_engine() -> None:
         2 * spec.num_layers * layer.num_kv_heads * layer.head_dim * size
     )
     assert machine.costs.seconds(512, CONTEXTS[0]) >= machine.costs.seconds(1, CONTEXTS[0]) > 0
+
+
+@pytest.mark.slow
+def test_strict_limits_to_the_first_token_want_several_encode_workers_for_a_prompt() -> None:
+    """Two images of 0.6 s each, and a pass of 0.32 s at most for the prompt."""
+    machine = Machine(COSTS, positions=8192, encode_seconds=0.02)
+    search = PlacementSearch(max_probes=2)
+    requests = [replace(one, time=10 * one.time) for one in trace(10)]
+    found = plan(requests, Limits(1.2, 1.0), 3, machine, Link(), search, images=(30, 30))
+    goodputs = {str(one.placement): one.goodput for one in found}
+    assert set(goodputs) == {
+        "3 mixed",
+        "1 prefill, 2 decode",
+        "2 prefill, 1 decode",
+        "1 encode, 2 mixed",
+        "1 encode, 1 prefill, 1 decode",
+        "2 encode, 1 mixed",
+    }
+    assert [one for one, goodput in goodputs.items() if goodput] == ["2 encode, 1 mixed"]

@@ -434,6 +434,15 @@ def plan(
         float,
         typer.Option("--shorten", min=1.0, help="Divide the lengths of prompts and answers."),
     ] = 1.0,
+    images: Annotated[
+        str | None,
+        typer.Option(
+            "--images",
+            metavar="NxE",
+            help="Images of every prompt, and embeddings of each, such as 4x64: they come before"
+            " its tokens. Placements with encode workers then compete, too.",
+        ),
+    ] = None,
     link_rate: Annotated[
         str,
         typer.Option(
@@ -479,6 +488,7 @@ def plan(
     from anydecode.serialization import to_plain
 
     limits, method = _limits(slo), build_as(search, PlacementSearch)
+    sizes = _images(images)
     traced = read_trace(trace, requests)
     link_bytes = parse_bytes(link_rate)
     if link_bytes == 0:
@@ -496,7 +506,7 @@ def plan(
     )
     with status_line(f"measuring {model}"), LLM(model, draft="none", **engine, **memory) as llm:
         machine = measured(llm, max_running=max_running, engine=engine)
-    link = Link(machine.position_bytes, link_bytes, link_latency)
+    link = Link(machine.position_bytes, link_bytes, link_latency, machine.embedding_bytes)
     with status_line(f"simulating {len(traced)} requests"):
         found = found_by(
             traced,
@@ -507,6 +517,7 @@ def plan(
             method,
             shorten=shorten,
             can_replicate=rate is not None,
+            images=sizes,
         )
     best = found[0]
     replicas = None if rate is None or not best.goodput else best.replicas(rate)
@@ -551,6 +562,24 @@ def _limits(text: str) -> Limits:
             f"--slo is {text!r}; it must have the form ttft=SECONDS,tpot=SECONDS, both above 0"
         )
     return Limits(**found)
+
+
+def _images(text: str | None) -> tuple[int, ...]:
+    """The number of embeddings of each image of `NxE`.
+
+    Raises:
+        InvalidRequestError: It has another form.
+    """
+    if text is None:
+        return ()
+    number, _, size = text.partition("x")
+    is_valid = all(one.isdecimal() and 0 < int(one) <= 4096 for one in (number, size))
+    if not is_valid:
+        raise InvalidRequestError(
+            f"--images is {text!r}; it must have the form NxE, such as 4x64, with numbers from 1 to"
+            " 4096"
+        )
+    return (int(size),) * int(number)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.cluster.control.distserve import (
@@ -16,10 +20,11 @@ from anydecode.cluster.control.distserve import (
     placements,
     units,
 )
-from anydecode.cluster.simulator.simulation import Link, Served, WorkerPlan, simulate
+from anydecode.cluster.simulator.simulation import Arrival, Link, Served, WorkerPlan, simulate
 from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals
 from anydecode.engine.costs import measure
 from anydecode.errors import InvalidRequestError
+from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.scoring.cost import CostTable
 from anydecode.scoring.sequence import TARGET
 
@@ -41,6 +46,8 @@ class Machine:
         num_layers: The layers of the model.
         max_running: Maximum number of its answers.
         engine: Further options of `LLM`, such as `schedule`.
+        encode_seconds: The time to encode an image, per embedding.
+        embedding_bytes: Size of one embedding.
     """
 
     costs: CostTable
@@ -49,6 +56,8 @@ class Machine:
     num_layers: int = 1
     max_running: int = 64
     engine: dict[str, Any] = field(default_factory=dict)
+    encode_seconds: float = 0.0
+    embedding_bytes: int = 0
 
 
 def measured(llm: LLM, **options: Any) -> Machine:
@@ -60,13 +69,26 @@ def measured(llm: LLM, **options: Any) -> Machine:
     """
     pool = llm.engine.runners[TARGET].pool
     size = sum(one.nbytes // one.shape[0] for one in pool.cache.arrays if one.shape[0])
+    hidden_size = llm.model.spec.hidden_size
     return Machine(
         measure(llm.model, ROWS, CONTEXTS),
         pool.num_slots,
         size,
         llm.model.spec.num_layers,
+        encode_seconds=_encode_seconds(PatchEncoder(hidden_size)),
+        embedding_bytes=4 * hidden_size,
         **options,
     )
+
+
+def _encode_seconds(encoder: PatchEncoder) -> float:
+    """The time to encode an image, per embedding: the median of several images."""
+    side, times = 8 * encoder.patch, []
+    for _ in range(5):
+        start = perf_counter()
+        rows = encoder.encode(np.zeros((side, side, 3), np.uint8))
+        times.append((perf_counter() - start) / len(rows))
+    return median(times)
 
 
 def plan(
@@ -79,6 +101,7 @@ def plan(
     *,
     shorten: float = 1.0,
     can_replicate: bool = False,
+    images: tuple[int, ...] = (),
 ) -> list[Found]:
     """The goodput of each placement of workers, that with the most per worker first.
 
@@ -91,13 +114,17 @@ def plan(
         search: The search.
         shorten: A divisor of all lengths.
         can_replicate: Whether fewer workers may be placed, as a unit of which there are several.
+        images: The number of embeddings of each image, which every prompt has before its tokens.
 
     Raises:
         InvalidRequestError: A request does not fit into a worker's cache.
     """
-    needed = max(
-        len(one.prompt) + one.num_tokens for one in arrivals(trace, rate=1.0, shorten=shorten)
-    )
+
+    def arriving(rate: float) -> list[Arrival]:
+        found = arrivals(trace, rate, shorten)
+        return [_with_images(number, one, images) for number, one in enumerate(found)]
+
+    needed = max(len(one.prompt) + one.num_tokens for one in arriving(1.0))
     if needed > machine.positions:
         raise InvalidRequestError(
             f"a request of the trace needs {needed} positions, and a worker has"
@@ -105,18 +132,28 @@ def plan(
         )
 
     def serve(placement: Placement, rate: float) -> list[Latency]:
-        result = simulate(arrivals(trace, rate, shorten), _workers(placement, machine), link)
+        result = simulate(arriving(rate), _workers(placement, machine), link)
         return [_latency(one) for one in result.served]
 
     span = trace[-1].time - trace[0].time
     rate = (len(trace) - 1) / span if span > 0 else 1.0
-    candidates = units(workers) if can_replicate else placements(workers)
+    has_images = bool(images)
+    candidates = (units if can_replicate else placements)(workers, has_images)
     return search.search(candidates, limits, serve, rate)
+
+
+def _with_images(number: int, one: Arrival, images: tuple[int, ...]) -> Arrival:
+    """A request whose prompt begins with images that no other one has."""
+    if not images:
+        return one
+    first = [number % 251, number // 251 % 251, *[0] * (sum(images) - 2)][: sum(images)]
+    return replace(one, prompt=first + one.prompt, images=images)
 
 
 def _workers(placement: Placement, machine: Machine) -> list[WorkerPlan]:
     roles = (
-        ["mixed"] * placement.mixed
+        ["encode"] * placement.encode
+        + ["mixed"] * placement.mixed
         + ["prefill"] * placement.prefill
         + ["decode"] * placement.decode
     )
@@ -128,6 +165,7 @@ def _workers(placement: Placement, machine: Machine) -> list[WorkerPlan]:
             machine.max_running,
             machine.num_layers,
             machine.engine,
+            encode_seconds=machine.encode_seconds,
         )
         for role in roles
     ]

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from anydecode.api import request as request_module
+from anydecode.certification.oracles.control import epd as oracle
 from anydecode.cluster import media as media_module
+from anydecode.cluster.control.distserve import placements
 from anydecode.cluster.control.epd import RoleSwitch
 from anydecode.cluster.control.roles import Group
 from anydecode.cluster.fleet import Fleet
+from anydecode.cluster.simulator.simulation import Link
 from anydecode.errors import InvalidRequestError
 from anydecode.models import patch_encoder
 from certificates import assert_certified, assert_rejected, replace_class_default
@@ -84,6 +87,18 @@ def test_another_default_is_rejected(
     parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_class_default(monkeypatch, RoleSwitch, parameter, value)
+    assert_rejected("epd")
+
+
+@pytest.mark.slow
+def test_allocations_without_encode_workers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "placements", lambda workers, has_images: placements(workers))
+    assert_rejected("epd")
+
+
+@pytest.mark.slow
+def test_transfers_in_no_time_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "embedding_seconds", lambda self, num_embeddings: 0.0)
     assert_rejected("epd")
 
 

@@ -211,3 +211,55 @@ def test_times_of_tokens() -> None:
 def test_a_request_that_no_worker_can_run_fails() -> None:
     result = simulate([Arrival(0.0, [1] * 300, 3)], [WorkerPlan("mixed", COSTS, positions=64)])
     assert "there is no worker" in (result.served[0].failure or "")
+
+
+def served_images(roles: list[str], images: tuple[int, ...], **link: Any) -> Result:
+    """One request with images of 10 ms per embedding."""
+    plans = [WorkerPlan(role, COSTS, encode_seconds=0.01) for role in roles]
+    arrivals = [Arrival(0.0, [1] * (1 + sum(images)), 1, images=images)]
+    return simulate(arrivals, plans, Link(**link))
+
+
+@pytest.mark.parametrize(
+    ("roles", "images", "seconds"),
+    [
+        (["mixed"], (), 0.0),
+        (["mixed"], (4, 6), 0.10),
+        (["encode", "mixed"], (4, 6), 0.10),
+        (["encode", "encode", "mixed"], (4, 6), 0.06),
+        (["encode", "encode", "mixed"], (6, 6, 6), 0.12),
+        (["encode", "encode", "mixed"], (6,), 0.06),
+    ],
+    ids=str,
+)
+def test_images_are_encoded_before_the_prompt_is_computed(
+    roles: list[str], images: tuple[int, ...], seconds: float
+) -> None:
+    """By several workers at once, as many as there are."""
+    result = served_images(roles, images)
+    expected = seconds + sum(one.seconds for one in result.passes)
+    assert result.served[0].first_token_seconds == pytest.approx(expected)
+    assert result.counts["encodings"] == (len(images) if "encode" in roles else 0)
+
+
+def test_embeddings_travel_at_the_rate_of_the_link() -> None:
+    link = {"embedding_bytes": 100, "bytes_per_second": 1000.0, "latency": 0.5}
+    fast, slow = (served_images(["encode", "mixed"], (4, 6), **one) for one in ({}, link))
+    times = [one.served[0].first_token_seconds for one in (fast, slow)]
+    assert times[1] - times[0] == pytest.approx(0.5 + 0.6)
+
+
+def test_a_prompt_with_images_is_handed_over_and_nothing_encoded_twice() -> None:
+    images = (BLOCK * MIN_BLOCKS,)
+    result = served_images(["encode", "prefill", "decode"], images)
+    assert result.counts["handovers"] == result.counts["encodings"] == 1
+    expected = 0.01 * images[0] + sum(one.seconds for one in result.passes)
+    assert result.served[0].first_token_seconds == pytest.approx(expected)
+
+
+def test_an_encode_worker_that_is_always_busy_is_not_given_up() -> None:
+    plans = [WorkerPlan(role, COSTS, encode_seconds=2.0) for role in ("encode", "mixed")]
+    arrivals = [Arrival(0.0, [1, 2], 1, images=(1,)) for _ in range(80)]
+    result = simulate(arrivals, plans)
+    assert result.counts["lost_workers"] == 0 and result.counts["encodings"] == 80
+    assert max(one.token_times[0] for one in result.served) >= 160

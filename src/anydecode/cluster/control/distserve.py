@@ -29,14 +29,16 @@ class Placement:
     mixed: int = 0
     prefill: int = 0
     decode: int = 0
+    encode: int = 0
 
     @property
     def workers(self) -> int:
         """The number of workers."""
-        return self.mixed + self.prefill + self.decode
+        return self.mixed + self.prefill + self.decode + self.encode
 
     def __str__(self) -> str:
-        parts = ("mixed", self.mixed), ("prefill", self.prefill), ("decode", self.decode)
+        names = ("encode", "mixed", "prefill", "decode")
+        parts = [(name, getattr(self, name)) for name in names]
         return ", ".join(f"{number} {role}" for role, number in parts if number)
 
 
@@ -86,15 +88,21 @@ class Found:
 Serve = Callable[[Placement, float], Sequence[Latency]]
 
 
-def placements(workers: int) -> list[Placement]:
-    """All placements of so many workers: all mixed, or with roles of which each has a worker."""
-    split = [Placement(prefill=n, decode=workers - n) for n in range(1, workers)]
-    return [Placement(mixed=workers), *split]
+def placements(workers: int, has_images: bool = False) -> list[Placement]:
+    """All placements of so many workers: all mixed, or with roles of which each has a worker; with
+    images, also some that encode beside those."""
+    found = []
+    for encode in range(workers if has_images else 1):
+        rest = workers - encode
+        split = [Placement(0, n, rest - n, encode) for n in range(1, rest)]
+        found += [Placement(mixed=rest, encode=encode), *split]
+    return found
 
 
-def units(workers: int) -> list[Placement]:
+def units(workers: int, has_images: bool = False) -> list[Placement]:
     """All placements of so many workers or fewer, the smallest first."""
-    return [one for number in range(1, workers + 1) for one in placements(number)]
+    numbers = range(1, workers + 1)
+    return [one for number in numbers for one in placements(number, has_images)]
 
 
 @register(

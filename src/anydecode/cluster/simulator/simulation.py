@@ -23,12 +23,22 @@ from anydecode.cluster.fleet import (
     Fail,
     Finish,
     Fleet,
+    Part,
     SendTo,
     Task,
     WorkerFacts,
 )
 from anydecode.cluster.leases import MAX_LEASED_BYTES, Key
-from anydecode.cluster.ledger import Frame, Ledger, Pull, Send, Start, StartPrefill
+from anydecode.cluster.ledger import (
+    Frame,
+    Ledger,
+    Pull,
+    PullMedia,
+    Send,
+    Start,
+    StartEncode,
+    StartPrefill,
+)
 from anydecode.cluster.simulator.hollow import HollowModel, PassSeconds, TableSeconds, VirtualClock
 from anydecode.errors import FleetError
 from anydecode.memory.prefix import BLOCK
@@ -46,12 +56,14 @@ class Arrival:
         prompt: Token ids below 256.
         num_tokens: Number of tokens of its answer.
         priority: As of requests.
+        images: The number of embeddings of each image in the prompt.
     """
 
     time: float
     prompt: list[int]
     num_tokens: int
     priority: int = 0
+    images: tuple[int, ...] = ()
 
 
 @dataclass
@@ -82,21 +94,27 @@ class Served:
 
 @dataclass(frozen=True)
 class Link:
-    """How long keys and values travel between two workers.
+    """How long keys and values, or embeddings, travel between two workers.
 
     Attributes:
         position_bytes: Size of the keys and values of one position.
         bytes_per_second: The rate, packing and unpacking included.
         latency: Seconds for each transfer, whatever its size.
+        embedding_bytes: Size of one embedding.
     """
 
     position_bytes: int = 0
     bytes_per_second: float = 5e8
     latency: float = 0.0
+    embedding_bytes: int = 0
 
     def seconds(self, num_positions: int) -> float:
-        """The duration of a transfer."""
+        """The duration of a transfer of keys and values."""
         return self.latency + num_positions * self.position_bytes / self.bytes_per_second
+
+    def embedding_seconds(self, num_embeddings: int) -> float:
+        """The duration of a transfer of embeddings."""
+        return self.latency + num_embeddings * self.embedding_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -104,13 +122,14 @@ class WorkerPlan:
     """A worker of a simulated fleet.
 
     Attributes:
-        role: "mixed", "prefill" or "decode".
+        role: "mixed", "encode", "prefill" or "decode".
         costs: The costs of its passes, which its schedule is told.
         positions: Size of its cache.
         max_running: Maximum number of its tasks.
         num_layers: The layers of its model.
         engine: Further options of `LLM`, such as `schedule`.
         seconds: The durations of its passes; None: by `costs`.
+        encode_seconds: The time to encode an image, per embedding. Passes go on meanwhile.
     """
 
     role: str
@@ -120,6 +139,7 @@ class WorkerPlan:
     num_layers: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
     seconds: PassSeconds | None = None
+    encode_seconds: float = 0.0
 
 
 @dataclass
@@ -201,6 +221,19 @@ class _Worker:
         self.requests: dict[Key, Request] = {}
         self.num_sent: dict[Key, int] = {}
         self.is_busy = False
+        self.images: set[int] = set()  # numbers of the images whose embeddings it has
+        self._encode_seconds = plan.encode_seconds
+        self._encoded_at = 0.0  # when it will have encoded all images that it has begun
+
+    def encode(self, images: Sequence[Part], now: float) -> float:
+        """Encode images one after the other. Returns when they are encoded."""
+        new = [one for one in images if one.number not in self.images]
+        if not new:
+            return now
+        seconds = self._encode_seconds * sum(one.num_rows for one in new)
+        self._encoded_at = max(now, self._encoded_at) + seconds
+        self.images.update(one.number for one in new)
+        return self._encoded_at
 
     def start(self, key: Key, tokens: list[int], num_tokens: int, frame: Frame) -> None:
         options = frame["message"]["options"] if "message" in frame else {}
@@ -251,7 +284,8 @@ class _Worker:
 
     def _offer(self, key: Key, now: float) -> None:
         self._forget(key)
-        blocks = self.blocks.cached(self.ledger.tasks[key].frame["tokens"], None)
+        frame = self.ledger.tasks[key].frame
+        blocks = self.blocks.cached(frame["tokens"], None)[: frame["num_blocks"]]
         if self.ledger.prefilled(key, len(blocks), sum(map(len, blocks)), now):
             self.kept[key] = blocks
 
@@ -278,6 +312,15 @@ class _Simulation:
         self._num_left = len(arrivals)
         self._is_beating = False
         self._workers: dict[str, _Worker] = {}
+        self._images: dict[int, Part] = {}
+        numbers = count(len(arrivals))
+        self._parts = [
+            [
+                Part(next(numbers), [], 0, {}, num_rows=rows, priority=one.priority)
+                for rows in one.images
+            ]
+            for one in arrivals
+        ]
         for number, plan in enumerate(workers):
             worker = _Worker(number, plan)
             self._workers[worker.facts.incarnation] = worker
@@ -315,13 +358,16 @@ class _Simulation:
             {"options": {"priority": arrival.priority}},
             digests_of(arrival.prompt[:-1], None),
             priority=arrival.priority,
+            parts=self._parts[number],
         )
+        self._images |= {part.number: part for part in task.parts}
         self._fleet.submit(task, self._now)
 
     def _beat(self) -> None:
         """The beats of all workers, which come as long as there are tasks."""
         for worker in self._workers.values():
-            worker.ledger.beat(self._now, passes=worker.engine.runners[TARGET].num_passes)
+            passes = worker.engine.runners[TARGET].num_passes + len(worker.images)
+            worker.ledger.beat(self._now, passes=passes)
         self._act()
         self._fleet.tick(self._now)
         self._at(self._now + BEAT_SECONDS, self._beat_again)
@@ -351,6 +397,17 @@ class _Simulation:
         worker.blocks.store(dict(zip(digests, blocks, strict=False)))
         giver.ledger.leases.acknowledge(of_giver, worker.facts.incarnation)
         worker.ledger.pulled(key)
+
+    def _encoded(self, worker: _Worker, key: Key) -> None:
+        worker.ledger.prefilled(key, 1, 0, self._now)
+
+    def _media_pulled(self, worker: _Worker, key: Key, sources: list[Frame]) -> None:
+        for source in sources:
+            giver = self._workers[source["address"][0]]
+            of_giver = source["task"], source["attempt"]
+            giver.ledger.leases.acknowledge(of_giver, worker.facts.incarnation)
+            worker.images.add(source["task"])
+        worker.ledger.media_pulled(key)
 
     # Actions of the state machines.
 
@@ -388,9 +445,14 @@ class _Simulation:
             self._fleet.receive(worker.facts.incarnation, action.frame, self._now)
         elif isinstance(action, Start):
             frame = action.frame
-            worker.start(action.key, frame["prompt"], frame["max_tokens"], frame)
+            self._begin_task(worker, action.key, frame["prompt"], frame["max_tokens"], frame)
         elif isinstance(action, StartPrefill):
-            worker.start(action.key, action.frame["tokens"], 1, action.frame)
+            self._begin_task(worker, action.key, action.frame["tokens"], 1, action.frame)
+        elif isinstance(action, StartEncode):
+            end = worker.encode([self._images[action.key[0]]], self._now)
+            self._at(end, self._encoded, worker, action.key)
+        elif isinstance(action, PullMedia):
+            self._pull_media(worker, action)
         elif isinstance(action, Pull):
             self._pull(worker, action)
 
@@ -406,3 +468,31 @@ class _Simulation:
         num_blocks = max(0, len(giver.kept[key]) - num_here)
         end = self._now + self._link.seconds(BLOCK * num_blocks)
         self._at(end, self._pulled, worker, giver, action.key, action.source)
+
+    def _begin_task(
+        self, worker: _Worker, key: Key, tokens: list[int], num_tokens: int, frame: Frame
+    ) -> None:
+        """Start a task when its worker has all embeddings that it needs."""
+        images = self._parts[key[0]] if frame["encoded"] else []
+        end = worker.encode(images, self._now)
+        if end > self._now:
+            self._at(end, self._start, worker, key, tokens, num_tokens, frame)
+        else:
+            worker.start(key, tokens, num_tokens, frame)
+
+    @staticmethod
+    def _start(worker: _Worker, key: Key, tokens: list[int], num_tokens: int, frame: Frame) -> None:
+        if key in worker.ledger.tasks:
+            worker.start(key, tokens, num_tokens, frame)
+
+    def _pull_media(self, worker: _Worker, action: PullMedia) -> None:
+        """Pull all embeddings at once, over a link for each."""
+        held, end = [], self._now
+        for source in filter(None, action.frame["encoded"]):
+            leases = self._workers[source["address"][0]].ledger.leases
+            key, holder = (source["task"], source["attempt"]), worker.facts.incarnation
+            if leases.reserve(key, holder, self._now) and leases.pull(key, holder, self._now):
+                held.append(source)
+                num_rows = self._images[source["task"]].num_rows
+                end = max(end, self._now + self._link.embedding_seconds(num_rows))
+        self._at(end, self._media_pulled, worker, action.key, held)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,17 @@ from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.prefill.dense_pass import dense_pass, is_close
 from anydecode.certification.oracles.transformer import softmax
 from anydecode.certification.tiny import tiny_model
+from anydecode.cluster.control.distserve import placements
 from anydecode.cluster.control.epd import RoleSwitch
 from anydecode.cluster.control.roles import Group
 from anydecode.cluster.fleet import Fleet, Part, SendTo, Task, WorkerFacts
 from anydecode.cluster.proxy import FleetLLM
+from anydecode.cluster.simulator.simulation import Arrival, Link, WorkerPlan, simulate
 from anydecode.cluster.worker import Worker
 from anydecode.errors import FleetError
 from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.models.scripted import ByteTokenizer
+from anydecode.scoring.cost import CostTable
 from anydecode.scoring.media import Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import TARGET
@@ -46,6 +50,7 @@ def epd() -> Iterator[Check]:
     yield from _stages()
     yield from _parts()
     yield from _switches()
+    yield from _allocations()
 
 
 def _pixels(seed: int, height: int, width: int) -> np.ndarray:
@@ -262,3 +267,32 @@ def _changes(numbers: dict[str, int], queues: dict[str, Fraction]) -> list[tuple
     givers = [one for one in _STAGES if 2 * queues[one] < queues[receiver] and numbers[one] >= 2]
     givers.sort(key=lambda one: (-numbers[one], queues[one], _STAGES.index(one)))
     return [(givers[0], receiver)] if givers else []
+
+
+def _allocations() -> Iterator[Check]:
+    """What the planner chooses from is every allocation; and a simulated prompt has its first token
+    when its images are encoded by all encode workers, have travelled, and its pass is over."""
+    for workers in range(1, 6):
+        found = [
+            (one.encode, one.mixed, one.prefill, one.decode) for one in placements(workers, True)
+        ]
+        expected = {
+            one
+            for one in product(range(workers + 1), repeat=4)
+            if sum(one) == workers and (one[2:] == (0, 0) if one[1] else min(one[2:]) > 0)
+        }
+        is_all = len(found) == len(expected) and set(found) == expected
+        yield Check(f"all allocations of {workers} workers", is_all, str(found))
+    costs = CostTable({256: {1: 0.25, 512: 0.25}})  # each pass takes a quarter of a second
+    link = Link(bytes_per_second=64.0, latency=0.125, embedding_bytes=2)
+    for encode, images in ((1, (8, 8, 8)), (2, (8, 8, 8)), (3, (8, 8, 8)), (2, (16, 4, 4))):
+        plans = [WorkerPlan("encode", costs, encode_seconds=0.125)] * encode
+        arrival = Arrival(0.0, [1] * (1 + sum(images)), 1, images=images)
+        result = simulate([arrival], [*plans, WorkerPlan("mixed", costs)], link)
+        busy = [Fraction(0)] * encode
+        for rows in images:  # the largest first
+            busy[busy.index(min(busy))] += Fraction(rows, 8)
+        seconds = max(busy) + Fraction(1, 8) + Fraction(2 * max(images), 64) + Fraction(1, 4)
+        first = result.served[0].first_token_seconds
+        name = f"images of {images} embeddings at {encode} encode workers"
+        yield Check(name, abs(first - seconds) < 1e-9, f"{first} s instead of {seconds}")
