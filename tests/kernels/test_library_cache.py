@@ -78,6 +78,17 @@ def test_an_intact_library_is_built_once(builds: list[Path], tmp_path: Path) -> 
 
 
 @needs_owners
+def test_what_a_killed_build_left_is_removed(builds: list[Path], tmp_path: Path) -> None:
+    path = build(tmp_path)
+    left = path.parent / builds[0].parent.name  # where the library was built
+    left.mkdir()
+    (left / "1.o").write_bytes(BUILT)
+    path.unlink()
+    build(tmp_path)
+    assert not left.exists()
+
+
+@needs_owners
 def test_nobody_else_can_write_what_was_built(builds: list[Path], tmp_path: Path) -> None:
     path = build(tmp_path)
     for one in (path, path.with_name(f"{path.name}.sha256"), path.parent, path.parent.parent):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
 import warnings
@@ -28,6 +29,8 @@ from anydecode.kernels.build import (
 
 _HAS_OWNERS = hasattr(os, "geteuid")  # False on Windows, where the user's profile is private
 _WRITABLE_BY_OTHERS = 0o022 if _HAS_OWNERS else 0
+#: Of the names of folders in which libraries are built.
+_PREFIX = "build-"
 
 
 def built_library(sources: Path = SOURCES) -> Path | None:
@@ -75,8 +78,10 @@ def _library_in(folder: Path, compiler: Sequence[str], sources: Path) -> Path:
     _make_private(folder)
     target = folder / library_name()
     if not _is_intact(target):
-        with _locked(folder / "lock"):
+        with _locked(folder / "lock") as is_alone:
             if not _is_intact(target):
+                for left in folder.glob(f"{_PREFIX}*") if is_alone else ():
+                    shutil.rmtree(left, ignore_errors=True)  # of processes that were killed
                 _build(target, compiler, sources)
     return target
 
@@ -127,7 +132,7 @@ def _hash(library: Path) -> bytes:
 
 def _build(target: Path, compiler: Sequence[str], sources: Path) -> None:
     """Compile the library and its hash, and move both to their places when they are on the disk."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=target.parent) as folder:
         built = Path(folder) / target.name
         compile_library(built, compiler, sources, variants=local_variants())
         _hash_file(built).write_bytes(_hash(built))
@@ -137,13 +142,14 @@ def _build(target: Path, compiler: Sequence[str], sources: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a file lock, so that one process builds at a time; no lock where fcntl is missing."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold a file lock, so that one process builds at a time. Yields whether it is held: there is
+    none where fcntl is missing."""
     with open(path, "w") as file:
         try:
             import fcntl
         except ImportError:
-            yield
+            yield False
             return
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield True
