@@ -25,7 +25,11 @@ from anydecode.constraints.json.relaxing import (
     subschemas,
     without_assertions,
 )
-from anydecode.constraints.json.shortest_completion import shortest_completion
+from anydecode.constraints.json.shortest_completion import (
+    MAX_WORK,
+    search_completion,
+    shortest_completion,
+)
 from anydecode.constraints.json.termination import cannot_terminate
 from anydecode.constraints.languages import Regex
 from anydecode.errors import ConstraintError
@@ -591,6 +595,17 @@ def test_the_shortest_completion_is_found_in_a_name_without_its_end(pattern):
     ending = shortest_completion(state, TOKENIZER, constraint.completion_hints)
     jsonschema.validate(json.loads(b'{"x_1_1_1' + bytes(ending[:-1])), schema)
     assert len(ending) < 20
+
+
+def test_the_work_of_a_search_counts_only_characters_that_the_mask_allows():
+    """Behind a closing bracket they are few, so that many levels can be closed."""
+    constraint = JsonSchema({"type": "object", "required": ["ab", "cd"]})
+    state = constraint.start(TOKENIZER, 259)
+    for byte in ('{"ab": ' + 40 * '{"": ' + "0").encode():
+        state.advance(byte)
+    found, work = search_completion(state, TOKENIZER, constraint.completion_hints, MAX_WORK)
+    assert found is not None
+    assert work < 60_000
 
 
 def test_the_shortest_completion_is_found_after_unbounded_brackets():

@@ -193,7 +193,7 @@ class _Search:
             if not is_nested:
                 continuations = [(cost + _EXIT_COST, tokens) for cost, tokens in continuations]
             exit_cost = _NESTED_EXIT_COST if is_nested else 0
-            self.work += _WORK_PER_EXIT * len(vocab.string_characters)
+            self.work += _WORK_PER_EXIT * int(np.count_nonzero(mask[vocab.string_characters]))
             exits = _exits(state, mask, vocab)
             continuations += [
                 (exit_cost + _EXIT_COST * i, [candidate]) for i, candidate in enumerate(exits)
