@@ -22,8 +22,8 @@ def test_certificate() -> None:
 
 
 def test_certificate_rejects_the_smallest_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    def smallest(cost: Any, decodes: int, prompt: int, shares: list[int], **how: Any) -> int:
-        return shares[0]
+    def smallest(inter_token: Any, prefill: dict[int, float], **how: Any) -> int:
+        return min(prefill)
 
     monkeypatch.setattr(nexus, "chosen_share", smallest)
     assert_rejected("nexus")

@@ -12,6 +12,8 @@ from anydecode.api.llm import LLM
 from anydecode.certification.checks import PROMPTS, Check, Restarts, oracle_test
 from anydecode.certification.oracles.schedules.passes import LONG, passes, rows_of, same_text
 from anydecode.certification.tiny import tiny_model
+from anydecode.engine.model_runner import ModelRunner
+from anydecode.engine.plan import Plan
 from anydecode.engine.schedules.nexus import chosen_share
 from anydecode.models.scripted import ByteTokenizer
 
@@ -124,13 +126,20 @@ def _split_of_threads() -> Iterator[Check]:
         yield Check(f"a change of the split by {change:g}", found == wanted, str(found))
 
 
+class _Clock:
+    """A prompt takes as long as ten passes of decodes."""
+
+    def seconds(self, runner: ModelRunner, plan: Plan) -> float:
+        return 1.0 if runner is runner.main else 10.0
+
+
 def _threads_beside(schedule: str, cost: Any, lengths: list[int]) -> set[tuple[str, int, int]]:
     """The passes that do not run alone, with their threads, of prompts that arrive one after
     another."""
     threads = list[tuple[str, int, int]]()
     with _open(8, schedule) as llm:
         main = llm.engine.runners["target"]
-        main.thread_cost = cost
+        main.thread_cost, llm.engine.clock = cost, _Clock()
 
         def recorded(name: str, runner: Any, run: Any, plan: Any) -> Any:
             return _recorded([] if plan.is_alone else threads, name, runner, plan, run)
