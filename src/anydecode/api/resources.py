@@ -133,7 +133,8 @@ class Resources:
             if spec.states is not None and not needs.reads_states:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that is a whole language model; the"
-                    " one given drafts from the target's states: use decoder 'eagle' or 'auto'"
+                    " one in use drafts from the target's states: give another (draft=, --draft) or"
+                    " use decoder 'eagle' or 'auto'"
                 )
         further = self.draft_runners(needs) if "draft" in needs.attention_only else ()
         for runner in {*needs.attention_only, *further} & self.engine.runners.keys():

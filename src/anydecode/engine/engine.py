@@ -590,11 +590,14 @@ class Engine:
             owner.restarted = state
             self.preempt(owner)
         else:
+            num_branches = len(owner.sequence.kv_caches(runner.name)) - 1
+            branches = f" and its {num_branches} branches" if num_branches > 0 else ""
             self._end(
                 owner,
                 OutOfMemoryError(
                     f"the key-value cache holds {runner.pool.num_slots} positions, too few for this"
-                    f" sequence of {owner.sequence.length} tokens; increase cache_positions"
+                    f" sequence of {owner.sequence.length} tokens{branches}; increase"
+                    " cache_positions"
                 ),
             )
         return False

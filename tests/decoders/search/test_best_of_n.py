@@ -69,6 +69,10 @@ def test_certificate_rejects_probabilities_at_the_temperature(
     assert_rejected("best-of-n")
 
 
+def _fill_memory(prompt: str, texts: list[str]) -> list[float]:
+    raise MemoryError
+
+
 def _divide(prompt: str, texts: list[str]) -> list[float]:
     return [1 / len("") for _ in texts]
 
@@ -77,6 +81,7 @@ def _divide(prompt: str, texts: list[str]) -> list[float]:
     "reward, message",
     [
         (_divide, "the reward _divide failed: ZeroDivisionError"),
+        (_fill_memory, "the reward _fill_memory failed: MemoryError$"),
         (lambda prompt, texts: [float("nan")] * len(texts), "returned nan; its values must be"),
         (lambda prompt, texts: [1.0], "returned 1 values for 4 texts"),
         (lambda prompt, texts: None, "returned None; it must return one number per text"),
@@ -177,7 +182,7 @@ def test_invalid_counts_are_refused(n: int) -> None:
 
 def test_memory_that_is_too_small_is_one_line() -> None:
     with letters_llm(cache_positions=64) as llm:
-        with pytest.raises(OutOfMemoryError, match="increase cache_positions"):
+        with pytest.raises(OutOfMemoryError, match="and its 16 branches; increase cache_positions"):
             llm.generate("a", decoder="best-of-n:n=16", temperature=1.0, seed=1, max_tokens=32)
         llm.engine.check_integrity()
 

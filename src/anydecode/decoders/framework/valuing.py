@@ -93,7 +93,7 @@ class Valuing:
                 " texts: make it faster, or raise its seconds"
             )
         if call.error is not None:
-            reason = one_line(f"{type(call.error).__name__}: {call.error}")
+            reason = one_line(f"{type(call.error).__name__}: {call.error}").removesuffix(":")
             raise RewardError(f"the reward {name} failed: {reason}") from call.error
         return self._checked(name, call.result, len(batch))
 
