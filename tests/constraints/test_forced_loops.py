@@ -19,6 +19,9 @@ ENDLESS = {
     'start: /(ab)+/ "a"': "a",
     'start: /[a]{2,}/ "a"': "a",
     'start: /(a?)*/ A\nA: "a"*': "a",
+    'start: A A # "\nA: /a/+': "a",
+    'start: A A\nA: /"a\na"/+': '"',
+    "start: A A\nA: /\\n/+": "\n",
 }
 
 
@@ -42,6 +45,9 @@ def test_masks_of_endless_grammars_take_finite_time(text: str) -> None:
     [
         "start: A /x/\nA\n : /b/+",
         "start: A\nA.2: B*\nB: /b/",
+        "start: A\nA-1 . 2 : B*\nB: /b/",
+        'start: A\nA [stop=/]"[/] : B*\nB: /b/',
+        'start: A | <"a>\nA: B*\nB: /b/',
         "start: A\nA: /[ab]+/ & /[bc]+/",
         "start: A\nA: ~/[ab]+/",
         "start: /([[a]])+/",

@@ -11,17 +11,13 @@ from __future__ import annotations
 import re
 
 from anydecode.constraints.grammar.byte_regex import Expression, read_regex
+from anydecode.constraints.lark_tokens import is_terminal, tokens
 from anydecode.errors import ConstraintError
 
 #: Larger regular expressions are not looked into.
 _MAX_CHARACTERS, _MAX_PARTS = 10_000, 20_000
-#: A string, a comment, a regular expression, the name of a definition, an operator. Attributes and
-#: a priority may follow the name.
-_PART = re.compile(
-    r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.?)*)/?(?P<flags>[a-z]*)'
-    r'|(?P<name>\b[A-Za-z_]\w*)(?:\[(?:"(?:[^"\\\n]|\\.)*"|[^\["\]\n])*\])?(?:\.-?\d+)?\s*:'
-    r"|(?P<operator>[*+&]|~(?!\s*\d)|\{\s*\d*\s*,\s*\})"
-)
+#: A repetition of a terminal without an upper bound, or an intersection.
+_OPEN = re.compile(r"[*+&~]|\{\s*\d*\s*,\s*\}")
 #: A character class within another one, which `read_regex` reads as a character.
 _INNER_CLASS = re.compile(r"\\.|(?P<found>\[\^?\]?(?:\\.|[^\]\\\[])*\[)")
 #: Flags of groups. They change no repetition's first bytes from several to one.
@@ -36,13 +32,13 @@ def may_force_endlessly(grammar: str) -> bool:
         grammar: A grammar in the notation of Lark.
     """
     in_terminal = False
-    for part in _PART.finditer(grammar):
-        if part["name"] is not None:
-            in_terminal = not part["name"].islower()
-        elif part["operator"] is not None:
-            if in_terminal:
+    for token in tokens(grammar):
+        if token["defined"] is not None:
+            in_terminal = is_terminal(token["defined"])
+        elif token["operator"] is not None:
+            if in_terminal and _OPEN.fullmatch(token["operator"]):
                 return True
-        elif part["regex"] is not None and not _branches(part["regex"], part["flags"]):
+        elif token["regex"] is not None and not _branches(token["regex"], token["flags"] or ""):
             return True
     return False
 

@@ -15,6 +15,7 @@ from anydecode.constraints.guidance_engine import (
     library,
     tokenizer_binding,
 )
+from anydecode.constraints.lark_tokens import is_terminal, tokens
 from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
 
@@ -27,10 +28,6 @@ _MAX_RULES = 1000
 #: Maximum number of references to rules. The time of one mask may grow with their cube, as in
 #: `b ::= "x" | b | b | ...`: at this number it is up to a second.
 _MAX_REFERENCES = 1000
-#: A literal, regular expression, comment or name of a rule in lark's notation.
-_RULE_NAME = re.compile(
-    r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?:[^/\\\n]|\\.?)*/?|\b([a-z_][a-z0-9_]*)'
-)
 #: With this option masks allow every tokenization of forced text, and no forced text is drafted.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -139,8 +136,8 @@ class Grammar(_Language):
                 text = gbnf_to_lark(self.text)
             except Exception as error:  # the converter raises its own error types
                 raise ConstraintError(f"the GBNF grammar is not valid: {one_line(error)}") from None
-        names = (found[1] for found in _RULE_NAME.finditer(text))
-        references = sum(name is not None for name in names)
+        names = (token["defined"] or token["reference"] for token in tokens(text))
+        references = sum(name is not None and not is_terminal(name) for name in names)
         if references > _MAX_REFERENCES:
             raise ConstraintError(
                 f"the grammar refers to rules {references} times; at most {_MAX_REFERENCES} times"

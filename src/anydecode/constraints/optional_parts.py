@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 
+from anydecode.constraints.lark_tokens import is_terminal, tokens
 from anydecode.errors import ConstraintError
 
 #: Maximum number of groups and repetitions in one lexeme. At this number a step takes up to a
@@ -20,13 +21,6 @@ MAX_PARTS = 1000
 #: A group or repetition of a regular expression, outside of character classes. A class without an
 #: end, which is an error of the expression, lasts to its end: no text is read twice.
 _IN_REGEX = re.compile(r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*\]?|(?P<found>\(\??|[*?{])")
-#: In Lark's notation: a string or comment, a regular expression, the name of a definition with its
-#: attributes, a reference to a terminal, a group or repetition.
-_IN_GRAMMAR = re.compile(
-    r'"(?:[^"\\]|\\[\s\S]?)*"?|//[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.?)*)/?'
-    r'|(?P<name>\b[A-Za-z_]\w*)(?:\[(?:"(?:[^"\\\n]|\\.)*"|[^\["\]\n])*\])?(?:\.-?\d+)?\s*:'
-    r"|\b(?P<terminal>_*[A-Z]\w*)|(?P<operator>[*+?~({\[])"
-)
 
 
 def check_pattern(pattern: str) -> None:
@@ -44,16 +38,16 @@ def check_grammar(grammar: str) -> None:
     counts: Counter[str] = Counter()
     inner: defaultdict[str, list[str]] = defaultdict(list)
     terminal = ""  # whose definition is read; empty in a rule
-    for part in _IN_GRAMMAR.finditer(grammar):
-        if part["name"] is not None:
-            terminal = "" if part["name"].islower() else part["name"]
-        elif part["regex"] is not None:
-            check_pattern(part["regex"])
-            counts[terminal] += _num_in_regex(part["regex"])
-        elif part["operator"] is not None:
-            counts[terminal] += 1
-        elif part["terminal"] is not None:
-            inner[terminal].append(part["terminal"])
+    for token in tokens(grammar):
+        if token["defined"] is not None:
+            terminal = token["defined"] if is_terminal(token["defined"]) else ""
+        elif token["regex"] is not None:
+            check_pattern(token["regex"])
+            counts[terminal] += _num_in_regex(token["regex"])
+        elif token["operator"] is not None:
+            counts[terminal] += token["operator"] != "&"
+        elif is_terminal(token["reference"]):
+            inner[terminal].append(token["reference"])
     for rule in (counts, inner):
         rule.pop("", None)
     try:
