@@ -54,17 +54,22 @@ class MediaCache:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._rows: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the table
+        self._encoding = threading.Lock()
 
     def rows(self, media: Media) -> np.ndarray:
         """The embeddings of an image, float32 `[rows, hidden_size]`."""
         key = media.key(self.encoder)
-        with self._lock:
-            rows = self._rows.get(key)
+        rows = self._found(key)
+        if rows is not None:
+            return rows
+        with self._encoding:
+            rows = self._found(key)  # another thread may have encoded it meanwhile
             if rows is None:
                 rows = self.encoder.encode(media.pixels)
                 self.num_encoded += 1
-            self._keep(key, rows)
+                with self._lock:
+                    self._keep(key, rows)
         return rows
 
     def __contains__(self, key: str) -> bool:
@@ -80,6 +85,12 @@ class MediaCache:
         with self._lock:
             self._keep(media.key(self.encoder), rows.view(np.float32).reshape(count, size))
         return True
+
+    def _found(self, key: str) -> np.ndarray | None:
+        with self._lock:
+            if (rows := self._rows.get(key)) is not None:
+                self._rows.move_to_end(key)
+            return rows
 
     def _keep(self, key: str, rows: np.ndarray) -> None:
         if (before := self._rows.pop(key, None)) is not None:

@@ -348,7 +348,7 @@ class _Session:
         self._run(key, request, job, len(frame["said"]))
 
     def _request(self, frame: Frame) -> tuple[Request, Job]:
-        options = self._with_embeds(from_message(frame["message"]["options"]))
+        options = self._with_embeds(from_message(frame["message"]["options"]), frame)
         number = frame["message"]["sample"]
         if said := frame["said"]:
             sample = {"number": number, "tokens": said}
@@ -357,10 +357,14 @@ class _Session:
         request = self._worker.llm.request(frame["prompt"], **options)
         return request, request.jobs[number]
 
-    def _with_embeds(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a request, with embeddings in place of images."""
+    def _with_embeds(self, options: dict[str, Any], frame: Frame) -> dict[str, Any]:
+        """The options of a request, with embeddings in place of images. Those that have not come
+        are computed now, unless the prompt is computed elsewhere."""
         if media := options.get("prompt_embeds"):
-            options["prompt_embeds"] = [MediaEmbeds(one, self._worker.media) for one in media]
+            cache = self._worker.media
+            options["prompt_embeds"] = [MediaEmbeds(one, cache) for one in media]
+            for one in media if frame["encoded"] else ():
+                cache.rows(one)
         return options
 
     def _run(self, key: Key, request: Request, job: Job, num_sent: int) -> None:
@@ -430,7 +434,7 @@ class _Session:
             self._run(key, request, request.jobs[0], 0)
 
     def _prompt_request(self, frame: Frame) -> Request:
-        options = self._with_embeds(from_message(frame["options"]))
+        options = self._with_embeds(from_message(frame["options"]), frame)
         return self._worker.llm.request(
             frame["tokens"], decoder="autoregressive", max_tokens=1, **options
         )

@@ -9,7 +9,7 @@ import numpy as np
 from anydecode.errors import InvalidRequestError
 
 #: Maximum number of patches of an image.
-MAX_PATCHES = 4096
+MAX_PATCHES = 1024
 _CHANNELS = 3
 
 
