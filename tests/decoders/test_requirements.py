@@ -71,7 +71,7 @@ def test_every_method_has_the_card_of_its_key(key: str) -> None:
 
 def test_requirements_of_methods() -> None:
     expected = {
-        "autoregressive": Requirements(),
+        "autoregressive": Requirements(takes_embeddings=True),
         "beam": Requirements(can_sample=False, max_texts=4),
         "llada": Requirements(causal=False, attention_only=("target",)),
         "wedlm": Requirements(attention_only=("target",)),
