@@ -79,10 +79,7 @@ def _strike(fleet: FleetLLM, kind: signal.Signals, name: str) -> None:
     """Kill a worker as soon as it is there, or stop it until the fleet has given it up."""
     while not (found := [one for one in fleet.status()["workers"] if one["name"] == name]):
         time.sleep(0.05)
-    while not (pid := found[0]["pid"]):  # until its first beat
-        time.sleep(0.05)
-        found = [one for one in fleet.status()["workers"] if one["name"] == name] or found
-    num_lost = fleet.status()["counts"]["lost_workers"]
+    pid, num_lost = found[0]["pid"], fleet.status()["counts"]["lost_workers"]
     os.kill(pid, kind)
     while fleet.status()["counts"]["lost_workers"] == num_lost:
         time.sleep(0.05)

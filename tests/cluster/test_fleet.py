@@ -265,6 +265,13 @@ def test_a_task_whose_frames_are_always_lost_is_given_up() -> None:
     assert isinstance(world.ends[number][0], Fail)
 
 
+def test_the_process_of_a_worker_is_known_before_its_first_beat() -> None:
+    world = World()
+    world.join()  # a simulated worker, which has no process
+    world.fleet.join(WorkerFacts("own", "own", "mixed", "g", ("x", 1), 3, 100, pid=4321), 0.0)
+    assert [one["pid"] for one in world.fleet.status(0.0)["workers"]] == [None, 4321]
+
+
 def test_a_silent_worker_gets_no_work_and_is_given_up() -> None:
     world = World()
     silent, other = world.join(), world.join()

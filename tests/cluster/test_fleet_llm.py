@@ -294,7 +294,8 @@ def test_a_table_of_banned_words_passes_in_a_message(alone: LLM) -> None:
 
 def test_workers_name_themselves() -> None:
     with LLM(MODEL, **OPTIONS) as llm:
-        assert Worker(llm, SECRET).join_frame("x", ("h", 1))["name"] == f"worker-{os.getpid()}"
+        frame = Worker(llm, SECRET).join_frame("x", ("h", 1))
+    assert (frame["name"], frame["pid"]) == (f"worker-{os.getpid()}", os.getpid())
 
 
 def test_the_server_shows_the_workers(fleet: FleetLLM, workers: list[LLM]) -> None:

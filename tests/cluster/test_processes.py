@@ -46,10 +46,10 @@ def running_fleet(*roles: str, ratio: str | None = None) -> Iterator[FleetLLM]:
             launcher.close()
 
 
-def pid_of(fleet: FleetLLM, name: str) -> int:
-    """The process of a worker, or 0 while it is not there."""
+def pid_of(fleet: FleetLLM, name: str) -> int | None:
+    """The process of a worker, or None while it is not there."""
     workers: list[dict[str, Any]] = fleet.status()["workers"]
-    return next((one["pid"] for one in workers if one["name"] == name), 0)
+    return next((one["pid"] for one in workers if one["name"] == name), None)
 
 
 def worker_with_tasks(fleet: FleetLLM) -> dict[str, Any] | None:

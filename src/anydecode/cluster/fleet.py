@@ -56,7 +56,7 @@ REFUSED_SECONDS = 0.2
 
 
 #: The numbers of a worker's beats that `Fleet.status` reports.
-LOADS = ("pid", "used", "passes", "rows", "hits", "restored")
+LOADS = ("used", "passes", "rows", "hits", "restored")
 
 
 class TaskState(Enum):
@@ -198,6 +198,7 @@ class WorkerFacts:
         address: Where other workers pull blocks: host and port.
         max_running: Maximum number of its tasks.
         positions: Size of its cache.
+        pid: The id of its process; None: it has none of its own.
     """
 
     name: str
@@ -207,6 +208,7 @@ class WorkerFacts:
     address: tuple[str, int]
     max_running: int
     positions: int
+    pid: int | None = None
 
 
 @dataclass(eq=False)
@@ -462,6 +464,7 @@ class Fleet:
                     "role": member.role,
                     "scenario": member.scenario,
                     "group": member.facts.group,
+                    "pid": member.facts.pid,
                     "state": self._state(member, now),
                     "tasks": len(member.tasks),
                     "waiting_rows": member.pending_rows,

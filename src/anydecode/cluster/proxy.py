@@ -307,6 +307,7 @@ class FleetDriver(Driver):
             address=(frame["address"][0], frame["address"][1]),
             max_running=frame["max_running"],
             positions=frame["positions"],
+            pid=frame["pid"],
         )
         reason = self._mismatch(worker, frame["facts"])
         if reason is None:

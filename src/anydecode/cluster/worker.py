@@ -196,6 +196,7 @@ class Worker:
             "address": list(address),
             "max_running": self._max_running,
             "positions": self._runner.pool.num_slots,
+            "pid": os.getpid(),
         }
 
     def load(self) -> Frame:
@@ -207,7 +208,6 @@ class Worker:
             "used": self._runner.pool.num_used,
             "hits": self._runner.prefixes.num_hits,
             "restored": self._runner.prefixes.num_restored,
-            "pid": os.getpid(),
         }
 
     @property
