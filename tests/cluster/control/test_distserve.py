@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,20 @@ def test_a_unit_with_the_highest_goodput_of_all_its_workers_is_rejected(
 
 def test_a_replica_too_few_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Found, "replicas", lambda self, rate: max(1, int(rate / self.goodput)))
+    assert_rejected("distserve")
+
+
+def test_a_search_from_the_goodput_of_the_placement_before_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goodput, rates = PlacementSearch.goodput, [1.0]
+
+    def near(self: PlacementSearch, placement: Placement, limits: Limits, *given: Any) -> Found:
+        found = goodput(self, placement, limits, given[0], rates[-1])
+        rates.append(found.goodput or rates[-1])
+        return found
+
+    monkeypatch.setattr(PlacementSearch, "goodput", near)
     assert_rejected("distserve")
 
 

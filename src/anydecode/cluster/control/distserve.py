@@ -163,12 +163,9 @@ class PlacementSearch:
             candidates: The placements.
             limits: The latency limits.
             serve: Serves the trace, or simulates it.
-            rate: The rate that is tried first, in requests per second.
+            rate: The rate that is tried first for each placement, in requests per second.
         """
-        found = []
-        for placement in candidates:
-            found.append(self.goodput(placement, limits, serve, rate))
-            rate = found[-1].goodput or rate  # that of the next one is probably near
+        found = [self.goodput(placement, limits, serve, rate) for placement in candidates]
         return sorted(found, key=lambda one: -one.goodput_per_worker)
 
     def goodput(self, placement: Placement, limits: Limits, serve: Serve, rate: float) -> Found:

@@ -44,6 +44,7 @@ def distserve() -> Iterator[Check]:
     for prompt, answer, rate in ((1, 5, 40), (3, 4, 7), (7, 2, 100), (1, 1, 1)):
         yield _replicas(Fraction(prompt, 10), Fraction(answer, 10), rate)
     yield from _shares()
+    yield _next_placement()
     yield _all_placements()
 
 
@@ -124,6 +125,20 @@ def _shares() -> Iterator[Check]:
         yield Check(
             name, found.goodput == expected and len(rates) == (24 if is_enough else 11), str(found)
         )
+
+
+def _next_placement() -> Check:
+    """Two placements serve every rate within the limits, the one between them 0.75 requests per
+    second at most: its goodput does not depend on theirs."""
+    between = Placement(prefill=1, decode=1)
+
+    def serve(placement: Placement, rate: float) -> list[Latency]:
+        return [(0.5, 0.05) if placement != between or rate <= 0.75 else (9.0, 9.0)]
+
+    candidates = [Placement(mixed=1), between, Placement(mixed=2)]
+    found = {one.placement: one.goodput for one in _default().search(candidates, _LIMITS, serve)}
+    is_right = found == {candidates[0]: 2.0**23, between: 0.75, candidates[2]: 2.0**23}
+    return Check("a placement after one that serves every rate", is_right, str(found))
 
 
 def _all_placements() -> Check:
