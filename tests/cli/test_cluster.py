@@ -36,6 +36,8 @@ def test_the_workers_of_a_fleet() -> None:
         (["up", "tiny-autoregressive", "-w", "1", "--prefill", "2"], "more roles than --workers 1"),
         (["up", "tiny-autoregressive", "--host", "0.0.0.0"], "lets other machines connect"),
         (["up", "no-such-model"], "no-such-model"),
+        (["up", "tiny-autoregressive", "--handover-memory", "much"], "'much' is not a number of"),
+        (["up", "tiny-autoregressive", "--decoder", "nosuch"], "no decoding method is called"),
         (
             ["up", "tiny-autoregressive", "--ratio", "pd-serve"],
             "give --prefill and --decode 1 or more, too",

@@ -55,9 +55,7 @@ class Methods:
         with self._lock:
             found = self._decoders.pop((choice, namespace), None)
             if found is None:
-                built: Decoder | SamplerPreset | Constraint = catalogue.build_as(
-                    choice, "a decoder", Decoder, SamplerPreset, Constraint
-                )
+                built = build_decoder(choice)
                 if not isinstance(built, Decoder):
                     return built
                 found = built if self.drafting is None else self.drafting.over(built)
@@ -130,6 +128,18 @@ _EXPECTED = {
     "ServerGoodput": "a draft policy",
     "WeightFormat": "a weight format",
 }
+
+
+def build_decoder(choice: str) -> Decoder | SamplerPreset | Constraint:
+    """The decoder that `choice` names, or the sampler or constraint.
+
+    Raises:
+        InvalidRequestError: It names another method or none, or a parameter is wrong.
+    """
+    built: Decoder | SamplerPreset | Constraint = catalogue.build_as(
+        choice, "a decoder", Decoder, SamplerPreset, Constraint
+    )
+    return built
 
 
 def build_as(choice: Any, kind: type[Kind]) -> Kind:

@@ -180,7 +180,8 @@ def up(
 
     Example: anydecode cluster up smollm2-135m-instruct --workers 2
     """
-    from anydecode.api.methods import build_as
+    from anydecode.api.methods import build_as, build_decoder
+    from anydecode.api.prefix_spill import parse_bytes
     from anydecode.cluster.control.roles import RoleControl
     from anydecode.cluster.launcher import Launcher, LocalWorkers, Starter, places
     from anydecode.cluster.metrics import FleetCollector
@@ -202,6 +203,9 @@ def up(
             f"--ratio {ratio} changes the roles of workers: give --prefill and --decode"
             f" {control.num_scenarios} or more, too"
         )
+    parse_bytes(handover_memory)  # else each worker would refuse it, and the server go on
+    if decoder is not None:
+        build_decoder(decoder)
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
     settings = Settings(
         name=name or served_name(model),
