@@ -157,6 +157,31 @@ def test_fixed_answers_and_a_given_draft_model(target: Checkpoint, tmp_path: Pat
     assert all(weight.requires_grad for weight in second.draft.parameters())
 
 
+@pytest.mark.parametrize(
+    "given", ["--rate nan", "--rate -1", "--rate 0", "--minutes nan", "--minutes inf"]
+)
+def test_bad_options_of_the_command_are_refused_in_one_line(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        run(
+            [
+                "train",
+                "draft-model",
+                "--model",
+                "tiny-autoregressive",
+                "--out",
+                str(out),
+                *given.split(),
+            ]
+        )
+    assert ended.value.code
+    error = capsys.readouterr().err.strip()
+    assert "must be a finite number above 0" in error and "\n" not in error
+    assert not out.exists()
+
+
 @pytest.mark.slow
 def test_the_command_trains_and_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

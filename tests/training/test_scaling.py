@@ -75,6 +75,15 @@ def test_another_study_in_the_folder_is_refused(tmp_path: Path) -> None:
         study(tmp_path, rate=1.0)
 
 
+def test_a_draft_model_of_too_many_layers_is_refused_before_any_is_trained(tmp_path: Path) -> None:
+    recipe = catalogue.build("scylla", layers="1-5", tokens="40-80")
+    settings = DraftOptions(steps=1, answers=8, tokens=8)
+    one = ScalingStudy(load_checkpoint("tiny-autoregressive"), tmp_path, recipe, settings)
+    with pytest.raises(AnydecodeError, match="layers is 5; the model has 4 layers"):
+        one.run()
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_the_command_fits_and_recommends_and_is_not_run_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

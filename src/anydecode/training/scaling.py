@@ -21,10 +21,10 @@ from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.files import read_json
-from anydecode.training.block_adapter import Pair
+from anydecode.training.block_adapter import Pair, open_llama
 from anydecode.training.checkpoint import save_json
 from anydecode.training.draft_model import NUM_EVALUATED, DraftModelRun, DraftOptions
-from anydecode.training.nested import answers_to_learn_from
+from anydecode.training.nested import answers_to_learn_from, first_layers
 from anydecode.training.recipes.draft_recipe import DraftRecipe
 from anydecode.training.recipes.scylla import ScalingRecipe
 from anydecode.training.scaling_law import LogLinearLaw, fit_law
@@ -78,8 +78,12 @@ class ScalingStudy:
         return self.folder / "results.json"
 
     def run(self, report: Report = lambda *_: None) -> None:
-        """Train and measure what is missing."""
+        """Train and measure what is missing. Raises `InvalidRequestError` if the target has fewer
+        layers than a draft model."""
         recipe = self.recipe
+        if len(self.points) < len(recipe.layers) * len(recipe.tokens):
+            # Refused before the smaller ones are trained.
+            first_layers(open_llama(self.checkpoint), recipe.layers[-1])
         grid = [(layers, tokens) for layers in recipe.layers for tokens in recipe.tokens]
         total, done = sum(tokens for _, tokens in grid), 0
         report(0.0, "answers")
@@ -182,7 +186,8 @@ class ScalingStudy:
     def recommended(self) -> list[dict[str, float]]:
         """The draft model that promises the highest throughput for each batch: its layers, 0 for
         none, and the tokens per second and tokens per pass that are predicted."""
-        return recommend(self.points, self.speeds, self.laws()["accepted"], self.recipe.planned)
+        law = self.laws()["accepted"]
+        return recommend(self.points, self.speeds, law, self.recipe.planned, self.recipe.size)
 
     def results(self) -> dict[str, Any]:
         """Measurements, laws and recommendation as plain JSON."""
@@ -205,11 +210,13 @@ def recommend(
     speeds: list[dict[str, float]],
     law: LogLinearLaw,
     planned: float,
+    size: int,
 ) -> list[dict[str, float]]:
     """See `ScalingStudy.recommended`.
 
     The time per pass is that of the measured draft model of the same size, so its throughput is
     multiplied by the predicted tokens per pass for `planned` learned tokens, of those that it has.
+    A pass with `size` drafts has from 1 to `size` + 1 tokens, also where the law predicts others.
     """
     found = []
     for batch in dict.fromkeys(speed["batch"] for speed in speeds):
@@ -219,7 +226,7 @@ def recommend(
             if speed["layers"]:
                 own = [point for point in points if point["layers"] == speed["layers"]]
                 measured = max(own, key=lambda point: point["tokens"])
-                accepted = max(1.0, law.predict({**measured, "tokens": planned}))
+                accepted = min(max(1.0, law.predict({**measured, "tokens": planned})), size + 1.0)
                 promised *= accepted / measured["accepted"]
             candidates.append(
                 {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anydecode.cli.output import print_json
+from anydecode.errors import InvalidRequestError
 from anydecode.progress import note, progress
 
 if TYPE_CHECKING:
@@ -22,10 +24,22 @@ app = typer.Typer(
 
 Run = TypeVar("Run", bound="LossRun")
 
+
+def positive(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    """The value of an option. Raises `InvalidRequestError` unless it is finite and above 0."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise InvalidRequestError(
+            f"--{parameter.name} is {value}; it must be a finite number above 0"
+        )
+    return value
+
+
 Minutes = Annotated[
     float | None,
     typer.Option(
-        "--minutes", help="Training time in minutes. Default: 60, unless --steps is given."
+        "--minutes",
+        help="Training time in minutes. Default: 60, unless --steps is given.",
+        callback=positive,
     ),
 ]
 
@@ -55,7 +69,7 @@ Answers = Annotated[
 
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]
 
-Rate = Annotated[float, typer.Option("--rate", help="Peak learning rate.")]
+Rate = Annotated[float, typer.Option("--rate", help="Peak learning rate.", callback=positive)]
 
 PromptsFile = Annotated[
     Path | None,

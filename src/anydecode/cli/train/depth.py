@@ -24,6 +24,7 @@ from anydecode.cli.train.app import (
     Threads,
     app,
     minutes_or_default,
+    positive,
     report,
     trained,
 )
@@ -266,7 +267,10 @@ ExitSteps = Annotated[
 
 
 ExitMinutes = Annotated[
-    float | None, typer.Option("--minutes", help="Training time in minutes, instead of --steps.")
+    float | None,
+    typer.Option(
+        "--minutes", help="Training time in minutes, instead of --steps.", callback=positive
+    ),
 ]
 
 

@@ -19,6 +19,7 @@ from anydecode.cli.train.app import (
     Threads,
     app,
     minutes_or_default,
+    positive,
     report,
 )
 from anydecode.progress import note, progress
@@ -151,7 +152,7 @@ def train_decoding_path(
     updates: Annotated[
         int, typer.Option("--updates", min=1, help="Updates of the weights per round.")
     ] = 8,
-    rate: Annotated[float, typer.Option("--rate", help="Learning rate.")] = 1e-5,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate.", callback=positive)] = 1e-5,
     canvas: Annotated[int, typer.Option("--canvas", min=1, help="Canvas size in tokens.")] = 32,
     temperature: Annotated[
         float, typer.Option("--temperature", help="Temperature of the answers.")

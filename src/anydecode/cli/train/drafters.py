@@ -22,6 +22,7 @@ from anydecode.cli.train.app import (
     Threads,
     app,
     minutes_or_default,
+    positive,
     report,
     shares_line,
     trained,
@@ -517,7 +518,10 @@ def train_drafter(
     ] = None,
     batch: Batch = 2,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Peak learning rate. Default: the recipe's.")
+        float | None,
+        typer.Option(
+            "--rate", help="Peak learning rate. Default: the recipe's.", callback=positive
+        ),
     ] = None,
     head: Annotated[
         bool,
@@ -622,7 +626,8 @@ def train_judge(
 ) -> None:
     """Train the judge with which the decoder judge accepts drafts that do not change the result of
     an answer. Labels come from a search in the model's own answers. A run with the same --out is
-    resumed. The judge is in the file "judge.safetensors" of --out.
+    resumed. The judge is in the file "judge.safetensors" of --out, for --decoder judge:head=FILE
+    with the same --draft.
 
     Example: anydecode train judge --draft my-nested --out my-judge --plot curve.svg
     """

@@ -24,6 +24,7 @@ from anydecode.cli.train.app import (
     Threads,
     app,
     minutes_or_default,
+    positive,
     report,
     trained,
 )
@@ -105,7 +106,10 @@ def train_regression(
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapter.")] = 16,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Prompts per step.")] = 16,
     rate: Annotated[
-        float, typer.Option("--rate", help="Learning rate of the steps on known digits.")
+        float,
+        typer.Option(
+            "--rate", help="Learning rate of the steps on known digits.", callback=positive
+        ),
     ] = 1e-3,
     reward_rate: Annotated[
         float, typer.Option("--reward-rate", help="Learning rate of the steps on errors.")
@@ -538,7 +542,7 @@ def train_autodeco_heads(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens per answer.")] = 64,
     width: Annotated[int, typer.Option("--width", min=1, help="Hidden width of the heads.")] = 64,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 12,
-    rate: Annotated[float, typer.Option("--rate", help="Learning rate.")] = 5e-4,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate.", callback=positive)] = 5e-4,
     weighted: Annotated[
         bool,
         typer.Option(

@@ -46,7 +46,7 @@ class ScalingRecipe:
             "the draft models are the first layers of the target, distilled on its answers with"
             " forward KL; the paper's are drafters with EAGLE's inputs",
             "the accepted length is the tokens per pass of the target at temperature 0; one law has"
-            " the tokens and the parameters together",
+            " the tokens and the parameters together, these without embedding and head",
             "answers are learned again where they have fewer tokens than a draft model is to learn,"
             " which may lower the accepted length; give more --answers",
             "a draft model is recommended for each batch: the one whose predicted accepted length"
