@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from anydecode.cluster import media as media_module
 from anydecode.cluster.control.distserve import placements
 from anydecode.cluster.control.epd import RoleSwitch
 from anydecode.cluster.control.roles import Group
-from anydecode.cluster.fleet import Fleet
+from anydecode.cluster.fleet import Fleet, Part, Task
+from anydecode.cluster.proxy import FleetLLM
 from anydecode.cluster.simulator.simulation import Link
 from anydecode.errors import InvalidRequestError
 from anydecode.models import patch_encoder
+from anydecode.scoring.media import Encoder, Media
 from certificates import assert_certified, assert_rejected, replace_class_default
 from simulated_fleet import World, text
 
@@ -32,7 +35,27 @@ def test_an_encoder_without_positions_is_rejected(monkeypatch: pytest.MonkeyPatc
 
 
 _ENCODED = Fleet._encoded
+_END_LEASE = Fleet._end_lease
+_NUM_WAITING = Fleet._num_waiting
+_PARTS = FleetLLM._parts
 _STEP = RoleSwitch.step
+
+
+def _keep_images(self: Fleet, task: Task, now: float) -> None:
+    if not isinstance(task, Part):
+        _END_LEASE(self, task, now)
+
+
+def _key_of_bytes(self: Media, encoder: Encoder) -> str:
+    return sha256(encoder.fingerprint.encode() + self.pixels.tobytes()).hexdigest()
+
+
+def _smallest_first(self: FleetLLM, *given: Any) -> list[Part]:
+    parts = _PARTS(self, *given)
+    numbers = sorted(one.number for one in parts)
+    for number, one in zip(numbers, sorted(parts, key=lambda one: one.num_rows), strict=True):
+        one.number = number
+    return parts
 
 
 @pytest.mark.slow
@@ -45,6 +68,11 @@ _STEP = RoleSwitch.step
         (Fleet, "_encoders", lambda self, part, now: []),
         (Fleet, "_is_encoded", lambda self, task, now: True),
         (Fleet, "_encoded", lambda self, *given: _ENCODED(self, *given)[::-1]),
+        (Fleet, "_end_lease", _keep_images),
+        (Fleet, "_num_waiting", lambda *given: {**_NUM_WAITING(*given), "encode": 0}),
+        (Fleet, "_change_roles", lambda self, now: None),
+        (Media, "key", _key_of_bytes),
+        (FleetLLM, "_parts", _smallest_first),
     ],
     ids=[
         "empty embeddings",
@@ -53,6 +81,11 @@ _STEP = RoleSwitch.step
         "no encode worker",
         "a prompt that does not wait",
         "images in another order",
+        "embeddings that are never freed",
+        "images that wait and are not counted",
+        "roles that stay",
+        "a key without the shape",
+        "the smallest image first",
     ],
 )
 def test_a_mistake_in_the_stages_is_rejected(

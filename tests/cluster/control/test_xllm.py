@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from anydecode.cluster.control import xllm
 from anydecode.cluster.control.roles import TaskNeeds, WorkerLoad
 from anydecode.cluster.control.xllm import SloControl
-from anydecode.cluster.fleet import MIN_BLOCKS, Fleet, TaskState
+from anydecode.cluster.fleet import MIN_BLOCKS, Fleet, Member, TaskState
 from anydecode.cluster.routing import CachedBlocks
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, replace_class_default
@@ -94,6 +95,47 @@ def test_an_index_that_counts_behind_a_hole_is_rejected(monkeypatch: pytest.Monk
         return max((n + 1 for n, one in enumerate(digests) if matched(self, [one])), default=0)
 
     monkeypatch.setattr(CachedBlocks, "num_matched", deepest)
+    assert_rejected("xllm")
+
+
+_LOAD, _PLACE, _OFFERED = Fleet._load, SloControl.place, Fleet._on_offered
+
+
+def _all_time_at_the_worker(self: Fleet, member: Member, *given: Any) -> None:
+    member.prefilled_at = 0.0
+    _OFFERED(self, member, *given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "twin"),
+    [
+        (
+            Fleet,
+            "_waiting",
+            lambda self, now: iter([one for one in self.tasks.values() if one.worker is None]),
+        ),
+        (Fleet, "_load", lambda *given: replace(_LOAD(*given), num_positions=0)),
+        (Fleet, "_on_offered", _all_time_at_the_worker),
+        (
+            SloControl,
+            "place",
+            lambda self, now, task, workers: _PLACE(
+                self, now, replace(task, is_offline=False), workers
+            ),
+        ),
+    ],
+    ids=[
+        "offline tasks of any length",
+        "answers without tokens",
+        "prompts that have waited at the worker",
+        "no offline tasks",
+    ],
+)
+def test_a_mistake_in_what_a_fleet_tells_its_control_is_rejected(
+    owner: Any, name: str, twin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, twin)
     assert_rejected("xllm")
 
 

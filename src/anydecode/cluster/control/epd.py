@@ -37,6 +37,8 @@ STAGES = ("encode", "prefill", "decode")
             "the worker that computes the prompt pulls all its embeddings, once all are there; it"
             " encodes again what does not come",
             "a worker that changes its role finishes what it has, and is not drained",
+            "a stage without workers gets none; without encode workers, the worker that computes a"
+            " prompt encodes its images",
             "workers are allocated by `anydecode cluster plan --images`, which simulates every"
             " placement, with the search of distserve",
             "a decode worker computes the last rows of a prompt again, and encodes an image that is"

@@ -100,7 +100,7 @@ def cache_score(worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> float:
             "the decode worker is chosen when the prompt is computed, not before",
             "a prefill worker computes its prompts before it becomes a decode worker; roles change"
             " at most once in `period` seconds; a decode worker becomes a prefill worker after"
-            " `period` seconds without tasks, while prompts wait",
+            " `period` seconds without tasks, while prefill workers have prompts",
             "a worker without tasks takes an offline task whatever its predicted time",
             "the tasks of a lost worker are computed again from their tokens, where most of their"
             " blocks are; blocks of a worker that lives are not migrated",

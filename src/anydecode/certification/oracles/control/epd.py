@@ -50,6 +50,7 @@ def epd() -> Iterator[Check]:
     yield from _stages()
     yield from _parts()
     yield from _switches()
+    yield from _queues()
     yield from _allocations()
 
 
@@ -115,6 +116,10 @@ def _encoder() -> Iterator[Check]:
         name = f"embeddings of {media.pixels.shape[0]} x {media.pixels.shape[1]} pixels"
         is_near = found.shape == expected.shape and bool(np.abs(found - expected).max() < 1e-5)
         yield Check(name, is_near)
+    wide, high = (Media(0, _pixels(1, *size).reshape(size + (3,))) for size in ((16, 24), (24, 16)))
+    is_equal = wide.pixels.tobytes() == high.pixels.tobytes()
+    differ = wide.key(encoder) != high.key(encoder)
+    yield Check("equal bytes of another shape are another image", is_equal and differ)
 
 
 def _stages() -> Iterator[Check]:
@@ -125,7 +130,11 @@ def _stages() -> Iterator[Check]:
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=512) as llm:
         alone = llm.generate(_PROMPT, prompt_embeds=given, **options)
     with _fleet("encode", "encode", "prefill", "decode") as (fleet, workers):
+        tasks = _submitted(fleet)
         found = fleet.generate(_PROMPT, prompt_embeds=_IMAGES, **options)
+        parts = sorted(tasks[0].parts, key=lambda one: one.number)
+        sizes = [one.num_rows for one in parts]
+        yield Check("the largest image goes first", sizes == [30, 12, 4], str(sizes))
         is_same = (found.tokens, found.logprobs) == (alone.tokens, alone.logprobs)
         yield Check("the text of one engine with the same embeddings", is_same)
         counts = fleet.status()["counts"]
@@ -160,6 +169,18 @@ def _stages() -> Iterator[Check]:
         fleet.generate(_PROMPT, max_tokens=2)
         after = fleet.status()["counts"]["encodings"]
         yield Check("a prompt without images visits no encode worker", before == after)
+
+
+def _submitted(fleet: FleetLLM) -> list[Task]:
+    """The tasks that the fleet gets from now on."""
+    state, tasks = fleet.driver.fleet, list[Task]()
+
+    def submit(task: Task, now: float, add: Any = state.submit) -> None:
+        tasks.append(task)
+        add(task, now)
+
+    state.submit = submit  # type: ignore[method-assign]
+    return tasks
 
 
 @contextmanager
@@ -214,6 +235,12 @@ def _parts() -> Iterator[Check]:
         found = [(one["address"], one["task"], one["attempt"]) for one in sources]
         name = f"the prompt begins after the last of {order}"
         yield Check(name, begun[:2] == [[], []] and found == expected, str(begun))
+        tokens = {"type": "tokens", "task": 9, "attempt": 0, "start": 0, "tokens": [1]}
+        fleet.receive("m", {**tokens, "logprobs": None}, 1.0)
+        ended = [(name, frame["type"], frame["task"]) for name, frame in _sent(fleet)]
+        expected_ends = [(sent[number], "cancel", number) for number in range(3)]
+        name = f"the embeddings are freed at the first token, {order}"
+        yield Check(name, ended == expected_ends, str(ended))
 
 
 def _sent(fleet: Fleet) -> list[tuple[str, dict[str, Any]]]:
@@ -257,6 +284,30 @@ def _switches() -> Iterator[Check]:
                 numbers[giver] -= 1
                 numbers[receiver] += 1
         yield Check(f"changes of roles, load {seed}", not problems, str(problems[:1]))
+
+
+def _queues() -> Iterator[Check]:
+    """One encode worker has two images, and six wait: after 5 seconds it gets one of three prefill
+    workers, which begins with two of them."""
+    fleet, names = Fleet(_default()), ("encode-1", "prefill-1", "prefill-2", "prefill-3", "decode")
+    for name in names:
+        role = name.partition("-")[0]
+        fleet.join(WorkerFacts(name, name, role, "g", (name, 1), 4, 1000), 0.0)
+    for number in range(8):
+        part = Part(10 + number, [], 0, {}, num_rows=1)
+        fleet.submit(Task(number, [1] * 20, 5, {"options": {}}, parts=[part]), 0.0)
+    begun = [(name, frame["task"]) for name, frame in _sent(fleet)]
+    beat = {"type": "beat", "seen": 0, "tasks": [], "leases": [], "passes": 0}
+    for half in range(11):
+        for name in names:
+            fleet.receive(name, beat, half / 2)
+        fleet.tick(half / 2)
+        roles = [one.role for one in fleet.members.values()]
+        expected = ["encode", "encode" if half == 10 else "prefill", *["prefill"] * 2, "decode"]
+        yield Check(f"roles after {half / 2} s of waiting images", roles == expected, str(roles))
+    begun += [(name, one["task"]) for name, one in _sent(fleet) if one["type"] == "encode"]
+    expected_parts = [("encode-1", 10), ("encode-1", 11), ("prefill-1", 12), ("prefill-1", 13)]
+    yield Check("the images go to both workers", begun == expected_parts, str(begun))
 
 
 def _changes(numbers: dict[str, int], queues: dict[str, Fraction]) -> list[tuple[str, str]]:
