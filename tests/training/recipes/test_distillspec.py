@@ -14,7 +14,7 @@ import torch
 from anydecode import catalogue
 from anydecode.errors import InvalidRequestError
 from anydecode.training import divergences, draft_model
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 divergence = divergences.divergence
 
@@ -68,15 +68,65 @@ def test_certificate_rejects_another_acceptance(monkeypatch: pytest.MonkeyPatch)
     assert_rejected("distillspec")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "defaults", [{"warmup": 1.0}, {"warmup": 0.0}, {"on_policy": 0.5}, {"beta": 0.1}], ids=str
+)
+def test_certificate_rejects_other_defaults(
+    defaults: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_defaults(monkeypatch, "distillspec", **defaults)
+    assert_rejected("distillspec")
+
+
+def tokens_only(self: Any) -> float:
+    """The tokens of the answers are learned in both parts."""
+    rows, _ = self.step_rows()
+    return self._learn(draft_model.draft_loss(self.draft, None, rows, "cross-entropy"))
+
+
+def default_weight(self: Any) -> float:
+    """Without the weight of the mixture that is given."""
+    rows, objective = self.step_rows()
+    target = None if objective == "cross-entropy" else self.target
+    return self._learn(draft_model.draft_loss(self.draft, target, rows, objective))
+
+
+def no_training(self: Any) -> float:
+    rows, objective = self.step_rows()
+    target = None if objective == "cross-entropy" else self.target
+    loss = draft_model.draft_loss(self.draft, target, rows, objective, self.recipe.draft.beta)
+    self.step += 1
+    return float(loss.detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [tokens_only, default_weight, no_training])
+def test_certificate_rejects_other_steps(
+    mistake: Callable[..., float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model.DraftModelRun, "_update", mistake)
+    assert_rejected("distillspec")
+
+
+def samples_of_the_target(self: Any, rows: list[Any], random: Any) -> list[Any]:
+    generator = torch.Generator().manual_seed(random.getrandbits(63))
+    prompts = [prompt for prompt, _ in rows]
+    given = self.recipe.tokens, self.tokenizer.eos_ids, generator
+    answers = draft_model.sample_answers(self.target, prompts, *given)
+    return list(zip(prompts, answers, strict=True))
+
+
 def answers_of_the_target(self: Any, rows: list[Any], random: Any) -> list[Any]:
     return rows
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mistake", [answers_of_the_target, samples_of_the_target])
 def test_certificate_rejects_the_targets_answers_for_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_model.DraftModelRun, "_own_answers", answers_of_the_target)
+    monkeypatch.setattr(draft_model.DraftModelRun, "_own_answers", mistake)
     assert_rejected("distillspec")
 
 

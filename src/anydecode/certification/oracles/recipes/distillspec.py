@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from anydecode.models.opening import check_torch
 from anydecode.training.recipes.draft_recipe import DIVERGENCES, DraftRecipe
 
 TARGET = "tiny-autoregressive"
+#: A prompt and its answer.
+Pair = tuple[list[int], list[int]]
 BETA = 0.3
 
 
@@ -105,20 +108,23 @@ def forward(network: Network, tokens: Sequence[int]) -> np.ndarray:
 
 
 def mean_loss(
-    target: Network, draft: Network, pairs: Sequence[tuple[list[int], list[int]]]
+    target: Network, draft: Network, pairs: Sequence[Pair], name: str = "forward-kl"
 ) -> float:
-    """The forward KL of answers: the mean over tokens of each, and the mean of these."""
+    """A divergence of answers, or the cross-entropy of their tokens: the mean over tokens of each,
+    and the mean of these."""
     means = []
     for prompt, answer in pairs:
         text = [*prompt, *answer][:-1]
         p, q = (forward(one, text)[len(prompt) - 1 :] for one in (target, draft))
-        means.append(float((p * np.log(p / q)).sum(-1).mean()))
+        if name == "cross-entropy":
+            losses = [-math.log(row[token]) for row, token in zip(q, answer, strict=True)]
+        else:
+            losses = [defined(name, *rows) for rows in zip(p, q, strict=True)]
+        means.append(sum(losses) / len(losses))
     return sum(means) / len(means)
 
 
-def likelihood_ratio(
-    target: Network, draft: Network, pairs: Sequence[tuple[list[int], list[int]]]
-) -> float:
+def likelihood_ratio(target: Network, draft: Network, pairs: Sequence[Pair]) -> float:
     """The mean, over tokens of answers, of the logarithm of the draft model's probability by the
     target's: above 0 for the draft model's answers, below 0 for the target's."""
     ratios = []
@@ -158,24 +164,102 @@ def sampled(folder: Path) -> Iterator[Check]:
         yield Check(name, result.passed, str(result))
 
 
+def run_of(folder: Path, recipe: DraftRecipe, pairs: list[Pair] | None = None, **given: Any) -> Any:
+    """A run on the target."""
+    from anydecode.training.draft_model import DraftModelRun, DraftOptions
+
+    settings = DraftOptions(answers=16, tokens=12, batch=8, draft=recipe, **given)
+    return DraftModelRun(load_checkpoint(TARGET), folder, settings, pairs=pairs)
+
+
+def opened(folder: Path) -> Network:
+    """A model, with numbers of single precision."""
+    return load_network(load_checkpoint(folder), "float32")
+
+
+def of_default_parts(folder: Path) -> Iterator[Check]:
+    """A run with the default parts: the loss of the first step of each follows from the answers
+    that it learns, and the training lowers the divergence."""
+    recipe = catalogue.build("distillspec", layers=1)
+    assert isinstance(recipe, DraftRecipe)
+    yield Check(
+        "the default build is that of the card",
+        (recipe.beta, recipe.data, recipe.on_policy) == (0.5, "target", 1.0),
+    )
+    run, target = run_of(folder, recipe, steps=8, rate=3e-3), opened(Path(TARGET))
+    expected = dict[int, tuple[str, float]]()
+    losses, ratios, divergences = list[float](), list[float](), list[float]()
+
+    def observe(_: float, loss: float | None = None) -> None:
+        if loss is not None:
+            losses.append(loss)
+        if run.step in (0, 4, 8):
+            run.save()
+            draft = opened(run.draft_folder)
+            divergences.append(mean_loss(target, draft, run.pairs[:4]))
+            if run.step < 8:
+                rows, objective = run.step_rows()
+                expected[run.step] = objective, mean_loss(target, draft, rows, objective)
+                ratios.append(likelihood_ratio(target, draft, rows))
+
+    observe(0.0)
+    run.train(observe)
+    about = {step: f"{name} {loss:.3f}" for step, (name, loss) in expected.items()}
+    yield Check(
+        "tokens are learned in the first half, the target's distributions in the second",
+        [name for name, _ in expected.values()] == ["cross-entropy", "forward-kl"],
+        str(about),
+    )
+    yield Check(
+        "the answers are the target's in the first half, the draft model's own in the second",
+        ratios[0] < 0 < ratios[1],
+        " ".join(f"{ratio:.3f}" for ratio in ratios),
+    )
+    yield Check(
+        "the loss of a step is that of its answers",
+        all(math.isclose(losses[n], loss, rel_tol=0.05) for n, (_, loss) in expected.items()),
+        f"{losses[0]:.3f} {losses[4]:.3f} {about}",
+    )
+    yield Check(
+        "the training lowers the divergence in both parts",
+        divergences[0] > divergences[1] > divergences[2],
+        " ".join(f"{value:.3f}" for value in divergences),
+    )
+
+
+def of_jensen_shannon(folder: Path, pairs: list[Pair]) -> Iterator[Check]:
+    """A step with a Jensen-Shannon divergence of another weight than the default."""
+    recipe = catalogue.build(
+        "distillspec", layers=1, warmup=0.0, divergence="jsd", beta=BETA, on_policy=0.0
+    )
+    assert isinstance(recipe, DraftRecipe)
+    run, losses = run_of(folder, recipe, pairs, steps=1), list[float]()
+    run.save()
+    rows, objective = run.step_rows()
+    draft = opened(run.draft_folder)
+    expected = mean_loss(opened(Path(TARGET)), draft, rows, objective)
+    run.train(lambda _, loss: losses.append(loss))
+    yield Check(
+        "the run's Jensen-Shannon divergence has the weight that is given",
+        objective == "jsd" and math.isclose(losses[0], expected, rel_tol=1e-2),
+        f"{losses[0]:.5f} {expected:.5f}",
+    )
+
+
 @oracle_test("distillspec")
 def distilled() -> Iterator[Check]:
     """The losses, and a run on the draft model's own answers."""
     check_torch("the training")
-    from anydecode.training.draft_model import DraftModelRun, DraftOptions, draft_loss
+    from anydecode.training.draft_model import draft_loss
 
     yield from losses()
-    checkpoint = load_checkpoint(TARGET)
     recipe = catalogue.build("distillspec", layers=2, warmup=0.0)
     assert isinstance(recipe, DraftRecipe)
     with tempfile.TemporaryDirectory() as name:
-        settings = DraftOptions(steps=8, answers=16, tokens=12, batch=8, draft=recipe)
-        run = DraftModelRun(checkpoint, Path(name), settings)
+        run = run_of(Path(name) / "own", recipe, steps=8)
         before = run.measure()["temperature 0.0"]
         own, objective = run.step_rows()
-        target, draft = (
-            load_network(load_checkpoint(path), "float32") for path in (TARGET, run.draft_folder)
-        )
+        target, draft = (opened(path) for path in (Path(TARGET), run.draft_folder))
         yield Check("the default divergence is forward KL", objective == "forward-kl")
         ratios = [likelihood_ratio(target, draft, pairs) for pairs in (own, run.pairs[:8])]
         yield Check(
@@ -205,3 +289,5 @@ def distilled() -> Iterator[Check]:
                 for decoder in ("autoregressive", "speculative-sampling")
             ]
         yield equal_tokens("the text is that of plain decoding", texts[1], texts[0])
+        yield from of_default_parts(Path(name) / "default")
+        yield from of_jensen_shannon(Path(name) / "jsd", run.pairs)

@@ -24,7 +24,9 @@ class Forward:
         x = self._embedding(token)
         last = len(self.weights.layers) - 1
         inner = list(range(1, last))
-        groups = [[0], *(inner[i : i + group] for i in range(0, len(inner), group)), [last]]
+        groups = [[0], *(inner[i : i + group] for i in range(0, len(inner), group))]
+        if last:
+            groups.append([last])
         for members in groups:
             before = x
             for layer in members:
