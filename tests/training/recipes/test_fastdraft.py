@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -34,14 +35,54 @@ def test_certificate_rejects_another_shape(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_certificate_rejects_a_run_without_pretraining(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_defaults(monkeypatch, "fastdraft", pretraining=0.0)
+@pytest.mark.parametrize(
+    "defaults",
+    [{"pretraining": 0.0}, {"pretraining": 1.0}, {"pretraining": 0.1}, {"width": 512}],
+    ids=str,
+)
+def test_certificate_rejects_other_defaults(
+    defaults: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_defaults(monkeypatch, "fastdraft", **defaults)
     assert_rejected("fastdraft")
 
 
 @pytest.mark.slow
-def test_certificate_rejects_a_run_of_pretraining_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_defaults(monkeypatch, "fastdraft", pretraining=1.0)
+def test_certificate_rejects_greedy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = draft_model.answers_to_learn_from
+    monkeypatch.setattr(draft_model, "answers_to_learn_from", lambda *given, **_: own(*given))
+    assert_rejected("fastdraft")
+
+
+def answers_throughout(self: Any) -> Any:
+    """Without the pre-training."""
+    return self._sample(Random(self.step)), "cross-entropy"
+
+
+def texts_throughout(self: Any) -> Any:
+    """Without the target's answers."""
+    return self.texts, "cross-entropy"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [answers_throughout, texts_throughout])
+def test_certificate_rejects_other_texts(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model.DraftModelRun, "step_rows", mistake)
+    assert_rejected("fastdraft")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_certificate_rejects_a_half_without_training(
+    half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = draft_model.DraftModelRun._learn
+
+    def learn(self: Any, loss: Any) -> float:
+        rate = 0.0 if (self.progress >= 0.5) == bool(half) else None
+        return own(self, loss, rate)
+
+    monkeypatch.setattr(draft_model.DraftModelRun, "_learn", learn)
     assert_rejected("fastdraft")
 
 
