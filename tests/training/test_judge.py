@@ -23,6 +23,7 @@ from anydecode.tasks.word_problems import word_problem
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 from anydecode.training.judge import (
+    PENALTIES,
     JudgeRecipe,
     JudgeRun,
     Labels,
@@ -153,6 +154,52 @@ def test_a_judge_finds_what_labels_depend_on() -> None:
     one_kind = Labels(states[:4], np.ones(4, bool))
     assert fit_judge(one_kind, halves[1], 0.97, "") is None
     assert fit_judge(halves[0], one_kind, 0.97, "") is None
+
+
+def noisy_labels(seed: int, count: int) -> Labels:
+    """Labels of which a fifth is wrong, and which few inputs tell apart."""
+    random = np.random.default_rng(seed)
+    states = (2 + random.standard_normal((count, 20))).astype(np.float32)
+    is_right = states[:, 0] + random.normal(0, 1.0, count) > 1.0
+    return Labels(states, is_right)
+
+
+def test_both_kinds_of_labels_weigh_the_same() -> None:
+    """The optimal bias then makes the mean probabilities of both kinds add up to 1."""
+    labels = noisy_labels(1, 120)
+    assert 0.6 < labels.is_right.mean() < 0.9
+    found = fit_judge(labels, noisy_labels(2, 400), 0.9, "")
+    assert found is not None
+    p = probabilities(found[0], labels)
+    assert p[labels.is_right].mean() + p[~labels.is_right].mean() == pytest.approx(1, abs=1e-4)
+
+
+def test_held_out_labels_choose_penalty_and_threshold() -> None:
+    labels, held_out = noisy_labels(1, 60), noisy_labels(2, 400)
+    found = fit_judge(labels, held_out, 0.9, "")
+    assert found is not None
+    judge, fit = found
+    # The smallest penalty fits the labels best, and others worse.
+    assert fit.penalty > min(PENALTIES)
+    p = probabilities(judge, held_out)
+    assert judge.threshold == pytest.approx(threshold_of(p, held_out.is_right, 0.9))
+    assert judge.threshold != pytest.approx(
+        threshold_of(probabilities(judge, labels), labels.is_right, 0.9)
+    )
+
+
+def test_questions_are_held_out_for_the_choice_and_for_the_test(tmp_path: Path) -> None:
+    with judged_model() as llm:
+        run = trained(JudgeRun(llm, tmp_path, RECIPE, QUESTIONS, ending))
+        parts = {"test": run.labels[:3], "choice": run.labels[3:6], "training": run.labels[6:]}
+        for name, expected in parts.items():
+            part = run.of_part(name)
+            assert np.array_equal(part.states, np.concatenate([one.states for one in expected]))
+        found = fit_judge(run.of_part("training"), run.of_part("choice"), 0.8, run.fingerprint)
+        assert found is not None and run.judge is not None
+        assert np.array_equal(found[0].weights, run.judge.weights)
+        assert found[0].threshold == run.judge.threshold
+        assert run.tested["labels"] == len(run.of_part("test").is_right)
 
 
 def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
