@@ -88,6 +88,17 @@ def test_certificate_rejects_the_state_before_the_draft(monkeypatch: Patch) -> N
 
 
 @pytest.mark.slow
+def test_certificate_rejects_the_state_after_the_draft(monkeypatch: Patch) -> None:
+    own = Scores.last_state
+    monkeypatch.setattr(
+        Scores,
+        "last_state",
+        lambda self, row: own(self, min(row + 1, len(self.positions) - 1)),
+    )
+    assert_rejected("judge")
+
+
+@pytest.mark.slow
 def test_certificate_rejects_states_before_the_final_norm(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Scores, "last_state", lambda self, row: self.hidden[4][row])
     assert_rejected("judge")

@@ -45,6 +45,8 @@ from anydecode.models.judge import Judge
             "25 drafts per round, which is for targets much slower than their draft models",
             "tokens that the request forbids are never accepted",
             "in draft trees, the sibling is taken of which the judge is surest",
+            "the head learns only from drafts that differ from the target's greedy tokens, as"
+            " AutoJudge's does; Judge Decoding's learns from all tokens of its answers",
             "anydecode train judge labels a draft by whether the target, continuing behind it,"
             " comes to its own result again, as AutoJudge does, and fits one head to all labels"
             " with equal weights of both kinds",
