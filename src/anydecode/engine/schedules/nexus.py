@@ -69,6 +69,7 @@ def settled(share: int, current: int, change: float) -> int:
             " the prompts' share of their rows",
             "costs are the machine's measured tables, those of streams by number of threads; they"
             " replace the saturation points, and bandwidth contention is left out",
+            "the best of all shares is chosen, not by a greedy search from one end",
             "models that were not loaded from a file have no tables by number of threads; their"
             " decodes have one thread",
             "waiting time is counted in passes, so that the order does not depend on the clock",

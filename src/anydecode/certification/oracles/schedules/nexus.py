@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from functools import partial
+from time import sleep
 from typing import Any
 
 from anydecode.api.llm import LLM
@@ -51,6 +52,7 @@ def nexus() -> Iterator[Check]:
     yield from _split_of_threads()
     yield from _text_of_two_streams()
     yield from _default_checks()
+    yield _two_teams()
 
 
 def _two_streams() -> Iterator[Check]:
@@ -124,6 +126,47 @@ def _split_of_threads() -> Iterator[Check]:
         wanted = {("decode", 1, 3), ("prompt", 5, 5)}
         wanted |= {("decode", 2, expected), ("prompt", 100, 8 - expected)}
         yield Check(f"a change of the split by {change:g}", found == wanted, str(found))
+
+
+def _two_teams() -> Check:
+    """Four threads, two for each stream. A prompt of 3000 tokens takes hundreds of times as long as
+    a pass of one row: five such passes begin after the prompt's and end before it."""
+    order, has_begun = list[tuple[str, int]](), threading.Event()
+    model = tiny_model(threads=4, layers=12, positions=4096)
+    with LLM(
+        model,
+        tokenizer=ByteTokenizer(),
+        schedule="nexus:row_budget=4096",
+        row_budget=4096,
+        cache_positions=4096,
+    ) as llm:
+        main = llm.engine.runners["target"]
+        main.thread_cost = lambda rows, context, threads: rows / min(threads, 2)
+
+        def run(runner: ModelRunner, plan: Plan, run: Any) -> Any:
+            threads = runner.model.executor.threads_in_use  # type: ignore[attr-defined]
+            if len(plan.rows) == 3000:
+                has_begun.set()
+            elif not plan.is_alone and not has_begun.is_set():
+                has_begun.wait(20)
+                sleep(0.02)  # the prompt's pass is in the kernels
+            output = run(plan)
+            if not plan.is_alone:
+                order.append(("prompt" if len(plan.rows) == 3000 else "decode", threads))
+            return output
+
+        for runner in main.streams:
+            runner.run = partial(run, runner, run=runner.run)  # type: ignore[method-assign]
+        for length in (5, 3000):
+            job = llm.request([97] * length, max_tokens=200, **_OPTIONS).jobs[0]
+            llm.engine.submit(job)
+            llm.engine.step()
+        while ("prompt", 2) not in order and llm.engine.has_work:
+            llm.engine.step()
+    name = "passes of two threads each run at the same time"
+    num_beside = order.index(("prompt", 2)) if ("prompt", 2) in order else 0
+    is_split = set(order) == {("decode", 2), ("prompt", 2)}
+    return Check(name, is_split and num_beside >= 5, f"{num_beside} passes, {set(order)}")
 
 
 class _Clock:
