@@ -265,6 +265,7 @@ def drafting_keys() -> list[str]:
         card.key
         for card in cards()
         if card.exactness == "token-exact"
+        and not card.use
         and card.family in ("speculative", "depth")
         and not others & set(card.needs)
     )
