@@ -12,21 +12,18 @@ Result = TypeVar("Result")
 
 
 class BackgroundTask(Generic[Result]):
-    """A result that is computed on another thread, or by who needs it first. Not a `Future`: its
-    locks often take longer than the computation of a mask."""
+    """A result that is computed on another thread. Not a `Future`: its locks often take longer than
+    the computation of a mask."""
 
     def __init__(self, compute: Callable[[], Result]) -> None:
         self._compute = compute
-        self._begun = threading.Lock()
         self._done = threading.Lock()
         self._done.acquire()
         self._result: Result
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Computes the result, unless another thread does."""
-        if not self._begun.acquire(blocking=False):
-            return
+        """Computes the result; called on the other thread."""
         try:
             self._result = self._compute()
         except BaseException as error:
@@ -34,9 +31,7 @@ class BackgroundTask(Generic[Result]):
         self._done.release()
 
     def result(self) -> Result:
-        """Returns the result, or raises the error of its computation. It does not wait for other
-        tasks: what has not begun is computed here."""
-        self.run()
+        """Waits for the result and returns it, or raises the error of its computation."""
         with self._done:
             pass
         if self._error is not None:
