@@ -140,7 +140,8 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = [name.partition(":")[0] for name in names[2:]]
     assert kinds == ["best-of-n", "majority-vote"] and names[3].endswith(",answer=last-line")
     rows = {row["method"]: row["rows"] for row in report["methods"]}
-    assert rows[names[2]] == pytest.approx(rows[names[1]], rel=0.4)
+    # Samples whose texts begin alike share rows, so that fewer are computed than planned.
+    assert 0.3 * rows[names[1]] < rows[names[2]] < 1.4 * rows[names[1]]
     printed = capsys.readouterr().out
     assert "intervals of 95%" in printed and all(name in printed for name in names)
     run_bench("reasoning", [*arguments, "--methods", "beam:width=2", "--no-equal"])

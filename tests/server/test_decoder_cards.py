@@ -21,7 +21,7 @@ def test_the_list_has_the_cards_with_the_values_that_requests_may_set(client: Cl
     assert card["deviations"] == list(entry.deviations)
     assert card["missing"] == list(entry.missing)
     parameters = {one["name"]: one for one in card["parameters"]}
-    assert parameters["size"]["remote"] == "0 to 64" and parameters["size"]["default"] == "7"
+    assert parameters["size"]["remote"] == "1 to 64" and parameters["size"]["default"] == "7"
     memory = next(one for one in found["auto"]["parameters"] if one["name"] == "memory")
     assert memory["remote"] == ""  # requests may not set it
     assert listed["claims"] == catalogue.CLAIMS and card["family"] in listed["families"]

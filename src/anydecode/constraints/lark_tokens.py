@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-_STRING, _REGEX = r'(?:\\.|[^"\\\n])*', r"(?:\\.|[^/\\])+"
+_STRING = r'(?:\\.|[^"\\\n])*'
+_REGEX = r"(?:\\.|[^/\\])+"
 _NAME = r"!?[_?]?[a-z][a-z0-9_\-]*|_?[A-Z][A-Z0-9_\-]*"
 #: What may follow a name in its definition: attributes, a priority. Outside of its strings and
 #: expressions, a list of attributes contains no "[".

@@ -405,7 +405,7 @@ class FileModel(ScriptedModel):
 def test_costs_are_measured_once_and_cached(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_is_busy", lambda: False)
     times = iter(range(1, 10_000))
-    monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * next(times))
+    monkeypatch.setattr(costs, "_time", lambda model, cache, count, *_: 1.0 * next(times))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
     first = costs.load(FileModel(file), tmp_path)
@@ -427,7 +427,7 @@ def test_costs_are_measured_between_passes(tmp_path, monkeypatch: pytest.MonkeyP
         measured.append((current_thread().name, llm.engine.is_between_passes))
         return default_table(0.001)
 
-    monkeypatch.setattr(costs, "_stored", lambda model, folder: measure(model))
+    monkeypatch.setattr(costs, "_stored", lambda *_: measure(None))
     with LLM(FileModel(file), tokenizer=ByteTokenizer()) as llm:
         plain = llm.request([0, 1], decoder="autoregressive", max_tokens=300)
         llm.start(plain)
@@ -448,7 +448,7 @@ def test_costs_of_a_busy_machine_are_replaced_when_idle(
 
     def cost(load: float, factor: float) -> float:
         monkeypatch.setattr(costs.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
-        monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: factor * count)
+        monkeypatch.setattr(costs, "_time", lambda model, cache, count, *_: factor * count)
         return costs.load(FileModel(file), tmp_path).seconds(4, 256)
 
     assert cost(1e6, 1.0) == 4.0
@@ -480,7 +480,7 @@ def test_time_of_other_processes_is_excluded(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_broken_cost_file_is_measured_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_is_busy", lambda: False)
-    monkeypatch.setattr(costs, "_time", lambda model, cache, count, context: 1.0 * count)
+    monkeypatch.setattr(costs, "_time", lambda model, cache, count, *_: 1.0 * count)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
     costs.load(FileModel(file), tmp_path)
