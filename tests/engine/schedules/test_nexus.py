@@ -12,7 +12,6 @@ from anydecode.engine.engine import Engine
 from anydecode.engine.model_runner import ModelRunner
 from anydecode.engine.schedule import Schedule
 from anydecode.engine.schedules import nexus
-from anydecode.kernels.native import NativeExecutor
 from anydecode.models.scripted import ByteTokenizer
 from certificates import assert_certified, assert_rejected, replace_class_default
 
@@ -89,13 +88,6 @@ def test_certificate_rejects_a_fixed_split(monkeypatch: pytest.MonkeyPatch) -> N
 def test_certificate_rejects_a_split_that_always_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = nexus.settled
     monkeypatch.setattr(nexus, "settled", lambda share, current, change: chosen(share, 0, change))
-    assert_rejected("nexus")
-
-
-@pytest.mark.slow
-def test_certificate_rejects_one_team_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = NativeExecutor.beside
-    monkeypatch.setattr(NativeExecutor, "beside", lambda self, team: beside(self, 0))
     assert_rejected("nexus")
 
 
