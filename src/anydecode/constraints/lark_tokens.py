@@ -1,7 +1,7 @@
 """The tokens of a grammar in Lark's notation, as the mask engine's own lexer reads them.
 
-What is counted or looked for in a grammar must not be hidden from us in what the engine takes for
-something else: behind a quote in a comment, in an expression of several lines.
+The checks of a grammar count and look for these tokens. If they divided its text in another way,
+for instance at a quote in a comment, they would not see what the engine compiles.
 
 Source: llguidance, `parser/src/lark/lexer.rs`.
 """
