@@ -17,6 +17,7 @@ from anydecode.certification.tiny import (
     tiny_model,
     with_drafter,
 )
+from anydecode.certification.tiny_heads import hydra_checkpoint
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.engine.model_runner import ModelRunner
@@ -174,3 +175,21 @@ def test_a_head_without_any_allowed_token_drafts_nothing(
                 for key in (decoder, "autoregressive")
             )
             assert drafted.text == plain.text
+
+
+@pytest.mark.parametrize("acceptance", ["token-exact", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chains_have_at_most_as_many_tokens_as_there_are_heads(
+    acceptance: str, temperature: float
+) -> None:
+    with with_drafter(partial(hydra_checkpoint, heads=3)) as llm:
+        answer = llm.generate(
+            "a quick zebra",
+            decoder=f"speculative-sampling:size=8,acceptance={acceptance}",
+            temperature=temperature,
+            seed=3,
+            max_tokens=12,
+            ignore_eos=True,
+            trace=True,
+        )
+    assert max(len(one["drafted"]) for one in answer.trace or ()) == 3

@@ -16,8 +16,8 @@ import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
+from anydecode.decoders.framework.draft_candidates import draft_token
 from anydecode.decoders.framework.two_models import DRAFT
-from anydecode.errors import ConstraintError
 from anydecode.scoring.score import DecoderAction, ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
 
@@ -64,10 +64,10 @@ class ExitSession(DepthSession):
                 self._unread = states[:0]
             scores = yield self._trained_layer(states.copy())
             row = scores.row(-1)
-            try:
-                token = sequence.sample(sampler, row, position + len(drafts))
-            except ConstraintError:  # a head with fewer tokens may have none that is allowed
+            draft = draft_token(sequence, sampler, row, position + len(drafts))
+            if draft is None:
                 break
+            token = draft
             sampler.advance(token)
             drafts.append(token)
             weights = np.exp(row - row.max())

@@ -65,7 +65,7 @@ def draft_candidates(
     """
     try:
         distribution = draft_distribution(sampler, row)
-    except ConstraintError:  # a head with fewer tokens may have none that is allowed
+    except ConstraintError:  # a head may have none, see `draft_token`
         none = np.empty(0)
         return DraftCandidates(none.astype(np.int64), none, none)
     tokens, scores = distribution.tokens, distribution.scores
@@ -85,6 +85,17 @@ def draft_candidates(
         keys = log_probabilities + noise.gumbel(ids, position, draw or 0)
     order = np.argsort(-keys, kind="stable")
     return DraftCandidates(ids[order], np.exp(log_probabilities[order]), keys[order])
+
+
+def draft_token(sequence: Sequence, sampler: Sampler, row: np.ndarray, position: int) -> int | None:
+    """The token of a chain at `position`, with the target's noise. None if no token is allowed: a
+    head may have fewer tokens than the target, and after the last head all logits are -inf.
+    Arguments as for `draft_candidates`."""
+    try:
+        token = sequence.sample(sampler, row, position)
+    except ConstraintError:
+        return None
+    return None if row[token] == -np.inf else token
 
 
 def draft_distribution(sampler: Sampler, row: np.ndarray) -> Distribution:

@@ -9,9 +9,8 @@ import numpy as np
 
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.draft_candidates import fit_vocab
+from anydecode.decoders.framework.draft_candidates import draft_token, fit_vocab
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal
-from anydecode.errors import ConstraintError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
@@ -80,8 +79,8 @@ def draft_chain(
             `[hidden_size]`.
     """
     sampler = sequence.sampler.fork()
-    for token in prefix:
-        sampler.advance(token)
+    for given in prefix:
+        sampler.advance(given)
     tokens = sequence.all_tokens + prefix
     drafts: list[int] = []
     path_probability = 1.0
@@ -109,9 +108,8 @@ def draft_chain(
         row = fit_vocab(sequence, scores.row(-1))
         if states is not None:
             states.append(scores.hidden[draft_spec.num_layers][-1].copy())
-        try:
-            token = sequence.sample(sampler, row, len(tokens) + len(drafts))
-        except ConstraintError:  # a head with fewer tokens may have none that is allowed
+        token = draft_token(sequence, sampler, row, len(tokens) + len(drafts))
+        if token is None:
             break
         if distributions is not None:
             distributions.append(sampler.distribution(row).dense(len(row)))

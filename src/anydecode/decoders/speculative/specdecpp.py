@@ -73,9 +73,7 @@ class StopThreshold:
         return len(self.draft_probabilities)
 
     def __call__(self, sampler: Sampler, row: np.ndarray, token: int) -> bool:
-        probability = 0.0
-        if row.max() > -np.inf:  # else the drafter has no token that is allowed here
-            probability = exp(draft_distribution(sampler, row).log_probability(token))
+        probability = exp(draft_distribution(sampler, row).log_probability(token))
         self.draft_probabilities.append(probability)
         self.samplers.append(sampler.fork() if sampler.is_stateful else sampler)
         if self.head is None:
