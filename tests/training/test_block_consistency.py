@@ -3,7 +3,6 @@ runs go on, and trained blocks settle in fewer passes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch.nn import functional
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training import block_consistency
@@ -30,6 +28,7 @@ from anydecode.training.block_consistency import (
 )
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 BLOCKS: list[Trajectory] = [
     ([3, 4, 5], [[7, 7], [8, 7]], [8, 9, 10]),
@@ -132,13 +131,7 @@ def test_the_command_writes_a_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "consistency", "--model", str(model), "--answers", "4", "--steps", "2",
-             "--block", "4", "--out", str(out), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(capsys, "consistency --answers 4 --steps 2 --block 4", model=model, out=out)
     assert log["steps"] == 2 and log["history"][0]["held_out"]["agreement"] == 1
     with LLM(log["path"]) as llm:
         plain, found = (

@@ -22,6 +22,7 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.training.block_adapter import task_pair
 from anydecode.training.draft_model import DraftModelRun, DraftOptions, read_rows
 from interrupted_runs import trained
+from train_commands import train_command
 
 
 @pytest.fixture(scope="module")
@@ -164,18 +165,9 @@ def test_bad_options_of_the_command_are_refused_in_one_line(
     given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
+    arguments = ["train", "draft-model", "--model", "tiny-autoregressive", "--out", str(out)]
     with pytest.raises(SystemExit) as ended:
-        run(
-            [
-                "train",
-                "draft-model",
-                "--model",
-                "tiny-autoregressive",
-                "--out",
-                str(out),
-                *given.split(),
-            ]
-        )
+        run([*arguments, *given.split()])
     assert ended.value.code
     error = capsys.readouterr().err.strip()
     assert "must be a finite number above 0" in error and "\n" not in error
@@ -188,14 +180,12 @@ def test_the_command_trains_and_measures(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "draft-model", "--model", "tiny-autoregressive", "--answers", "8",
-             "--recipe", "distillspec:layers=2,divergence=jsd", "--steps", "4", "--tokens", "8",
-             "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(
+        capsys,
+        "draft-model --answers 8 --recipe distillspec:layers=2,divergence=jsd --steps 4 --tokens 8",
+        out=out,
+        plot=plot,
+    )
     assert log["steps"] == 4 and log["tokens"] > 0
     assert plot.read_text().lstrip().startswith("<?xml")
     assert {*log["results"]} == {"before", "after"}

@@ -21,6 +21,7 @@ from anydecode.training.drafters.eagle3 import Eagle3  # noqa: E402
 from anydecode.training.drafters.layers import layer_shape  # noqa: E402
 from anydecode.training.drafters.learner import spread_taps  # noqa: E402
 from anydecode.training.generated import without_loop  # noqa: E402
+from train_commands import train_command  # noqa: E402
 
 OPTIONS = DrafterOptions(steps=30, texts=90, tokens=16, vocabulary=30, batch=8, rate=1e-2)
 
@@ -34,11 +35,7 @@ def test_a_run_trains_a_drafter_and_the_command_continues_it(
     assert list(dict.fromkeys(stages)) == ["texts", "states", "training", "evaluation"]
     plot = tmp_path / "curve.svg"
     settings = "--steps 30 --texts 90 --tokens 16 --vocabulary 30 --batch 8 --rate 0.01"
-    places = ["--model", str(model), "--out", str(tmp_path), "--plot", str(plot), "--json"]
-    with pytest.raises(SystemExit) as ended:
-        run(["train", "drafter", *settings.split(), *places])
-    assert not ended.value.code
-    found = json.loads(capsys.readouterr().out)
+    found = train_command(capsys, f"drafter {settings}", model, out=tmp_path, plot=plot)
     assert found["path"] == str(tmp_path / "drafter")
     assert found == {"path": found["path"], **json.loads((tmp_path / "log.json").read_text())}
     assert [entry["step"] for entry in found["history"] if "held_out" in entry] == [0, 15, 30]
@@ -118,11 +115,8 @@ def test_a_device_writes_the_texts_and_computes_the_states(
     recipe: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = "--steps 60 --texts 90 --tokens 16 --vocabulary 30 --batch 8 --rate 0.01"
-    places = ["--model", str(model), "--out", str(tmp_path), "--recipe", recipe, "--json"]
-    with pytest.raises(SystemExit) as ended:
-        run(["train", "drafter", *settings.split(), *places, "--device", "cpu"])
-    assert not ended.value.code
-    history = json.loads(capsys.readouterr().out)["history"]
+    command = f"drafter --recipe {recipe} {settings} --device cpu"
+    history = train_command(capsys, command, model, out=tmp_path)["history"]
     first, *_, last = [one["held_out"] for one in history if "held_out" in one]
     assert last[0] > first[0] + 0.05
     names = {path.name for path in (tmp_path / "data").iterdir()}

@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 import torch
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_heads import ExitHeads
 from anydecode.models.loading import load_checkpoint
@@ -27,6 +26,7 @@ from anydecode.training.exit_heads import (
 )
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]])
 IS_ANSWER = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 0]]).bool()
@@ -104,14 +104,12 @@ def test_the_command_writes_heads_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "heads", "--model", "tiny-autoregressive", "--answers", "4", "--steps", "10",
-             "--decoder", "specbound:first=2,depth=2", "--out", str(out), "--plot", str(plot),
-             "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(
+        capsys,
+        "heads --answers 4 --steps 10 --decoder specbound:first=2,depth=2",
+        out=out,
+        plot=plot,
+    )
     assert log["steps"] == 10 and log["exits"] == [2]
     assert plot.read_text().lstrip().startswith("<?xml")
     assert json.loads((out / "log.json").read_text())["history"] == log["history"]

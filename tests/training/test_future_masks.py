@@ -3,7 +3,6 @@ loss, runs that go on, and files with which mtp-future drafts."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 from torch.nn import functional
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.future_masks import FutureRecipe, FutureRun
 from interrupted_runs import trained
+from train_commands import train_command
 
 TEXT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -91,13 +90,7 @@ def test_the_command_writes_files_with_which_the_text_stays(
     """Given, or in the model's folder."""
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "future-masks", "--model", "tiny-autoregressive", "--answers", "24",
-             "--steps", "12", "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(capsys, "future-masks --answers 24 --steps 12", out=out, plot=plot)
     first, *_, last = (entry["text"] for entry in log["history"] if "text" in entry)
     assert first == last and log["steps"] == 12
     assert plot.read_text().lstrip().startswith("<?xml")

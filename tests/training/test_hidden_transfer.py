@@ -3,7 +3,6 @@ from, runs that go on, and files with which hidden-transfer drafts."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ import numpy as np
 import torch
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.hidden_transfer import HiddenTransfer
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.hidden_transfer import Maps, TransferRecipe, TransferRun
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 SHAPE = Shape(50, width=32, layers=4, heads=2, hidden=48)
 TEXT = [5, 6, 7, 8, 9, 10]
@@ -184,13 +183,9 @@ def test_the_command_writes_maps_with_which_the_text_stays(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "hidden-transfer", "--model", "tiny-autoregressive", "--answers", "24",
-             "--layers", "1,2", "--steps", "12", "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(
+        capsys, "hidden-transfer --answers 24 --layers 1,2 --steps 12", out=out, plot=plot
+    )
     first, *_, last = (entry["text"] for entry in log["history"] if "text" in entry)
     assert first == last and log["steps"] == 12 and log["group"] == [1, 2]
     assert plot.read_text().lstrip().startswith("<?xml")

@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.training.interleaved import Interleaved, interleaved_row, read_interleaved
+from train_commands import train_command
 
 
 def test_parts_and_marks_stand_in_turn() -> None:
@@ -45,14 +45,14 @@ def test_a_trained_model_reads_and_writes_in_turn(
     file, out, plot = tmp_path / "chunks.jsonl", tmp_path / "run", tmp_path / "curve.svg"
     line = json.dumps({"prompt": "copy:", "chunks": [[" Ada Ben", " Leo"], [" Sam", " Uma"]]})
     file.write_text(f"{line}\n" * 4)
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "interleaved", "--data", str(file), "--model", "tiny-autoregressive",
-             "--steps", "120", "--rate", "0.01", "--end-of-read", "$", "--end-of-write", "&",
-             "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code and plot.is_file()
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(
+        capsys,
+        "interleaved --steps 120 --rate 0.01 --end-of-read $ --end-of-write &",
+        data=file,
+        out=out,
+        plot=plot,
+    )
+    assert plot.is_file()
     losses = [one["held_out"]["held out"] for one in log["history"] if "held_out" in one]
     assert losses[-1] < 0.2 * losses[0]
     decoder = "simul-mt:policy=trained,end_of_read=$,end_of_write=&,source=copy:"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ pytest.importorskip("torch")
 
 from anydecode.certification.rounds import blurred, scripted, wordy
 from anydecode.certification.tiny_judge import judged_model
-from anydecode.cli import main
 from anydecode.errors import InvalidRequestError
 from anydecode.models.judge import Judge
 from anydecode.models.loading import load_checkpoint
@@ -35,6 +33,7 @@ from anydecode.training.judge import (
 )
 from anydecode.training.nested import first_layers
 from interrupted_runs import trained
+from train_commands import train_command
 
 TARGET = wordy(spread=1.7)
 DRAFT = blurred(TARGET, error=1.0)
@@ -269,14 +268,11 @@ def test_the_command_trains_draws_and_resumes(
     lines = [json.dumps({"prompt": text, "answer": "a"}) for text, _ in QUESTIONS]
     data.write_text("\n".join(lines))
     plot, out = tmp_path / "curve.svg", tmp_path / "out"
-    command = ["train", "judge", "--model", str(model), "--draft", str(draft), "--json"]
-    command += ["--data", str(data), "--out", str(out), "--tokens", "8", "--precision", "0.6"]
-    found: list[dict[str, Any]] = []
-    for arguments in ([*command, "--plot", str(plot)], command):
-        with pytest.raises(SystemExit) as ended:
-            main.run(arguments)
-        assert not ended.value.code
-        found.append(json.loads(capsys.readouterr().out))
+    paths = {"draft": draft, "data": data, "out": out}
+    found = [
+        train_command(capsys, "judge --tokens 8 --precision 0.6", model, **paths, **more)
+        for more in ({"plot": plot}, {})
+    ]
     assert found[0] == found[1] and found[0]["questions"] == 24
     assert plot.read_text().startswith("<?xml") and (out / "judge.safetensors").is_file()
     assert found[0]["test"]["standard"]["same"] == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ pytest.importorskip("torch")
 import torch
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.exit_files import model_fingerprint
@@ -25,6 +23,7 @@ from anydecode.training.layer_adapter import LayerAdapterRecipe, LayerAdapterRun
 from anydecode.training.layer_routers import routed_logits
 from anydecode.training.nested import padded
 from interrupted_runs import trained
+from train_commands import train_command
 
 
 def _recipe(**options: Any) -> LayerAdapterRecipe:
@@ -104,14 +103,13 @@ def test_training_makes_up_for_skipped_layers(
     layers = list(range(1, load_network(checkpoint, None).spec.num_layers - 1))
     file, out, plot = tmp_path / "routers", tmp_path / "run", tmp_path / "curve.svg"
     _routers(file, checkpoint, layers, -40.0)
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "layer-adapter", "--model", "tiny-autoregressive", "--routers", str(file),
-             "--answers", "128", "--tokens", "16", "--steps", "80", "--rate", "2e-3",
-             "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(
+        capsys,
+        "layer-adapter --answers 128 --tokens 16 --steps 80 --rate 2e-3",
+        routers=file,
+        out=out,
+        plot=plot,
+    )
     first, *_, last = (one["held_out"]["answers"] for one in log["history"] if "held_out" in one)
     assert last < 0.8 * first, (first, last)
     assert plot.read_text().lstrip().startswith("<?xml")

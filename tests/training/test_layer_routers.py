@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ pytest.importorskip("torch")
 import torch
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.loading import load_checkpoint
@@ -25,6 +23,7 @@ from anydecode.training.layer_routers import (
 )
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 TEXTS = (
     torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]),
@@ -103,13 +102,7 @@ def test_the_command_writes_routers_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "layer-routers", "--model", "tiny-autoregressive", "--answers", "4",
-             "--first", "1", "--steps", "2", "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(capsys, "layer-routers --answers 4 --first 1 --steps 2", out=out, plot=plot)
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     assert LayerRouters.load(Path(log["path"])).layers[0] == 1
     with LLM("tiny-autoregressive") as llm:

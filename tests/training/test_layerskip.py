@@ -3,7 +3,6 @@ exits that predict better."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch.nn import functional
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.layerskip import (
@@ -30,6 +28,7 @@ from anydecode.training.layerskip import (
 from anydecode.training.nested import first_layers
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 SHAPE = Shape(50, width=32, layers=4, heads=2, hidden=48)
 TEXTS = (
@@ -137,13 +136,7 @@ def test_the_command_writes_a_model_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "depth", "--model", "tiny-autoregressive", "--answers", "4", "--steps", "2",
-             "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(capsys, "depth --answers 4 --steps 2", out=out, plot=plot)
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     with LLM(log["path"]) as llm:
         plain, drafted = (

@@ -3,7 +3,6 @@ whose masks predict."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch.nn import functional
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.masks import (
@@ -28,6 +26,7 @@ from anydecode.training.masks import (
 )
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 SHAPE = Shape(50, width=32, layers=3, heads=2, hidden=48)
 TEXT, MASK = [5, 6, 7, 8, 9, 10], 3
@@ -108,13 +107,7 @@ def test_the_command_writes_a_model_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "masks", "--model", "tiny-autoregressive", "--answers", "8", "--steps", "2",
-             "--masks", "1", "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(capsys, "masks --answers 8 --steps 2 --masks 1", out=out, plot=plot)
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     with LLM(log["path"]) as llm:
         assert llm.tokenizer.mask_id == log["group"][0]
@@ -158,13 +151,7 @@ def test_prompt_tokens_leave_the_model_as_it_is_and_draft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "prompts", "--model", "tiny-autoregressive", "--answers", "24", "--steps",
-             "12", "--prompts", "2", "--out", str(out), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(capsys, "prompts --answers 24 --steps 12 --prompts 2", out=out)
     first, *_, last = (entry["text"] for entry in log["history"] if "text" in entry)
     assert first == last and log["steps"] == 12
     with LLM("tiny-autoregressive") as llm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.mlp_routers import MlpRouters
@@ -24,6 +22,7 @@ from anydecode.training.mlp_routers import MlpRouterRecipe, MlpRouterRun, routed
 from anydecode.training.small_mlps import SmallMlp, SmallMlpRecipe, SmallMlpRun, modules_of
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 TEXTS = (
     torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]),
@@ -140,14 +139,9 @@ def test_the_command_writes_routers_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "mlp-routers", "--model", "tiny-autoregressive", "--answers", "4",
-             "--tokens", "8", "--layers", "2", "--steps", "2", "--out", str(out), "--plot",
-             str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(
+        capsys, "mlp-routers --answers 4 --tokens 8 --layers 2 --steps 2", out=out, plot=plot
+    )
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     path = Path(log["path"])
     assert MlpRouters.load(path).target == "MLP or nothing"

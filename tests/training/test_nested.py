@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch.nn import functional
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.loading import load_checkpoint
@@ -27,6 +25,7 @@ from anydecode.training.nested import (
     train_nested,
 )
 from anydecode.training.transformer import Shape, Transformer
+from train_commands import train_command
 
 SHAPE = Shape(50, width=32, layers=4, heads=2, hidden=48)
 PROMPTS = ["copy Ada Ben Carl:", "sort Leo Ada Ben:", "reverse a b c d:"]
@@ -68,13 +67,8 @@ def test_the_command_writes_a_draft_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "nested"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "nested", "--model", "tiny-autoregressive", "--layers", "2", "--exits", "0.5",
-             "--answers", "8", "--steps", "2", "--out", str(out), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    assert len(json.loads(capsys.readouterr().out)["losses"]) == 2
+    log = train_command(capsys, "nested --layers 2 --exits 0.5 --answers 8 --steps 2", out=out)
+    assert len(log["losses"]) == 2
     whole = open_llama(load_checkpoint("tiny-autoregressive"))
     nested = open_llama(_opened(out))
     assert nested.shape.layers == 2

@@ -11,14 +11,13 @@ import pytest
 pytest.importorskip("torch")
 
 from anydecode import catalogue
-from anydecode.cli.main import run
 from anydecode.errors import AnydecodeError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.draft_model import DraftOptions
 from anydecode.training.scaling import ScalingStudy
+from train_commands import train_command
 
-OPTIONS = ["--model", "tiny-autoregressive", "--answers", "8", "--tokens", "8"]
-RECIPE = "scylla:layers=1-2,tokens=40-80,batches=1-2-3"
+COMMAND = "scaling --answers 8 --tokens 8 --recipe scylla:layers=1-2,tokens=40-80,batches=1-2-3"
 
 
 def study(folder: Path, **options: Any) -> ScalingStudy:
@@ -89,15 +88,8 @@ def test_the_command_fits_and_recommends_and_is_not_run_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    plot = tmp_path / "laws.svg"
-    command = ["train", "scaling", *OPTIONS, "--recipe", RECIPE, "--out", str(tmp_path / "study"),
-               "--plot", str(plot), "--json"]  # fmt: skip
-    results = []
-    for _ in range(2):
-        with pytest.raises(SystemExit) as ended:
-            run(command)
-        assert not ended.value.code
-        results.append(json.loads(capsys.readouterr().out))
+    out, plot = tmp_path / "study", tmp_path / "laws.svg"
+    results = [train_command(capsys, COMMAND, out=out, plot=plot) for _ in range(2)]
     assert results[0] == results[1]  # also the times
     assert plot.read_text().lstrip().startswith("<?xml")
     assert len(results[0]["points"]) == 4 and len(results[0]["speeds"]) == 9

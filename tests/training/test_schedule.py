@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 import torch
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.decoders.depth.skipdecode import SkipDecode
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
@@ -27,6 +26,7 @@ from anydecode.training.schedule import (
     scheduled_logits,
 )
 from interrupted_runs import trained
+from train_commands import train_command
 
 
 def test_passes_are_those_of_the_decoder(model: Path) -> None:
@@ -94,13 +94,7 @@ def test_the_command_writes_a_model_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "schedule", "--model", "tiny-autoregressive", "--answers", "4", "--steps",
-             "2", "--tokens", "8", "--out", str(out), "--plot", str(plot), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(capsys, "schedule --answers 4 --steps 2 --tokens 8", out=out, plot=plot)
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     assert json.loads((out / "log.json").read_text())["history"] == log["history"]
     with LLM(log["path"]) as llm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,13 @@ import torch
 from torch import nn
 
 from anydecode import LLM
-from anydecode.cli.main import run
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.small_mlps import SmallMlps
 from anydecode.training.small_mlps import SmallMlp, SmallMlpRecipe, SmallMlpRun, mixed_logits
 from anydecode.training.transformer import Shape, Transformer
 from interrupted_runs import trained
+from train_commands import train_command
 
 TEXTS = (
     torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]),
@@ -91,14 +90,11 @@ def test_trained_mlps_predict_better_than_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    with pytest.raises(SystemExit) as ended:
-        run(
-            ["train", "small-mlps", "--model", "tiny-autoregressive", "--answers", "64",
-             "--tokens", "16", "--steps", "120", "--width", "32", "--layers", "12",
-             "--rate", "5e-3", "--out", str(out), "--json"]
-        )  # fmt: skip
-    assert not ended.value.code
-    log = json.loads(capsys.readouterr().out)
+    log = train_command(
+        capsys,
+        "small-mlps --answers 64 --tokens 16 --steps 120 --width 32 --layers 12 --rate 5e-3",
+        out=out,
+    )
     first, *_, last = (one["held_out"] for one in log["history"] if "held_out" in one)
     assert last["half of them small"] < 0.8 * first["half of them small"], (first, last)
     with LLM("tiny-autoregressive") as llm:
