@@ -14,19 +14,11 @@ from anydecode.cluster.control.distserve import (
     Latency,
     Limits,
     Placement,
-    PlacementSearch,
     placements,
     units,
 )
 
 _LIMITS = Limits(ttft=1.0, tpot=0.1)
-
-
-def _default() -> PlacementSearch:
-    entry = catalogue.lookup("distserve")
-    assert entry is not None
-    built: PlacementSearch = entry.build()
-    return built
 
 
 def _capacity(placement: Placement, prompt: Fraction, answer: Fraction) -> Fraction:
@@ -55,7 +47,7 @@ def _known(workers: int, prompt: Fraction, answer: Fraction) -> Check:
 
     candidates = placements(workers)
     best = max(_capacity(one, prompt, answer) for one in candidates)
-    found = _default().search(candidates, _LIMITS, serve)
+    found = catalogue.build("distserve").search(candidates, _LIMITS, serve)
     errors = [
         one.placement
         for one in found
@@ -88,7 +80,7 @@ def _replicas(prompt: Fraction, answer: Fraction, rate: int) -> Check:
         sum(one.mixed + one.prefill + one.decode == size for one in candidates)
         for size in range(1, 7)
     ]
-    best = _default().search(candidates, _LIMITS, serve)[0]
+    best = catalogue.build("distserve").search(candidates, _LIMITS, serve)[0]
     share = max(map(per_worker, candidates))
     number, goodput = best.replicas(rate), Fraction(best.goodput)
     is_right = (
@@ -110,7 +102,7 @@ def _shares() -> Iterator[Check]:
         ("6 late and 6 slow of 100", [within] * 88 + [late] * 6 + [slow] * 6, False),
         ("failed requests", [within] * 80 + [(float("inf"), float("inf"))] * 20, False),
     ):
-        search = _default()
+        search = catalogue.build("distserve")
         rates: list[float] = []
 
         def serve(
@@ -136,7 +128,8 @@ def _next_placement() -> Check:
         return [(0.5, 0.05) if placement != between or rate <= 0.75 else (9.0, 9.0)]
 
     candidates = [Placement(mixed=1), between, Placement(mixed=2)]
-    found = {one.placement: one.goodput for one in _default().search(candidates, _LIMITS, serve)}
+    search = catalogue.build("distserve").search(candidates, _LIMITS, serve)
+    found = {one.placement: one.goodput for one in search}
     is_right = found == {candidates[0]: 2.0**23, between: 0.75, candidates[2]: 2.0**23}
     return Check("a placement after one that serves every rate", is_right, str(found))
 

@@ -23,7 +23,6 @@ from anydecode.certification.oracles.prefill.dense_pass import dense_pass, is_cl
 from anydecode.certification.oracles.transformer import softmax
 from anydecode.certification.tiny import tiny_model
 from anydecode.cluster.control.distserve import placements
-from anydecode.cluster.control.epd import RoleSwitch
 from anydecode.cluster.control.roles import Group
 from anydecode.cluster.fleet import Fleet, Part, SendTo, Task, WorkerFacts
 from anydecode.cluster.proxy import FleetLLM
@@ -213,7 +212,7 @@ def _parts() -> Iterator[Check]:
     """The images of one prompt go to all encode workers; they may be there in any order, and the
     prompt begins when the last one is."""
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-        fleet = Fleet(_default())
+        fleet = Fleet(catalogue.build("epd"))
         for name, role in (("a", "encode"), ("b", "encode"), ("m", "mixed")):
             fleet.join(WorkerFacts(name, name, role, "g", (name, 1), 4, 1000), 0.0)
         parts = [Part(number, [], 0, {}, num_rows=1) for number in range(3)]
@@ -249,19 +248,12 @@ def _sent(fleet: Fleet) -> list[tuple[str, dict[str, Any]]]:
     return [(one.incarnation, one.frame) for one in sent]
 
 
-def _default() -> RoleSwitch:
-    entry = catalogue.lookup("epd")
-    assert entry is not None
-    built: RoleSwitch = entry.build()
-    return built
-
-
 def _switches() -> Iterator[Check]:
     """Queues that change every second, for 60 seconds: the changes are those of the rule."""
     for seed in range(40):
         values = random.Random(seed)
         numbers = {stage: values.randint(1, 4) for stage in _STAGES}
-        control, sums = _default(), dict.fromkeys(_STAGES, Fraction(0))
+        control, sums = catalogue.build("epd"), dict.fromkeys(_STAGES, Fraction(0))
         count, problems = 0, []
         scale = {stage: values.choice((1, 3, 9)) for stage in _STAGES}
         for second in range(60):
@@ -289,7 +281,8 @@ def _switches() -> Iterator[Check]:
 def _queues() -> Iterator[Check]:
     """One encode worker has two images, and six wait: after 5 seconds it gets one of three prefill
     workers, which begins with two of them."""
-    fleet, names = Fleet(_default()), ("encode-1", "prefill-1", "prefill-2", "prefill-3", "decode")
+    fleet = Fleet(catalogue.build("epd"))
+    names = ("encode-1", "prefill-1", "prefill-2", "prefill-3", "decode")
     for name in names:
         role = name.partition("-")[0]
         fleet.join(WorkerFacts(name, name, role, "g", (name, 1), 4, 1000), 0.0)

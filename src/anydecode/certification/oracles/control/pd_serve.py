@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 from anydecode import catalogue
 from anydecode.certification.checks import Check, oracle_test
@@ -45,7 +44,7 @@ def pd_serve() -> Iterator[Check]:
         rates = {n: _served(n, 6 - n, prompt_ms, answer_ms, batch) for n in range(1, 6)}
         best = max(rates, key=lambda n: rates[n])
         for start in range(1, 6):
-            control = _default()
+            control = catalogue.build("pd-serve")
             control.record_prefill(0, prompt_ms / 1000)
             control.record_decode(0, answer_ms / 1000)
             found = _settled(control, start, 6 - start, batch)
@@ -60,17 +59,10 @@ def pd_serve() -> Iterator[Check]:
     yield from _moves()
 
 
-def _default(**parameters: Any) -> RatioControl:
-    entry = catalogue.lookup("pd-serve")
-    assert entry is not None
-    built: RatioControl = entry.build(**parameters)
-    return built
-
-
 def _times() -> Iterator[Check]:
     """The defaults: an evaluation every 30 s, a change at the second that finds a gain; the moving
     average weighs a new time by a tenth."""
-    control = _default()
+    control = catalogue.build("pd-serve")
     changes = [_change(control, float(now), 1, 5, 2, 4) for now in range(0, 200, 10)]
     yield Check("without measured times no role changes", not any(changes))
     control.record_prefill(0, 10.0)
@@ -80,14 +72,14 @@ def _times() -> Iterator[Check]:
     control.record_prefill(0, 20.0)
     average = control.prefill_seconds[0]
     yield Check("the average of 10 s and 20 s", average == 11.0, str(average))
-    control = _default()
+    control = catalogue.build("pd-serve")
     control.record_prefill(0, 1.0)
     control.record_decode(0, 2.0)
     # min(2 * 2 / 1, 4 * 2 / 2) / 6 is the best; one more or less serves fewer.
     changes = [_change(control, 31.0 * now, 2, 4, 2, 2) for now in range(50)]
     yield Check("at the best ratio no role changes", not any(changes))
     # 0.1 s and 0.08 s wish for other directions in turn, and no wish comes twice.
-    control, changes = _default(), []
+    control, changes = catalogue.build("pd-serve"), []
     for number in range(40):
         times = (9.0, 1.0) if number % 2 else (1.0, 9.0)
         control.prefill_seconds, control.decode_seconds = [times[0]], [times[1]]
@@ -115,7 +107,7 @@ def _forwarding() -> Iterator[Check]:
 def _scenarios() -> Iterator[Check]:
     """Two scenarios: a task goes to workers of its own, or waits for them and nobody behind it of
     the other scenario does; each scenario has a ratio of its own."""
-    fleet = Fleet(_default(lengths="100"))
+    fleet = Fleet(catalogue.build("pd-serve", lengths="100"))
     for role in ("prefill", "decode"):
         for name in ("short", "long"):
             fleet.join(WorkerFacts(name + role, name + role, role, "g", (name, 1), 1, 1000), 0.0)
@@ -131,7 +123,7 @@ def _scenarios() -> Iterator[Check]:
     runs = _runs(fleet)
     yield Check("or go to another one if it is lost", runs == [("longdecode", 0)], str(runs))
 
-    control, groups = _default(lengths="100"), [Group(3, 3), Group(3, 3)]
+    control, groups = catalogue.build("pd-serve", lengths="100"), [Group(3, 3), Group(3, 3)]
     for scenario, (prompt, answer) in enumerate(((0.1, 2.0), (2.0, 0.1))):
         control.record_prefill(scenario, prompt)
         control.record_decode(scenario, answer)
@@ -147,7 +139,7 @@ def _moves() -> Iterator[Check]:
         ([(700, 700), (100, 100), (300, 900)], (3, 1, 2), [(1, 1), (3, 3), (2, 4)]),
     ):
         lengths = "/".join(str(100 * (one + 1)) for one in range(len(times) - 1))
-        control = _default(lengths=lengths)
+        control = catalogue.build("pd-serve", lengths=lengths)
         for scenario, (prompt, answer) in enumerate(times):
             control.record_prefill(scenario, prompt / 1000)
             control.record_decode(scenario, answer / 1000)
