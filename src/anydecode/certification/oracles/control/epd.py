@@ -1,6 +1,7 @@
-"""Oracle test of epd (EPD, arXiv:2501.05460): the embeddings of images by another implementation of
-the encoder, keys and values after a hand-over by a dense pass over these embeddings, the text by an
-engine that is fed with them, and changes of roles by the paper's rule in fractions."""
+"""Oracle test of epd (EPD, arXiv:2501.05460). It compares the embeddings of images with another
+implementation of the encoder, keys and values after a hand-over with a dense pass over these
+embeddings, the text with that of one engine that gets them, and changes of roles with the paper's
+rule in fractions."""
 
 from __future__ import annotations
 
@@ -209,8 +210,8 @@ def _fleet(*roles: str) -> Iterator[tuple[FleetLLM, list[Worker]]]:
 
 
 def _parts() -> Iterator[Check]:
-    """The images of one prompt go to all encode workers; they may be there in any order, and the
-    prompt begins when the last one is."""
+    """The images of one prompt go to all encode workers. They may be encoded in any order, and the
+    prompt begins when the last one is encoded."""
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         fleet = Fleet(catalogue.build("epd"))
         for name, role in (("a", "encode"), ("b", "encode"), ("m", "mixed")):
@@ -219,14 +220,14 @@ def _parts() -> Iterator[Check]:
         fleet.submit(Task(9, [1] * 20, 5, {"options": {}}, parts=parts), 0.0)
         sent = {frame["task"]: name for name, frame in _sent(fleet)}
         yield Check(
-            f"three images at two workers, there in the order {order}",
+            f"three images at two workers, encoded in the order {order}",
             sorted(sent) == [0, 1, 2] and set(sent.values()) == {"a", "b"},
             str(sent),
         )
         begun = []
         for number in order:
             offered = {"type": "offered", "task": number, "attempt": 0, "is_kept": True}
-            for frame in (offered, offered):  # once more, which changes nothing
+            for frame in (offered, offered):  # the second one changes nothing
                 fleet.receive(sent[number], frame, 0.0)
             begun.append([frame for name, frame in _sent(fleet) if name == "m"])
         sources = begun[2][0]["encoded"] if begun[2] else []
@@ -279,8 +280,8 @@ def _switches() -> Iterator[Check]:
 
 
 def _queues() -> Iterator[Check]:
-    """One encode worker has two images, and six wait: after 5 seconds it gets one of three prefill
-    workers, which begins with two of them."""
+    """One encode worker has two images, and six wait. After 5 seconds one of three prefill workers
+    becomes an encode worker and begins with two of the six."""
     fleet = Fleet(catalogue.build("epd"))
     names = ("encode-1", "prefill-1", "prefill-2", "prefill-3", "decode")
     for name in names:
@@ -304,9 +305,10 @@ def _queues() -> Iterator[Check]:
 
 
 def _changes(numbers: dict[str, int], queues: dict[str, Fraction]) -> list[tuple[str, str]]:
-    """The change by the rule: to the longest queue, the first of equal ones; from a stage with less
-    than half of it and two workers or more, the one with the most workers, then with the shortest
-    queue."""
+    """The changes by the rule: the stage with the longest queue (the first of equal ones) gets a
+    worker. It comes from a stage with two workers or more whose queue is shorter than half of the
+    longest; of several such stages, from the one with the most workers, then the one with the
+    shortest queue."""
     receiver = sorted(_STAGES, key=lambda one: (-queues[one], _STAGES.index(one)))[0]
     givers = [one for one in _STAGES if 2 * queues[one] < queues[receiver] and numbers[one] >= 2]
     givers.sort(key=lambda one: (-numbers[one], queues[one], _STAGES.index(one)))
@@ -314,8 +316,9 @@ def _changes(numbers: dict[str, int], queues: dict[str, Fraction]) -> list[tuple
 
 
 def _allocations() -> Iterator[Check]:
-    """What the planner chooses from is every allocation; and a simulated prompt has its first token
-    when its images are encoded by all encode workers, have travelled, and its pass is over."""
+    """The planner chooses from all allocations. A simulated prompt has its first token when all
+    encode workers have encoded its images, their embeddings are transferred, and its pass is over.
+    """
     for workers in range(1, 6):
         found = [
             (one.encode, one.mixed, one.prefill, one.decode) for one in placements(workers, True)

@@ -1,5 +1,6 @@
-"""Oracle test of xllm (xLLM, arXiv:2510.14686): the rules for workers and roles in whole numbers of
-nanoseconds, on random fleets and by hand, and roles that change in a fleet and in a simulation."""
+"""Oracle test of xllm (xLLM, arXiv:2510.14686). It checks the rules for workers and roles in whole
+numbers of nanoseconds, on random fleets and on examples computed by hand, and changes of roles in a
+fleet and in a simulation."""
 
 from __future__ import annotations
 
@@ -242,9 +243,10 @@ def _scores() -> Iterator[Check]:
 
 
 def _offline() -> Iterator[Check]:
-    """With the default limit of 50 ms: an offline task goes to a worker of less than 45 ms, less
-    than 90% of whose cache is in use, up to 49 ms. The next one is that whose length is nearest to
-    49 = 10 + 11 + 0.01 * (1000 + length)."""
+    """With the default limit of 50 ms, an offline task goes to a worker if the predicted time
+    between tokens is less than 45 ms without it and at most 49 ms with it, and less than 90% of the
+    worker's cache is in use. The offline task that goes next is the one whose length is nearest to
+    the solution of 49 = 10 + 11 + 0.01 * (1000 + length)."""
     control = _control()
     busy = _worker(
         "d", "decode", num_answers=10, num_positions=1000, usage=0.89, needs_prefill=False
@@ -266,8 +268,8 @@ def _offline() -> Iterator[Check]:
 
 
 def _changes_of_roles() -> Iterator[Check]:
-    """By default at most one change in 5 seconds, whatever the load, and one worker of each role
-    stays."""
+    """With the default period there is at most one change in 5 seconds under any load, and each
+    role keeps at least one worker."""
     full = [_worker(f"d{n}", "decode", num_answers=60, num_positions=6000) for n in range(2)]
     prefill = [_worker(f"p{n}", "prefill") for n in range(3)]
     control, task = _control(), TaskNeeds(10)
@@ -298,8 +300,8 @@ def _changes_of_roles() -> Iterator[Check]:
 
 
 def _drained() -> Iterator[Check]:
-    """When no decode worker is within the limit, the prefill worker with less to do becomes one,
-    but not before it has computed its prompts; meanwhile it gets no task."""
+    """When no decode worker is within the limit, the prefill worker with less to do becomes a
+    decode worker. It first computes the prompts that it has, and gets no new task until then."""
     control = _control(tpot=1000.0)
     fleet = Fleet(control)
     for name in ("prefill-1", "prefill-2", "decode"):
@@ -333,7 +335,7 @@ def _task(number: int, num_blocks: int) -> Task:
 
 
 class _Recorder(SloControl):
-    """Records what a fleet asks and reports, with the tasks of each worker."""
+    """Records the calls of a fleet, with the tasks of each worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,8 +358,9 @@ class _Recorder(SloControl):
 
 
 def _observed() -> Iterator[Check]:
-    """What a fleet asks and reports. Prompts of 145, 81 and 97 tokens, and up to 5 for each answer,
-    arrive 0.5 seconds apart; the first two go to the prefill worker, and the third waits."""
+    """What a fleet passes to its control. Prompts of 145, 81 and 97 tokens, with answers of up to 5
+    tokens, arrive 0.5 seconds apart. The first two go to the prefill worker, and the third waits.
+    """
     control = _Recorder()
     fleet = Fleet(control)
     for name in ("prefill", "decode"):
@@ -391,9 +394,9 @@ def _observed() -> Iterator[Check]:
 
 
 def _offline_order() -> Check:
-    """Offline tasks of 17, 129 and 241 tokens wait when a worker joins. Alone, it is within 98 % of
-    12.5 ms up to 125 = 12.25 - 11 tokens; with one of them it is above 90 %, and takes only another
-    task."""
+    """Offline tasks of 17, 129 and 241 tokens wait when a worker joins. It prefers a
+    first task of 125 tokens, since 11 ms + 125 * 0.01 ms = 12.25 ms is 98% of the limit of 12.5 ms.
+    With one offline task it is above 90% of the limit, and gets no other offline task."""
     fleet = Fleet(_control(tpot=0.0125))
     for number, blocks in enumerate((1, 8, 15)):
         fleet.submit(replace(_task(number, blocks), priority=1), 0.0)
@@ -416,9 +419,9 @@ def _index() -> Iterator[Check]:
 
 
 def _simulated() -> Iterator[Check]:
-    """Simulated workers, with long prompts and long answers in turn: a role changes, not more often
-    than the load does, and every request is answered. In a fleet whose workers are within all
-    limits, none changes."""
+    """Simulated workers with long prompts and long answers in turn. Roles change, but not more
+    often than the load does, and every request is answered. In a fleet whose workers are within all
+    limits, no role changes."""
     costs = CostTable({0: {1: 0.010, 2: 0.0105}})
     workers = [WorkerPlan(role, costs) for role in ("prefill", "prefill", "prefill", "decode")]
     arrivals = [
