@@ -6,7 +6,7 @@ The prompt is scored and stored once, whatever the number of rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -107,6 +107,8 @@ class Rollouts:
         share a row."""
         if not self._branches:
             yield from self._open()
+        # Equal if the tokens are; after a step, if the tokens before it and the last one are.
+        texts: list[Hashable] = [tuple(rollout.tokens) for rollout in self.rollouts]
         while True:
             live = [
                 number
@@ -115,9 +117,9 @@ class Rollouts:
             ]
             if not live:
                 return
-            same: dict[tuple[int, ...], list[int]] = {}
+            same: dict[Hashable, list[int]] = {}
             for number in live:
-                same.setdefault(tuple(self.rollouts[number].tokens), []).append(number)
+                same.setdefault(texts[number], []).append(number)
             results = yield [
                 self._branches[first].score(runner=self.runner) for first, *_ in same.values()
             ]
@@ -129,6 +131,8 @@ class Rollouts:
                     scores.show_hidden(branch.sampler, -1)
                     self._sample(number, row)
                 self._take(first, row, scores.sampled[-1])
+                for number in (first, *others):
+                    texts[number] = first, self.rollouts[number].tokens[-1]
 
     def resample(self, ancestors: Seq[int], noises: Seq[Noise]) -> None:
         """Replace every rollout `i` by a copy of rollout `ancestors[i]` with the random numbers
