@@ -38,12 +38,10 @@ class TextGuide(Guide):
     """What a route knows of a row of the generated text.
 
     Attributes:
-        past: The guides of generated tokens, of which the first `num_past` are before it.
-        num_past: See `past`.
+        past: While the row runs, the guides of the generated tokens before it.
     """
 
     past: list[Guide] = field(default_factory=list)
-    num_past: int = 0
 
 
 class KeptExit(RoutedExit):
@@ -60,8 +58,7 @@ class KeptExit(RoutedExit):
     ) -> None:
         tables = []
         for row, guide in enumerate(routed.guides):
-            before = guide.past[: guide.num_past]
-            ran = [*(one.num_layers > first for one in before), True]
+            ran = [*(one.num_layers > first for one in guide.past), True]
             slots = path_slots(rows, row)
             is_seen = np.ones(len(slots), bool)
             is_seen[len(slots) - len(ran) :] = ran
@@ -159,5 +156,5 @@ class Dynamax(RoutedExits):
         self, sequence: Sequence, variant: Variant | None, tokens: list[int], past: list[Guide]
     ) -> Generator[DecoderAction, Any, list[Guide]]:
         if isinstance(variant, KeptExit):
-            return [TextGuide(past=past, num_past=len(past)) for _ in tokens]
+            return [TextGuide(past=past) for _ in tokens]
         return (yield from super().guides(sequence, variant, tokens, past))
