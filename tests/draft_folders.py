@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from anydecode import LLM
+from anydecode.errors import CheckpointError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
@@ -52,6 +53,21 @@ def tensor(name: str, value: Any) -> Change:
 def without(name: str) -> Change:
     """The removal of one tensor."""
     return lambda config, tensors: [tensors.pop(name)][:0]  # type: ignore[return-value]
+
+
+def assert_tensor_refused(
+    file: Path, name: str, value: np.ndarray | None, load: Callable[[], object], message: str
+) -> None:
+    """Asserts that `load` refuses `file` in one line with another tensor `name`, or without it."""
+    tensors = load_file(file)
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        load()
+    assert "\n" not in str(refusal.value)
 
 
 def target_folder(path: Path) -> Path:

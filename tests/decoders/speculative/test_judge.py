@@ -3,14 +3,15 @@ drafters, and refusals."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from adapter_files import save_adapter
 from anydecode import Regex, catalogue
@@ -21,12 +22,7 @@ from anydecode.certification.tiny_judge import judged_model, judged_network, ran
 from anydecode.decoders.framework.acceptance import AcceptanceResult
 from anydecode.decoders.framework.judging import JudgeAcceptance
 from anydecode.decoders.speculative import judge
-from anydecode.errors import (
-    AnydecodeError,
-    CheckpointError,
-    InvalidRequestError,
-    UnsupportedCombinationError,
-)
+from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.judge import Judge
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import open_checkpoint
@@ -34,6 +30,7 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import ROOT, TokenTree
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
+from draft_folders import assert_tensor_refused
 
 Patch = pytest.MonkeyPatch
 
@@ -244,10 +241,7 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_file_of_a_models_folder_is_opened(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in checkpoint.path.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(checkpoint.path, tmp_path / "model")
     random_judge(judged_network()).save(folder / "judge.safetensors")
     model, _ = open_checkpoint(load_checkpoint(folder))
     with LLM(model, tokenizer=ByteTokenizer(), draft=model) as llm:
@@ -271,15 +265,7 @@ def test_bad_files_are_refused_in_one_line(
 ) -> None:
     file = tmp_path / "judge.safetensors"
     random_judge(judged_network()).save(file)
-    tensors = load_file(file)
-    if tensor is None:
-        del tensors[name]
-    else:
-        tensors[name] = tensor
-    save_file(tensors, file)
-    with pytest.raises(CheckpointError, match="judge") as refusal:
-        judge.judge(head=file)
-    assert "\n" not in str(refusal.value)
+    assert_tensor_refused(file, name, tensor, partial(judge.judge, head=file), "judge")
 
 
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:

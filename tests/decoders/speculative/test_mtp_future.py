@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from anydecode import Regex
 from anydecode.api.llm import LLM
@@ -23,12 +23,13 @@ from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative import mtp_future, space
 from anydecode.decoders.speculative.mask_groups import MaskDrafter
-from anydecode.errors import AnydecodeError, CheckpointError, InvalidRequestError
+from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.models.future_masks import FILE_NAME, NORM_EPS, FutureMasks, SamplerLayer
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import TokenTree
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
+from draft_folders import assert_tensor_refused
 from drafted_texts import (
     CONDITIONS,
     NUMBERS,
@@ -322,15 +323,8 @@ def test_bad_files_are_refused_in_one_line(
     name: str, tensor: np.ndarray | None, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "masks", future_masks(future_network()))
-    tensors = load_file(folder / FILE_NAME)
-    if tensor is None:
-        del tensors[name]
-    else:
-        tensors[name] = tensor
-    save_file(tensors, folder / FILE_NAME)
-    with pytest.raises(CheckpointError, match="mask tokens") as refusal:
-        mtp_future.mtp_future(parts=folder)
-    assert "\n" not in str(refusal.value)
+    load = partial(mtp_future.mtp_future, parts=folder)
+    assert_tensor_refused(folder / FILE_NAME, name, tensor, load, "mask tokens")
 
 
 def test_models_without_masks_are_refused_in_one_line(tmp_path: Path) -> None:
