@@ -27,7 +27,7 @@ from anydecode.training.block_consistency import (
     trajectories,
 )
 from anydecode.training.transformer import Shape, Transformer
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 BLOCKS: list[Trajectory] = [
@@ -111,19 +111,13 @@ def test_bad_recipes_are_refused(options: dict[str, Any]) -> None:
 def test_a_run_in_two_parts_gives_the_model_of_one(model: Path, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(model))
 
-    def train(folder: str, stop: int | None = None, block: int = 4) -> BlockRun:
+    def opened(folder: str, block: int = 4) -> BlockRun:
         recipe = BlockRecipe(steps=3, answers=4, tokens=8, block=block)
-        return trained(BlockRun(checkpoint, tmp_path / folder, recipe), stop)
+        return BlockRun(checkpoint, tmp_path / folder, recipe)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="another rank, block or model"):
-        train("parts", block=5)
+        opened("parts", block=5)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.block_adapter import task_pair
 from anydecode.training.draft_model import DraftModelRun, DraftOptions, read_rows
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes, trained
 from train_commands import train_command
 
 
@@ -57,11 +57,8 @@ def test_a_run_in_two_parts_gives_the_draft_model_of_one(
     choice: str, target: Checkpoint, tmp_path: Path
 ) -> None:
     """Also the samples of the draft model depend on the seed and the step alone."""
-    whole = trained(begun(target, tmp_path / "whole", choice))
-    with pytest.raises(KeyboardInterrupt):
-        trained(begun(target, tmp_path / "parts", choice), stop=2)
-    resumed = trained(begun(target, tmp_path / "parts", choice))
-    assert resumed.step == 4 and resumed.num_tokens == whole.num_tokens
+    whole, resumed = assert_resumes(lambda name: begun(target, tmp_path / name, choice), steps=4)
+    assert resumed.num_tokens == whole.num_tokens
     for one, other in zip(whole.draft.parameters(), resumed.draft.parameters(), strict=True):
         assert torch.equal(one, other)
 

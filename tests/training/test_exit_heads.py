@@ -25,7 +25,7 @@ from anydecode.training.exit_heads import (
     exit_log_probabilities,
 )
 from anydecode.training.transformer import Shape, Transformer
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]])
@@ -75,16 +75,10 @@ def test_a_run_in_two_parts_gives_the_heads_of_one(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
     recipe = HeadRecipe(steps=3, answers=6, tokens=6, batch=2)
 
-    def train(folder: str, stop: int | None = None) -> HeadRun:
-        return trained(HeadRun(checkpoint, tmp_path / folder, recipe, _exits), stop)
+    def opened(folder: str) -> HeadRun:
+        return HeadRun(checkpoint, tmp_path / folder, recipe, _exits)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.maps.parameters(), resumed.maps.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="a run of other exits or another model"):
         HeadRun(checkpoint, tmp_path / "parts", recipe, lambda num_layers: [1])
 

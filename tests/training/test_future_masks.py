@@ -17,7 +17,7 @@ from anydecode import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.future_masks import FutureRecipe, FutureRun
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 TEXT = [5, 6, 7, 8, 9, 10, 11]
@@ -71,16 +71,10 @@ def test_a_run_in_two_parts_gives_the_weights_of_one(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
     recipe = FutureRecipe(steps=3, answers=8, tokens=8, batch=2, rank=2)
 
-    def train(folder: str, stop: int | None = None) -> FutureRun:
-        return trained(FutureRun(checkpoint, tmp_path / folder, recipe), stop)
+    def opened(folder: str) -> FutureRun:
+        return FutureRun(checkpoint, tmp_path / folder, recipe)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.training.layer_adapter import LayerAdapterRecipe, LayerAdapterRun
 from anydecode.training.layer_routers import routed_logits
 from anydecode.training.nested import padded
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 
@@ -70,19 +70,12 @@ def test_a_run_in_two_parts_gives_the_model_of_one(model: Path, tmp_path: Path) 
     checkpoint = load_checkpoint(str(model))
     stored = _routers(tmp_path / "routers", checkpoint, [1, 2, 3, 4], 0.0)
 
-    def train(folder: str, stop: int | None = None, **options: Any) -> LayerAdapterRun:
-        made = LayerAdapterRun(checkpoint, tmp_path / folder, _recipe(**options), stored)
-        return trained(made, stop)
+    def opened(folder: str, **options: Any) -> LayerAdapterRun:
+        return LayerAdapterRun(checkpoint, tmp_path / folder, _recipe(**options), stored)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="other routers"):
-        train("parts", threshold=0.6)
+        opened("parts", threshold=0.6)
 
 
 def test_bad_recipes_and_routers_are_refused(model: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from anydecode.training.layer_routers import (
     routed_logits,
 )
 from anydecode.training.transformer import Shape, Transformer
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 TEXTS = (
@@ -71,16 +71,10 @@ def _recipe(**options: Any) -> LayerRouterRecipe:
 def test_a_run_in_two_parts_gives_the_routers_of_one(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
 
-    def train(folder: str, stop: int | None = None) -> LayerRouterRun:
-        return trained(LayerRouterRun(checkpoint, tmp_path / folder, _recipe()), stop)
+    def opened(folder: str) -> LayerRouterRun:
+        return LayerRouterRun(checkpoint, tmp_path / folder, _recipe())
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.routers.parameters(), resumed.routers.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="other layers"):
         LayerRouterRun(checkpoint, tmp_path / "parts", _recipe(first=2))
 

@@ -27,7 +27,7 @@ from anydecode.training.layerskip import (
 )
 from anydecode.training.nested import first_layers
 from anydecode.training.transformer import Shape, Transformer
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 SHAPE = Shape(50, width=32, layers=4, heads=2, hidden=48)
@@ -118,17 +118,11 @@ def test_a_run_in_two_parts_gives_the_model_of_one(tmp_path: Path) -> None:
     """Also the layers, dropout and texts of each step depend on the seed and the step alone."""
     checkpoint = load_checkpoint("tiny-autoregressive")
 
-    def train(folder: str, stop: int | None = None) -> LayerSkipRun:
+    def opened(folder: str) -> LayerSkipRun:
         recipe = LayerSkipRecipe(steps=3, answers=4, tokens=4, dropout=0.5, every=2)
-        return trained(LayerSkipRun(checkpoint, tmp_path / folder, recipe), stop)
+        return LayerSkipRun(checkpoint, tmp_path / folder, recipe)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
 
 
 def test_the_command_writes_a_model_and_a_curve(

@@ -25,7 +25,7 @@ from anydecode.training.masks import (
     group_states,
 )
 from anydecode.training.transformer import Shape, Transformer
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 SHAPE = Shape(50, width=32, layers=3, heads=2, hidden=48)
@@ -88,18 +88,12 @@ def test_a_run_in_two_parts_gives_the_model_of_one(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
     recipe = MaskRecipe(steps=3, answers=8, tokens=8, batch=2)
 
-    def train(folder: str, stop: int | None = None, mask: int | None = None) -> MaskRun:
-        return trained(MaskRun(checkpoint, tmp_path / folder, recipe, mask), stop)
+    def opened(folder: str, mask: int | None = None) -> MaskRun:
+        return MaskRun(checkpoint, tmp_path / folder, recipe, mask)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="another rank, mask or model"):
-        train("parts", mask=1)
+        opened("parts", mask=1)
 
 
 def test_the_command_writes_a_model_and_a_curve(

@@ -21,7 +21,7 @@ from anydecode.training.layer_routers import Routers
 from anydecode.training.mlp_routers import MlpRouterRecipe, MlpRouterRun, routed_logits
 from anydecode.training.small_mlps import SmallMlp, SmallMlpRecipe, SmallMlpRun, modules_of
 from anydecode.training.transformer import Shape, Transformer
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes, trained
 from train_commands import train_command
 
 TEXTS = (
@@ -85,18 +85,12 @@ def _recipe(**options: Any) -> MlpRouterRecipe:
 def test_a_run_in_two_parts_gives_the_routers_of_one(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
 
-    def train(folder: str, stop: int | None = None, **options: Any) -> MlpRouterRun:
-        return trained(MlpRouterRun(checkpoint, tmp_path / folder, _recipe(**options)), stop)
+    def opened(folder: str, **options: Any) -> MlpRouterRun:
+        return MlpRouterRun(checkpoint, tmp_path / folder, _recipe(**options))
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="other layers"):
-        train("parts", layers=2)
+        opened("parts", layers=2)
 
 
 @pytest.mark.slow

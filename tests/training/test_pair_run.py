@@ -16,7 +16,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.block_adapter import Pair
 from anydecode.training.pair_run import PairRecipe, PairRun
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes, trained
 
 MODEL = "tiny-autoregressive"
 TEXTS: list[list[Pair]] = [[([5, 6, number], [7, number, 1])] for number in range(10, 26)]
@@ -42,13 +42,8 @@ def test_the_loss_is_that_of_the_learned_tokens(tmp_path: Path) -> None:
 
 
 def test_a_run_in_two_parts_gives_the_adapter_of_one(tmp_path: Path) -> None:
-    whole = trained(_run(tmp_path / "whole"))
-    with pytest.raises(KeyboardInterrupt):
-        trained(_run(tmp_path / "parts"), stop=2)
-    resumed = trained(_run(tmp_path / "parts"))
-    assert resumed.step == 3 and len(resumed.losses()) >= 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    _, resumed = assert_resumes(lambda name: _run(tmp_path / name))
+    assert len(resumed.losses()) >= 3
     with pytest.raises(InvalidRequestError, match="another rank or model"):
         _run(tmp_path / "parts", rank=3)
 

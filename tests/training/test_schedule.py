@@ -25,7 +25,7 @@ from anydecode.training.schedule import (
     scheduled_layers,
     scheduled_logits,
 )
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 
@@ -72,21 +72,15 @@ def test_a_run_in_two_parts_gives_the_model_of_one(tmp_path: Path) -> None:
     checkpoint = load_checkpoint("tiny-autoregressive")
     recipe = ScheduleRecipe(steps=3, answers=6, tokens=6, batch=2)
 
-    def train(folder: str, stop: int | None = None, **options: Any) -> ScheduleRun:
+    def opened(folder: str, **options: Any) -> ScheduleRun:
         decoder = SkipDecode(**options)
-        return trained(ScheduleRun(checkpoint, tmp_path / folder, recipe, decoder), stop)
+        return ScheduleRun(checkpoint, tmp_path / folder, recipe, decoder)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="another rank, schedule or model"):
-        train("parts", max_layers=3)
+        opened("parts", max_layers=3)
     with pytest.raises(InvalidRequestError, match="must rise in this order"):
-        train("other", max_layers=99)
+        opened("other", max_layers=99)
 
 
 def test_the_command_writes_a_model_and_a_curve(

@@ -18,7 +18,7 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.small_mlps import SmallMlps
 from anydecode.training.small_mlps import SmallMlp, SmallMlpRecipe, SmallMlpRun, mixed_logits
 from anydecode.training.transformer import Shape, Transformer
-from interrupted_runs import trained
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 TEXTS = (
@@ -70,19 +70,13 @@ def test_the_engine_computes_what_was_trained(tmp_path: Path) -> None:
 def test_a_run_in_two_parts_gives_the_mlps_of_one(model: Path, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(model))
 
-    def train(folder: str, stop: int | None = None, width: int = 8) -> SmallMlpRun:
+    def opened(folder: str, width: int = 8) -> SmallMlpRun:
         recipe = SmallMlpRecipe(steps=3, answers=4, tokens=8, width=width, layers=4)
-        return trained(SmallMlpRun(checkpoint, tmp_path / folder, recipe), stop)
+        return SmallMlpRun(checkpoint, tmp_path / folder, recipe)
 
-    whole = train("whole")
-    with pytest.raises(KeyboardInterrupt):
-        train("parts", stop=2)
-    resumed = train("parts")
-    assert resumed.step == 3
-    for one, other in zip(whole.trained, resumed.trained, strict=True):
-        assert torch.equal(one, other)
+    assert_resumes(opened)
     with pytest.raises(InvalidRequestError, match="another model or width"):
-        train("parts", width=9)
+        opened("parts", width=9)
 
 
 @pytest.mark.slow
