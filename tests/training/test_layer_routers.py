@@ -21,26 +21,15 @@ from anydecode.training.layer_routers import (
     Routers,
     routed_logits,
 )
-from anydecode.training.transformer import Shape, Transformer
+from frozen_models import TEXTS, frozen_model
 from interrupted_runs import assert_resumes
 from train_commands import train_command
-
-TEXTS = (
-    torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]),
-    torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 0]]).bool(),
-)
-
-
-def _model() -> Transformer:
-    torch.manual_seed(0)
-    model = Transformer(Shape(50, width=32, layers=4, heads=2, hidden=48))
-    return model.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.5, 0.7])
 def test_layers_are_mixed_with_their_inputs(threshold: float | None) -> None:
     """By the mean probability over the prompt, or in full or not at all."""
-    model, routers = _model(), Routers([1, 2], 32)
+    model, routers = frozen_model(), Routers([1, 2], 32)
     with torch.no_grad():
         routers.weight.normal_(0, 0.2)
         routers.bias[:] = torch.tensor([-4.0, 0.4])

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch import nn
 
 from anydecode import LLM
 from anydecode.errors import InvalidRequestError
@@ -19,21 +18,10 @@ from anydecode.models.mlp_routers import MlpRouters
 from anydecode.models.small_mlps import SmallMlps
 from anydecode.training.layer_routers import Routers
 from anydecode.training.mlp_routers import MlpRouterRecipe, MlpRouterRun, routed_logits
-from anydecode.training.small_mlps import SmallMlp, SmallMlpRecipe, SmallMlpRun, modules_of
-from anydecode.training.transformer import Shape, Transformer
+from anydecode.training.small_mlps import SmallMlpRecipe, SmallMlpRun, modules_of
+from frozen_models import TEXTS, frozen_model, random_mlps
 from interrupted_runs import assert_resumes, trained
 from train_commands import train_command
-
-TEXTS = (
-    torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]),
-    torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 0]]).bool(),
-)
-
-
-def _model() -> Transformer:
-    torch.manual_seed(0)
-    model = Transformer(Shape(50, width=32, layers=4, heads=2, hidden=48))
-    return model.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.0])
@@ -43,12 +31,8 @@ def test_mlps_of_answers_are_mixed_with_what_runs_in_their_place(
 ) -> None:
     """By the sigmoid of the score over the temperature, or one of both, from the state behind the
     layer's attention; the prompt's are not."""
-    model, routers = _model(), Routers([1, 2], 32, bias=0.0)
-    small = None
-    if has_small:
-        small = nn.ModuleDict({one: SmallMlp(model.blocks[1].ff_norm, 8) for one in ("1", "2")})
-        for module in small.values():
-            nn.init.normal_(module.down.weight)
+    model, routers = frozen_model(), Routers([1, 2], 32, bias=0.0)
+    small = random_mlps(model, [1, 2]) if has_small else None
     with torch.no_grad():
         routers.weight.normal_(0, 0.3)
         logits, weights = routed_logits(model, routers, small, *TEXTS, temperature)

@@ -10,39 +10,20 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch import nn
 
 from anydecode import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.small_mlps import SmallMlps
-from anydecode.training.small_mlps import SmallMlp, SmallMlpRecipe, SmallMlpRun, mixed_logits
-from anydecode.training.transformer import Shape, Transformer
+from anydecode.training.small_mlps import SmallMlpRecipe, SmallMlpRun, mixed_logits
+from frozen_models import TEXTS, frozen_model, random_mlps
 from interrupted_runs import assert_resumes
 from train_commands import train_command
-
-TEXTS = (
-    torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]]),
-    torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 0]]).bool(),
-)
-
-
-def _model() -> Transformer:
-    torch.manual_seed(0)
-    model = Transformer(Shape(50, width=32, layers=4, heads=2, hidden=48))
-    return model.eval().requires_grad_(False)
-
-
-def _mlps(model: Transformer, layers: list[int]) -> nn.ModuleDict:
-    mlps = nn.ModuleDict({str(one): SmallMlp(model.blocks[one].ff_norm, 8) for one in layers})
-    for mlp in mlps.values():
-        nn.init.normal_(mlp.down.weight)
-    return mlps.requires_grad_(False)
 
 
 def test_tokens_run_the_mlps_that_they_have_drawn() -> None:
     """None, all, and one of a layer at one token, which moves later rows too."""
-    model, mlps = _model(), _mlps(_model(), [1, 2])
+    model, mlps = frozen_model(), random_mlps(frozen_model(), [1, 2])
     rows = TEXTS[1][:, 1:]
     none = torch.zeros(2, 2, 4, dtype=torch.bool)
     full = model(TEXTS[0][:, :-1], causal=True)[rows]
@@ -55,8 +36,8 @@ def test_tokens_run_the_mlps_that_they_have_drawn() -> None:
 
 
 def test_the_engine_computes_what_was_trained(tmp_path: Path) -> None:
-    model = _model()
-    mlps = _mlps(model, [1])
+    model = frozen_model()
+    mlps = random_mlps(model, [1])
     names = ("norm", "gate", "up", "down")
     weights = dict(mlps["1"].named_parameters())
     parts = {name: {1: weights[f"{name}.weight"].numpy()} for name in names}
