@@ -57,7 +57,7 @@ def xllm() -> Iterator[Check]:
 
 
 def _predictions() -> Iterator[Check]:
-    """Least squares, against the normal equations in fractions."""
+    """Predicted times against least squares by the normal equations, in exact fractions."""
     generator, control = random.Random(1), _control()
     points = []
     for _ in range(300):

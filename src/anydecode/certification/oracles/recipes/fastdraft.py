@@ -79,7 +79,11 @@ def pretrained() -> Iterator[Check]:
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
         shape = [config[name] for name in names]
         expected = [2, 96, 256, checkpoint.config["vocab_size"]]  # 8/3 of 96
-        yield Check("the shape is the one asked for", shape == expected, str(shape))
+        yield Check(
+            "the draft model has the given layers and width, and MLPs 8/3 as wide",
+            shape == expected,
+            str(shape),
+        )
         yield Check("the embedding is the head", config["tie_word_embeddings"])
         assert checkpoint.tokenizer is not None
         lines = texts.read_text().splitlines()

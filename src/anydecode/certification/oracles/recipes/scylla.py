@@ -83,15 +83,18 @@ def laws() -> Iterator[Check]:
     found = fit_law(noisy, "accepted", names)
     expected, r_squared = normal_equations(noisy)
     coefficients = [found.intercept, *found.slopes.values()]
-    yield Check("noise: the coefficients are least squares", np.allclose(coefficients, expected))
+    yield Check(
+        "noise: the coefficients solve the normal equations of least squares",
+        np.allclose(coefficients, expected),
+    )
     assert found.r_squared is not None and found.left_out_error is not None
     yield Check(
-        "noise: R² is 1 minus the share of the squares that is left",
+        "noise: R² is 1 - (residual sum of squares) / (total sum of squares)",
         found.r_squared < 0.99 and math.isclose(found.r_squared, r_squared, abs_tol=1e-9),
         f"{found.r_squared:.4f}",
     )
     yield Check(
-        "noise: the error at left-out points is that of fits to the others",
+        "noise: the error at a left-out point is that of a fit to the other points",
         math.isclose(found.left_out_error, left_out(noisy), rel_tol=1e-6),
     )
     point = {"tokens": 1e7, "parameters": 7e6}
