@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.network import Network
 from anydecode.models.tensor_file import read_tensors
 
@@ -63,6 +63,15 @@ def read_exits(
     if not (first and all(one.keys() == first.keys() for one in others)):
         raise CheckpointError(f"{what} {path}: the tensors do not fit together")
     return list(found.values()), {"fingerprint": "", "target": "", **metadata}
+
+
+def network_of(model: Any, lacks: str) -> Network:
+    """The network of a model that is a transformer. Raises UnsupportedCombinationError if it is
+    none, which then has no `lacks`."""
+    network: Network | None = getattr(model, "network", None)
+    if network is None:
+        raise UnsupportedCombinationError(f"{model.name} has no {lacks}")
+    return network
 
 
 def check_model(

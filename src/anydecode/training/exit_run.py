@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 from anydecode.api.llm import LLM
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.exit_files import model_fingerprint
+from anydecode.errors import InvalidRequestError
+from anydecode.models.exit_files import model_fingerprint, network_of
 from anydecode.training.checkpoint import load_state, save_state
 from anydecode.training.generated import generate_prompts, rendered_prompt
 from anydecode.training.run import check_budget
@@ -139,10 +139,7 @@ class ExitRun(WeightRun):
         report: Report = lambda step, done: None,
     ) -> None:
         super().__init__(folder, recipe)
-        network: Any = getattr(llm.model, "network", None)
-        if network is None:
-            raise UnsupportedCombinationError(f"{llm.model.name} has no layers to leave")
-        self.fingerprint = model_fingerprint(network)
+        self.fingerprint = model_fingerprint(network_of(llm.model, "layers to leave"))
         stored = load_state(folder / "data.pt")
         if stored is None or not (folder / "state.pt").is_file():
             encoded = [rendered_prompt(llm.tokenizer, text) for text in prompts]

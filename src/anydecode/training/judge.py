@@ -30,8 +30,8 @@ from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
 from anydecode.decoders.framework.judging import JudgeAcceptance
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, ModelDrafter, truncate_to_prefix
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.exit_files import model_fingerprint
+from anydecode.errors import InvalidRequestError
+from anydecode.models.exit_files import model_fingerprint, network_of
 from anydecode.models.judge import FILE_NAME, Judge
 from anydecode.rewards.answers import AnswerFinder
 from anydecode.scoring.score import DecoderAction, Decoding
@@ -305,11 +305,7 @@ class JudgeRun(LossRun):
         questions: Seq[Question],
         result: AnswerFinder,
     ) -> None:
-        network: Any = getattr(llm.model, "network", None)
-        if network is None:
-            raise UnsupportedCombinationError(
-                f"{llm.model.name} has no states for a judge, which needs a transformer"
-            )
+        network = network_of(llm.model, "states for a judge, which needs a transformer")
         if len(questions) < 4:
             raise InvalidRequestError(
                 f"{len(questions)} questions were given; training a judge needs 4 or more, of which"

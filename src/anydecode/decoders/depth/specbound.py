@@ -15,7 +15,8 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError
+from anydecode.models.exit_files import network_of
 from anydecode.models.exit_heads import ExitHeads
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
@@ -167,12 +168,7 @@ class SpecBound(SelfSpeculative):
 
     @staticmethod
     def _check_heads(heads: ExitHeads, model: Any, exits: list[int]) -> None:
-        network = getattr(model, "network", None)
-        if network is None:
-            raise UnsupportedCombinationError(
-                f"{model.name} has no layers to leave: heads are for a transformer"
-            )
-        heads.check(network)
+        heads.check(network_of(model, "layers to leave: heads are for a transformer"))
         if not set(exits) <= set(heads.exits):
             raise InvalidRequestError(
                 f"specbound has the exits {exits}, and the file has heads after {heads.exits}"

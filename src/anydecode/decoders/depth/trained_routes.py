@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from anydecode.decoders.depth.fewer_layers import FewerLayers
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.routes import Route
+from anydecode.models.exit_files import network_of
 from anydecode.scoring.sequence import Sequence
 
 
@@ -55,11 +56,7 @@ class TrainedRoutes(FewerLayers):
                 f" them, and {key}:{self.parameter}=FILE reads them"
             )
         if id(trained) not in self._routes:
-            network = getattr(model, "network", None)
-            if network is None:
-                raise UnsupportedCombinationError(
-                    f"{model.name} has no layers to leave or skip: {key} needs a transformer"
-                )
-            trained.check(network)
+            lacks = f"layers to leave or skip: {key} needs a transformer"
+            trained.check(network_of(model, lacks))
             self._routes[id(trained)] = self.route(model, trained)
         return self._routes[id(trained)]

@@ -4,7 +4,6 @@ Speculative Sampling Requires Going Beyond Model Alignment", arXiv:2501.19309)."
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 from anydecode.decoders.framework.acceptance import (
     StepAcceptance,
@@ -12,6 +11,7 @@ from anydecode.decoders.framework.acceptance import (
     untruncated_distribution,
 )
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.exit_files import network_of
 from anydecode.models.judge import Judge
 from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
@@ -48,13 +48,8 @@ class JudgeAcceptance(StepAcceptance):
         self.reads_probabilities = self.standard.reads_probabilities
 
     def prepare(self, sequence: Sequence) -> None:
-        model: Any = sequence.kv_cache().pool.model
-        judge, network = self.judge(sequence), getattr(model, "network", None)
-        if network is None:
-            raise UnsupportedCombinationError(
-                f"{model.name} has no states for a judge, which needs a transformer"
-            )
-        judge.check(network)
+        judge, model = self.judge(sequence), sequence.kv_cache().pool.model
+        judge.check(network_of(model, "states for a judge, which needs a transformer"))
         if sequence.adapter >= 0:
             raise UnsupportedCombinationError(
                 "the judge has learned from the model without adapters; leave adapter out"

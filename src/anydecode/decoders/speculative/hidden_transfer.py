@@ -13,7 +13,6 @@ follows from the accuracies of their predictions, as in `ppd`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
@@ -22,6 +21,7 @@ from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.ppd import MAX_SIZE, Accuracies, PlannedDrafter, by_rank
 from anydecode.errors import UnsupportedCombinationError
+from anydecode.models.exit_files import network_of
 from anydecode.models.hidden_transfer import HiddenTransfer
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -43,13 +43,9 @@ class TransferDrafter(PlannedDrafter):
         self._maps = maps
 
     def prepare(self, sequence: Sequence) -> None:
-        model: Any = sequence.kv_cache().pool.model
-        maps, network = self.maps(sequence), getattr(model, "network", None)
-        if network is None:
-            raise UnsupportedCombinationError(
-                f"{model.name} has no layers to start from: hidden-transfer needs a transformer"
-            )
-        maps.check(network)
+        maps, model = self.maps(sequence), sequence.kv_cache().pool.model
+        lacks = "layers to start from: hidden-transfer needs a transformer"
+        maps.check(network_of(model, lacks))
 
     def maps(self, sequence: Sequence) -> HiddenTransfer:
         """The maps. Raises `UnsupportedCombinationError` if there are none."""

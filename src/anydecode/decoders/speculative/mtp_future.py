@@ -28,6 +28,7 @@ from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.mask_groups import MaskOutput
 from anydecode.decoders.speculative.space import SpaceDrafter
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.exit_files import network_of
 from anydecode.models.future_masks import MAX_MASKS, FutureMasks
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
@@ -57,12 +58,8 @@ class FutureDrafter(SpaceDrafter):
     def prepare(self, sequence: Sequence) -> None:
         model = _model(sequence)
         parts = self.parts(sequence)
-        network = getattr(model, "network", None)
-        if network is None:
-            raise UnsupportedCombinationError(
-                f"{model.name} has no layers with adapters: mtp-future needs a transformer"
-            )
-        parts.check(network)
+        lacks = "layers with adapters: mtp-future needs a transformer"
+        parts.check(network_of(model, lacks))
         if len(parts.masks) < self.num_masks:
             raise InvalidRequestError(
                 f"mtp-future has masks={self.num_masks}, and the model has learned"
