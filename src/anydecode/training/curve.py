@@ -4,19 +4,19 @@ study of draft models."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from anydecode.plots import COLOURS, INK, figure, logarithmic
+from anydecode.training.scaling_law import LogLinearLaw
 
 
 def draw_training(log: dict[str, Any], file: Path) -> None:
     """Draw a training run: loss above, accuracy on held-out questions below, one colour per stage.
     `log` is the content of `log.json`."""
     title = "accuracy on held-out questions, mean of tasks"
-    _draw_stages(log, file, "Training", title, lambda e: _all_tasks(e.get("accuracy")))
+    _draw_stages(log, file, "Training", title, lambda e: e.get("accuracy", {}).get("all"))
 
 
 def draw_draft_model(log: dict[str, Any], file: Path) -> None:
@@ -50,15 +50,12 @@ def _draw_stages(
         shares.set_xlabel("minutes")
 
 
-def _all_tasks(accuracy: dict[str, float] | None) -> float | None:
-    return None if accuracy is None else accuracy["all"]
-
-
 def draw_scaling(results: dict[str, Any], file: Path) -> None:
     """Draw a study of draft models and its laws (dotted): accepted length by learned tokens above,
     one colour per number of layers, and throughput by batch below. `results` is the content of
     `results.json` with `laws`."""
-    laws, points, speeds = results["laws"], results["points"], results["speeds"]
+    laws = {name: LogLinearLaw(**law) for name, law in results["laws"].items()}
+    points, speeds = results["points"], results["speeds"]
     with figure(file, "Scaling of draft models", rows=2) as (length, throughput):
         for colour, layers in zip(
             COLOURS, dict.fromkeys(p["layers"] for p in points), strict=False
@@ -66,8 +63,7 @@ def draw_scaling(results: dict[str, Any], file: Path) -> None:
             own = sorted((p for p in points if p["layers"] == layers), key=lambda p: p["tokens"])
             tokens = [p["tokens"] for p in own]
             length.plot(tokens, [p["accepted"] for p in own], "o", color=colour)
-            fitted = [_predicted(laws["accepted"], p) for p in own]
-            length.plot(tokens, fitted, ":", color=colour)
+            length.plot(tokens, [laws["accepted"].predict(p) for p in own], ":", color=colour)
             rows = [speed for speed in speeds if speed["layers"] == layers]
             _draw_speeds(throughput, rows, laws, colour, f"{layers} layers")
         plain = [speed for speed in speeds if speed["layers"] == 0]
@@ -79,17 +75,16 @@ def draw_scaling(results: dict[str, Any], file: Path) -> None:
 
 
 def _draw_speeds(
-    panel: Any, speeds: list[dict[str, Any]], laws: dict[str, Any], colour: str, label: str
+    panel: Any,
+    speeds: list[dict[str, Any]],
+    laws: dict[str, LogLinearLaw],
+    colour: str,
+    label: str,
 ) -> None:
     batches = [speed["batch"] for speed in speeds]
     panel.plot(batches, [speed["tokens_per_second"] for speed in speeds], "o", color=colour)
     law = laws[f"tokens_per_second, {speeds[0]['layers']} layers"]
-    panel.plot(batches, [_predicted(law, s) for s in speeds], ":", color=colour, label=label)
-
-
-def _predicted(law: dict[str, Any], point: dict[str, float]) -> float:
-    slopes = law["slopes"].items()
-    return float(law["intercept"] + sum(slope * math.log(point[name]) for name, slope in slopes))
+    panel.plot(batches, [law.predict(s) for s in speeds], ":", color=colour, label=label)
 
 
 def draw_held_out(
