@@ -146,13 +146,14 @@ class LabelSearch(Decoder):
         drafts = (yield from self._drafted(sequence, answer, 0)) if result is not None else answer
         while True:
             different = (i for i in range(start, len(answer)) if drafts[i] != answer[i])
-            place = next(different, None)
-            if place is None:
+            position = next(different, None)
+            if position is None:
                 break
-            other, state = yield from self._continued(sequence, [*answer[:place], drafts[place]])
+            prefix = [*answer[:position], drafts[position]]
+            other, state = yield from self._continued(sequence, prefix)
             self.states.append(state)
             self.is_right.append(self._result_of(other) == result)
-            start = place + 1
+            start = position + 1
             if self.is_right[-1]:
                 answer = other
                 drafts = other[:start] + (yield from self._drafted(sequence, answer, start))
@@ -254,10 +255,15 @@ def probabilities(judge: Judge, labels: Labels) -> np.ndarray:
     return np.array([judge(state) for state in labels.states])
 
 
+def cross_entropies(judge: Judge, labels: Labels) -> np.ndarray:
+    """The cross-entropy of each label, in nats, float64 `[n]`."""
+    p = np.clip(probabilities(judge, labels), 1e-12, 1 - 1e-12)
+    return -np.log(np.where(labels.is_right, p, 1 - p))
+
+
 def balanced_loss(judge: Judge, labels: Labels) -> float:
     """The mean of both kinds' cross-entropies, in nats per label."""
-    p = np.clip(probabilities(judge, labels), 1e-12, 1 - 1e-12)
-    losses = -np.where(labels.is_right, np.log(p), np.log(1 - p))
+    losses = cross_entropies(judge, labels)
     return float(np.mean([losses[labels.is_right == kind].mean() for kind in (False, True)]))
 
 
@@ -340,6 +346,11 @@ class JudgeRun(LossRun):
         return self.folder / FILE_NAME
 
     @property
+    def num_labels(self) -> int:
+        """Number of labels found so far."""
+        return sum(len(one.is_right) for one in self.labels)
+
+    @property
     def num_held_out(self) -> int:
         """How many of the first questions test the judge, and how many next ones choose its penalty
         and threshold."""
@@ -374,9 +385,8 @@ class JudgeRun(LossRun):
         new = self._joined(found)
         loss = float(np.log(2))
         if self.judge is not None and len(new.is_right):
-            p = np.clip(probabilities(self.judge, new), 1e-12, 1 - 1e-12)
-            loss = float(-np.log(np.where(new.is_right, p, 1 - p)).mean())
-        if sum(len(one.is_right) for one in self.labels) >= 1.5 * self._num_fitted:
+            loss = float(cross_entropies(self.judge, new).mean())
+        if self.num_labels >= 1.5 * self._num_fitted:
             self._fit()
         return loss
 
@@ -396,7 +406,7 @@ class JudgeRun(LossRun):
         if found is None:
             return
         self.judge, fit = found
-        self._num_fitted = sum(len(one.is_right) for one in self.labels)
+        self._num_fitted = self.num_labels
         self._record(
             labels=fit.labels,
             fitted=fit.loss,
@@ -452,7 +462,7 @@ class JudgeRun(LossRun):
         Raises:
             InvalidRequestError: All questions have been searched, and the labels are of one kind.
         """
-        if self.labels and self._num_fitted < sum(len(one.is_right) for one in self.labels):
+        if self._num_fitted < self.num_labels:
             self._fit()
         if self.judge is not None and self.progress == 1.0 and not self.tested:
             self.tested = self.test(self.judge)

@@ -636,7 +636,6 @@ def train_judge(
     from anydecode.api.llm import LLM
     from anydecode.rewards.answers import build
     from anydecode.training import curve
-    from anydecode.training.diffusion import limit_threads
     from anydecode.training.judge import JudgeRecipe, JudgeRun, own_questions
     from anydecode.training.pairs import read_questions
 
@@ -646,13 +645,10 @@ def train_judge(
     else:
         asked = read_questions(data)
         Random(seed).shuffle(asked)
-    limit_threads(threads)
-    with (
-        LLM(model, draft=draft, threads=threads or None) as llm,
-        progress("training", 1.0, unit="percent") as bar,
-    ):
-        run = JudgeRun(llm, out, recipe, asked[:questions], result)
-        run.train(lambda done, loss: bar.update(done, step="labels", detail=f"loss {loss:.3f}"))
+    with LLM(model, draft=draft, threads=threads or None) as llm:
+        run = trained(
+            lambda: JudgeRun(llm, out, recipe, asked[:questions], result), "labels", threads
+        )
     found = run.tested
     lines = [
         f"held-out drafts in place of the model's tokens: {found['labels']},"
