@@ -193,7 +193,7 @@ class World:
         if isinstance(action, Send):
             self.frames.append((worker.facts.incarnation, False, action.frame))
         elif isinstance(action, Start):
-            worker.running[action.key] = len(action.frame["said"])
+            worker.running[action.key] = len(action.frame["generated"])
         elif isinstance(action, StartPrefill | StartEncode):
             worker.prefilling.append(action.key)
         elif isinstance(action, PullMedia):

@@ -84,7 +84,7 @@ class Task:
         digests: The digests of the prompt's complete blocks; empty if they cannot be shared.
         is_resumable: Whether the answer can go on from its tokens; if not, it starts again, and
             its tokens are compared.
-        said: The tokens so far.
+        generated: The tokens of its answer so far.
 
     Attributes:
         state: Where it stands.
@@ -110,7 +110,7 @@ class Task:
     digests: list[bytes] = field(default_factory=list)
     is_resumable: bool = True
     priority: int = 0
-    said: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
     state: TaskState = TaskState.QUEUED
     attempt: int = 0
     worker: str | None = None
@@ -137,7 +137,7 @@ class Task:
     @property
     def length(self) -> int:
         """Number of its tokens so far, the prompt included."""
-        return len(self.prompt) + len(self.said)
+        return len(self.prompt) + len(self.generated)
 
     @property
     def num_positions(self) -> int:
@@ -541,8 +541,8 @@ class Fleet:
             if start > task.num_received:
                 self._lose(task, now)
             return
-        num_known = max(0, min(len(task.said) - start, len(tokens)))
-        if task.said[start : start + num_known] != tokens[:num_known]:
+        num_known = max(0, min(len(task.generated) - start, len(tokens)))
+        if task.generated[start : start + num_known] != tokens[:num_known]:
             self._fail(task, "fleet", "the answer could not be continued with the same text", now)
             return
         if self.control is not None and task.received_at is not None and not member.pending_rows:
@@ -559,12 +559,12 @@ class Fleet:
             task.group = member.facts.group
         new = tokens[num_known:]
         if new:
-            task.said += new
+            task.generated += new
             kept = None if logprobs is None else logprobs[num_known:]
             self.actions.append(Deliver(task.number, new, kept))
 
     def _on_ended(self, member: Member, task: Task, frame: Frame, now: float) -> None:
-        if frame["count"] != task.num_received or task.num_received < len(task.said):
+        if frame["count"] != task.num_received or task.num_received < len(task.generated):
             self._lose(task, now)
             return
         if self.control is not None and member.role == "decode":
@@ -691,7 +691,7 @@ class Fleet:
             if isinstance(task, Part):
                 numbers["encode"] += task.is_wanted and task.scenario == scenario
             elif task.worker is None and task.scenario == scenario and self._is_encoded(task, now):
-                is_long = len(task.digests) >= MIN_BLOCKS and not task.said
+                is_long = len(task.digests) >= MIN_BLOCKS and not task.generated
                 is_computed = task.state is not TaskState.QUEUED
                 numbers["prefill" if is_long and not is_computed else "decode"] += 1
         return numbers
@@ -892,7 +892,7 @@ class Fleet:
     def _needs_prefill(task: Task, num_matched: int) -> bool:
         """Whether a prefill worker is to compute the prompt for a worker that has so many of its
         blocks."""
-        is_new = task.state is TaskState.QUEUED and not task.said
+        is_new = task.state is TaskState.QUEUED and not task.generated
         return is_new and len(task.digests) - num_matched >= MIN_BLOCKS
 
     @staticmethod
@@ -1001,12 +1001,12 @@ class Fleet:
                 self.counts["handovers"] += 1
                 key = {"task": task.number, "attempt": lease[1]}
                 source = {"address": list(giver.facts.address), **key}
-        said = task.said if task.is_resumable else []
-        task.num_received = len(said)
+        generated = task.generated if task.is_resumable else []
+        task.num_received = len(generated)
         frame = {
             "type": "run",
             "prompt": task.prompt,
-            "said": list(said),
+            "generated": list(generated),
             "message": task.message,
             "max_tokens": task.max_tokens,
             "positions": task.num_positions,

@@ -197,7 +197,7 @@ class Ledger:
         if len(self.tasks) >= self.max_running or (self.tasks and used + needed > self.positions):
             self._send(key, "refused")
             return
-        self.tasks[key] = WorkerTask(frame, len(frame.get("said", ())), needed)
+        self.tasks[key] = WorkerTask(frame, len(frame.get("generated", ())), needed)
         if any(frame.get("encoded", ())):
             self.actions.append(PullMedia(key, frame))
         else:

@@ -345,13 +345,13 @@ class _Session:
         request, job = await asyncio.to_thread(self._request, frame)
         if key not in self._ledger.tasks:
             return
-        self._run(key, request, job, len(frame["said"]))
+        self._run(key, request, job, len(frame["generated"]))
 
     def _request(self, frame: Frame) -> tuple[Request, Job]:
         options = self._with_embeds(from_message(frame["message"]["options"]), frame)
         number = frame["message"]["sample"]
-        if said := frame["said"]:
-            sample = {"number": number, "tokens": said}
+        if generated := frame["generated"]:
+            sample = {"number": number, "tokens": generated}
             options["resume"] = {"seed": options["seed"], "samples": [sample]}
             number = 0
         request = self._worker.llm.request(frame["prompt"], **options)
