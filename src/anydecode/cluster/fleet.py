@@ -20,8 +20,8 @@ from anydecode.cluster.routing import CachedBlocks, rows_before
 from anydecode.memory.prefix import BLOCK
 
 ROLES = ("mixed", "encode", "prefill", "decode")
-#: What tasks that generate are not given to, as long as there are other workers.
-_STAGES = ("encode", "prefill")
+#: Roles of workers that generate; workers with another role do only if there is none of these.
+_GENERATING = ("mixed", "decode")
 
 #: A worker is sent a frame at least once in so many seconds, and sends a beat as often.
 BEAT_SECONDS = 0.5
@@ -295,14 +295,9 @@ class Expel:
 FleetAction = SendTo | Deliver | Finish | Fail | Expel
 
 
-def is_part(task: Task) -> bool:
-    """Whether a task is an image of the prompt of another one."""
-    return isinstance(task, Part)
-
-
 def _generating(able: list[Member]) -> list[Member]:
-    """Those workers that generate: the others do only if there is none."""
-    for roles in (("mixed", "decode"), ("prefill",)):
+    """The workers that may get a task that generates; encode workers only if there is no other."""
+    for roles in (_GENERATING, ("prefill",)):
         if found := [one for one in able if one.role in roles]:
             return found
     return able
@@ -356,13 +351,14 @@ class Fleet:
     @property
     def num_waiting(self) -> int:
         """Number of tasks that are on no worker. May be read on any thread."""
-        return sum(task.worker is None for task in list(self.tasks.values()) if not is_part(task))
+        tasks = list(self.tasks.values())
+        return sum(task.worker is None for task in tasks if not isinstance(task, Part))
 
     @property
     def num_running(self) -> int:
         """Number of tasks that are on a worker. May be read on any thread."""
         tasks = list(self.tasks.values())
-        return sum(task.worker is not None for task in tasks if not is_part(task))
+        return sum(task.worker is not None for task in tasks if not isinstance(task, Part))
 
     def submit(self, task: Task, now: float) -> None:
         """Queue a task."""
@@ -520,7 +516,7 @@ class Fleet:
     def _on_offered(self, member: Member, task: Task, frame: Frame, now: float) -> None:
         if task.state not in (TaskState.PREFILLING, TaskState.ENCODING):
             return
-        if self.control is not None and not is_part(task):
+        if self.control is not None and not isinstance(task, Part):
             self.control.record_prefill(task.scenario, now - task.started)
             seconds = now - max(task.started, member.prefilled_at)
             self.control.record_prompt(task.rows, seconds)
@@ -691,9 +687,7 @@ class Fleet:
             if isinstance(task, Part):
                 numbers["encode"] += task.is_wanted and task.scenario == scenario
             elif task.worker is None and task.scenario == scenario and self._is_encoded(task, now):
-                is_long = len(task.digests) >= MIN_BLOCKS and not task.generated
-                is_computed = task.state is not TaskState.QUEUED
-                numbers["prefill" if is_long and not is_computed else "decode"] += 1
+                numbers["prefill" if self._needs_prefill(task, 0) else "decode"] += 1
         return numbers
 
     def _group(self, scenario: int | None, role: str) -> list[Member]:
@@ -758,7 +752,7 @@ class Fleet:
     def _fail_stranded(self, now: float) -> None:
         """Fail the tasks that have waited too long for a worker that could run them."""
         for task in list(self.tasks.values()):
-            if task.worker is not None or is_part(task) or self._able(task):
+            if task.worker is not None or isinstance(task, Part) or self._able(task):
                 task.stranded_since = None
             elif task.stranded_since is None:
                 task.stranded_since = now
@@ -776,7 +770,7 @@ class Fleet:
             if member.drain_deadline is None
             and task.group in (None, member.facts.group)
             and task.max_positions <= member.facts.positions
-            and (member.role == "encode" or not is_part(task))
+            and (member.role == "encode" or not isinstance(task, Part))
         ]
 
     # Placement.
@@ -810,7 +804,7 @@ class Fleet:
     def _waiting(self, now: float) -> Iterator[Task]:
         """The tasks on no worker, in the order in which they go to one."""
         tasks = self.tasks.values()
-        waiting = [task for task in tasks if task.worker is None and not is_part(task)]
+        waiting = [task for task in tasks if task.worker is None and not isinstance(task, Part)]
         preferred = None
         control = self._placement
         if control is not None and any(task.priority > 0 for task in waiting):
@@ -854,7 +848,7 @@ class Fleet:
     def _place(self, task: Task, able: list[Member], now: float) -> bool:
         """Start a task on the best of the workers. Returns whether one was free."""
         own = [one for one in able if one.scenario in (None, task.scenario)]
-        if any(one.role not in _STAGES for one in own):
+        if any(one.role in _GENERATING for one in own):
             able = own
         if (control := self._placement) is not None:
             needs = TaskNeeds(task.length, now - task.submitted, task.priority > 0)
@@ -981,26 +975,22 @@ class Fleet:
         self._start(task, member, frame, now)
 
     def _encoded(self, task: Task, member: Member) -> list[Frame | None]:
-        """Where a worker finds the embeddings of each image of a prompt; None: nowhere else."""
-        sources: list[Frame | None] = []
-        for part in task.parts:
-            giver = None if part.lease is None else self.members.get(part.lease[0])
-            if part.lease is None or giver is None or giver is member:
-                sources.append(None)
-            else:
-                key = {"task": part.number, "attempt": part.lease[1]}
-                sources.append({"address": list(giver.facts.address), **key})
-        return sources
+        """Where a worker can pull the embeddings of each image of a prompt; None: nowhere."""
+        return [self._source(part, member) for part in task.parts]
+
+    def _source(self, task: Task, member: Member) -> Frame | None:
+        """Where a worker can pull what another one of its group keeps of a task, or None."""
+        if task.lease is None:
+            return None
+        incarnation, attempt = task.lease
+        giver = self.members.get(incarnation)
+        if giver is None or giver is member or giver.facts.group != member.facts.group:
+            return None
+        return {"address": list(giver.facts.address), "task": task.number, "attempt": attempt}
 
     def _run(self, task: Task, member: Member, now: float) -> None:
-        task.state, source = TaskState.DECODING, None
-        lease = task.lease
-        if lease is not None and lease[0] in self.members:
-            giver = self.members[lease[0]]
-            if giver is not member and giver.facts.group == member.facts.group:
-                self.counts["handovers"] += 1
-                key = {"task": task.number, "attempt": lease[1]}
-                source = {"address": list(giver.facts.address), **key}
+        task.state, source = TaskState.DECODING, self._source(task, member)
+        self.counts["handovers"] += source is not None
         generated = task.generated if task.is_resumable else []
         task.num_received = len(generated)
         frame = {
