@@ -135,6 +135,11 @@ class Task:
         return self.num_deaths >= SUSPECT_DEATHS
 
     @property
+    def is_offline(self) -> bool:
+        """Whether it may wait for tasks that are not."""
+        return self.priority > 0
+
+    @property
     def length(self) -> int:
         """Number of its tokens so far, the prompt included."""
         return len(self.prompt) + len(self.generated)
@@ -518,8 +523,7 @@ class Fleet:
             return
         if self.control is not None and not isinstance(task, Part):
             self.control.record_prefill(task.scenario, now - task.started)
-            seconds = now - max(task.started, member.prefilled_at)
-            self.control.record_prompt(task.rows, seconds)
+            self.control.record_prompt(task.rows, now - max(task.started, member.prefilled_at))
         member.prefilled_at = now
         lease = (member.facts.incarnation, task.attempt)
         self._requeue(task)
@@ -541,11 +545,10 @@ class Fleet:
         if task.generated[start : start + num_known] != tokens[:num_known]:
             self._fail(task, "fleet", "the answer could not be continued with the same text", now)
             return
-        if self.control is not None and task.received_at is not None and not member.pending_rows:
+        control, answers = self._placement, member.tasks.values()
+        if control is not None and task.received_at is not None and not member.pending_rows:
             seconds = (now - task.received_at) / len(tokens)
-            answers = list(member.tasks.values())
-            num_positions = sum(one.length for one in answers)
-            self.control.record_token(len(answers), num_positions, seconds)
+            control.record_token(len(answers), sum(one.length for one in answers), seconds)
         task.received_at = now
         task.num_received += len(tokens)
         task.rows = 0
@@ -681,7 +684,7 @@ class Fleet:
         return numbers.index(min(numbers))
 
     def _num_waiting(self, scenario: int, now: float) -> dict[str, int]:
-        """How many images and tasks of a scenario a worker of each role would get next."""
+        """By role, how many images or tasks of a scenario wait for a worker of this role."""
         numbers = dict.fromkeys(("encode", "prefill", "decode"), 0)
         for task in self.tasks.values():
             if isinstance(task, Part):
@@ -708,7 +711,7 @@ class Fleet:
                 len(self._group(number, "prefill")),
                 len(self._group(number, "decode")),
                 0 if number else len(self._group(None, "encode")),
-                tuple(self._num_waiting(number, now).items()),
+                self._num_waiting(number, now),
             )
             for number in range(self.control.num_scenarios)
         ]
@@ -807,13 +810,14 @@ class Fleet:
         waiting = [task for task in tasks if task.worker is None and not isinstance(task, Part)]
         preferred = None
         control = self._placement
-        if control is not None and any(task.priority > 0 for task in waiting):
+        if control is not None and any(task.is_offline for task in waiting):
             preferred = control.preferred_length(self._loads(None, self.members.values(), now))
 
         def key(task: Task) -> tuple[int, int, int]:
-            if preferred is None or task.priority <= 0:
-                return task.priority, 0, task.number
-            return task.priority, abs(task.length - preferred), task.number
+            distance = 0
+            if preferred is not None and task.is_offline:
+                distance = abs(task.length - preferred)
+            return task.priority, distance, task.number
 
         return iter(sorted(waiting, key=key))
 
@@ -851,7 +855,7 @@ class Fleet:
         if any(one.role in _GENERATING for one in own):
             able = own
         if (control := self._placement) is not None:
-            needs = TaskNeeds(task.length, now - task.submitted, task.priority > 0)
+            needs = TaskNeeds(task.length, now - task.submitted, task.is_offline)
             placement = control.place(now, needs, self._loads(task, able, now))
             if placement is not None:
                 if placement.flip is not None:
@@ -915,25 +919,24 @@ class Fleet:
         ]
 
     def _load(self, task: Task | None, member: Member, now: float) -> WorkerLoad:
-        """A worker as its control sees it, to which the task could go, if there is one."""
+        """A worker as its control sees it, and whether it has room (for the task, if given)."""
         matched = 0 if task is None else member.blocks.num_matched(task.digests)
         tasks = list(member.tasks.values())
         answers = [one for one in tasks if one.state is TaskState.DECODING]
+        has_place = len(tasks) < member.facts.max_running
         return WorkerLoad(
-            member.facts.incarnation,
-            member.role,
-            member.facts.group,
-            tuple(one.rows for one in tasks if one.rows),
-            len(answers),
-            sum(one.length for one in answers),
-            member.num_positions / member.facts.positions,
-            matched,
-            0 if task is None else task.length - BLOCK * matched,
-            task is not None and self._needs_prefill(task, matched),
-            self._can_prefill(member, now),
-            len(tasks) < member.facts.max_running
-            if task is None
-            else self._can_run(task, member, now),
+            name=member.facts.incarnation,
+            role=member.role,
+            group=member.facts.group,
+            prompts=tuple(one.rows for one in tasks if one.rows),
+            num_answers=len(answers),
+            num_positions=sum(one.length for one in answers),
+            usage=member.num_positions / member.facts.positions,
+            num_matched=matched,
+            num_uncached=0 if task is None else task.length - BLOCK * matched,
+            needs_prefill=task is not None and self._needs_prefill(task, matched),
+            can_prefill=self._can_prefill(member, now),
+            can_decode=has_place if task is None else self._can_run(task, member, now),
         )
 
     def _isolate(self, task: Task, able: list[Member], now: float) -> Member | None:

@@ -148,7 +148,7 @@ def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
 def test_without_queues_or_workers_no_role_changes() -> None:
     control = RoleSwitch(period=1.0)
     for now in range(5):
-        assert control.step(float(now), [Group(1, 3, 0, (("encode", 9),))], 2, 4) == []
+        assert control.step(float(now), [Group(1, 3, 0, {"encode": 9})], 2, 4) == []
 
 
 @pytest.mark.parametrize("num_images", [0, 9])

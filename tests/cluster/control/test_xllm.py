@@ -83,7 +83,7 @@ def test_a_change_of_roles_before_prompts_are_computed_is_rejected(
 
 @pytest.mark.slow
 def test_changes_of_roles_without_a_pause_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SloControl, "_may_flip", lambda *_: True)
+    monkeypatch.setattr(SloControl, "_may_change", lambda *_: True)
     assert_rejected("xllm")
 
 

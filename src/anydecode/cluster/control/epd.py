@@ -7,7 +7,7 @@ arXiv:2501.05460.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from anydecode.catalogue import Card, register
 from anydecode.cluster.control.roles import Change, Group, RoleControl
@@ -32,13 +32,13 @@ STAGES = ("encode", "prefill", "decode")
             " has the model and the encoder, and can take any role",
         ),
         deviations=(
-            "the queue is at the proxy: a stage's queue is what would go to its workers next, and"
-            " not what waits at them",
-            "the worker that computes the prompt pulls all its embeddings, once all are there; it"
-            " encodes again what does not come",
+            "a stage's queue is what waits at the proxy for a worker of this stage, not what waits"
+            " at its workers",
+            "the worker that computes the prompt pulls the embeddings when all are computed; it"
+            " encodes again those that do not come",
             "a worker that changes its role finishes what it has, and is not drained",
-            "a stage without workers gets none; without encode workers, the worker that computes a"
-            " prompt encodes its images",
+            "a stage without workers never gets one; without encode workers, the worker that"
+            " computes a prompt encodes its images",
             "workers are allocated by `anydecode cluster plan --images`, which simulates every"
             " placement, with the search of distserve",
             "a decode worker computes the last rows of a prompt again, and encodes an image that is"
@@ -49,13 +49,14 @@ STAGES = ("encode", "prefill", "decode")
 class RoleSwitch(RoleControl):
     """Decides when a worker changes its role.
 
-    Every `period` the stage with the longest queue gets a worker from a stage whose queue is
-    shorter than `balance` times its queue and that has at least two, the most of all such stages;
-    none if no queue is so short. Queues are averages over the period.
+    Every `period` the stage with the longest queue gets a worker. It comes from a stage that has at
+    least two workers and whose queue is shorter than `balance` times the longest; if there are
+    several, from the one with the most workers, and if there is none, no role changes. The length
+    of a queue is its average over the period.
 
     Args:
         period: Seconds between two evaluations.
-        sample: Seconds between two looks at the queues.
+        sample: Seconds between two measurements of the queues.
         balance: The share of the longest queue below which a queue is short, from 0 to 1.
 
     Raises:
@@ -73,7 +74,7 @@ class RoleSwitch(RoleControl):
         self.balance = balance
         self._next = float("-inf")
         self._next_sample = float("-inf")
-        self._samples: list[dict[str, int]] = []
+        self._samples: list[Mapping[str, int]] = []
 
     def step(
         self, now: float, groups: Sequence[Group], prefill_places: int, decode_places: int
@@ -81,7 +82,7 @@ class RoleSwitch(RoleControl):
         """The worker that changes now, if one does. Arguments as for `RoleControl.step`."""
         group = groups[0]
         if now >= self._next_sample:
-            self._samples.append(dict(group.waiting))
+            self._samples.append(group.waiting)
             self._next_sample = now + self.sample
         if self._next == float("-inf"):
             self._next = now + self.period
@@ -95,7 +96,7 @@ class RoleSwitch(RoleControl):
             for stage, number in numbers.items()
             if number
         }
-        if not samples or not queues:
+        if not queues:
             return []
         longest = max(queues, key=lambda stage: queues[stage])
         givers = [

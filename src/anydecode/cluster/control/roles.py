@@ -1,9 +1,9 @@
-"""What methods that change the roles of workers are told, and what they answer."""
+"""Interface of the methods that change the roles of workers: their inputs and their results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,25 +13,23 @@ class Group:
     Attributes:
         prefill: The number of prefill workers.
         decode: The number of decode workers.
-        encode: The number of encode workers, which serve all scenarios: that of the first one has
-            them.
-        waiting: The number of images and of tasks, by role, that a worker of this role would get
-            next if one were free.
+        encode: The number of encode workers. They serve all scenarios and are counted in the first.
+        waiting: By role, the number of images or tasks that wait for a worker of this role.
     """
 
     prefill: int
     decode: int
     encode: int = 0
-    waiting: tuple[tuple[str, int], ...] = ()
+    waiting: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A worker goes from one scenario and role to others.
+    """A worker changes its role, its scenario or both.
 
     Attributes:
-        source: The number of its scenario, and its role.
-        target: The next ones.
+        source: The present number of its scenario, and its present role.
+        target: The new ones.
     """
 
     source: tuple[int, str]
@@ -44,8 +42,8 @@ class TaskNeeds:
 
     Attributes:
         length: Number of its tokens, those of its answer so far included.
-        waited: Seconds since it came.
-        is_offline: Whether it may wait for others.
+        waited: Seconds since it was submitted.
+        is_offline: Whether it may wait for tasks that are not.
     """
 
     length: int
@@ -60,16 +58,16 @@ class WorkerLoad:
     Attributes:
         name: Unique in the fleet.
         role: "mixed", "prefill" or "decode".
-        group: Keys and values go between workers of one group only.
-        prompts: The rows of each prompt that it has to compute.
-        num_answers: Number of the answers that it generates.
-        num_positions: Number of tokens of these answers and their prompts.
-        usage: The part of its cache that is in use.
-        num_matched: The leading blocks of the task's prompt that are in its cache.
-        num_uncached: The tokens of the task that are not.
+        group: Keys and values are handed over only between workers of the same group.
+        prompts: The number of rows of each prompt that it has to compute.
+        num_answers: The number of answers that it generates.
+        num_positions: The number of tokens of these answers and their prompts.
+        usage: The share of its cache that is in use, from 0 to 1.
+        num_matched: The number of leading blocks of the task's prompt that are in its cache.
+        num_uncached: The number of tokens of the task that are not in its cache.
         needs_prefill: Whether a prefill worker is to compute the task's prompt for it.
-        can_prefill: Whether it may get a prompt to compute for another worker.
-        can_decode: Whether it may get a task.
+        can_prefill: Whether it has room for one more prompt to compute for another worker.
+        can_decode: Whether it has room for the task.
     """
 
     name: str
@@ -87,12 +85,12 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TaskPlacement:
     """Where a task goes.
 
     Attributes:
-        worker: The name of the worker; None: it waits.
-        is_prefill: Whether that worker computes its prompt for another one.
+        worker: The name of the worker; None: the task waits.
+        is_prefill: Whether that worker only computes the prompt, for another worker.
         flip: The name of a prefill worker that is to become a decode worker, or None.
     """
 
@@ -102,12 +100,13 @@ class Placement:
 
 
 class RoleControl:
-    """Decides when a worker changes its role. This one knows one scenario, and measures nothing.
+    """Base class of the methods that change the roles of workers. It has one scenario, and ignores
+    what is recorded.
 
     Attributes:
         num_scenarios: The number of scenarios, each with workers of its own.
-        has_placement: Whether `place`, `preferred_length` and `idle_flip` are called; if not, tasks
-            go to the worker that has to compute the fewest rows before them.
+        has_placement: Whether `place`, `preferred_length`, `idle_flip` and `record_token` are
+            called; if not, a task goes to the worker with the fewest rows to compute before it.
     """
 
     num_scenarios = 1
@@ -118,20 +117,32 @@ class RoleControl:
         return 0
 
     def record_arrival(self, scenario: int) -> None:
-        """A request of a scenario has come."""
+        """Called when a request of a scenario has arrived."""
 
     def record_prefill(self, scenario: int, seconds: float) -> None:
-        """A prompt of a scenario was at a prefill worker for so long."""
+        """Called when a prefill worker has computed a prompt of a scenario, `seconds` after it got
+        the prompt."""
 
     def record_decode(self, scenario: int, seconds: float) -> None:
-        """An answer of a scenario was at a decode worker for so long."""
+        """Called when a decode worker has ended an answer of a scenario, `seconds` after it got the
+        task."""
 
     def record_prompt(self, num_rows: int, seconds: float) -> None:
-        """A prefill worker has computed a prompt in so long, waiting not included."""
+        """Called when a prefill worker has computed a prompt.
+
+        Args:
+            num_rows: The number of rows that it has computed.
+            seconds: The duration, without the time in which it computed other prompts.
+        """
 
     def record_token(self, num_answers: int, num_positions: int, seconds: float) -> None:
-        """A token has come so long after the one before, on a worker that generates so many answers
-        of so many tokens in all, and computes no prompt."""
+        """Called when a token has come from a worker that computes no prompt.
+
+        Args:
+            num_answers: The number of answers that the worker generates.
+            num_positions: The number of tokens of these answers and their prompts.
+            seconds: The time since the token before.
+        """
 
     def step(
         self, now: float, groups: Sequence[Group], prefill_places: int, decode_places: int
@@ -141,8 +152,8 @@ class RoleControl:
         Args:
             now: The time in seconds.
             groups: The workers of each scenario.
-            prefill_places: How many prompts are at a prefill worker at a time.
-            decode_places: How many answers are at a decode worker at a time.
+            prefill_places: Maximum number of prompts at a prefill worker.
+            decode_places: Maximum number of answers at a decode worker.
         """
         raise NotImplementedError
 
@@ -150,8 +161,10 @@ class RoleControl:
         """The name of a decode worker without tasks that becomes a prefill worker now, or None."""
         return None
 
-    def place(self, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]) -> Placement | None:
-        """Where a task goes; None: by the rows that a worker has to compute.
+    def place(
+        self, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]
+    ) -> TaskPlacement | None:
+        """Where a task goes; None: to the worker with the fewest rows to compute before it.
 
         Args:
             now: The time in seconds.
@@ -161,5 +174,5 @@ class RoleControl:
         return None
 
     def preferred_length(self, workers: Sequence[WorkerLoad]) -> int | None:
-        """The number of tokens that an offline task should have to go next; None: any."""
+        """The length in tokens that the next offline task should have; None: any."""
         return None

@@ -1,5 +1,5 @@
-"""Workers and roles by predicted latency: which workers a task goes to, when a worker changes its
-role, and when requests that may wait run beside the others.
+"""Chooses by predicted latency to which worker a task goes, when a worker changes its role, and
+when offline requests run beside the others.
 
 Liu et al., "xLLM Technical Report", arXiv:2510.14686; its service, jd-opensource/xllm-service.
 """
@@ -17,26 +17,30 @@ from anydecode.catalogue import Card, register
 from anydecode.cluster.control.roles import (
     Change,
     Group,
-    Placement,
     RoleControl,
     TaskNeeds,
+    TaskPlacement,
     WorkerLoad,
 )
 from anydecode.errors import InvalidRequestError
 
-#: A worker gets an offline task below this part of its cache, and of the limit between tokens.
+#: A worker gets an offline task while a smaller share of its cache than this is in use.
 MAX_OFFLINE_USAGE = 0.9
+#: And while its predicted time between tokens is below this share of the limit.
 MAX_OFFLINE_LOAD = 0.9
-#: With the task, the predicted time between tokens is at most this part of the limit.
+#: And if the predicted time with the task is at most this share of the limit.
 MAX_OFFLINE_SECONDS = 0.98
-#: The number of observations that a prediction is fitted to, and from which on there is one.
+#: A prediction is fitted to so many of the latest observations.
 _WINDOW = 256
+#: There is no prediction with fewer observations.
 _MIN_OBSERVATIONS = 8
+#: Maximum preferred length of an offline task.
 _MAX_LENGTH = 1 << 24
 
 
 class LatencyModel:
-    """Seconds by least squares, as a sum of features with coefficients."""
+    """Predicts a duration as a linear combination of features. The coefficients are fitted to the
+    latest observations by least squares."""
 
     def __init__(self) -> None:
         self._observations: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_WINDOW)
@@ -44,7 +48,7 @@ class LatencyModel:
         self._is_fitted = True
 
     def record(self, features: tuple[float, ...], seconds: float) -> None:
-        """Something with these features has taken so long."""
+        """Add an observation: the features, and the duration in seconds."""
         self._observations.append((features, seconds))
         self._is_fitted = False
 
@@ -54,7 +58,7 @@ class LatencyModel:
         return len(self._observations) >= _MIN_OBSERVATIONS
 
     def seconds(self, features: tuple[float, ...]) -> float:
-        """The predicted duration, 0 or more."""
+        """The predicted duration in seconds, 0 or more. Needs observations."""
         if not self._is_fitted:
             rows = np.array([one for one, _ in self._observations], np.float64)
             scale = np.maximum(np.abs(rows).max(axis=0), 1e-12)
@@ -66,8 +70,8 @@ class LatencyModel:
 
 
 def cache_score(worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> float:
-    """How well a task goes to a worker, of those that could get it: more of its blocks are there,
-    less of the cache is in use, and fewer prompts wait."""
+    """The score of one of the workers that could get a task: higher with more cached blocks of the
+    task, less use of the cache and fewer waiting prompts."""
     max_matched = max(one.num_matched for one in workers)
     max_waiting = max(len(one.prompts) for one in workers)
     matched = worker.num_matched / max_matched if max_matched else 0.0
@@ -110,11 +114,11 @@ def cache_score(worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> float:
 class SloControl(RoleControl):
     """Chooses workers by predicted latency.
 
-    A prompt goes to the prefill worker with the shortest predicted time, an answer to the first
-    decode worker whose predicted time between tokens is within the limit. If the prefill time is
-    above its limit, a decode worker with little to do computes the prompt itself. If no decode
-    worker is within the limit and prefill workers have time left, one of them becomes a decode
-    worker.
+    A prompt goes to the prefill worker with the shortest predicted time, and its answer to the
+    first decode worker whose predicted time between tokens is within the limit. If the predicted
+    prefill time is above its limit, a decode worker with little to do computes the prompt itself.
+    If no decode worker is within the limit, and prefill workers are within theirs or are the
+    majority, one of them becomes a decode worker.
 
     Args:
         ttft: Limit of the time to the first token, in seconds.
@@ -146,7 +150,7 @@ class SloControl(RoleControl):
         self.period = period
         self.prompts = LatencyModel()
         self.tokens = LatencyModel()
-        self._flipped: float | None = None
+        self._changed_at: float | None = None  # when a role changed last
         self._idle_since: dict[str, float] = {}
 
     def record_prompt(self, num_rows: int, seconds: float) -> None:
@@ -155,7 +159,9 @@ class SloControl(RoleControl):
     def record_token(self, num_answers: int, num_positions: int, seconds: float) -> None:
         self.tokens.record((1.0, num_answers, num_positions), seconds)
 
-    def place(self, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]) -> Placement | None:
+    def place(
+        self, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]
+    ) -> TaskPlacement | None:
         decode = [one for one in workers if one.role != "prefill"]
         is_known = self.prompts.is_known and self.tokens.is_known
         if not decode or (self.policy == "slo" and not is_known):
@@ -165,20 +171,21 @@ class SloControl(RoleControl):
             free = [one for one in free if self._takes_offline(one, task.length)]
         flip = None if task.is_offline else self._flip(now, task, workers)
         if not free:
-            return Placement(None, flip=flip)
+            return TaskPlacement(None, flip=flip)
         best = self._decode_worker(task, free)
         prefill = [one for one in workers if one.role == "prefill" and one.group == best.group]
         if not (best.needs_prefill and prefill):
-            return Placement(best.name, flip=flip)
-        chosen = self._prefill_worker(prefill)
-        if self.policy == "slo" and task.waited + self._prefill_seconds(chosen) > self.ttft:
-            light = [one for one in free if self._is_light(one, chosen, decode)]
+            return TaskPlacement(best.name, flip=flip)
+        if self.policy == "slo":
+            seconds = min(map(self._prefill_seconds, prefill))
+            is_late = task.waited + seconds > self.ttft
+            light = [one for one in free if is_late and self._is_light(one, seconds, len(decode))]
             if light:
-                return Placement(min(light, key=self._prefill_seconds).name, flip=flip)
+                return TaskPlacement(min(light, key=self._prefill_seconds).name, flip=flip)
         ready = [one for one in prefill if one.can_prefill and one.name != flip]
         if not ready:
-            return Placement(None, flip=flip)
-        return Placement(self._prefill_worker(ready).name, is_prefill=True, flip=flip)
+            return TaskPlacement(None, flip=flip)
+        return TaskPlacement(self._prefill_worker(ready).name, is_prefill=True, flip=flip)
 
     def step(
         self, now: float, groups: Sequence[Group], prefill_places: int, decode_places: int
@@ -192,9 +199,9 @@ class SloControl(RoleControl):
         self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
         waits = any(one.prompts for one in workers if one.role == "prefill")
         rested = [name for name in idle if now - self._idle_since[name] >= self.period]
-        if len(decode) < 2 or not (waits and rested and self._may_flip(now)):
+        if len(decode) < 2 or not (waits and rested and self._may_change(now)):
             return None
-        self._flipped = now
+        self._changed_at = now
         return rested[0]
 
     def preferred_length(self, workers: Sequence[WorkerLoad]) -> int | None:
@@ -203,25 +210,25 @@ class SloControl(RoleControl):
             return None
         limit = MAX_OFFLINE_SECONDS * self.tpot
         return max(
-            bisect_right(range(_MAX_LENGTH), limit, key=partial(self._with, one)) - 1
+            bisect_right(range(_MAX_LENGTH), limit, key=partial(self._token_seconds_with, one)) - 1
             for one in decode
         )
 
     # Predictions, in seconds.
 
     def _prefill_seconds(self, worker: WorkerLoad) -> float:
-        """Until the task's prompt is computed, if it goes to this worker."""
+        """The time until the task's prompt is computed, if it goes to this worker."""
         return sum(
             self.prompts.seconds((1.0, rows, rows**2))
             for rows in (*worker.prompts, worker.num_uncached)
         )
 
     def _token_seconds(self, worker: WorkerLoad) -> float:
-        """Between two tokens of its answers."""
+        """The time between two tokens of a worker's answers."""
         return self.tokens.seconds((1.0, worker.num_answers, worker.num_positions))
 
-    def _with(self, worker: WorkerLoad, length: int) -> float:
-        """As before, with one more answer of so many tokens."""
+    def _token_seconds_with(self, worker: WorkerLoad, length: int) -> float:
+        """The same with one more answer, whose text has `length` tokens with its prompt."""
         features = 1.0, worker.num_answers + 1, worker.num_positions + length
         return self.tokens.seconds(features)
 
@@ -230,39 +237,44 @@ class SloControl(RoleControl):
     def _decode_worker(self, task: TaskNeeds, free: Sequence[WorkerLoad]) -> WorkerLoad:
         if self.policy == "cache":
             return max(free, key=lambda one: cache_score(one, free))
-        within = [one for one in free if self._with(one, task.length) <= self.tpot]
-        return within[0] if within else min(free, key=lambda one: self._with(one, task.length))
+        within = (one for one in free if self._is_within(one, task.length))
+        fastest = partial(self._token_seconds_with, length=task.length)
+        return next(within, None) or min(free, key=fastest)
+
+    def _is_within(self, worker: WorkerLoad, length: int) -> bool:
+        """Whether a worker stays within the limit between tokens, with one more answer."""
+        return self._token_seconds_with(worker, length) <= self.tpot
 
     def _prefill_worker(self, prefill: Sequence[WorkerLoad]) -> WorkerLoad:
         if self.policy == "cache":
             return max(prefill, key=lambda one: cache_score(one, prefill))
         return min(prefill, key=self._prefill_seconds)
 
-    def _is_light(
-        self, worker: WorkerLoad, prefill: WorkerLoad, decode: Sequence[WorkerLoad]
-    ) -> bool:
-        limit = self.tpot * (len(decode) - 1) / len(decode)
-        return self._token_seconds(worker) < limit and self._prefill_seconds(
-            worker
-        ) < self._prefill_seconds(prefill)
+    def _is_light(self, worker: WorkerLoad, prefill_seconds: float, num_decode: int) -> bool:
+        """Whether one of `num_decode` decode workers has little to do, and would have computed the
+        prompt within fewer than `prefill_seconds`."""
+        limit = self.tpot * (num_decode - 1) / num_decode
+        return (
+            self._token_seconds(worker) < limit and self._prefill_seconds(worker) < prefill_seconds
+        )
 
     def _flip(self, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]) -> str | None:
-        """The prefill worker that becomes a decode worker."""
+        """The prefill worker that becomes a decode worker, or None."""
         prefill = [one for one in workers if one.role == "prefill"]
         decode = [one for one in workers if one.role != "prefill"]
-        if self.policy == "cache" or len(prefill) < 2 or not self._may_flip(now):
+        if self.policy == "cache" or len(prefill) < 2 or not self._may_change(now):
             return None
-        if any(one.can_decode and self._with(one, task.length) <= self.tpot for one in decode):
+        if any(one.can_decode and self._is_within(one, task.length) for one in decode):
             return None
         times = [self._prefill_seconds(one) for one in prefill]
         limit = self.ttft * (len(prefill) - 1) / len(prefill)
         if sum(times) / len(times) >= limit and len(decode) >= len(prefill):
             return None
-        self._flipped = now
+        self._changed_at = now
         return prefill[times.index(min(times))].name
 
-    def _may_flip(self, now: float) -> bool:
-        return self._flipped is None or now - self._flipped >= self.period
+    def _may_change(self, now: float) -> bool:
+        return self._changed_at is None or now - self._changed_at >= self.period
 
     def _takes_offline(self, worker: WorkerLoad, length: int) -> bool:
         if not (worker.num_answers or worker.prompts):
@@ -270,5 +282,5 @@ class SloControl(RoleControl):
         return (
             worker.usage < MAX_OFFLINE_USAGE
             and self._token_seconds(worker) < MAX_OFFLINE_LOAD * self.tpot
-            and self._with(worker, length) <= MAX_OFFLINE_SECONDS * self.tpot
+            and self._token_seconds_with(worker, length) <= MAX_OFFLINE_SECONDS * self.tpot
         )

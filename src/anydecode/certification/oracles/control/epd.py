@@ -259,9 +259,7 @@ def _switches() -> Iterator[Check]:
         scale = {stage: values.choice((1, 3, 9)) for stage in _STAGES}
         for second in range(60):
             waiting = {stage: values.randint(0, scale[stage]) for stage in _STAGES}
-            group = Group(
-                numbers["prefill"], numbers["decode"], numbers["encode"], tuple(waiting.items())
-            )
+            group = Group(numbers["prefill"], numbers["decode"], numbers["encode"], waiting)
             changes = control.step(float(second), [group], 1, 1)
             count += 1
             for stage in _STAGES:

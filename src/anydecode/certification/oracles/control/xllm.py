@@ -12,7 +12,7 @@ from typing import Any
 
 from anydecode import catalogue
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.cluster.control.roles import Placement, TaskNeeds, WorkerLoad
+from anydecode.cluster.control.roles import TaskNeeds, TaskPlacement, WorkerLoad
 from anydecode.cluster.control.xllm import SloControl
 from anydecode.cluster.fleet import Fleet, Task, WorkerFacts
 from anydecode.cluster.routing import CachedBlocks
@@ -115,7 +115,7 @@ def _placements() -> Iterator[Check]:
     # The prompt of 100 tokens takes 130 ms: with a wait of 0.86 s it is within the default limit of
     # one second, with 0.88 s it is not.
     workers = [_worker("p", "prefill"), *(_worker(n, "decode", num_uncached=50) for n in "de")]
-    for waited, place in ((0.86, Placement("p", is_prefill=True)), (0.88, Placement("d"))):
+    for waited, place in ((0.86, TaskPlacement("p", is_prefill=True)), (0.88, TaskPlacement("d"))):
         found = _control().place(0.0, TaskNeeds(100, waited), workers)
         yield Check(f"the default limit, {waited} s waited", found == place, str(found))
     rules = {"within", "above", "light", "flip", "no flip", "prefill", "wait", "offline waits"}
@@ -143,7 +143,7 @@ def _random_worker(generator: random.Random, number: int) -> WorkerLoad:
     )
 
 
-def _expected(task: TaskNeeds, workers: list[WorkerLoad], seen: set[str]) -> Placement | None:
+def _expected(task: TaskNeeds, workers: list[WorkerLoad], seen: set[str]) -> TaskPlacement | None:
     decoders = [one for one in workers if one.role in ("decode", "mixed")]
     prefillers = [one for one in workers if one.role == "prefill"]
     if not decoders:
@@ -168,13 +168,13 @@ def _expected(task: TaskNeeds, workers: list[WorkerLoad], seen: set[str]) -> Pla
         possible = [one for one in possible if _has_room(one, after(one))]
         seen.update(() if possible else ("offline waits",))
     if not possible:
-        return Placement(None, False, flip)
+        return TaskPlacement(None, False, flip)
     best = next((one for one in possible if after(one) <= _TPOT), None)
     seen.add("within" if best else "above")
     best = best or sorted(possible, key=after)[0]
     near = [one for one in prefillers if one.group == best.group]
     if not best.needs_prefill or not near:
-        return Placement(best.name, False, flip)
+        return TaskPlacement(best.name, False, flip)
     soonest = sorted(near, key=wait)[0]
     if Fraction(task.waited) * _NANO + wait(soonest) > _TTFT:
         share = Fraction(len(decoders) - 1, len(decoders))
@@ -186,10 +186,10 @@ def _expected(task: TaskNeeds, workers: list[WorkerLoad], seen: set[str]) -> Pla
         ]
         if light:
             seen.add("light")
-            return Placement(sorted(light, key=wait)[0].name, False, flip)
+            return TaskPlacement(sorted(light, key=wait)[0].name, False, flip)
     ready = sorted((one for one in near if one.can_prefill and one.name != flip), key=wait)
     seen.add("prefill" if ready else "wait")
-    return Placement(ready[0].name, True, flip) if ready else Placement(None, False, flip)
+    return TaskPlacement(ready[0].name, True, flip) if ready else TaskPlacement(None, False, flip)
 
 
 def _has_room(worker: WorkerLoad, after: int) -> bool:
@@ -211,7 +211,7 @@ def _scores() -> Iterator[Check]:
     ]
     workers = [replace(one, needs_prefill=False) for one in workers]
     found = control.place(0.0, task, workers)
-    yield Check("the best score of three", found == Placement("some"), str(found))
+    yield Check("the best score of three", found == TaskPlacement("some"), str(found))
     generator, differ = random.Random(3), list[str]()
     for _ in range(300):
         workers = [
@@ -260,9 +260,9 @@ def _offline() -> Iterator[Check]:
         ("too long, and nothing else runs", replace(busy, num_answers=0), 9000, "d"),
     ):
         found = control.place(0.0, TaskNeeds(length, is_offline=True), [worker])
-        yield Check(f"an offline task, {name}", found == Placement(expected), str(found))
+        yield Check(f"an offline task, {name}", found == TaskPlacement(expected), str(found))
     found = control.place(0.0, TaskNeeds(9000), [busy])
-    yield Check("another task goes there all the same", found == Placement("d"), str(found))
+    yield Check("another task goes there all the same", found == TaskPlacement("d"), str(found))
     preferred = control.preferred_length([busy, replace(busy, num_answers=11)])
     yield Check("the preferred length", preferred in (1799, 1800), str(preferred))
 
@@ -342,7 +342,9 @@ class _Recorder(SloControl):
         self.asked: list[Any] = []
         self.reported: list[Any] = []
 
-    def place(self, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]) -> Placement | None:
+    def place(
+        self, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]
+    ) -> TaskPlacement | None:
         loads = [
             (one.name, one.prompts, one.num_answers, one.num_positions, one.usage)
             for one in workers
