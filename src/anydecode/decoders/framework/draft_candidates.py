@@ -69,10 +69,6 @@ def draft_candidates(
         none = np.empty(0)
         return DraftCandidates(none.astype(np.int64), none, none)
     tokens, scores = distribution.tokens, distribution.scores
-    possible = np.flatnonzero(scores > -np.inf)
-    if len(possible) < len(scores):
-        scores = scores[possible]
-        tokens = possible if tokens is None else tokens[possible]
     if len(scores) > NUM_CANDIDATES:
         indices = largest(scores, NUM_CANDIDATES)
         tokens, scores = indices if tokens is None else tokens[indices], scores[indices]
