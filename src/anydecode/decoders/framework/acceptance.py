@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
@@ -166,7 +167,8 @@ class TopMAcceptance(ThresholdAcceptance):
         self.block = block
 
     def target_distribution(self, scores: Scores, row: int) -> np.ndarray:
-        return untruncated_distribution(scores, row)
+        distribution = untruncated_distribution(scores, row)
+        return distribution.dense(scores.logits.shape[1])
 
     def passes(self, p: np.ndarray, tokens: list[int], depth: int) -> list[bool]:
         if depth < self.block:
@@ -176,12 +178,12 @@ class TopMAcceptance(ThresholdAcceptance):
         return [bool(p[t] > 0 and p[t] >= floor and _rank(p, t) < self.count) for t in tokens]
 
 
-def untruncated_distribution(scores: Scores, row: int) -> np.ndarray:
-    """The target's distribution after `row` at temperature 1 and without truncation, float64
-    `[vocab_size]`. Only tokens that the request forbids have a probability of 0."""
+def untruncated_distribution(scores: Scores, row: int) -> Distribution:
+    """The target's distribution after `row` at temperature 1 and without truncation. It lacks only
+    the tokens that the request forbids."""
     state = scores.sampler_after(row)
     raw = Sampler(1.0, state.pre_temperature, combiner=state.combiner)
-    return raw.distribution(scores.row(row)).dense(scores.logits.shape[1])
+    return raw.distribution(scores.row(row))
 
 
 def _rank(p: np.ndarray, token: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from anydecode.decoders.framework.acceptance import (
     StepAcceptance,
     TokenExact,
@@ -20,10 +22,10 @@ from anydecode.scoring.tree import TokenTree
 
 
 class JudgeAcceptance(StepAcceptance):
-    """Accept a draft if `standard` does, or if the judge says, from the target's last hidden state
-    at the draft, that it is right with a probability above `threshold`. Of several siblings that
-    only the judge accepts, the one of the highest probability is taken. Tokens that the request
-    forbids are not accepted.
+    """Accept a draft if `standard` does, or if the judge's probability that it is right, from the
+    target's last hidden state at the draft, is above `threshold`. Of several siblings that only the
+    judge accepts, the one of the highest probability is taken. Tokens that the request forbids are
+    not accepted.
 
     Args:
         threshold: See above, from 0 to 1; None: that of the judge.
@@ -73,10 +75,10 @@ class JudgeAcceptance(StepAcceptance):
         if accepted is not None or not children:
             return accepted, token
         sequence, row = scores.sequence, scores.after(node)
-        judge, p = self.judge(sequence), untruncated_distribution(scores, row)
+        judge, allowed = self.judge(sequence), untruncated_distribution(scores, row)
         bound = judge.threshold if self.threshold is None else self.threshold
         for child in children:
-            if p[tree.tokens[child]] > 0:
+            if allowed.score(tree.tokens[child]) > -np.inf:
                 probability = judge(scores.last_state(scores.after(child)))
                 if probability > bound:
                     accepted, token, bound = child, tree.tokens[child], probability
