@@ -203,7 +203,8 @@ def up(
             f"--ratio {ratio} changes the roles of workers: give --prefill and --decode"
             f" {control.num_scenarios} or more, too"
         )
-    parse_bytes(handover_memory)  # else each worker would refuse it, and the server go on
+    # Otherwise only the workers would find these errors, and end, while the server goes on.
+    parse_bytes(handover_memory)
     if decoder is not None:
         build_decoder(decoder)
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)

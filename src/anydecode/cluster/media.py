@@ -37,8 +37,8 @@ def read_media(plain: Mapping[str, Any]) -> Media:
 
 
 class MediaCache:
-    """The embeddings of images, the most recently used ones. May be used on several threads, which
-    encode one image after the other.
+    """A cache of the embeddings of the most recently used images. May be used on several threads,
+    of which one encodes at a time.
 
     Args:
         encoder: Computes those that are not there.
@@ -102,8 +102,8 @@ class MediaCache:
 
 
 class MediaEmbeds(PromptEmbeds):
-    """The embeddings of an image in its prompt, which are computed or looked up when a row of them
-    is needed: not for positions whose keys and values are there.
+    """The embeddings of an image in its prompt. They are computed or looked up when a forward pass
+    needs them: not if all their keys and values are cached.
 
     Args:
         media: The image.
@@ -111,10 +111,8 @@ class MediaEmbeds(PromptEmbeds):
     """
 
     def __init__(self, media: Media, cache: MediaCache) -> None:
-        placeholder = np.broadcast_to(
-            np.float32(0), (cache.encoder.num_rows(media.pixels), cache.encoder.hidden_size)
-        )
-        super().__init__(media.first, placeholder, key=media.key(cache.encoder))
+        placeholder = media.placeholder(cache.encoder)
+        super().__init__(placeholder.first, placeholder.rows, key=placeholder.key)
         self._media, self._cache = media, cache
 
     def read(self) -> np.ndarray:

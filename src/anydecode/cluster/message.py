@@ -23,6 +23,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.sampling.banned_words import BannedWordTable
 from anydecode.sampling.logprobs import TokenLogprobs
+from anydecode.scoring.media import Media
 
 #: The options of requests that a fleet does not serve.
 REFUSED = ("first_finish", "prompt_logprobs", "segment", "resume", "adapter")
@@ -65,11 +66,16 @@ def from_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("constraint"), dict):
         options["constraint"] = _constraint(options["constraint"])
     if "prompt_embeds" in options:
-        options["prompt_embeds"] = [read_media(one) for one in options["prompt_embeds"]]
+        options["prompt_embeds"] = media_of(message)
     if "logit_bias" in options:
         bias = options["logit_bias"]
         options["logit_bias"] = {int(token): value for token, value in bias.items()}
     return options
+
+
+def media_of(message: Mapping[str, Any]) -> list[Media]:
+    """The images of the prompt of a message."""
+    return [read_media(one) for one in message.get("prompt_embeds", ())]
 
 
 def can_resume(request: Request, decoder: Decoder) -> bool:

@@ -513,9 +513,7 @@ class FleetLLM(LLM):
                 " a list of Media"
             )
         if media:
-            prompt = self.encode(prompt)
-            embeds = [one.placeholder(self._encoder, len(prompt)) for one in media]
-            options["prompt_embeds"] = embeds
+            options["prompt_embeds"] = [one.placeholder(self._encoder) for one in media]
         request = super().request(prompt, **options)
         message = to_message(request, {**options, "prompt_embeds": media or None})
         assert isinstance(request, FleetRequest)
@@ -534,8 +532,7 @@ class FleetLLM(LLM):
         return request
 
     def _parts(self, request: Request, media: list[Any], priority: int) -> list[Part]:
-        """The images of a prompt as tasks, whose numbers are those of an order by size, the largest
-        first."""
+        """The images of a prompt as tasks, numbered by size with the largest first."""
         embeds = request.prompt_embeds
         numbers = {
             index: next(self._numbers)

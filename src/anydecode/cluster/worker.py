@@ -36,7 +36,7 @@ from anydecode.cluster.ledger import (
     StartPrefill,
 )
 from anydecode.cluster.media import MediaCache, MediaEmbeds, pieces_of, read_media
-from anydecode.cluster.message import from_message, plain_logprobs
+from anydecode.cluster.message import from_message, media_of, plain_logprobs
 from anydecode.engine.engine import Job
 from anydecode.errors import AnydecodeError, FleetError
 from anydecode.models.patch_encoder import PatchEncoder
@@ -358,13 +358,13 @@ class _Session:
         return request, request.jobs[number]
 
     def _with_embeds(self, options: dict[str, Any], frame: Frame) -> dict[str, Any]:
-        """The options of a request, with embeddings in place of images. Those that have not come
-        are computed now, unless the prompt is computed elsewhere."""
+        """The options of a request, with embeddings in place of images. Those that were not handed
+        over are computed now, unless the prompt is computed elsewhere."""
         if media := options.get("prompt_embeds"):
-            cache = self._worker.media
-            options["prompt_embeds"] = [MediaEmbeds(one, cache) for one in media]
-            for one in media if frame["encoded"] else ():
-                cache.rows(one)
+            embeds = [MediaEmbeds(one, self._worker.media) for one in media]
+            for one in embeds if frame["encoded"] else ():
+                one.read()
+            options["prompt_embeds"] = embeds
         return options
 
     def _run(self, key: Key, request: Request, job: Job, num_sent: int) -> None:
@@ -503,9 +503,8 @@ class _Session:
         self._perform()
 
     async def _fetch(self, source: Frame, frame: Frame) -> None:
-        worker, options = self._worker, from_message(frame["message"]["options"])
-        media: list[Media] = options.get("prompt_embeds", [])
-        names = [(one.first, one.key(worker.media.encoder)) for one in media]
+        worker, options = self._worker, frame["message"]["options"]
+        names = [(one.first, one.key(worker.media.encoder)) for one in media_of(options)]
         namespace = prefix_namespace(options.get("namespace"), names)
         tokens = frame["prompt"][:-1]
         digests = digests_of(tokens, namespace)
@@ -516,10 +515,9 @@ class _Session:
 
     async def _pull_media(self, key: Key, frame: Frame) -> None:
         options = frame["options"] if frame["type"] == "prefill" else frame["message"]["options"]
-        media = from_message(options)["prompt_embeds"]
         pulls = [
             self._fetch_media(one, source)
-            for one, source in zip(media, frame["encoded"], strict=True)
+            for one, source in zip(media_of(options), frame["encoded"], strict=True)
             if source is not None and one.key(self._worker.media.encoder) not in self._worker.media
         ]
         await asyncio.gather(*pulls)

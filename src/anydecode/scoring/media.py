@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from anydecode.scoring.prompt_embeds import PromptEmbeds, check_within
+from anydecode.scoring.prompt_embeds import PromptEmbeds
 
 
 class Encoder(Protocol):
@@ -26,7 +26,11 @@ class Encoder(Protocol):
     fingerprint: str
 
     def num_rows(self, pixels: np.ndarray) -> int:
-        """The number of embeddings of an image. Raises `InvalidRequestError`: it is none."""
+        """The number of embeddings of an image.
+
+        Raises:
+            InvalidRequestError: The encoder does not take an image of this size or type.
+        """
         ...
 
     def encode(self, pixels: np.ndarray) -> np.ndarray:
@@ -52,15 +56,13 @@ class Media:
         digest.update(np.ascontiguousarray(self.pixels).tobytes())
         return digest.hexdigest()
 
-    def placeholder(self, encoder: Encoder, length: int) -> PromptEmbeds:
-        """Embeddings of the right name and number for a prompt of `length` tokens, all 0.
+    def placeholder(self, encoder: Encoder) -> PromptEmbeds:
+        """Embeddings with the key and the shape of those of the image, whose values are 0.
 
         Raises:
-            InvalidRequestError: This is no image, or does not fit into the prompt.
+            InvalidRequestError: The encoder does not take an image of this size or type.
         """
-        count = encoder.num_rows(self.pixels)
-        check_within(self.first, count, length)
-        rows = np.broadcast_to(np.float32(0), (count, encoder.hidden_size))
+        rows = np.broadcast_to(np.float32(0), (encoder.num_rows(self.pixels), encoder.hidden_size))
         return PromptEmbeds(self.first, rows, key=self.key(encoder))
 
     def to_plain(self) -> dict[str, Any]:

@@ -51,16 +51,10 @@ class PromptEmbeds:
             raise InvalidRequestError(
                 f"embeddings are [count, {hidden_size}], not {list(self.rows.shape)}"
             )
-        check_within(self.first, len(self.rows), len(prompt))
+        if self.first < 0 or self.stop >= len(prompt) or not len(self.rows):
+            raise InvalidRequestError("embeddings lie within the prompt, before its last token")
         if self.importance is not None and self.importance.shape != (len(self.rows),):
             raise InvalidRequestError("there is one importance per embedding")
-
-
-def check_within(first: int, count: int, length: int) -> None:
-    """Raise `InvalidRequestError` unless `count` embeddings from position `first` on are in a
-    prompt of `length` tokens."""
-    if first < 0 or first + count >= length or not count:
-        raise InvalidRequestError("embeddings lie within the prompt, before its last token")
 
 
 def check_disjoint(ranges: Seq[tuple[int, int]]) -> None:

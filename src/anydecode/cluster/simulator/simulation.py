@@ -223,10 +223,11 @@ class _Worker:
         self.is_busy = False
         self.images: set[int] = set()  # numbers of the images whose embeddings it has
         self._encode_seconds = plan.encode_seconds
-        self._encoded_at = 0.0  # when it will have encoded all images that it has begun
+        self._encoded_at = 0.0  # when all images that it got are encoded
 
     def encode(self, images: Sequence[Part], now: float) -> float:
-        """Encode images one after the other. Returns when they are encoded."""
+        """Encode those of the images that it does not have, one after the other. Returns the time
+        at which they are encoded."""
         new = [one for one in images if one.number not in self.images]
         if not new:
             return now
@@ -312,7 +313,6 @@ class _Simulation:
         self._num_left = len(arrivals)
         self._is_beating = False
         self._workers: dict[str, _Worker] = {}
-        self._images: dict[int, Part] = {}
         numbers = count(len(arrivals))
         self._parts = [
             [
@@ -321,6 +321,7 @@ class _Simulation:
             ]
             for one in arrivals
         ]
+        self._images = {part.number: part for parts in self._parts for part in parts}
         for number, plan in enumerate(workers):
             worker = _Worker(number, plan)
             self._workers[worker.facts.incarnation] = worker
@@ -360,7 +361,6 @@ class _Simulation:
             priority=arrival.priority,
             parts=self._parts[number],
         )
-        self._images |= {part.number: part for part in task.parts}
         self._fleet.submit(task, self._now)
 
     def _beat(self) -> None:
@@ -390,8 +390,8 @@ class _Simulation:
         worker.is_busy = False
         worker.report(self._now)
 
-    def _pulled(self, worker: _Worker, giver: _Worker, key: Key, source: Frame) -> None:
-        of_giver = source["task"], source["attempt"]
+    def _pulled(self, worker: _Worker, key: Key, source: Frame) -> None:
+        giver, of_giver = self._lease(source)
         blocks = giver.kept.get(of_giver, [])
         digests = digests_of(worker.ledger.tasks[key].frame["prompt"][:-1], None)
         worker.blocks.store(dict(zip(digests, blocks, strict=False)))
@@ -403,8 +403,7 @@ class _Simulation:
 
     def _media_pulled(self, worker: _Worker, key: Key, sources: list[Frame]) -> None:
         for source in sources:
-            giver = self._workers[source["address"][0]]
-            of_giver = source["task"], source["attempt"]
+            giver, of_giver = self._lease(source)
             giver.ledger.leases.acknowledge(of_giver, worker.facts.incarnation)
             worker.images.add(source["task"])
         worker.ledger.media_pulled(key)
@@ -456,23 +455,30 @@ class _Simulation:
         elif isinstance(action, Pull):
             self._pull(worker, action)
 
+    def _lease(self, source: Frame) -> tuple[_Worker, Key]:
+        """The worker that keeps what another one pulls, and the key of the lease."""
+        return self._workers[source["address"][0]], (source["task"], source["attempt"])
+
+    def _begin_pull(self, worker: _Worker, source: Frame) -> bool:
+        """Reserve what a worker pulls. Returns whether the lease is still there."""
+        giver, key = self._lease(source)
+        leases, holder = giver.ledger.leases, worker.facts.incarnation
+        return leases.reserve(key, holder, self._now) and leases.pull(key, holder, self._now)
+
     def _pull(self, worker: _Worker, action: Pull) -> None:
-        giver = self._workers[action.source["address"][0]]
-        source, holder = action.source, worker.facts.incarnation
-        key = source["task"], source["attempt"]
-        leases = giver.ledger.leases
-        if not (leases.reserve(key, holder, self._now) and leases.pull(key, holder, self._now)):
+        if not self._begin_pull(worker, action.source):
             worker.ledger.pulled(action.key)
             return
+        giver, key = self._lease(action.source)
         num_here = worker.blocks.num_cached(action.frame["prompt"][:-1], None)
         num_blocks = max(0, len(giver.kept[key]) - num_here)
         end = self._now + self._link.seconds(BLOCK * num_blocks)
-        self._at(end, self._pulled, worker, giver, action.key, action.source)
+        self._at(end, self._pulled, worker, action.key, action.source)
 
     def _begin_task(
         self, worker: _Worker, key: Key, tokens: list[int], num_tokens: int, frame: Frame
     ) -> None:
-        """Start a task when its worker has all embeddings that it needs."""
+        """Start a task when its worker has all embeddings of its prompt."""
         images = self._parts[key[0]] if frame["encoded"] else []
         end = worker.encode(images, self._now)
         if end > self._now:
@@ -486,13 +492,9 @@ class _Simulation:
             worker.start(key, tokens, num_tokens, frame)
 
     def _pull_media(self, worker: _Worker, action: PullMedia) -> None:
-        """Pull all embeddings at once, over a link for each."""
-        held, end = [], self._now
-        for source in filter(None, action.frame["encoded"]):
-            leases = self._workers[source["address"][0]].ledger.leases
-            key, holder = (source["task"], source["attempt"]), worker.facts.incarnation
-            if leases.reserve(key, holder, self._now) and leases.pull(key, holder, self._now):
-                held.append(source)
-                num_rows = self._images[source["task"]].num_rows
-                end = max(end, self._now + self._link.embedding_seconds(num_rows))
+        """Pull all embeddings at the same time, over a link for each."""
+        sources = filter(None, action.frame["encoded"])
+        held = [one for one in sources if self._begin_pull(worker, one)]
+        seconds = [self._link.embedding_seconds(self._images[one["task"]].num_rows) for one in held]
+        end = self._now + max(seconds, default=0.0)
         self._at(end, self._media_pulled, worker, action.key, held)
