@@ -149,9 +149,11 @@ def test_embeddings_that_do_not_come_are_computed_again(
         ([Media(164, image(0, 8, 8))], "before its last token"),
         ([Media(3, image(0)), Media(4, image(0))], "given for position 4"),
         ([PromptEmbeds(0, np.zeros((1, 64), np.float32))], "give a list of Media"),
+        (PromptEmbeds(0, np.zeros((1, 64), np.float32)), "give a list of Media"),
+        (Media(0, image(0)), "give a list of Media"),
     ],
 )
-def test_what_is_no_image_in_the_prompt_is_refused(media: list[Any], message: str) -> None:
+def test_what_is_no_image_in_the_prompt_is_refused(media: Any, message: str) -> None:
     with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
         with pytest.raises((InvalidRequestError, UnsupportedCombinationError), match=message):
             fleet.generate(PROMPT, prompt_embeds=media)

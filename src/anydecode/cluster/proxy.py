@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -506,11 +507,11 @@ class FleetLLM(LLM):
         Raises:
             UnsupportedCombinationError: An option cannot be served by a fleet, too.
         """
-        media = list(options.get("prompt_embeds") or ())
-        if not all(isinstance(one, Media) for one in media):
+        media = options.get("prompt_embeds") or []
+        if not (isinstance(media, Seq) and all(isinstance(one, Media) for one in media)):
             raise UnsupportedCombinationError(
-                "a fleet of workers does not support prompt_embeds that are computed already: give"
-                " a list of Media"
+                "a fleet of workers computes the embeddings of prompt_embeds itself: give a list of"
+                " Media"
             )
         if media:
             options["prompt_embeds"] = [one.placeholder(self._encoder) for one in media]
