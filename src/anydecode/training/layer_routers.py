@@ -20,10 +20,8 @@ from torch.nn import functional
 
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.exit_files import model_fingerprint
-from anydecode.models.families import load_network
 from anydecode.models.layer_routers import FILE_NAME, LayerRouters
-from anydecode.training.answer_run import AnswerRecipe, AnswerRun
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
@@ -124,7 +122,7 @@ class LayerRouterRun(AnswerRun):
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: LayerRouterRecipe) -> None:
         super().__init__(checkpoint, folder, recipe)
-        self.fingerprint = model_fingerprint(load_network(checkpoint, None))
+        self.fingerprint = fingerprint_of(self.model)
         depth = self.model.shape.layers
         layers = range(recipe.first, depth - recipe.last)
         if not layers:

@@ -21,11 +21,10 @@ from torch.nn import functional
 from anydecode.decoders.depth.duo_llm import layers_with_choice
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.exit_files import model_fingerprint
 from anydecode.models.families import load_network
 from anydecode.models.mlp_routers import FILE_NAME, NOTHING, SMALL, MlpRouters
 from anydecode.models.small_mlps import SmallMlps
-from anydecode.training.answer_run import AnswerRecipe, AnswerRun
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.layer_routers import Routers, answer_tokens
 from anydecode.training.nested import padded
 from anydecode.training.small_mlps import logits_of, modules_of
@@ -120,11 +119,10 @@ class MlpRouterRun(AnswerRun):
         small: SmallMlps | None = None,
     ) -> None:
         super().__init__(checkpoint, folder, recipe)
-        network = load_network(checkpoint, None)
-        self.fingerprint = model_fingerprint(network)
+        self.fingerprint = fingerprint_of(self.model)
         layers = list(layers_with_choice(self.model.shape.layers, recipe.layers))
         if small is not None:
-            small.check(network)
+            small.check(load_network(checkpoint, None))
             if small.layers != layers:
                 raise InvalidRequestError(
                     f"the small MLPs are those of layers {small.layers}, and with"

@@ -20,10 +20,8 @@ from torch.nn import functional
 
 from anydecode.decoders.depth.duo_llm import layers_with_choice
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.exit_files import model_fingerprint
-from anydecode.models.families import load_network
 from anydecode.models.small_mlps import PARTS, SmallMlps
-from anydecode.training.answer_run import AnswerRecipe, AnswerRun
+from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.block_adapter import Pair
 from anydecode.training.layer_routers import answer_tokens
 from anydecode.training.nested import padded
@@ -150,7 +148,7 @@ class SmallMlpRun(AnswerRun):
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, recipe: SmallMlpRecipe) -> None:
         super().__init__(checkpoint, folder, recipe)
-        self.fingerprint = model_fingerprint(load_network(checkpoint, None))
+        self.fingerprint = fingerprint_of(self.model)
         layers = list(layers_with_choice(self.model.shape.layers, recipe.layers))
         torch.manual_seed(recipe.seed)
         self.mlps = nn.ModuleDict(
