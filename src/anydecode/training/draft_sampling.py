@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from anydecode.training.nested import padded
 from anydecode.training.transformer import Transformer
 
 
@@ -26,11 +27,9 @@ def sample_answers(
         ends: The tokens with which an answer ends; they belong to it.
         generator: For the samples.
     """
-    count, longest = len(prompts), max(map(len, prompts))
-    shape, total = model.shape, max(map(len, prompts)) + tokens
-    texts = torch.zeros(count, longest, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        texts[row, : len(prompt)] = torch.tensor(prompt)
+    texts, _ = padded([([*prompt], []) for prompt in prompts])
+    count, longest = texts.shape
+    shape, total = model.shape, longest + tokens
     heads = shape.kv_heads or shape.heads
     caches = [torch.zeros(2, count, heads, total, shape.head_width) for _ in model.blocks]
     x = model.transformer["wte"](texts)
