@@ -164,8 +164,8 @@ class DraftModelRun(AnswerRun):
     def _update(self) -> float:
         rows, objective = self.step_rows()
         self.num_tokens += sum(len(answer) for _, answer in rows)
-        target = None if objective == "cross-entropy" else self.target
-        return self._learn(draft_loss(self.draft, target, rows, objective, self.recipe.draft.beta))
+        beta = self.recipe.draft.beta
+        return self._learn(draft_loss(self.draft, self.target, rows, objective, beta))
 
     def _first_rows(self, rows: list[Pair], random: Random) -> list[Pair]:
         """What is learned before the answers, in place of `rows` of them."""
@@ -278,7 +278,7 @@ def answer_rows(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor, torc
 
 def draft_loss(
     draft: Transformer,
-    target: Transformer | None,
+    target: Transformer,
     pairs: Sequence[Pair],
     objective: str,
     beta: float = 0.5,
@@ -287,14 +287,14 @@ def draft_loss(
 
     Args:
         draft: The draft model, which is trained.
-        target: The target, of a divergence.
+        target: The target, which a divergence reads.
         pairs: Prompts and answers.
         objective: "cross-entropy", or a divergence.
         beta: See `divergence`.
     """
     tokens, row, column = answer_rows(pairs)
     logits = draft(tokens, causal=True, output_rows=(row, column))
-    if target is None:
+    if objective == "cross-entropy":
         losses = functional.cross_entropy(logits, tokens[row, column + 1], reduction="none")
     else:
         with torch.no_grad():

@@ -82,20 +82,18 @@ def test_certificate_rejects_other_defaults(
 def tokens_only(self: Any) -> float:
     """The tokens of the answers are learned in both parts."""
     rows, _ = self.step_rows()
-    return self._learn(draft_model.draft_loss(self.draft, None, rows, "cross-entropy"))
+    return self._learn(draft_model.draft_loss(self.draft, self.target, rows, "cross-entropy"))
 
 
 def default_weight(self: Any) -> float:
     """Without the weight of the mixture that is given."""
     rows, objective = self.step_rows()
-    target = None if objective == "cross-entropy" else self.target
-    return self._learn(draft_model.draft_loss(self.draft, target, rows, objective))
+    return self._learn(draft_model.draft_loss(self.draft, self.target, rows, objective))
 
 
 def no_training(self: Any) -> float:
     rows, objective = self.step_rows()
-    target = None if objective == "cross-entropy" else self.target
-    loss = draft_model.draft_loss(self.draft, target, rows, objective, self.recipe.draft.beta)
+    loss = draft_model.draft_loss(self.draft, self.target, rows, objective, self.recipe.draft.beta)
     self.step += 1
     return float(loss.detach())
 

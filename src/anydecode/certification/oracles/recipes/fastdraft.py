@@ -91,7 +91,7 @@ def pretrained() -> Iterator[Check]:
         rows, _ = run.step_rows()
         network = load_network(load_checkpoint(run.draft_folder), "float32")
         for part, pairs in (("texts", rows), ("answers", run.pairs[:3])):
-            loss = float(draft_loss(run.draft, None, pairs, "cross-entropy").detach())
+            loss = float(draft_loss(run.draft, run.target, pairs, "cross-entropy").detach())
             exact = log_loss(network, pairs)
             yield Check(
                 f"the loss of {part} is that of their tokens",
