@@ -11,39 +11,27 @@ from pathlib import Path
 import numpy as np
 
 from anydecode import catalogue
-from anydecode.api.llm import LLM
-from anydecode.certification.checks import Check, equal_tokens, oracle_test
-from anydecode.certification.oracles.speculative.forward_pass import Forward
-from anydecode.certification.oracles.transformer import softmax
-from anydecode.models.families import load_network
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.recipes.draft_texts import (
+    TARGET,
+    Pair,
+    distributions,
+    drafted_text,
+    log_loss,
+    opened,
+)
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.network import Network
 from anydecode.models.opening import check_torch
 from anydecode.training.recipes.draft_recipe import DraftRecipe
 
-TARGET = "tiny-autoregressive"
 
-
-def log_loss(network: Network, pairs: Sequence[tuple[list[int], list[int]]]) -> float:
-    """Minus the mean logarithm of the probability of the answers' tokens; the first token of a
-    text without a prompt is given."""
-    means = []
-    for prompt, answer in pairs:
-        text, passes = [*prompt, *answer], Forward(network)
-        rows = [softmax(passes.step(token)) for token in text[:-1]]
-        first = max(1, len(prompt))
-        losses = [-math.log(rows[place - 1][text[place]]) for place in range(first, len(text))]
-        means.append(sum(losses) / len(losses))
-    return float(np.mean(means))
-
-
-def surprise(network: Network, pairs: Sequence[tuple[list[int], list[int]]]) -> float:
+def surprise(network: Network, pairs: Sequence[Pair]) -> float:
     """By how many standard deviations the logarithms of the probabilities of the answers' tokens
     differ in sum from what samples at temperature 1 have."""
     total = variance = 0.0
     for prompt, answer in pairs:
-        text, passes = [*prompt, *answer], Forward(network)
-        rows = [softmax(passes.step(token)) for token in text[:-1]][len(prompt) - 1 :]
+        rows = distributions(network, [*prompt, *answer][:-1])[len(prompt) - 1 :]
         for p, token in zip(rows, answer, strict=True):
             logs = np.log(p)
             mean = float(p @ logs)
@@ -89,7 +77,7 @@ def pretrained() -> Iterator[Check]:
         lines = texts.read_text().splitlines()
         encoded = [checkpoint.tokenizer.encode(line, special=False) for line in lines]
         rows, _ = run.step_rows()
-        network = load_network(load_checkpoint(run.draft_folder), "float32")
+        network = opened(run.draft_folder)
         for part, pairs in (("texts", rows), ("answers", run.pairs[:3])):
             loss = float(draft_loss(run.draft, run.target, pairs, "cross-entropy").detach())
             exact = log_loss(network, pairs)
@@ -98,7 +86,7 @@ def pretrained() -> Iterator[Check]:
                 math.isclose(loss, exact, rel_tol=2e-3),
                 f"{loss:.5f} {exact:.5f}",
             )
-        z = surprise(load_network(checkpoint, "float32"), run.pairs)
+        z = surprise(opened(TARGET), run.pairs)
         yield Check(
             "the answers are the target's samples at temperature 1",
             abs(z) < 3,
@@ -109,7 +97,7 @@ def pretrained() -> Iterator[Check]:
         def observe(*_: object) -> None:
             if run.step in (0, 3, 6):
                 run.save()
-                draft = load_network(load_checkpoint(run.draft_folder), "float32")
+                draft = opened(run.draft_folder)
                 found.append([log_loss(draft, part) for part in (rows, run.pairs[:8])])
             learned.append(run.step_rows())
 
@@ -137,9 +125,4 @@ def pretrained() -> Iterator[Check]:
             middle[0] < first[0] and last[1] < middle[1],
             str(found),
         )
-        with LLM(TARGET, draft=run.draft_folder) as llm:
-            decoded = [
-                [llm.generate(p, decoder=decoder, max_tokens=12).tokens for p, _ in run.pairs[:3]]
-                for decoder in ("autoregressive", "speculative-sampling")
-            ]
-        yield equal_tokens("the text is that of plain decoding", decoded[1], decoded[0])
+        yield drafted_text(run.draft_folder, [prompt for prompt, _ in run.pairs[:3]], max_tokens=12)
