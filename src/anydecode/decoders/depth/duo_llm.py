@@ -16,6 +16,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import SkippedParts
 from anydecode.kernels.routes import Guide, Route, RoutedPass
+from anydecode.models.exit_files import network_of
 from anydecode.models.mlp_routers import NOTHING, SMALL, MlpRouters
 from anydecode.models.small_mlps import SmallMlps
 from anydecode.scoring.score import DecoderAction, Decoding
@@ -151,18 +152,13 @@ class DuoLlm(Decoder):
             )
         choice = layers_with_choice(sequence.num_layers, self.layers)
         count = len(choice)
-        network = getattr(sequence.kv_cache().pool.model, "network", None)
-        if network is None and (self.small is not None or self.routers is not None):
-            raise UnsupportedCombinationError("small MLPs and MLP routers need a transformer")
-        if self.small is not None and network is not None:
-            self.small.check(network)
-            if self.small.layers != list(choice):
-                raise InvalidRequestError(
-                    f"the small MLPs are those of layers {self.small.layers}, and with"
-                    f" layers={self.layers} layers {list(choice)} have a choice"
-                )
-        if self.routers is not None and network is not None:
-            self.routers.check(network)
+        model = sequence.kv_cache().pool.model
+        lacks = "MLPs to replace: small MLPs and MLP routers need a transformer"
+        if self.small is not None:
+            self.small.check(network_of(model, lacks))
+            self._check_layers("small MLPs", self.small.layers, choice)
+        if self.routers is not None:
+            self.routers.check(network_of(model, lacks))
             self._check_routers(self.routers, choice)
         if self.budget is not None and self.budget > count:
             raise InvalidRequestError(
@@ -183,15 +179,19 @@ class DuoLlm(Decoder):
 
     def _check_routers(self, routers: MlpRouters, choice: range) -> None:
         """Raise InvalidRequestError unless the routers choose what this decoder tries."""
-        if routers.layers != list(choice):
-            raise InvalidRequestError(
-                f"the MLP routers are those of layers {routers.layers}, and with"
-                f" layers={self.layers} layers {list(choice)} have a choice"
-            )
+        self._check_layers("MLP routers", routers.layers, choice)
         if routers.target != (NOTHING if self.small is None else SMALL):
             given = "no small MLPs are" if self.small is None else "small MLPs are"
             raise InvalidRequestError(
                 f"the MLP routers have learned {routers.target!r}, and {given} given"
+            )
+
+    def _check_layers(self, what: str, layers: list[int], choice: range) -> None:
+        """Raise InvalidRequestError unless these are the layers that have a choice."""
+        if layers != list(choice):
+            raise InvalidRequestError(
+                f"the {what} are those of layers {layers}, and with layers={self.layers} layers"
+                f" {list(choice)} have a choice"
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
