@@ -208,7 +208,7 @@ def test_without_restraint_every_draft_is_accepted_and_above_1_none() -> None:
 
 
 def test_forbidden_tokens_are_not_accepted() -> None:
-    """Whatever the judge says."""
+    """Even at a threshold of 0."""
     with judged_model() as llm:
         options: dict[str, Any] = {
             "decoder": "judge:threshold=0,size=5",

@@ -177,7 +177,7 @@ class Rain(Decoder):
 
     The request's temperature and truncations are ignored. This costs hundreds of rows per token.
     What was computed of the tree and of earlier questions is kept, in up to a quarter of the cache,
-    so that hardly a row is computed twice.
+    so that few rows are computed twice.
 
     Args:
         k: How many sets of tokens may follow a node at first.
@@ -326,7 +326,7 @@ class _KeptCaches(dict[Node, Sequence]):
             self.pop(node).release()
 
     def make_room(self) -> None:
-        """Free all, if it is too much."""
+        """Free all if they hold more than their share of the cache."""
         if is_too_much(self.values()):
             self.release()
 
@@ -507,7 +507,7 @@ class _Judge:
         return float(a[0] > b[0]) + float(b[1] > a[1]) - 1.0
 
     def make_room(self) -> None:
-        """Free all questions but the last, if they are too much."""
+        """Free all questions but the last if they are too many or hold too much of the cache."""
         if len(self.asked[0]) > MAX_ASKED or is_too_much(sum(self.asked, [])):
             for asked in self.asked:
                 while len(asked) > 1:

@@ -44,7 +44,7 @@ from anydecode.models.judge import Judge
             " that it does not learn from; threshold=0.5 is a plain majority",
             "25 drafts per round, which is for targets much slower than their draft models",
             "tokens that the request forbids are never accepted",
-            "in draft trees, the sibling is taken of which the judge is surest",
+            "in draft trees, the sibling with the judge's highest probability is taken",
             "the head learns only from drafts that differ from the target's greedy tokens, as"
             " AutoJudge's does; Judge Decoding's learns from all tokens of its answers",
             "anydecode train judge labels a draft by whether the target, continuing behind it,"

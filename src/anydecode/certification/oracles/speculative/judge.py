@@ -49,7 +49,7 @@ class Read:
 
 
 class Rounds:
-    """What rounds should be.
+    """The expected rounds.
 
     Attributes:
         num_judged: Drafts that the judge alone accepted.
