@@ -93,8 +93,8 @@ def draw_held_out(
     title: str = "Training of an adapter",
     unit: str = "nats per masked token",
 ) -> None:
-    """Draw a run of an adapter or of layer routers: training loss, and held-out loss by kind of
-    text. `log` is the content of `log.json`."""
+    """Draw a training run: training loss, and held-out loss by kind of text or by what runs. `log`
+    is the content of `log.json`."""
     history: list[dict[str, Any]] = log["history"]
     series = {"training": [(_minutes(e), e["loss"]) for e in history if "loss" in e]}
     for entry in history:

@@ -166,13 +166,9 @@ def test_certificate_rejects_answers_at_another_temperature(
         ("distillspec:warmup=-1", "from 0 to 1"),
         ("distillspec:layers=0", "layers is 0; allowed are 1 to 1024"),
         ("distillspec:layers=many", "layers takes"),
-        ("fastdraft", ""),
     ],
 )
 def test_bad_parameters_are_refused(choice: str, message: str) -> None:
-    if not message:
-        catalogue.build_as(choice, "a recipe", draft_model.DraftRecipe)
-        return
     with pytest.raises(InvalidRequestError, match=message) as error:
         catalogue.build_as(choice, "a recipe", draft_model.DraftRecipe)
     assert "\n" not in str(error.value)

@@ -104,7 +104,7 @@ def test_bad_recipes_are_refused(choice: str, message: str) -> None:
 
 
 def test_the_default_shape_is_that_of_the_card() -> None:
-    recipe = catalogue.build("fastdraft")
+    recipe = catalogue.build_as("fastdraft", "a recipe", DraftRecipe)
     target = draft_model.Shape(49152, width=576, layers=30, heads=9, kv_heads=3, hidden=1536)
     shape = fresh_shape(target, recipe.layers, recipe.width)
     assert (shape.layers, shape.width, shape.hidden, shape.heads) == (4, 256, 688, 4)
