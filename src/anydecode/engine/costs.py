@@ -92,8 +92,8 @@ def load(model: Model, folder: Path | None = None) -> CostTable:
 
 
 def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | None:
-    """The cost tables of `model` with 1, 2, 4, ... and all of its threads, as `load` has them, for
-    1 and 16 rows at the shortest context.
+    """The cost tables of `model` with 1, 2, 4, ... and all of its threads, stored as those of
+    `load`, for the smallest and the largest of `ROWS` at the shortest context.
 
     They are measured by the wall clock, since threads without work also use processor time. None
     for models that were not loaded from a file.
@@ -109,7 +109,7 @@ def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | Non
 
     in_use = executor.threads_in_use
     try:
-        for count in sorted(count for count in counts if count <= executor.threads):
+        for count in sorted(counts):
             executor.threads_in_use = count
             tables[count] = _stored({**known, "threads_in_use": count}, measured, folder)
     finally:

@@ -29,7 +29,7 @@ from anydecode.kernels.build import (
 
 _HAS_OWNERS = hasattr(os, "geteuid")  # False on Windows, where the user's profile is private
 _WRITABLE_BY_OTHERS = 0o022 if _HAS_OWNERS else 0
-#: Of the names of folders in which libraries are built.
+#: Prefix of the names of the folders in which libraries are built.
 _PREFIX = "build-"
 
 
@@ -81,7 +81,7 @@ def _library_in(folder: Path, compiler: Sequence[str], sources: Path) -> Path:
         with _locked(folder / "lock") as is_alone:
             if not _is_intact(target):
                 for left in folder.glob(f"{_PREFIX}*") if is_alone else ():
-                    shutil.rmtree(left, ignore_errors=True)  # of processes that were killed
+                    shutil.rmtree(left, ignore_errors=True)  # by processes that were killed
                 _build(target, compiler, sources)
     return target
 

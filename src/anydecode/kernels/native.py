@@ -618,9 +618,14 @@ class NativeExecutor:
         return views[count]
 
     def beside(self, team: int) -> NativeExecutor | None:
-        """An executor over the same weights and adapters, whose passes run at the same time as
-        those of executors of another team, 0 or 1, or with a single thread; this one is of team 0.
-        None with one thread for both."""
+        """An executor over the same weights and adapters, or None if there is only one thread.
+
+        Its passes can run at the same time as those of executors of the other team, and as passes
+        with a single thread.
+
+        Args:
+            team: The team of threads that run its passes, 0 or 1; that of this executor is 0.
+        """
         if self.threads == 1:
             return None
         other = self._like(adapters=self._adapters)

@@ -86,8 +86,7 @@ def test_certificate_rejects_a_fixed_split(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_certificate_rejects_a_split_that_always_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = nexus.settled
-    monkeypatch.setattr(nexus, "settled", lambda share, current, change: chosen(share, 0, change))
+    monkeypatch.setattr(nexus, "with_hysteresis", lambda share, current, change: share)
     assert_rejected("nexus")
 
 

@@ -31,7 +31,7 @@ def chosen_share(
     decode_first: bool,
     slack: float,
 ) -> int:
-    """The prompts' share, one of the keys of both mappings: rows of a pass, or threads.
+    """The prompts' share of the rows of a pass or of the threads, one of the keys of both mappings.
 
     Args:
         inter_token: The time between tokens in seconds, by share.
@@ -47,7 +47,7 @@ def chosen_share(
     return max(share for share, seconds in inter_token.items() if seconds <= limit)
 
 
-def settled(share: int, current: int, change: float) -> int:
+def with_hysteresis(share: int, current: int, change: float) -> int:
     """The new share, or the current one if the new one differs by less than `change` times it."""
     return share if not current or abs(share - current) >= change * current else current
 
@@ -143,18 +143,18 @@ class Nexus(Schedule):
         threads: int,
         cost: ThreadCost | None,
     ) -> int:
-        if threads > 2 and cost is not None and decodes and prompts:
-            rows, length = sum(request.num_rows for request in decodes), mean_length(decodes)
-            num_prompt_rows = min(self.row_budget, sum(request.num_rows for request in prompts))
-            shares = range(1, threads)
-            share = self._within_slack(
-                [*decodes, *prompts],
-                {share: cost(rows, length, threads - share) for share in shares},
-                {share: cost(num_prompt_rows, mean_length(prompts), share) for share in shares},
-            )
-            self._prompt_threads = settled(share, self._prompt_threads, self.change)
-            return threads - self._prompt_threads
-        return 1
+        if threads == 2 or cost is None or not (decodes and prompts):
+            return 1
+        rows, length = sum(request.num_rows for request in decodes), mean_length(decodes)
+        num_prompt_rows = min(self.row_budget, sum(request.num_rows for request in prompts))
+        prompt_length, shares = mean_length(prompts), range(1, threads)
+        share = self._within_slack(
+            [*decodes, *prompts],
+            {share: cost(rows, length, threads - share) for share in shares},
+            {share: cost(num_prompt_rows, prompt_length, share) for share in shares},
+        )
+        self._prompt_threads = with_hysteresis(share, self._prompt_threads, self.change)
+        return threads - self._prompt_threads
 
     def _chosen(self, waiting: list[ScoreRequest], prompts: list[ScoreRequest], rows: int) -> int:
         cost_model, length = waiting[0].sequence.cost_model, mean_length(waiting)
@@ -164,7 +164,7 @@ class Nexus(Schedule):
             share: -(-num_prompt_rows // share) * seconds for share, seconds in inter_token.items()
         }
         share = self._within_slack(waiting, inter_token, prefill)
-        self._share = settled(share, self._share, self.change)
+        self._share = with_hysteresis(share, self._share, self.change)
         return self._share
 
     def _within_slack(
@@ -173,7 +173,7 @@ class Nexus(Schedule):
         inter_token: Mapping[int, float],
         prefill: Mapping[int, float],
     ) -> int:
-        """The prompts' share, by how much of the cache the `waiting` use."""
+        """The chosen share, by how much of the cache the requests `waiting` use."""
         kv_caches = [spans[-1].kv_cache for request in waiting for spans in request.groups]
         num_positions = sum(kv_cache.length for kv_cache in kv_caches)
         decode_first = num_positions > self.full * kv_caches[0].pool.num_slots

@@ -19,7 +19,8 @@ static int grow(Buffer *buffer, size_t size) {
   return 1;
 }
 
-/* How many of the first positions have the same slots in the tables of two rows. */
+/* How many of the first positions have the same slots in the tables of two rows; INT32_MAX if both
+ * have the same table. */
 static int32_t shared_positions(const Pass *pass, int row, int other) {
   int32_t table = pass->table[row], second = pass->table[other], count = 0;
   if (table == second) return INT32_MAX;
@@ -30,9 +31,9 @@ static int32_t shared_positions(const Pass *pass, int row, int other) {
   return count;
 }
 
-/* Whether a row that shares so many positions with a tile's first row is attended to in this tile:
- * where these are most of its positions, so that less is read, and few are left for the tile's
- * thread to attend to one row after the other. */
+/* Whether a row that shares so many positions with a tile's first row joins the tile: if they are at
+ * least half of its positions. The tile reads them once for all its rows, and its thread attends to
+ * the other positions of each row one row after the other. */
 static int joins_tile(const Pass *pass, int row, int32_t shared) {
   return shared >= KEY_BLOCK && shared >= pass->prefix[row] / 2;
 }
@@ -41,10 +42,13 @@ static void plan_tiles(Plan *plan) {
   const Pass *pass = plan->pass;
   int tiles = 0, start = 0;
   for (int r = 0; r < pass->num_rows; r++) {
-    int32_t shared = shared_positions(pass, r, start);
-    if (r - start == ATTENTION_ROWS || !joins_tile(pass, r, shared)) start = r;
+    if (r - start == ATTENTION_ROWS) start = r;
+    plan->shared[r] = shared_positions(pass, r, start);
+    if (!joins_tile(pass, r, plan->shared[r])) {
+      start = r;
+      plan->shared[r] = INT32_MAX;
+    }
     if (r == start) plan->tile_start[tiles++] = r;
-    plan->shared[r] = r == start ? INT32_MAX : shared;
     plan->tile_of[r] = tiles - 1;
   }
   plan->tile_start[tiles] = pass->num_rows;
