@@ -46,8 +46,8 @@ MIN_BLOCKS = 4
 MAX_PREFILLS = 2
 #: Images that an encode worker encodes or has waiting.
 MAX_ENCODES = 2
-#: An image that was on so many encode workers when they were lost, or their frames, is encoded by
-#: the worker that computes its prompt.
+#: After so many losses of the encode worker that had an image, or of its frames, the image is
+#: encoded by the worker that computes its prompt.
 MAX_ENCODE_FAILURES = 2
 #: Positions for new tokens that a worker must have free to get a task. It finds more by preemption.
 EXPECTED_TOKENS = 256
@@ -93,7 +93,7 @@ class Task:
         lease: The prefill worker that keeps its blocks, and the attempt under which it does.
         group: The group of the workers that have generated its tokens.
         started: When it was started on its worker.
-        submitted: When it came.
+        submitted: When it was submitted.
         received_at: When its last tokens came from its worker.
         number_sent: The number of the frame that started it on its worker.
         rows: Rows of the prompt that its worker has to compute, until its first token.
@@ -172,8 +172,8 @@ class Part(Task):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether an encode worker is to encode it: its prompt waits for it, and is computed
-        nowhere."""
+        """Whether an encode worker is to encode it: none has done so or does, and its prompt is on
+        no worker and not computed."""
         if self.owner is None or self.owner.worker is not None or self.owner.lease is not None:
             return False
         return self.worker is None and self.lease is None and not self.is_given_up
@@ -822,8 +822,8 @@ class Fleet:
         return iter(sorted(waiting, key=key))
 
     def _dispatch_parts(self, now: float) -> None:
-        """Give images to encode workers, those of the first prompts first, and of these the
-        largest; each goes to the worker that will have encoded it first."""
+        """Give images to encode workers: the images of the first prompt first, the largest of them
+        before the others. Each goes to the worker that will have encoded it soonest."""
         wanted = [one for one in self.tasks.values() if isinstance(one, Part) and one.is_wanted]
         for part in sorted(wanted, key=lambda one: (one.priority, one.number)):
             free = [
@@ -842,8 +842,8 @@ class Fleet:
         return [one for one in self._able(part) if self._may_get_tasks(one, now)]
 
     def _is_encoded(self, task: Task, now: float) -> bool:
-        """Whether all images of a prompt are encoded, or can be by no encode worker; or the prompt
-        is computed."""
+        """Whether a prompt does not have to wait for its images: each of them is encoded or can be
+        encoded by no encode worker, or the prompt is computed."""
         return task.lease is not None or all(
             part.lease is not None or part.is_given_up or not self._encoders(part, now)
             for part in task.parts

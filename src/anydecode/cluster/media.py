@@ -24,7 +24,7 @@ def read_media(plain: Mapping[str, Any]) -> Media:
     """The image that `Media.to_plain` has written.
 
     Raises:
-        InvalidRequestError: It has another size than it says.
+        InvalidRequestError: The number of bytes is not that of the shape.
     """
     data = base64.b64decode(plain["data"])
     height, width, channels = plain["shape"]

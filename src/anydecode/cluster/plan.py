@@ -114,7 +114,8 @@ def plan(
         search: The search.
         shorten: A divisor of all lengths.
         can_replicate: Whether fewer workers may be placed, as a unit of which there are several.
-        images: The number of embeddings of each image, which every prompt has before its tokens.
+        images: The number of embeddings of each image. Every prompt has these images before its
+            tokens.
 
     Raises:
         InvalidRequestError: A request does not fit into a worker's cache.

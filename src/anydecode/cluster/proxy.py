@@ -464,7 +464,8 @@ class FleetLLM(LLM):
         fleet_host: The address to listen on for workers.
         fleet_port: The port; 0 picks a free one (`fleet_port` then has it).
         ratio: Changes the roles of workers: a catalogue key ("pd-serve:period=10") or an object.
-        encoder: Computes the embeddings of images, at the workers; None: a `PatchEncoder`.
+        encoder: The workers' encoder of images, whose fingerprint and sizes are used here; None: a
+            `PatchEncoder`.
         **options: Those of `LLM`, the same as the workers'.
 
     Raises:

@@ -16,8 +16,8 @@ _CHANNELS = 3
 class PatchEncoder:
     """A small transformer over the patches of an image, whose weights are random.
 
-    All sums are in an order of their own, so that the rows of an image have the same bits whatever
-    the number of threads.
+    Sums are computed in a fixed order, so that the rows of an image have the same bits with every
+    number of threads.
 
     Args:
         hidden_size: The hidden size of the language model, that of the rows.
@@ -63,7 +63,7 @@ class PatchEncoder:
         """The number of rows of an image.
 
         Raises:
-            InvalidRequestError: It is none, or too large.
+            InvalidRequestError: `pixels` is not an image, or too large.
         """
         sides = pixels.shape[:2]
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != _CHANNELS:
@@ -120,7 +120,7 @@ def _normed(rows: np.ndarray) -> np.ndarray:
 
 def _positions(height: int, width: int, size: int) -> np.ndarray:
     """Sines and cosines of the row and of the column of each patch, `[patches, size]`."""
-    places = np.stack(np.divmod(np.arange(height * width), width), 1)
+    coordinates = np.stack(np.divmod(np.arange(height * width), width), 1)
     rates = 0.5 ** np.arange((size + 3) // 4)
-    angles = (places[:, :, None] * rates).reshape(len(places), -1)
+    angles = (coordinates[:, :, None] * rates).reshape(height * width, -1)
     return np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :size]

@@ -89,8 +89,8 @@ Serve = Callable[[Placement, float], Sequence[Latency]]
 
 
 def placements(workers: int, has_images: bool = False) -> list[Placement]:
-    """All placements of so many workers: all mixed, or with roles of which each has a worker; with
-    images, also some that encode beside those."""
+    """All placements of so many workers: all mixed, or each prefill or decode. With images, also
+    those in which some of the workers encode."""
     found = []
     for encode in range(workers if has_images else 1):
         rest = workers - encode
