@@ -524,8 +524,10 @@ def is_too_much(branches: Collection[Sequence]) -> bool:
     caches = [branch.kv_cache() for branch in branches]
     if not caches:
         return False
-    num_held = len(np.unique(np.concatenate([one.table for one in caches])))
-    return num_held > MAX_HELD * caches[0].pool.num_slots
+    is_held = np.zeros(caches[0].pool.num_slots, bool)
+    for one in caches:
+        is_held[one.table] = True
+    return bool(is_held.mean() > MAX_HELD)
 
 
 def _num_common(tokens: list[int], others: list[int]) -> int:
