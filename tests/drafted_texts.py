@@ -58,6 +58,17 @@ def num_accepted(generations: Sequence[Generation]) -> int:
     return sum(len(event["accepted"]) for one in generations for event in one.trace or ())
 
 
+def assert_names_of_plain_decoding(llm: LLM, decoder: str, max_tokens: int = 8) -> None:
+    """Asserts that a sampled text of a model of this package's tasks is that of plain decoding."""
+    plain, drafted = (
+        llm.generate(
+            "copy Ada Ben Carl:", decoder=key, max_tokens=max_tokens, temperature=0.8, seed=1
+        )
+        for key in ("autoregressive", decoder)
+    )
+    assert drafted.tokens == plain.tokens
+
+
 def assert_text_of_plain_decoding(
     drafter: Callable[..., Any],
     decoders: tuple[str, str],

@@ -25,6 +25,7 @@ from anydecode.training.masks import (
     group_states,
 )
 from anydecode.training.transformer import Shape, Transformer
+from drafted_texts import assert_names_of_plain_decoding
 from interrupted_runs import assert_resumes
 from train_commands import train_command
 
@@ -105,11 +106,7 @@ def test_the_command_writes_a_model_and_a_curve(
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     with LLM(log["path"]) as llm:
         assert llm.tokenizer.mask_id == log["group"][0]
-        plain, drafted = (
-            llm.generate("copy Ada Ben Carl:", decoder=key, max_tokens=8, temperature=0.8, seed=1)
-            for key in ("autoregressive", "space:masks=1")
-        )
-    assert drafted.tokens == plain.tokens
+        assert_names_of_plain_decoding(llm, "space:masks=1")
 
 
 def test_the_model_has_the_chat_template_of_its_base(model: Path, tmp_path: Path) -> None:
@@ -149,11 +146,7 @@ def test_prompt_tokens_leave_the_model_as_it_is_and_draft(
     first, *_, last = (entry["text"] for entry in log["history"] if "text" in entry)
     assert first == last and log["steps"] == 12
     with LLM("tiny-autoregressive") as llm:
-        plain, drafted = (
-            llm.generate("copy Ada Ben Carl:", decoder=key, max_tokens=12, temperature=0.8, seed=1)
-            for key in ("autoregressive", f"ppd:prompts={log['path']}")
-        )
-    assert drafted.tokens == plain.tokens
+        assert_names_of_plain_decoding(llm, f"ppd:prompts={log['path']}", max_tokens=12)
 
 
 @pytest.mark.slow
