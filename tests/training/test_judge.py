@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from anydecode.rewards import answers
 from anydecode.tasks.word_problems import word_problem
 from anydecode.training.block_adapter import open_llama
 from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
+from anydecode.training.generated import run_requests
 from anydecode.training.judge import (
     PENALTIES,
     JudgeRecipe,
@@ -107,9 +109,7 @@ def test_questions_searched_together_have_the_labels_of_each_alone() -> None:
                 llm.request(prompt, decoder=one, max_tokens=8, temperature=0.0, ignore_eos=True)
                 for prompt, one in zip(prompts, decoders, strict=True)
             ]
-            for request in requests:
-                llm.start(request, background=False)
-            llm.driver.advance(lambda: all(request.done for request in requests))
+            run_requests(llm, requests)
             return [one.is_right for one in decoders]
 
         prompts = ["abcabd", "the cab", "h"]
@@ -251,8 +251,6 @@ def test_the_packages_problems_have_their_number_as_the_last() -> None:
         assert answers.last_number(answer) == answer
         if text.startswith("Repeat"):
             assert answers.last_number(text) == answer
-    from random import Random
-
     assert word_problem(Random(3)) == word_problem(Random(3))
 
 
