@@ -124,10 +124,7 @@ def logits_of(
     for layer, block in enumerate(model.blocks):
         x = block.attend(x, rope, True, None)
         x = x + added(layer, x)
-    logits: torch.Tensor = model.transformer["ff_out"](
-        model.transformer["ln_f"](x[is_answer[:, 1:]])
-    )
-    return logits
+    return model.head(model.transformer["ln_f"](x[is_answer[:, 1:]]))
 
 
 class SmallMlpRun(AnswerRun):
