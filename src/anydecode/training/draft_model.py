@@ -132,12 +132,7 @@ class DraftModelRun(AnswerRun):
         return draft
 
     def _new_pairs(self, checkpoint: Checkpoint) -> list[Pair]:
-        if self._given is not None:
-            return self._given
-        recipe = self.recipe
-        return answers_to_learn_from(
-            checkpoint, recipe.answers, recipe.tokens, recipe.seed, temperature=1.0
-        )
+        return self._given if self._given is not None else target_answers(checkpoint, self.recipe)
 
     @property
     def draft_folder(self) -> Path:
@@ -223,6 +218,14 @@ class DraftModelRun(AnswerRun):
 
     def log(self) -> dict[str, Any]:
         return {**super().log(), "tokens": self.num_tokens, "results": self.results}
+
+
+def target_answers(checkpoint: Checkpoint, options: DraftOptions) -> list[Pair]:
+    """Prompts with answers that the target samples at temperature 1: see `answers_to_learn_from`
+    for the errors."""
+    return answers_to_learn_from(
+        checkpoint, options.answers, options.tokens, options.seed, temperature=1.0
+    )
 
 
 def fresh_shape(target: Shape, layers: int, width: int) -> Shape:

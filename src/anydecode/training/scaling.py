@@ -23,8 +23,13 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.files import read_json
 from anydecode.training.block_adapter import Pair, open_llama
 from anydecode.training.checkpoint import save_json
-from anydecode.training.draft_model import NUM_EVALUATED, DraftModelRun, DraftOptions
-from anydecode.training.nested import answers_to_learn_from, first_layers
+from anydecode.training.draft_model import (
+    NUM_EVALUATED,
+    DraftModelRun,
+    DraftOptions,
+    target_answers,
+)
+from anydecode.training.nested import first_layers
 from anydecode.training.recipes.draft_recipe import DraftRecipe
 from anydecode.training.recipes.scylla import ScalingRecipe
 from anydecode.training.scaling_law import LogLinearLaw, fit_law
@@ -101,16 +106,14 @@ class ScalingStudy:
 
     def _pairs(self) -> list[Pair]:
         """The target's answers, which all draft models learn."""
-        file, options = self.folder / "answers.json", self.options
+        file = self.folder / "answers.json"
         if file.is_file():
             try:
                 stored = read_json(file)["answers"]
                 return [([*map(int, start)], [*map(int, end)]) for start, end in stored]
             except (KeyError, TypeError, ValueError):
                 raise InvalidRequestError(f"{file} has no pairs of lists of tokens") from None
-        pairs = answers_to_learn_from(
-            self.checkpoint, options.answers, options.tokens, options.seed, temperature=1.0
-        )
+        pairs = target_answers(self.checkpoint, self.options)
         self.folder.mkdir(parents=True, exist_ok=True)
         save_json(file, {"answers": pairs})
         return pairs
