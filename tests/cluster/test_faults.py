@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,8 +33,8 @@ from anydecode.memory import spill as spill_module
 from anydecode.memory.prefix import BLOCK
 from faulty_link import Fault, FaultyLink, changed, lost, truncated
 from waiting import wait_for
+from worker_threads import SECRET, start_worker
 
-SECRET = b"a secret of the tests"
 MODEL, OPTIONS = "tiny-autoregressive", {"threads": 1, "cache_positions": 8192}
 #: Answers that are slow enough to be hit in the middle.
 SLOW: dict[str, Any] = {
@@ -52,16 +51,7 @@ LONG_PROMPT = [65 + number % 26 for number in range(4 * BLOCK * MIN_BLOCKS + 1)]
 def worker_thread(port: int, **options: Any) -> Iterator[Worker]:
     """A worker on a thread, until its fleet has ended."""
     llm = LLM(MODEL, **{**OPTIONS, **options.pop("engine", {})})
-    worker = Worker(llm, SECRET, patience=0, **options)
-
-    def work() -> None:
-        try:
-            asyncio.run(worker.run("127.0.0.1", port))
-        except FleetError:
-            llm.close()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    worker, thread = start_worker(llm, port, **options)
     yield worker
     thread.join(30)
 

@@ -31,25 +31,11 @@ from anydecode.errors import (
 )
 from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.sampling.banned_words import BannedWordTable
+from worker_threads import SECRET, start_worker
 
-SECRET = b"a secret of the tests"
 MODEL, OPTIONS = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
 PROMPT = "the cat sat on the mat and the dog " * 4
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-
-
-def start_worker(llm: LLM, port: int, **options: Any) -> threading.Thread:
-    """A worker on a thread, until its fleet ends."""
-
-    def work() -> None:
-        try:
-            asyncio.run(Worker(llm, SECRET, patience=0, **options).run("127.0.0.1", port))
-        except FleetError:
-            llm.close()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +53,7 @@ def workers() -> list[LLM]:
 def fleet(workers: list[LLM]) -> Iterator[FleetLLM]:
     with FleetLLM(MODEL, SECRET, **OPTIONS) as llm:
         threads = [
-            start_worker(worker, llm.fleet_port, name=role, role=role)
+            start_worker(worker, llm.fleet_port, name=role, role=role)[1]
             for worker, role in zip(workers, ("prefill", "decode"), strict=True)
         ]
         yield llm
@@ -196,7 +182,7 @@ def test_an_error_of_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
         Worker, "join_frame", lambda *given: {**join_frame(*given), "positions": 4096}
     )
     with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet:
-        thread = start_worker(LLM(MODEL, threads=1, cache_positions=128), fleet.fleet_port)
+        _, thread = start_worker(LLM(MODEL, threads=1, cache_positions=128), fleet.fleet_port)
         with pytest.raises(ContextLengthError, match="maximum context length is 128"):
             fleet.generate([65] * 300, max_tokens=4)
     thread.join(20)

@@ -3,10 +3,8 @@ is that of one engine with the same embeddings, whatever is lost."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,14 +21,14 @@ from anydecode.cluster.launcher import Launcher, LocalWorkers, places
 from anydecode.cluster.media import MediaCache, pieces_of, read_media
 from anydecode.cluster.proxy import FleetLLM
 from anydecode.cluster.worker import Worker
-from anydecode.errors import FleetError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.scoring.media import Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from simulated_fleet import World, text
 from waiting import wait_for
+from worker_threads import SECRET, start_worker
 
-SECRET = b"a secret of the tests"
 MODEL, OPTIONS = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
 PROMPT = [65 + number % 26 for number in range(165)]
 
@@ -54,21 +52,13 @@ def running(*roles: str) -> Iterator[tuple[FleetLLM, list[Worker]]]:
         workers = []
         for number, role in enumerate(roles):
             llm = LLM(MODEL, **OPTIONS)
-            worker = Worker(llm, SECRET, name=f"{role}-{number}", role=role, patience=0)
-            thread = threading.Thread(target=work, args=(worker, fleet.fleet_port), daemon=True)
-            thread.start()
+            name = f"{role}-{number}"
+            worker, thread = start_worker(llm, fleet.fleet_port, name=name, role=role)
             stack.callback(thread.join, 20)
             workers.append(worker)
         wait_for(lambda: len(fleet.status()["workers"]) == len(roles))
         stack.callback(fleet.close)  # before the threads are joined
         yield fleet, workers
-
-
-def work(worker: Worker, port: int) -> None:
-    try:
-        asyncio.run(worker.run("127.0.0.1", port))
-    except FleetError:
-        worker.llm.close()
 
 
 def results(answer: Generation) -> list[Any]:
