@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from anydecode.cluster.control import xllm
 from anydecode.cluster.control.roles import TaskNeeds, WorkerLoad
 from anydecode.cluster.control.xllm import SloControl
-from anydecode.cluster.fleet import MIN_BLOCKS, Fleet, Member, TaskState
+from anydecode.cluster.fleet import MIN_BLOCKS, Fleet, Member, Task, TaskState
 from anydecode.cluster.routing import CachedBlocks
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, replace_class_default
@@ -23,82 +23,41 @@ def test_the_certificate() -> None:
     assert_certified("xllm")
 
 
-@pytest.mark.slow
-def test_scores_in_whole_numbers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def score(worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> float:
-        matched = max(1, *(one.num_matched for one in workers))
-        waiting = max(1, *(len(one.prompts) for one in workers))
-        return worker.num_matched // matched - int(worker.usage) - len(worker.prompts) // waiting
-
-    monkeypatch.setattr(xllm, "cache_score", score)
-    assert_rejected("xllm")
-
-
-@pytest.mark.slow
-def test_prompts_with_linear_times_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        SloControl,
-        "record_prompt",
-        lambda self, rows, seconds: self.prompts.record((1.0, rows, 0.0), seconds),
-    )
-    assert_rejected("xllm")
-
-
-@pytest.mark.slow
-def test_the_fastest_decode_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fastest(self: Any, task: TaskNeeds, free: Sequence[WorkerLoad]) -> WorkerLoad:
-        return min(free, key=self._token_seconds)
-
-    monkeypatch.setattr(SloControl, "_decode_worker", fastest)
-    assert_rejected("xllm")
-
-
-@pytest.mark.slow
-def test_prompts_that_never_go_to_decode_workers_are_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(SloControl, "_is_light", lambda *_: False)
-    assert_rejected("xllm")
-
-
-@pytest.mark.slow
-def test_offline_tasks_like_others_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SloControl, "_takes_offline", lambda *_: True)
-    assert_rejected("xllm")
-
-
-@pytest.mark.slow
-def test_a_change_of_roles_before_prompts_are_computed_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def at_once(self: Fleet) -> None:
-        for member in self.members.values():
-            if member.next_role is not None:
-                member.role, member.next_role = member.next_role, None
-                self.counts["role_changes"] += 1
-
-    monkeypatch.setattr(Fleet, "_finish_flips", at_once)
-    assert_rejected("xllm")
-
-
-@pytest.mark.slow
-def test_changes_of_roles_without_a_pause_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SloControl, "_may_change", lambda *_: True)
-    assert_rejected("xllm")
-
-
-@pytest.mark.slow
-def test_an_index_that_counts_behind_a_hole_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    matched = CachedBlocks.num_matched
-
-    def deepest(self: CachedBlocks, digests: Sequence[bytes]) -> int:
-        return max((n + 1 for n, one in enumerate(digests) if matched(self, [one])), default=0)
-
-    monkeypatch.setattr(CachedBlocks, "num_matched", deepest)
-    assert_rejected("xllm")
-
-
 _LOAD, _PLACE, _OFFERED = Fleet._load, SloControl.place, Fleet._on_offered
+_MATCHED = CachedBlocks.num_matched
+
+
+def _whole_score(worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> float:
+    matched = max(1, *(one.num_matched for one in workers))
+    waiting = max(1, *(len(one.prompts) for one in workers))
+    return worker.num_matched // matched - int(worker.usage) - len(worker.prompts) // waiting
+
+
+def _linear(self: SloControl, rows: int, seconds: float) -> None:
+    self.prompts.record((1.0, rows, 0.0), seconds)
+
+
+def _fastest(self: SloControl, task: TaskNeeds, free: Sequence[WorkerLoad]) -> WorkerLoad:
+    return min(free, key=self._token_seconds)
+
+
+def _online(self: SloControl, now: float, task: TaskNeeds, workers: Sequence[WorkerLoad]) -> Any:
+    return _PLACE(self, now, replace(task, is_offline=False), workers)
+
+
+def _deepest(self: CachedBlocks, digests: Sequence[bytes]) -> int:
+    return max((n + 1 for n, one in enumerate(digests) if _MATCHED(self, [one])), default=0)
+
+
+def _change_at_once(self: Fleet) -> None:
+    for member in self.members.values():
+        if member.next_role is not None:
+            member.role, member.next_role = member.next_role, None
+            self.counts["role_changes"] += 1
+
+
+def _by_arrival(self: Fleet, now: float) -> Iterator[Task]:
+    return iter([one for one in self.tasks.values() if one.worker is None])
 
 
 def _all_time_at_the_worker(self: Fleet, member: Member, *given: Any) -> None:
@@ -110,29 +69,35 @@ def _all_time_at_the_worker(self: Fleet, member: Member, *given: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "twin"),
     [
-        (
-            Fleet,
-            "_waiting",
-            lambda self, now: iter([one for one in self.tasks.values() if one.worker is None]),
-        ),
+        (xllm, "cache_score", _whole_score),
+        (SloControl, "record_prompt", _linear),
+        (SloControl, "_decode_worker", _fastest),
+        (SloControl, "_is_light", lambda *_: False),
+        (SloControl, "_takes_offline", lambda *_: True),
+        (SloControl, "_may_change", lambda *_: True),
+        (SloControl, "place", _online),
+        (CachedBlocks, "num_matched", _deepest),
+        (Fleet, "_finish_flips", _change_at_once),
+        (Fleet, "_waiting", _by_arrival),
         (Fleet, "_load", lambda *given: replace(_LOAD(*given), num_positions=0)),
         (Fleet, "_on_offered", _all_time_at_the_worker),
-        (
-            SloControl,
-            "place",
-            lambda self, now, task, workers: _PLACE(
-                self, now, replace(task, is_offline=False), workers
-            ),
-        ),
     ],
     ids=[
+        "scores in whole numbers",
+        "prompts with linear times",
+        "the fastest decode worker",
+        "prompts that never go to decode workers",
+        "offline tasks like others",
+        "changes of roles without a pause",
+        "no offline tasks",
+        "an index that counts behind a hole",
+        "a change of roles before prompts are computed",
         "offline tasks of any length",
         "answers without tokens",
         "prompts that have waited at the worker",
-        "no offline tasks",
     ],
 )
-def test_a_mistake_in_what_a_fleet_tells_its_control_is_rejected(
+def test_a_mistake_is_rejected(
     owner: Any, name: str, twin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, twin)
