@@ -444,8 +444,8 @@ def plan(
         typer.Option(
             "--images",
             metavar="NxE",
-            help="Images of every prompt, and embeddings of each, such as 4x64: they come before"
-            " its tokens. Placements with encode workers then compete, too.",
+            help="Number of images of every prompt, and of embeddings per image, such as 4x64; they"
+            " come before the prompt's tokens. Placements with encode workers are compared, too.",
         ),
     ] = None,
     link_rate: Annotated[
