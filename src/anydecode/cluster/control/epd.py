@@ -72,7 +72,7 @@ class RoleSwitch(RoleControl):
         self.period = period
         self.sample = sample
         self.balance = balance
-        self._next = float("-inf")
+        self._next: float | None = None
         self._next_sample = float("-inf")
         self._samples: list[Mapping[str, int]] = []
 
@@ -84,7 +84,7 @@ class RoleSwitch(RoleControl):
         if now >= self._next_sample:
             self._samples.append(group.waiting)
             self._next_sample = now + self.sample
-        if self._next == float("-inf"):
+        if self._next is None:
             self._next = now + self.period
         if now < self._next:
             return []

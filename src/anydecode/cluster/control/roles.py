@@ -147,7 +147,7 @@ class RoleControl:
     def step(
         self, now: float, groups: Sequence[Group], prefill_places: int, decode_places: int
     ) -> list[Change]:
-        """The workers that change now.
+        """The workers that change now; by default none.
 
         Args:
             now: The time in seconds.
@@ -155,7 +155,7 @@ class RoleControl:
             prefill_places: Maximum number of prompts at a prefill worker.
             decode_places: Maximum number of answers at a decode worker.
         """
-        raise NotImplementedError
+        return []
 
     def idle_flip(self, now: float, workers: Sequence[WorkerLoad]) -> str | None:
         """The name of a decode worker without tasks that becomes a prefill worker now, or None."""

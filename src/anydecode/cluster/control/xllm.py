@@ -15,8 +15,6 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.cluster.control.roles import (
-    Change,
-    Group,
     RoleControl,
     TaskNeeds,
     TaskPlacement,
@@ -186,12 +184,6 @@ class SloControl(RoleControl):
         if not ready:
             return TaskPlacement(None, flip=flip)
         return TaskPlacement(self._prefill_worker(ready).name, is_prefill=True, flip=flip)
-
-    def step(
-        self, now: float, groups: Sequence[Group], prefill_places: int, decode_places: int
-    ) -> list[Change]:
-        """None: roles change in `place` and `idle_flip`. Arguments as for `RoleControl.step`."""
-        return []
 
     def idle_flip(self, now: float, workers: Sequence[WorkerLoad]) -> str | None:
         decode = [one for one in workers if one.role == "decode"]
