@@ -194,7 +194,8 @@ def tool_client() -> Iterator[Client]:
 
 def ignored(text: str) -> list[str]:
     """The fields that an answer, or the lines or events of a stream, lists as ignored."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if "anydecode" in line]
+    # Not splitlines: texts that are not escaped may hold other line separators.
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if "anydecode" in line]
     [found] = [json.loads(line) for line in lines]
     names: list[str] = found["anydecode"].get("ignored", [])
     return names

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,8 @@ from anydecode.report import JsonFile, PlotFile, split_methods, table_console, w
 GREEDY = "greedy"
 #: The largest number of texts of a baseline.
 MAX_TEXTS = 64
+#: How often the number of texts of a baseline is corrected.
+MAX_CORRECTIONS = 3
 _METHODS = "autoregressive,majority-vote:n=4,best-of-n:n=4,beam,phi"
 
 
@@ -127,6 +129,28 @@ def num_texts(rows: float, plain_rows: float, prompt_rows: float) -> int:
     return min(MAX_TEXTS, max(1, round((rows - prompt_rows) / text)))
 
 
+def with_rows(
+    rows: float, texts: int, prompt_rows: float, baseline: str, run: Callable[[str], Result]
+) -> tuple[int, Result]:
+    """A baseline of as many texts as take so many rows: their number and the result. Texts that
+    begin alike share rows, so the number is corrected by what was computed.
+
+    Args:
+        rows: Rows of the method.
+        texts: The number of texts to begin with.
+        prompt_rows: Rows of the prompt.
+        baseline: Its decoder, with `{n}` for the number of texts.
+        run: Measures a decoder.
+    """
+    found = run(baseline.format(n=texts))
+    for _ in range(MAX_CORRECTIONS):
+        better = num_texts(rows, prompt_rows + (found.rows - prompt_rows) / texts, prompt_rows)
+        if better == texts:
+            break
+        texts, found = better, run(baseline.format(n=better))
+    return texts, found
+
+
 def bench_reasoning(
     task: Annotated[
         str, typer.Option("--task", help="gsm8k, human-eval or parallelbench.")
@@ -170,24 +194,25 @@ def bench_reasoning(
     with LLM(model, draft=draft, threads=threads or None, prefix_cache=False) as llm:
         questions = load_questions(task, data, count, seed, llm)
         prompt_rows = sum(len(one.prompt) for one in questions) / len(questions)
-        results: dict[str, Result] = {}
+        measured: dict[str, Result] = {}
         with progress("methods") as bar:
 
-            def run(name: str) -> None:
-                bar.begin(name)
-                results[name] = measure(llm, name, questions, max_tokens, temperature, seed)
-                bar.update(len(results))
+            def run(name: str) -> Result:
+                if name not in measured:
+                    bar.begin(name)
+                    measured[name] = measure(llm, name, questions, max_tokens, temperature, seed)
+                    bar.update(len(measured))
+                return measured[name]
 
-            for name in names:
-                run(name)
+            results = {name: run(name) for name in names}
             plain = results.get("autoregressive", results[GREEDY]).rows
             compared = [name for name in names if name.partition(":")[0] not in kinds]
             for name in compared if equal else ():
-                texts = num_texts(results[name].rows, plain, prompt_rows)
+                rows = results[name].rows
+                texts = num_texts(rows, plain, prompt_rows)
                 for baseline in BASELINES[task] if texts > 1 else ():
-                    key = baseline.format(n=texts)
-                    if key not in results:
-                        run(key)
+                    texts, found = with_rows(rows, texts, prompt_rows, baseline, run)
+                    results.setdefault(found.method, found)
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores()},
         "model": model,
