@@ -242,9 +242,9 @@ class ModelRunner:
         return output
 
     def choose_threads(self, plan: Plan) -> None:
-        """Choose the number of threads of a pass, where prompts have passes of their own. Beside a
-        pass of prompts the others have those that the schedule chooses, and the prompts those that
-        are left."""
+        """Choose the number of threads of a pass, where prompts have passes of their own. A pass
+        that runs alone has all threads. Otherwise the schedule chooses how many the other requests
+        have beside a pass of prompts, which has the rest."""
         main = self.main
         if main.prompts is None:
             return

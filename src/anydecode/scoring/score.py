@@ -37,7 +37,8 @@ class ScoreRequest:
         row_tokens: The token id of each output row.
         optional: The probabilities, falling, that the last rows are useful: drafts that may be left
             out of the pass if they save no time in it. The result then has fewer rows.
-        samples: Whether tokens may be sampled within the pass; if not, they are when they are read.
+        samples: Whether tokens may be sampled within the pass; if not, they are sampled when
+            `Scores.sampled` is read.
     """
 
     sequence: SequenceData

@@ -269,8 +269,8 @@ class SequenceData:
         return sibling
 
     def share_caches(self, other: SequenceData) -> None:
-        """Replace the caches by those of `other`, a branch with the same tokens, which is further:
-        the slots are shared."""
+        """Replace the caches by those of `other`, a branch with the same tokens whose caches hold
+        more of them. The slots are shared."""
         for kv_caches in self._kv_caches.values():
             for kv_cache in kv_caches:
                 kv_cache.release()

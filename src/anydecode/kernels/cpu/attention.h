@@ -341,13 +341,13 @@ INLINE const int32_t *table_of(const Pass *pass, const Op *op, int r) {
   return pass->tables[table] + pass->table_stride[table] * op->layer;
 }
 
-/* Fold one block into the rows of a tile: first the rows whose positions in the block all come from
- * the table of the tile's first row, together; then each of the others with its own. */
+/* Fold one block into the rows of a tile: first, together, the rows all of whose positions in the
+ * block have the slots of the first row's table; then each other row with its own table and tail. */
 static void attend_block(const Plan *plan, const Heads *h, int row, int rows, int start,
                          Scratch *scratch) {
   const Pass *pass = plan->pass;
   uint32_t masks[ATTENTION_ROWS];
-  int shared = 0, is_own = 0;
+  int shared = 0, own = 0; /* one past the last shared position; bits of the other rows */
   scratch->start = (float)start;
   for (int i = 0; i < rows; i++) {
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
@@ -355,17 +355,17 @@ static void attend_block(const Plan *plan, const Heads *h, int row, int rows, in
     if (end > start + KEY_BLOCK) end = start + KEY_BLOCK;
     if (!masks[i]) continue;
     if (end <= prefix && end <= plan->shared[row + i]) shared = end > shared ? end : shared;
-    else is_own |= 1 << i;
+    else own |= 1 << i;
   }
   if (shared) {
     prefetch_ahead(h, scratch, start);
     uint32_t present = gather(h, h->table + start, shared - start, scratch, 0);
     uint32_t present_masks[ATTENTION_ROWS];
-    for (int i = 0; i < rows; i++) present_masks[i] = (is_own >> i) & 1 ? 0 : masks[i] & present;
+    for (int i = 0; i < rows; i++) present_masks[i] = (own >> i) & 1 ? 0 : masks[i] & present;
     fold_block(h, scratch, 0, rows, present_masks);
   }
   for (int i = 0; i < rows; i++) {
-    if (!((is_own >> i) & 1)) continue;
+    if (!((own >> i) & 1)) continue;
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
     if (end > start + KEY_BLOCK) end = start + KEY_BLOCK;
     int32_t middle = prefix < start ? start : prefix < end ? prefix : end;
