@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import hypothesis
 import pytest
+
+from anydecode.sampling import noise
 
 try:
     import torch
@@ -19,9 +22,10 @@ else:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A loaded machine makes no test wrong.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# A loaded machine makes no test wrong, and every run tests the same cases: `make fuzz` looks for
+# new ones.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -54,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def sources_on_path() -> None:
     """Child processes import the sources under test rather than an installed package."""
     os.environ["PYTHONPATH"] = str(ROOT / "src")
+
+
+@pytest.fixture(autouse=True)
+def repeatable_seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without a seed have the same ones in every run of a test."""
+    monkeypatch.setattr(noise.secrets, "randbits", Random(request.node.nodeid).getrandbits)
 
 
 @pytest.fixture(scope="session")
