@@ -14,7 +14,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.gguf_tokenizer import PATTERNS, make_pre_tokenizer
 
 #: Values of `tokenizer_class` with Qwen2's rules.
-CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
+CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer", "DimpleTokenizer")
 
 
 def qwen2_tokenizer(
