@@ -16,6 +16,18 @@ def test_speeds() -> None:
     assert stats.to_dict()["tokens_per_second"] == 5.0
 
 
+def test_tokens_that_came_with_the_first_one_are_counted() -> None:
+    with scripted_llm() as llm:
+        options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+        plain = llm.generate("abc", decoder="autoregressive", **options)
+        drafted = llm.generate("abc", decoder="suffix", prediction=plain.text, **options)
+        whole = llm.generate("abc", decoder="autoregressive", **{**options, "max_tokens": 1})
+    assert (plain.stats.num_first_tokens, plain.stats.num_later_tokens) == (1, 11)
+    assert drafted.stats.num_first_tokens > 1
+    assert drafted.stats.num_first_tokens + drafted.stats.num_later_tokens == 12
+    assert whole.stats.num_later_tokens == 0
+
+
 def test_the_times_of_a_generation_that_another_thread_reads_at_once() -> None:
     """A job is done before its request is told so."""
     found = []

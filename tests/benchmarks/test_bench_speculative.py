@@ -34,7 +34,7 @@ def answer(
     method: str, prompt: int, seconds: float, category: str = "a", **facts: object
 ) -> TimedAnswer:
     values = {"passes": 11, "draft_seconds": 0.1, "modelled": 1.5, "loops": False,
-              "same_text": True, "digest": "", **facts}  # fmt: skip
+              "same_text": True, "digest": "", "num_first_tokens": 1, **facts}  # fmt: skip
     return TimedAnswer(category, prompt, method, 0.0, False, 21, seconds=seconds, **values)
 
 
@@ -78,6 +78,13 @@ def test_answers_whose_tokens_came_at_once_have_no_speed() -> None:
     rows = {row["method"]: row for row in summary(runs) if row["category"] == "overall"}
     assert rows["m"]["prompts"] == 1 and rows["m"]["speedup"] == 1.0
     assert rows[MULTI_STEP]["prompts"] == 2
+
+
+def test_speed_is_that_of_tokens_after_the_first_emission() -> None:
+    at_once = answer("m", 0, 1.0, num_first_tokens=11)
+    assert (at_once.num_later_tokens, at_once.rate) == (10, 10.0)
+    assert answer("m", 0, 1.0).rate == 20.0
+    assert answer("m", 0, 1.0, num_first_tokens=21).rate == 0.0
 
 
 def test_looping_answers_are_excluded_on_request() -> None:

@@ -23,6 +23,7 @@ class Stats:
         num_cached_tokens: Prompt tokens taken from the prefix cache instead.
         num_accepted_predictions: Tokens drafted from `prediction` that were accepted.
         num_rejected_predictions: Tokens drafted from `prediction` that were rejected.
+        num_first_tokens: Number of tokens that came together with the first one.
     """
 
     passes: int
@@ -34,11 +35,17 @@ class Stats:
     num_cached_tokens: int = 0
     num_accepted_predictions: int = 0
     num_rejected_predictions: int = 0
+    num_first_tokens: int = 1
 
     @property
     def tokens_per_pass(self) -> float:
         """Generated tokens per target pass, the passes of the prompt included."""
         return self.num_tokens / self.passes if self.passes else 0.0
+
+    @property
+    def num_later_tokens(self) -> int:
+        """Tokens that were generated between `time_to_first_token` and `seconds`."""
+        return self.num_tokens - self.num_first_tokens
 
     @property
     def tokens_per_second(self) -> float:

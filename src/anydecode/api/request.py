@@ -128,6 +128,7 @@ class Request:
         self._numbers = [sample.number for sample in samples]
         self._start_time = perf_counter()
         self._first_token_times: list[float | None] = [None] * len(samples)
+        self._num_first_tokens = [1] * len(samples)
         self._end_times: list[float | None] = [None] * len(samples)
         self._on_progress: Callable[[], Any] | None = None
         self._order = SampleOrder.of(decoder.requirements, params, len(samples))
@@ -448,9 +449,13 @@ class Request:
 
     def _progressed(self, number: int) -> None:
         if self._first_token_times[number] is None and self.jobs[number].sequence.tokens:
-            self._first_token_times[number] = perf_counter()
+            self._note_first_tokens(number, perf_counter())
         self._cancel_losers()
         self._notify()
+
+    def _note_first_tokens(self, number: int, time: float) -> None:
+        self._first_token_times[number] = time
+        self._num_first_tokens[number] = len(self.jobs[number].sequence.tokens)
 
     def _cancel_losers(self) -> None:
         """Cancel the samples that can no longer finish first. Runs on the engine's thread."""
@@ -461,7 +466,7 @@ class Request:
     def _finished(self, number: int) -> None:
         self._end_times[number] = end_time = perf_counter()
         if self._first_token_times[number] is None:
-            self._first_token_times[number] = end_time
+            self._note_first_tokens(number, end_time)
         try:
             self._cancel_losers()
             self._order.proceed(self.jobs, number, self.resources.engine)
@@ -498,6 +503,7 @@ class Request:
             num_cached_tokens=sequence.num_cached_tokens,
             num_accepted_predictions=prediction.num_accepted if prediction else 0,
             num_rejected_predictions=prediction.num_rejected if prediction else 0,
+            num_first_tokens=self._num_first_tokens[number],
         )
         return Generation(
             text=self._output_processor(number).text,

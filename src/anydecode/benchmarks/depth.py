@@ -177,10 +177,8 @@ def measure(
                 by_draft = None
                 if drafter is not None:
                     by_draft = stack.enter_context(counted(drafter, num_prompt))
-                generation = llm.generate(prompt, decoder=method, trace=True, **options)
+                generation = llm.generate(prompt, decoder=method, **options)
             found = generation.tokens
-            records = (len(one["tokens"]) for one in generation.trace or ())
-            num_first = next((count for count in records if count), 1)
             is_same = [a == b for a, b in zip(found, text, strict=True)]
             free, first = free + sum(is_same), first + (*is_same, False).index(False)
             if is_exact:
@@ -193,7 +191,7 @@ def measure(
                 drafts += by_draft.total * by_draft.mean / work.mean
             for _ in range(repeats):
                 stats = llm.generate(prompt, decoder=method, **options).stats
-                num_timed, spent = tokens - num_first, stats.seconds - stats.time_to_first_token
+                num_timed, spent = stats.num_later_tokens, stats.seconds - stats.time_to_first_token
                 if num_timed < 1:
                     num_timed, spent = tokens, stats.seconds
                 times.append(1000 * spent / num_timed)

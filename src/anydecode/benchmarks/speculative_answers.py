@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from anydecode.api.generation import Generation
 from anydecode.api.llm import LLM
 from anydecode.benchmarks.baselines import Worker
+from anydecode.benchmarks.llama_server import LlamaServer
 from anydecode.decoders.decoder import Decoder
 from anydecode.results_log import ResultsLog
 from anydecode.scoring.cost import CostModel
@@ -39,6 +40,7 @@ class TimedAnswer:
         temperature: Sampling temperature.
         warm: Whether drafter state was kept from earlier prompts.
         num_tokens: Generated tokens.
+        num_first_tokens: Those that came together with the first one, before `seconds`.
         passes: Forward passes; 0 for baselines, which do not report them.
         seconds: Time from the first token to the last.
         draft_seconds: Part of `seconds` that was spent on drafting.
@@ -55,6 +57,7 @@ class TimedAnswer:
     temperature: float
     warm: bool
     num_tokens: int
+    num_first_tokens: int
     passes: int
     seconds: float
     draft_seconds: float
@@ -64,9 +67,14 @@ class TimedAnswer:
     digest: str
 
     @property
+    def num_later_tokens(self) -> int:
+        """Tokens that were generated in `seconds`."""
+        return self.num_tokens - self.num_first_tokens
+
+    @property
     def rate(self) -> float:
-        """Tokens per second after the first token."""
-        return (self.num_tokens - 1) / self.seconds if self.seconds > 0 else 0.0
+        """Tokens per second, of those after the first emission."""
+        return self.num_later_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 def loops(tokens: Sequence[int], max_period: int = 64, min_length: int = 32) -> bool:
@@ -101,7 +109,7 @@ def run(
     warm: bool = True,
     on_step: Callable[[str], None] = lambda step: None,
     rounds: int = 1,
-    baselines: Sequence[Worker] = (),
+    baselines: Sequence[Worker | LlamaServer] = (),
     results_log: ResultsLog | None = None,
 ) -> Iterator[TimedAnswer]:
     """Time every question with plain decoding, every method and every baseline.
@@ -115,7 +123,7 @@ def run(
         warm: Whether to also time each method with drafter state kept between questions.
         on_step: Called with a description after each answer.
         rounds: Cold answers per question, of which the fastest counts.
-        baselines: Workers of other engines.
+        baselines: Other engines.
         results_log: Where answers are recorded; recorded ones are not generated again.
 
     Yields:
@@ -219,6 +227,7 @@ def _run_methods(
             options["temperature"],
             is_warm,
             (stats := answers[method, is_warm].stats).num_tokens,
+            stats.num_first_tokens,
             stats.passes,
             decode_seconds(answers[method, is_warm]),
             sum(r.get("draft_seconds", 0.0) for r in answers[method, is_warm].trace or ()),
@@ -235,7 +244,7 @@ def _run_baseline(
     llm: LLM,
     question: Question,
     number: int,
-    worker: Worker,
+    worker: Worker | LlamaServer,
     options: dict[str, Any],
     plain: TimedAnswer,
 ) -> TimedAnswer | None:
@@ -255,7 +264,7 @@ def _run_baseline(
         return None
     seconds = response["total"] - response["first"]
     return TimedAnswer(
-        question.category, number, worker.engine, temperature, False, response["tokens"], 0,
+        question.category, number, worker.engine, temperature, False, response["tokens"], 1, 0,
         seconds, 0.0, 0.0, plain.loops, False, "",
     )  # fmt: skip
 

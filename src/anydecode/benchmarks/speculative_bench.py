@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from anydecode.api.llm import LLM
-from anydecode.benchmarks import baseline_worker
-from anydecode.benchmarks.baselines import find_file, start_workers
+from anydecode.benchmarks import baseline_worker, llama_server
+from anydecode.benchmarks.baselines import Worker, find_file, start_workers
+from anydecode.benchmarks.llama_server import LlamaServer
 from anydecode.benchmarks.speculative_answers import (
     TimedAnswer,
     memory,
@@ -99,6 +100,23 @@ def bench_speculative(
     python: Annotated[
         str, typer.Option("--python", help="Python interpreter with the baselines installed.")
     ] = sys.executable,
+    llama_program: Annotated[
+        str | None,
+        typer.Option(
+            "--llama-server",
+            metavar="<path>",
+            help="llama.cpp's program llama-server, which answers the same prompts, without drafts"
+            " and in each mode of --spec-types.",
+        ),
+    ] = None,
+    spec_types: Annotated[
+        str,
+        typer.Option(
+            "--spec-types",
+            help="Speculative modes of llama-server, separated by commas; those with a draft model"
+            " as TYPE=FILE.gguf.",
+        ),
+    ] = llama_server.NGRAM_TYPES,
     keep: Annotated[
         Path | None,
         typer.Option("--keep", help="Record answers here; a later run resumes from it."),
@@ -123,12 +141,14 @@ def bench_speculative(
     temperature_values = _temperatures(temperatures)
     question_list = questions(data, limit)
     names = _baseline_names(baselines)
+    server_names = () if llama_program is None else llama_server.names(spec_types)
     for size in sizes:
         if size > len(question_list):
             note(f"--company {size}: no group, as there are {len(question_list)} prompts only")
     settings = {
-        "model": model, "draft": draft, "methods": with_multi_step(chosen), "baselines": names,
-        "tokens": tokens, "warm": warm, "rounds": rounds, "questions": len(question_list),
+        "model": model, "draft": draft, "methods": with_multi_step(chosen),
+        "baselines": names + server_names, "tokens": tokens, "warm": warm, "rounds": rounds,
+        "questions": len(question_list),
     }  # fmt: skip
     results_log = None if keep is None else ResultsLog(keep, settings)
     runs: list[TimedAnswer] = []
@@ -138,12 +158,22 @@ def bench_speculative(
     with LLM(model, draft=draft, threads=threads or None) as llm, ExitStack() as stack:
         for method in chosen:
             llm.decoder(method)
-        workers = []
-        if names:
+        workers: list[Worker | LlamaServer] = []
+        if names or llama_program is not None:
             file, count = find_file(model), threads or usable_cores()
-            workers = start_workers(names, file, count, python, stack, note)
+            workers += start_workers(names, file, count, python, stack, note)
+            if llama_program is not None:
+                workers += llama_server.start_llama_servers(
+                    llama_program, spec_types, file, count, stack, note
+                )
         left = num_answers_left(
-            len(question_list), chosen, temperature_values, warm, rounds, names, results_log
+            len(question_list),
+            chosen,
+            temperature_values,
+            warm,
+            rounds,
+            [*names, *server_names],
+            results_log,
         )
         groups_left = num_groups_left(len(question_list), sizes, temperature_values, results_log)
         try:

@@ -196,15 +196,13 @@ def _prompt(llm: LLM, question: Question) -> list[int]:
 
 
 def _single(answers: Sequence[TimedAnswer], methods: Sequence[str]) -> Iterator[TimedGroup]:
-    """Cold single answers of the methods as groups of one, timed from their first token."""
-    compared = {
-        (r.temperature, r.prompt) for r in answers if r.method == MULTI_STEP and r.num_tokens > 1
-    }
+    """Cold single answers of the methods as groups of one, timed from their first tokens."""
+    compared = {(r.temperature, r.prompt) for r in answers if r.method == MULTI_STEP and r.rate > 0}
     for r in answers:
-        is_asked = r.method in methods and not r.warm and r.num_tokens > 1
+        is_asked = r.method in methods and not r.warm and r.rate > 0
         if is_asked and (r.temperature, r.prompt) in compared:
             yield TimedGroup(
-                1, r.prompt, r.method, r.temperature, r.num_tokens - 1, r.seconds, r.same_text
+                1, r.prompt, r.method, r.temperature, r.num_later_tokens, r.seconds, r.same_text
             )
 
 

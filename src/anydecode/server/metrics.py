@@ -64,9 +64,9 @@ class Metrics:
             self.request_seconds.observe(stats.seconds)
             if stats.passes:
                 self.tokens_per_pass.observe(stats.tokens_per_pass)
-            if stats.num_tokens > 1:
+            if stats.num_later_tokens > 0:
                 decode_seconds = stats.seconds - stats.time_to_first_token
-                self.time_per_token.observe(decode_seconds / (stats.num_tokens - 1))
+                self.time_per_token.observe(decode_seconds / stats.num_later_tokens)
 
     def exposition(self) -> bytes:
         """All metrics in the Prometheus text format."""
