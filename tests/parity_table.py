@@ -16,6 +16,7 @@ from parity_cases import first_cases, parity_module
 OTHER_REFERENCES = {
     "minicpm": "Granite of `transformers`",
     "rwkv7": "the paper's equations",
+    "step3_text": "an implementation of the published code",
     "blockffn": "an implementation of the paper",
     "phi4flash": "an implementation of the paper",
     "nemotron_labs_diffusion_ar": "an implementation of its repository, tokens alone",

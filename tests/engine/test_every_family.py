@@ -12,6 +12,7 @@ import pytest
 from anydecode.api.llm import LLM
 from anydecode.certification.tiny_blockffn import blockffn_checkpoint
 from anydecode.certification.tiny_sambay import sambay_checkpoint
+from anydecode.certification.tiny_step3 import step3_checkpoint
 from anydecode.kernels.library import load_library
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
@@ -27,6 +28,7 @@ CASES = first_cases()
 OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "phi4flash": sambay_checkpoint,
     "blockffn": blockffn_checkpoint,
+    "step3_text": step3_checkpoint,
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
 }
 #: Repeated tokens, for drafts, and common beginnings, for caches.

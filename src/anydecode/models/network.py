@@ -39,7 +39,13 @@ from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.self_conditioning import SelfConditioning
-from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, RecurrentSpec
+from anydecode.models.spec import (
+    LatentSpec,
+    LayerSpec,
+    LowRankQuery,
+    ModelSpec,
+    RecurrentSpec,
+)
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
 from anydecode.models.time_conditioning import TimeConditioning
@@ -138,9 +144,8 @@ class RecurrentWeights:
 
 @dataclass(eq=False)
 class LatentWeights:
-    """The weights of latent attention beside `LayerWeights.query` (from the output of `query_down`,
-    if there is one), `LayerWeights.key` `[head_dim, hidden_size]` and `LayerWeights.output`; see
-    `LatentSpec`. Norms are float32.
+    """The weights of latent attention beside `LayerWeights.query`, `LayerWeights.key`
+    `[head_dim, hidden_size]` and `LayerWeights.output`; see `LatentSpec`. The norm is float32.
 
     `keys` and `values` have a matrix `[latent_dim, key_dim]` and `[value_dim, latent_dim]` per
     head.
@@ -149,14 +154,11 @@ class LatentWeights:
     norm: np.ndarray
     keys: list[Weight]
     values: list[Weight]
-    query_down: Linear | None = None
-    query_norm: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:
         """Every matrix."""
-        down = [] if self.query_down is None else [self.query_down.weight]
-        return [*down, *self.keys, *self.values]
+        return [*self.keys, *self.values]
 
 
 @dataclass(eq=False)
@@ -221,8 +223,14 @@ Mlp = GatedMlp | PlainMlp | Experts
 @dataclass(eq=False)
 class LayerWeights:
     """The weights of one layer. Norm weights are float32. What `LayerSpec` does not have is
-    None."""
+    None.
 
+    With `LayerSpec.low_rank_query`, `query` reads the output of `query_down`, normed by
+    `query_down_norm`.
+    """
+
+    query_down: Linear | None = None
+    query_down_norm: np.ndarray | None = None
     query: Linear | None = None
     key: Linear | None = None
     value: Linear | None = None
@@ -260,7 +268,8 @@ class LayerWeights:
     @property
     def matrices(self) -> list[Weight]:
         """Every matrix of a product."""
-        linears = [self.query, self.key, self.value, self.output, self.attention_gate]
+        attention = (self.query_down, self.query, self.key, self.value, self.output)
+        linears = [*attention, self.attention_gate]
         if self.per_layer is not None:
             linears += [self.per_layer.gate, self.per_layer.projection]
         weights = [] if self.streams is None else self.streams.matrices
@@ -661,14 +670,15 @@ class Network:
         """The attention queries for the normed inputs x."""
         assert spec.attention is not None and weights.query is not None
         heads, rope = spec.attention.num_heads, spec.query_rope or spec.rope
+        if spec.low_rank_query is not None:
+            assert weights.query_down is not None, "checked by `_check_query`"
+            x = weights.query_down.apply(backend, x)
+            x = backend.rms_norm(x, weights.query_down_norm, spec.low_rank_query.norm_eps)
         if spec.latent is None:
             q = _limited(backend, weights.query.apply(backend, x), spec)
             return self._positioned(backend, q, spec, heads, weights.query_norm, rope)
         latent = weights.latent
         assert latent is not None and rope is not None, "checked by `_check_latent`"
-        if latent.query_down is not None:
-            x = latent.query_down.apply(backend, x)
-            x = backend.rms_norm(x, latent.query_norm, spec.latent.norm_eps)
         q = weights.query.apply(backend, x)
         q, rotary = backend.split(q, spec.latent.key_dim, heads)
         q, rotary = backend.grouped_linear(q, latent.keys), backend.rope(rotary, heads, rope)
@@ -1157,17 +1167,19 @@ def _check_attention(
         q_size //= 2
         _check_vector(f"{prefix}the differential norm", layer.differential.norm, dim)
         number(f"{prefix}the differential factor", layer.differential.factor, -MAX_FACTOR)
+    _check_query(prefix, spec.low_rank_query, layer, width)
+    query_width = width if spec.low_rank_query is None else spec.low_rank_query.rank
     sizes = {
-        "query": (q_size, width),
+        "query": (q_size, query_width),
         "key": (kv_size, width),
         "value": (kv_size, width),
         "output": (hidden, q_size),
     }
     if spec.latent is not None:
-        sizes["query"] = shape.num_heads * spec.query_dim, spec.latent.query_rank or hidden
+        sizes["query"] = shape.num_heads * spec.query_dim, query_width
         sizes["output"] = hidden, shape.num_heads * spec.latent.value_dim
         del sizes["value"]
-        _check_latent(prefix, spec.latent, shape, layer.latent, hidden)
+        _check_latent(prefix, spec.latent, shape, layer.latent)
     has_own_keys = spec.cache_layer is None
     if not has_own_keys:
         del sizes["key"]
@@ -1193,15 +1205,20 @@ def _check_attention(
         _check_linear(f"{prefix}attention_gate", layer.attention_gate, (q_size, width))
 
 
+def _check_query(prefix: str, spec: LowRankQuery | None, layer: LayerWeights, width: int) -> None:
+    if (spec is None) != (layer.query_down is None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has low-rank queries")
+    if spec is not None and layer.query_down is not None:
+        _check_linear(f"{prefix}query_down", layer.query_down, (spec.rank, width))
+        _check_vector(f"{prefix}the query's inner norm", layer.query_down_norm, spec.rank)
+
+
 def _check_latent(
-    prefix: str, spec: LatentSpec, shape: Attention, weights: LatentWeights | None, hidden: int
+    prefix: str, spec: LatentSpec, shape: Attention, weights: LatentWeights | None
 ) -> None:
     rank = shape.value_dim
-    if weights is None or (spec.query_rank is None) != (weights.query_down is None):
+    if weights is None:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a latent product")
-    if spec.query_rank is not None and weights.query_down is not None:
-        _check_linear(f"{prefix}query_down", weights.query_down, (spec.query_rank, hidden))
-        _check_vector(f"{prefix}the query's inner norm", weights.query_norm, spec.query_rank)
     _check_vector(f"{prefix}the latent norm", weights.norm, rank)
     for name, matrices, size in (
         ("keys", weights.keys, (rank, spec.key_dim)),

@@ -100,13 +100,26 @@ class LatentSpec:
     Attributes:
         key_dim: Numbers of a head's key, without those with rotary position embedding.
         value_dim: Numbers of a head's value.
-        query_rank: The inner size of the queries' low-rank product; None for one matrix.
-        norm_eps: Of the norms of the latent and of the queries' low-rank product.
+        norm_eps: Of the norm of the latent.
     """
 
     key_dim: int
     value_dim: int
-    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class LowRankQuery:
+    """Queries that are the product of two matrices with an RMS norm in between: those of multi-head
+    latent attention, and of multi-matrix factorization attention (Hu et al., arXiv:2412.19255),
+    whose heads share one key and one value.
+
+    Attributes:
+        rank: Numbers between the two matrices.
+        norm_eps: Of the norm.
+    """
+
+    rank: int
     norm_eps: float = 1e-6
 
 
@@ -146,6 +159,7 @@ class LayerSpec:
         has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
             first layer of ModernBERT.
         latent: The projections of multi-head latent attention; None for other attention.
+        low_rank_query: The product of which the queries are made; None for one matrix.
         cache_layer: The earlier layer to whose keys and values the attention attends (Gemma 4); the
             layer has none of its own then, and stores nothing. None: its own.
         has_value: Whether there is a value matrix; without one, values are the keys before their
@@ -182,6 +196,7 @@ class LayerSpec:
     has_attention_gate: bool = False
     has_attention_norm: bool = True
     latent: LatentSpec | None = None
+    low_rank_query: LowRankQuery | None = None
     cache_layer: int | None = None
     has_value: bool = True
     has_value_norm: bool = False
@@ -572,6 +587,11 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             raise ConfigError(f"{prefix}differential attention is without positions and norms")
         if shape.num_heads % 2 or shape.head_dim % 2:
             raise ConfigError(f"{prefix}differential attention needs an even number of heads")
+    if layer.low_rank_query is not None:
+        if layer.attention is None or layer.has_attention_gate:
+            raise ConfigError(f"{prefix}low-rank queries need attention without a gate")
+        integer(f"{prefix}query_rank", layer.low_rank_query.rank)
+        number(f"{prefix}norm_eps of queries", layer.low_rank_query.norm_eps, 0.0, 1.0)
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
@@ -661,8 +681,6 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     integer(f"{prefix}value_dim", latent.value_dim, 1, MAX_COUNT)
     integer(f"{prefix}num_heads * key_dim", heads * (latent.key_dim + rotary))
     integer(f"{prefix}num_heads * value_dim", heads * latent.value_dim)
-    if latent.query_rank is not None:
-        integer(f"{prefix}query_rank", latent.query_rank)
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
     names = ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:

@@ -13,7 +13,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.family import Family
-from anydecode.models.families.latent import read_latent
+from anydecode.models.families.latent import read_latent, read_low_rank_query
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.sambay import read_differential, read_memory_unit
 from anydecode.models.families.table import FAMILIES
@@ -294,6 +294,8 @@ class _LayerReader:
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
         if self._spec.latent is not None:
             read_latent(self._reader, self._config, self._spec, self._name, layer, self._hidden)
+        elif self._spec.low_rank_query is not None:
+            self._read_factored_attention(layer, shape)
         elif self._spec.has_attention_gate:
             self._read_gated_attention(layer, shape)
         elif self._spec.cache_layer is not None or not self._spec.has_value:
@@ -333,13 +335,25 @@ class _LayerReader:
     def _read_gated_attention(self, layer: LayerWeights, shape: Attention) -> None:
         """Read attention whose query matrix has, head by head, the rows of query and gate."""
         bias = bool_value(self._config, "attention_bias")
-        size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        size = shape.num_heads * shape.head_dim
         order = np.arange(2 * size).reshape(shape.num_heads, 2, -1)
         name, full = self._full("self_attn.q_proj"), (2 * size, self._hidden)
         layer.query, layer.attention_gate = (
             self._reader.linear(name, full, bias, rows=order[:, part].ravel(), alias=alias)
             for part, alias in enumerate((f"{name}.query", f"{name}.gate"))
         )
+        self._read_all_but_query(layer, shape, bias)
+
+    def _read_factored_attention(self, layer: LayerWeights, shape: Attention) -> None:
+        """Read attention whose queries are a product of two matrices."""
+        bias = bool_value(self._config, "attention_bias")
+        modules = ("self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
+        names = tuple(self._full(module) for module in modules)
+        read_low_rank_query(self._reader, self._spec, names, layer, self._hidden, bias)
+        self._read_all_but_query(layer, shape, bias)
+
+    def _read_all_but_query(self, layer: LayerWeights, shape: Attention, bias: bool) -> None:
+        size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         layer.key, layer.value = (
             self._reader.linear(self._full(f"self_attn.{part}"), (kv_size, self._hidden), bias)
             for part in ("k_proj", "v_proj")

@@ -49,7 +49,7 @@ from anydecode.models.limits import (
     number,
     refusal,
 )
-from anydecode.models.spec import LatentSpec, LayerSpec, ModelSpec, TimeSpec
+from anydecode.models.spec import LatentSpec, LayerSpec, LowRankQuery, ModelSpec, TimeSpec
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -80,6 +80,7 @@ _MULTIMODAL = (
     "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Step3VLForConditionalGeneration",
 )
 
 
@@ -316,15 +317,19 @@ def _jitter(config: Config) -> float:
 
 
 def _latent(config: Config) -> LatentSpec:
-    rank = None
-    if config.get("q_lora_rank") is not None:
-        rank = int_value(config, "q_lora_rank")
-    # The norms of the latents have the default of their class, not the config's eps.
+    # The norm of the latent has the default of its class, not the config's eps.
     return LatentSpec(
         int_value(config, "qk_nope_head_dim", high=MAX_COUNT),
         int_value(config, "v_head_dim", high=MAX_COUNT),
-        rank,
     )
+
+
+def _low_rank_query(config: Config, family: Family) -> LowRankQuery | None:
+    if family.has_latent_attention and config.get("q_lora_rank") is not None:
+        return LowRankQuery(int_value(config, "q_lora_rank"))  # as for the norm of the latent
+    if family.query_rank is not None:
+        return LowRankQuery(int_value(config, family.query_rank), _norm_eps(config, family))
+    return None
 
 
 def _latent_attention(config: Config) -> Attention:
@@ -452,6 +457,7 @@ def _layers(
                 has_attention_gate=family.has_attention_gate,
                 has_attention_norm=family.has_first_norm or layer > 0,
                 latent=_latent(config) if family.has_latent_attention else None,
+                low_rank_query=_low_rank_query(config, family),
                 cache_layer=sources[layer],
                 has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),
                 has_value_norm=family.has_value_norm,

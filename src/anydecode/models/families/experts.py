@@ -28,6 +28,7 @@ _ROUTERS = (
     "feed_forward.router",
     "router.proj",
     "mixer.gate",
+    "moe.gate",
 )
 #: The names of an expert's matrices: those of most families, and Mixtral's.
 _NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
@@ -72,6 +73,8 @@ def read_experts(
         experts.latent_up = reader.linear(name, (hidden, latent), has_bias)
     if size:
         name = f"{block}.{family.moe.shared_module}"
+        if reader.has_module(f"{layer}.{family.moe.shared_module}"):
+            name = f"{layer}.{family.moe.shared_module}"
         if is_plain:
             experts.shared = _read_plain(reader, config, name, (size, hidden))
         else:
@@ -145,7 +148,7 @@ class _ExpertReader:
         inner: int,
     ) -> None:
         self._reader, self._moe = reader, moe
-        self._name = f"{block}.experts"
+        self._name, self._block = f"{block}.experts", block
         self._stacked = f"{self._name}.gate_up_proj", f"{self._name}.down_proj"
         if reader.has(f"{block}.input_linear.weight"):
             self._stacked = f"{block}.input_linear.weight", f"{block}.output_linear.weight"
@@ -157,6 +160,8 @@ class _ExpertReader:
             weights = self._packed_stacks()
         elif self._reader.has(self._stacked[0]):
             weights = self._stacks()
+        elif self._reader.has(f"{self._block}.gate_proj.weight"):
+            weights = ExpertWeights(*self._stacks_by_kind(f"{self._block}.{{}}_proj.weight"))
         else:
             gate, up, down = map(self._modules, _NAMES)
             weights = ExpertWeights(gate, up, down)
@@ -170,17 +175,21 @@ class _ExpertReader:
         if not self._reader.has(f"{self._name}.up_proj"):
             up, down = map(self._modules, kinds)
             return ExpertWeights([], up, down)
-        stacks = {
-            kind: self._reader.stacked(
-                f"{self._name}.{kind}_proj", (self._count, *self._shapes[kind])
-            )
-            for kind in kinds
-        }
-        up, down = (
-            [self._convert(plain_weight(part), kind, e) for e, part in enumerate(parts)]
-            for kind, parts in stacks.items()
-        )
+        _, up, down = self._stacks_by_kind(f"{self._name}.{{}}_proj", kinds)
         return ExpertWeights([], up, down)
+
+    def _stacks_by_kind(
+        self, name: str, kinds: tuple[str, ...] = tuple(_NAMES)
+    ) -> tuple[list[Weight], list[Weight], list[Weight]]:
+        """Gates, ups and downs (none of what is not in `kinds`), one stack each: the tensors `name`
+        with the kind in place of {}."""
+        found: dict[str, list[Weight]] = {kind: [] for kind in _NAMES}
+        for kind in kinds:
+            parts = self._reader.stacked(name.format(kind), (self._count, *self._shapes[kind]))
+            found[kind] = [
+                self._convert(plain_weight(part), kind, e) for e, part in enumerate(parts)
+            ]
+        return found["gate"], found["up"], found["down"]
 
     def _modules(self, kind: str) -> list[Weight]:
         """The matrices of one kind, stored as one module per expert."""

@@ -25,7 +25,8 @@ class MixtureOfExperts:
         scoring: See `Routing.scoring`.
         has_selection_bias: See `ExpertWeights.selection_bias`; its tensor is `expert_bias` of the
             block or of the router, or `e_score_correction_bias`.
-        shared_module: The module of the MLP that every token runs through, if there is one.
+        shared_module: The module of the MLP that every token runs through, if there is one; in the
+            block of the experts, or beside it.
         shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
             an expert.
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
@@ -158,6 +159,8 @@ class Family:
         has_segments: Whether token types have embeddings.
         has_first_norm: Whether the input of the first layer's attention is normed.
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
+        query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
+            None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
         has_layer_scale: See `LayerSpec.has_scale`.
         has_alibi: Whether attention has linear biases, see `Attention.slopes`, unless the key
@@ -211,6 +214,7 @@ class Family:
     has_first_norm: bool = True
     has_segments: bool = False
     has_latent_attention: bool = False
+    query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False
     has_alibi: bool = False

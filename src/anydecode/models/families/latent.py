@@ -40,19 +40,43 @@ def read_latent(
     keys, values = _heads(reader, name, shape, latent)
     norm = reader.vector(f"{name}.kv_a_layernorm.weight", shape.value_dim)
     weights.latent = LatentWeights(norm, keys, values)
-    rank, query = latent.query_rank, "q_proj"
-    if rank is not None:
-        down = reader.linear(f"{name}.q_a_proj", (rank, hidden), has_bias)
-        weights.latent.query_down = down
-        weights.latent.query_norm = reader.vector(f"{name}.q_a_layernorm.weight", rank)
-        query = "q_b_proj"
-    size = heads * spec.query_dim, rank or hidden
-    weights.query = reader.linear(f"{name}.{query}", size, False, rows=spec.query_order())
+    if spec.low_rank_query is not None:
+        modules = tuple(f"{name}.{part}" for part in ("q_a_proj", "q_a_layernorm", "q_b_proj"))
+        read_low_rank_query(reader, spec, modules, weights, hidden, has_bias)
+    else:
+        size = heads * spec.query_dim, hidden
+        weights.query = reader.linear(f"{name}.q_proj", size, False, rows=spec.query_order())
     size = shape.head_dim, hidden
     name_down = f"{name}.kv_a_proj_with_mqa"
     weights.key = reader.linear(name_down, size, has_bias, rows=spec.key_order())
     size = hidden, heads * latent.value_dim
     weights.output = reader.linear(f"{name}.o_proj", size, has_bias)
+
+
+def read_low_rank_query(
+    reader: TensorReader,
+    spec: LayerSpec,
+    modules: tuple[str, ...],
+    weights: LayerWeights,
+    hidden: int,
+    has_bias: bool,
+) -> None:
+    """Read the queries of one layer, of which `LayerSpec.low_rank_query` is set, into `weights`.
+
+    Args:
+        reader: The checkpoint's tensors.
+        spec: The layer's architecture.
+        modules: The names of the first matrix, of the norm behind it, and of the second matrix.
+        weights: Where to put them.
+        hidden: The hidden size.
+        has_bias: Whether the first matrix must have a bias.
+    """
+    assert spec.attention is not None and spec.low_rank_query is not None
+    (down, norm, up), rank = modules, spec.low_rank_query.rank
+    weights.query_down = reader.linear(down, (rank, hidden), has_bias)
+    weights.query_down_norm = reader.vector(f"{norm}.weight", rank)
+    size = spec.attention.num_heads * spec.query_dim, rank
+    weights.query = reader.linear(up, size, False, rows=spec.query_order())
 
 
 def _heads(
