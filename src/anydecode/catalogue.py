@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import keyword
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -523,6 +524,27 @@ def file_parameters(key: str) -> frozenset[str]:
     """The parameters of method `key` that name files: those whose type allows a `Path`."""
     kinds = _kinds_of(key)
     return frozenset(name for name, found in kinds.items() if Path in found)
+
+
+def file_versions(choice: str) -> tuple[tuple[int, int, int], ...]:
+    """The time of change in nanoseconds, the inode and the size of each file that the parameters of
+    `choice` name and that exists, in their order.
+
+    Raises:
+        InvalidRequestError: As in `parse`.
+    """
+    if ":" not in choice:
+        return ()
+    key, given = parse(choice)
+    files = file_parameters(key)
+    found = []
+    for name in [name for name in given if name in files and given[name] is not None]:
+        try:
+            status = os.stat(given[name])
+        except (OSError, ValueError):
+            continue
+        found.append((status.st_mtime_ns, status.st_ino, status.st_size))
+    return tuple(found)
 
 
 _OPERATOR_ONLY = "only the server's own options may use that, not requests"

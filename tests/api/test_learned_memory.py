@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from anydecode.api.methods import Methods
 from anydecode.certification.checks import scripted_llm
+from anydecode.models.hidden_transfer import HiddenTransfer
 
 #: Decoders that learn from one request to the next.
 LEARNING = ("suffix", "stand", "aded", "token-recycling", "auto", "taps", "asap")
@@ -36,6 +39,20 @@ def test_decoders_are_dropped_when_they_have_learned_too_much() -> None:
     decoders[4].drafter.learn([*range(4000)])  # more than all may have
     known.find("prompt-lookup")
     assert known.find("suffix:memory=1000000004") is not decoders[4]
+
+
+def test_a_decoder_is_built_anew_when_its_file_has_changed(tmp_path: Path) -> None:
+    file, known = tmp_path / "maps.safetensors", Methods()
+
+    def write(value: float, ranks: int) -> Any:
+        maps, accuracies = np.full((1, 4, 4), value, np.float32), np.full((1, ranks), 0.1)
+        HiddenTransfer(maps, (0,), accuracies, "model").save(file)
+        return known.find(f"hidden-transfer:maps={file}")
+
+    first = write(1.0, 2)
+    assert known.find(f"hidden-transfer:maps={file}") is first
+    second = write(2.0, 3)
+    assert second is not first and known.find(f"hidden-transfer:maps={file}") is second
 
 
 def test_requests_on_several_threads_find_decoders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 
-#: Maximum number of decoders (by key, parameters and namespace) whose learned state is kept.
+#: Maximum number of decoders (by key, parameters, files and namespace) whose state is kept.
 MAX_DECODERS = 256
 #: Maximum memory of what all decoders have learned, in bytes.
 MAX_LEARNED_BYTES = 256 << 20
@@ -30,7 +30,8 @@ MAX_LEARNED_BYTES = 256 << 20
 
 class Methods:
     """The decoders in use; safe for threads. A decoder keeps what it learns from requests,
-    separately per namespace.
+    separately per namespace. Where a
+    file that a parameter names has changed, the decoder is built anew.
 
     Args:
         drafting: Limits how much all decoders together may draft, or None.
@@ -42,7 +43,7 @@ class Methods:
     ) -> None:
         self.drafting = drafting
         self.max_learned_bytes = max_learned_bytes
-        self._decoders: dict[tuple[str, Hashable], Decoder] = {}
+        self._decoders: dict[tuple[str, Hashable, Hashable], Decoder] = {}
         self._lock = threading.Lock()  # of `_decoders`
 
     def find(
@@ -52,14 +53,15 @@ class Methods:
         autoregressive decoding with it."""
         if not isinstance(choice, str):
             return choice
+        key = choice, namespace, catalogue.file_versions(choice)
         with self._lock:
-            found = self._decoders.pop((choice, namespace), None)
+            found = self._decoders.pop(key, None)
             if found is None:
                 built = build_decoder(choice)
                 if not isinstance(built, Decoder):
                     return built
                 found = built if self.drafting is None else self.drafting.over(built)
-            self._decoders[choice, namespace] = found  # the most recently used is the last
+            self._decoders[key] = found  # the most recently used is the last
             num_bytes = self._learned_bytes()
             while self._decoders and (
                 len(self._decoders) > MAX_DECODERS or num_bytes > self.max_learned_bytes
