@@ -23,9 +23,16 @@ OTHER_REFERENCES = {
     "mimo": "Qwen2 of `transformers`",
     "kimi_k2": "DeepSeek-V3 of `transformers`",
     "internlm3": "Llama of `transformers`",
+    "qwen3_vl_moe_text": "Qwen3-VL of `transformers`",
 }
 #: Families that differ from another one in names alone.
-SAME_AS = {"minicpm": "granite", "mimo": "qwen2", "kimi_k2": "deepseek_v3", "internlm3": "llama"}
+SAME_AS = {
+    "minicpm": "granite",
+    "mimo": "qwen2",
+    "kimi_k2": "deepseek_v3",
+    "internlm3": "llama",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 #: The diffusion models' tests have it.
 ELSEWHERE = {"nemotron_labs_diffusion_ar": "tokens of drafts"}
 

@@ -103,6 +103,7 @@ FAMILIES["qwen3moe"] = (
     },
     NORMS,
 )
+FAMILIES["qwen3vlmoe"] = FAMILIES["qwen3moe"]
 FAMILIES["llama"] = (  # Mixtral
     "Mixtral",
     {"num_local_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
@@ -197,6 +198,8 @@ def write(
         writer.add_expert_feed_forward_length(inner)
     if is_hunyuan:
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if architecture == "qwen3vlmoe":
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
     if architecture == "minimax-m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_rope_dimension_count(sizes["head_dim"] // 2)

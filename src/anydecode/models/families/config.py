@@ -68,19 +68,32 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
     "DiffusionGemmaForBlockDiffusion",
+    "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Step3VLForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
 )
 
 

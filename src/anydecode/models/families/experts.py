@@ -205,6 +205,8 @@ class _ExpertReader:
         count, hidden, inner = self._count, self._hidden, self._inner
         is_interleaved = self._moe.is_interleaved
         is_transposed = is_interleaved or self._moe.is_transposed
+        if self._moe.may_be_transposed:
+            is_transposed = self._reader.shape(self._stacked[1]) == (count, inner, hidden)
         shape = (count, hidden, 2 * inner) if is_transposed else (count, 2 * inner, hidden)
         gate_up = self._reader.stacked(self._stacked[0], shape)
         shape = (count, inner, hidden) if is_transposed else (count, hidden, inner)

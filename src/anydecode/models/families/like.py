@@ -21,6 +21,5 @@ def diffusion_family(
         causal: Whether its rows attend to earlier ones only.
         **changes: Other properties that differ.
     """
-    return replace(
-        FAMILIES[like], architectures=architectures, causal=causal, denoising=denoising, **changes
-    )
+    own = {"architectures": architectures, "model_types": (), **changes}
+    return replace(FAMILIES[like], causal=causal, denoising=denoising, **own)

@@ -158,7 +158,15 @@ FAMILIES: dict[str, Family] = {
         defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
     "qwen2": Family(
-        ("Qwen2ForCausalLM",), sliding_from_layer, qkv_bias=True, defaults={"sliding_window": 4096}
+        (
+            "Qwen2ForCausalLM",
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+        ),
+        sliding_from_layer,
+        model_types=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        qkv_bias=True,
+        defaults={"sliding_window": 4096},
     ),
     "mimo": Family(
         ("MiMoForCausalLM",), sliding_from_layer, qkv_bias=True, defaults={"sliding_window": 4096}
@@ -166,6 +174,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         ("Qwen3ForCausalLM",),
         sliding_from_layer,
+        model_types=("qwen3_vl_text",),
         qk_norm="head",
         defaults={"sliding_window": 4096, "head_dim": 128},
     ),
@@ -213,6 +222,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),
         all_full,
+        model_types=("glm4v_moe_text",),
         qk_norm="head",
         defaults={
             "use_qk_norm": False,
@@ -415,6 +425,7 @@ FAMILIES |= {
     "glm4": Family(
         ("Glm4ForCausalLM",),
         all_full,
+        model_types=("glm4v_text",),
         norms="both",
         has_partial_rotary=True,
         interleaved_rope=True,

@@ -173,6 +173,13 @@ class TensorReader:
         self._check(name, tuple(tensor.shape), shape)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The stored shape of a tensor."""
+        tensor = self._read(name)
+        if isinstance(tensor, Weight):
+            return tensor.out_features, tensor.in_features
+        return tuple(tensor.shape)
+
     def codes(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor of bytes, checked to have `shape`."""
         tensor = self._read(name)

@@ -119,7 +119,7 @@ OVERRIDES = {
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
     "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    **dict.fromkeys(("qwen3moe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
@@ -199,7 +199,7 @@ EXPERTS = {
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
-            *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe"),
+            *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
         ),
         _MLP_EXPERTS,
     ),

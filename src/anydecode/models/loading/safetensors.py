@@ -46,6 +46,7 @@ _NESTED = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     # DiffusionGemma
     "model.decoder.": "model.",
     "model.encoder.language_model.": "model.context.",
@@ -189,6 +190,11 @@ def _language_model(
     ):
         if key in config:
             text.setdefault(key, config[key])
+    # The whole model's key counts; its text_config may have a default.
+    if config.get("tie_word_embeddings") is False and any("lm_head." in name for name in readers):
+        text["tie_word_embeddings"] = False
+    if not any(name.startswith(tuple(_NESTED)) for name in readers):
+        return text, readers
     result: dict[str, Reader] = {}
     for name, reader in readers.items():
         start = next((prefix for prefix in _NESTED if name.startswith(prefix)), None)
@@ -196,4 +202,4 @@ def _language_model(
             result[_NESTED[start] + name[len(start) :]] = reader
         elif name.startswith(("lm_head.", "mtp.")):
             result[name] = reader
-    return text, result or readers
+    return text, result

@@ -6,4 +6,8 @@ from dataclasses import replace
 
 from anydecode.models.families.table import FAMILIES as TABLE
 
-FAMILIES = {"glm": replace(TABLE["glm4"], architectures=("GlmForCausalLM",), norms="pre", names={})}
+FAMILIES = {
+    "glm": replace(
+        TABLE["glm4"], architectures=("GlmForCausalLM",), model_types=(), norms="pre", names={}
+    )
+}

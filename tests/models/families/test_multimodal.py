@@ -1,0 +1,177 @@
+"""The language models of multimodal checkpoints, as `transformers` saves them, against it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from anydecode.errors import CheckpointError
+from anydecode.models.loading import load_checkpoint
+from tiny_models import BASE, built, chain, hf_logits, logits
+
+TOKENS = [(7 * i + 3) % 120 for i in range(64)]
+#: The smallest vision towers; each class reads some of the keys.
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 48,
+    "patch_size": 4,
+    "in_channels": 3,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+}
+DEEP = {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 20}
+
+
+def _rope(*sections: int, **keys: Any) -> dict[str, Any]:
+    """Parameters of a rotary embedding, whose sections are one for equal coordinates."""
+    usual = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [*sections]}
+    return {"rope_parameters": {**usual, **keys}}
+
+
+COHERE = {"model_type": "cohere2", "sliding_window": 9, "tie_word_embeddings": True}
+#: The prefix of the classes: the keys of `text_config`, and those of `vision_config`.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VL": (_rope(2, 2, 2), {**VISION, "embed_dim": 16, "hidden_size": 48}),
+    "Qwen2_5_VL": ({**_rope(2, 2, 2), "tie_word_embeddings": True}, VISION),
+    "Qwen3VL": ({"head_dim": 16, "tie_word_embeddings": True}, DEEP),
+    "Qwen3VLMoe": ({"head_dim": 16, "num_experts": 6, **EXPERTS}, DEEP),
+    "Glm4v": (
+        {
+            "model_type": "glm4v_text",
+            "head_dim": 12,
+            **_rope(1, 1, 1, partial_rotary_factor=0.5),
+        },
+        VISION,
+    ),
+    "Glm4vMoe": (
+        {
+            "model_type": "glm4v_moe_text",
+            "head_dim": 12,
+            "n_routed_experts": 6,
+            **EXPERTS,
+            **_rope(1, 1, 1, partial_rotary_factor=0.5),
+        },
+        VISION,
+    ),
+    "Idefics3": ({"model_type": "llama"}, VISION),
+    "SmolVLM": ({"model_type": "llama", "tie_word_embeddings": True}, VISION),
+    "AyaVision": (COHERE, {**VISION, "model_type": "siglip_vision_model"}),
+    "Cohere2Vision": (COHERE, {**VISION, "model_type": "siglip_vision_model"}),
+    "Lfm2Vl": (
+        {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+        {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+    ),
+    "Exaone4_5_": (
+        {
+            "model_type": "exaone4",
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {**VISION, "model_type": "exaone4_5_vision", "num_key_value_heads": 2},
+    ),
+}
+
+
+def saved(name: str, folder: Path) -> Any:
+    """A random model, saved in `folder`."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    text, vision = CASES[name]
+    config = getattr(transformers, "Exaone4_5_Config" if "Exa" in name else f"{name}Config")(
+        text_config={**BASE, **text},
+        vision_config=vision,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        image_token_id=130,
+        video_token_id=129,
+        vision_start_token_id=127,
+        vision_end_token_id=126,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif "visual" not in key and "vision" not in key:
+                torch.nn.init.normal_(parameter, std=0.25)
+    model.save_pretrained(folder)
+    return model
+
+
+def found(folder: Path) -> np.ndarray:
+    return logits(built(load_checkpoint(folder), "float32"), chain(TOKENS))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
+    expected = hf_logits(saved(name, tmp_path), TOKENS)
+    if name in ("AyaVision", "Cohere2Vision"):
+        # Its multimodal classes leave out the factor of logits that its own Cohere2 has.
+        expected = expected * json.loads((tmp_path / "config.json").read_text())["text_config"].get(
+            "logit_scale", 0.0625
+        )
+    assert np.abs(found(tmp_path) - expected).max() < 1e-4
+
+
+def test_a_flat_config_of_qwen2_5_vl(tmp_path: Path) -> None:
+    """As published: the keys of the language model beside `vision_config`, and the old name of the
+    rotary embedding."""
+    expected = hf_logits(saved("Qwen2_5_VL", tmp_path), TOKENS)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {
+        **{key: value for key, value in text.items() if key != "model_type"},
+        **config,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    assert np.abs(found(tmp_path) - expected).max() < 1e-4
+
+
+def test_the_two_layouts_of_experts_of_qwen3_vl(tmp_path: Path) -> None:
+    """Published files have stacks `[experts, in, out]`; those that a new model is saved in have
+    `[experts, out, in]`. Other shapes are refused."""
+    saved("Qwen3VLMoe", tmp_path)
+    expected = found(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    moved = {
+        name: np.ascontiguousarray(tensor.swapaxes(1, 2)) if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(moved, path)
+    assert np.array_equal(found(tmp_path), expected)
+    name = next(name for name in tensors if name.endswith("experts.down_proj"))
+    save_file({**moved, name: tensors[name][:, :-1]}, path)
+    with pytest.raises(CheckpointError, match="experts.gate_up_proj has shape"):
+        found(tmp_path)
+
+
+def test_the_key_of_the_whole_model_unties_the_head(tmp_path: Path) -> None:
+    """The default of `text_config` says otherwise, and would take the embedding for the head."""
+    model = saved("Qwen3VLMoe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = True
+    assert config["tie_word_embeddings"] is False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert np.abs(found(tmp_path) - hf_logits(model, TOKENS)).max() < 1e-4
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert np.abs(found(tmp_path) - hf_logits(model, TOKENS)).max() > 1e-1
