@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from anydecode import LLM  # noqa: E402
 from anydecode.certification.tiny import tiny_network  # noqa: E402
 from anydecode.cli.main import run  # noqa: E402
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError  # noqa: E402
@@ -20,7 +22,7 @@ from anydecode.training.drafters import RECIPES, find_recipe  # noqa: E402
 from anydecode.training.drafters.eagle3 import Eagle3  # noqa: E402
 from anydecode.training.drafters.layers import layer_shape  # noqa: E402
 from anydecode.training.drafters.learner import spread_taps  # noqa: E402
-from anydecode.training.generated import without_loop  # noqa: E402
+from anydecode.training.generated import read_states, without_loop  # noqa: E402
 from train_commands import train_command  # noqa: E402
 
 OPTIONS = DrafterOptions(steps=30, texts=90, tokens=16, vocabulary=30, batch=8, rate=1e-2)
@@ -131,10 +133,34 @@ def test_a_run_of_another_recipe_is_not_resumed(model: Path, data: Path, tmp_pat
             DrafterRun(model, tmp_path, replace(options, **other), data=data).run()
 
 
-def test_data_with_other_states_is_refused(model: Path, tmp_path: Path) -> None:
-    DrafterRun(model, tmp_path, replace(OPTIONS, recipe="medusa"))
-    with pytest.raises(InvalidRequestError, match="has data from"):
-        DrafterRun(model, tmp_path, replace(OPTIONS, recipe="dflash"))
+def test_states_that_a_recipe_needs_are_added_to_data_that_lack_them(tmp_path: Path) -> None:
+    data = DrafterData(tmp_path, {}, (2, 3), 64)
+    (tmp_path / "states.f16").write_bytes(b"old")
+    assert DrafterData(tmp_path, {}, (3,), 64).taps == data.taps
+    assert (tmp_path / "states.f16").is_file()
+    assert DrafterData(tmp_path, {}, (1, 3), 64).taps == (2, 3, 1)
+    assert not (tmp_path / "states.f16").is_file()  # those of all three are collected
+    assert DrafterData(tmp_path, {}, (3, 2), 64).taps == (2, 3, 1)
+
+
+@pytest.mark.slow
+def test_recipes_that_read_other_states_share_texts(model: Path, tmp_path: Path) -> None:
+    runs = []
+    for recipe in ("medusa", "dflash"):
+        options = replace(OPTIONS, recipe=recipe, steps=1)
+        run = DrafterRun(model, tmp_path / recipe, options, data=tmp_path / "data")
+        run.collect()
+        runs.append(run)
+    first, last = runs
+    assert last.data.texts == first.data.texts and len(last.data.taps) > len(first.data.taps)
+    batch = last.data.load([0])
+    depth = last.network.spec.num_layers
+    read = find_recipe("dflash").taps(depth)
+    with LLM(model) as llm:
+        *taps, state = read_states(llm, first.data.texts[0].tokens, (*read, depth))
+        final = llm.model.normed(state)  # type: ignore[attr-defined]
+    np.testing.assert_allclose(batch.taps[0], np.concatenate(taps, -1), atol=1e-2, rtol=1e-2)
+    np.testing.assert_allclose(batch.final[0], final, atol=1e-2, rtol=1e-2)
 
 
 def test_data_of_another_model_is_refused(tmp_path: Path) -> None:

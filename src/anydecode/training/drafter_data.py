@@ -151,11 +151,12 @@ class DrafterData:
     Args:
         folder: The folder, which need not exist.
         source: The name of the model and its weight format.
-        taps: Numbers of layers, whose states are read. A folder that exists may have more.
+        taps: Numbers of layers, whose states are read. A folder that exists may have others: it
+            keeps them, and if it lacks some, all its states are collected anew.
         hidden_size: Of the model.
 
     Raises:
-        InvalidRequestError: The folder has data from another source, or lacks one of the taps.
+        InvalidRequestError: The folder has data from another source.
     """
 
     def __init__(
@@ -165,15 +166,19 @@ class DrafterData:
         self.taps, self.hidden_size = tuple(taps), hidden_size
         source = {**source, "taps": list(taps), "hidden_size": hidden_size}
         source_file = folder / "source.json"
+        self._texts_file, self._states_file = folder / "texts.jsonl", folder / "states.f16"
         if source_file.is_file():
             stored = read_json(source_file)
-            self.taps = tuple(stored.get("taps", ()))
-            if stored != {**source, "taps": list(self.taps)} or not set(taps) <= set(self.taps):
+            kept = stored.get("taps", [])
+            if stored != {**source, "taps": kept}:
                 raise InvalidRequestError(f"{folder} has data from {stored}, not from {source}")
-        else:
-            save_json(source_file, source)
+            added = [tap for tap in dict.fromkeys(taps) if tap not in kept]
+            self.taps = (*kept, *added)
+            source["taps"] = list(self.taps)
+            if added:
+                self._states_file.unlink(missing_ok=True)
+        save_json(source_file, source)
         self._columns = [self.taps.index(tap) for tap in taps]
-        self._texts_file, self._states_file = folder / "texts.jsonl", folder / "states.f16"
         self.texts: list[Text] = []
         self._num_chunks = 0
         self._starts = [0]
