@@ -41,7 +41,7 @@ def report(name: str, arguments: list[str], file: Path) -> dict[str, Any]:
 def test_weights_have_the_same_deviation_in_every_format(format: str) -> None:
     blocks = shapes.random_blocks(format, 64, 2048, np.random.default_rng(3))
     values = dequantize(Weight(format, 64, 2048, blocks))
-    # The scales of MXFP4 and NVFP4 are coarse; the codes of Q4_0 and IQ4_NL are not symmetric.
+    # The scales of MXFP4 and NVFP4 are coarse; the codes of IQ4_NL are not symmetric.
     assert values.std() == pytest.approx(0.02, rel=0.2 if format.endswith("FP4") else 0.03)
     assert abs(values.mean()) < 0.003
 
@@ -53,6 +53,30 @@ def test_a_written_shape_opens_and_generates(format: str, tmp_path: Path) -> Non
     with LLM(result["path"]) as llm:
         assert llm.model.spec.num_layers == result["layers"] == 2
         assert llm.generate("a", max_tokens=3, ignore_eos=True).stats.num_tokens == 3
+
+
+def accepted_drafts(path: Path, exits: shapes.EarlyExits | None) -> tuple[float, int]:
+    """The share of accepted drafts behind two of six layers, and the number of different tokens."""
+    shape = shapes.Shape(256, 6, 4, 2, 64, 512, 1024, False)
+    shapes.write(path, shape, "Q8_0", exits)
+    with LLM(path) as llm:
+        options: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True, "trace": True}
+        found = llm.generate("a", decoder="layerskip:layers=2,size=2", **options)
+    drafted = sum(len(one["drafted"]) for one in found.trace)
+    return sum(len(one["accepted"]) for one in found.trace) / drafted, len(set(found.tokens))
+
+
+def test_exits_predict_the_last_layer_if_the_layers_behind_them_add_little(tmp_path: Path) -> None:
+    share, num_different = accepted_drafts(tmp_path / "a.gguf", shapes.EarlyExits(2, 0.02, 0.5))
+    assert share > 0.6 and num_different > 16
+    without, _ = accepted_drafts(tmp_path / "b.gguf", None)
+    assert without < 0.2
+
+
+def test_the_command_writes_a_file_with_early_exits(tmp_path: Path) -> None:
+    arguments = ["--folder", str(tmp_path), "--shape", "tiny", "--early-layers", "1"]
+    result = report("shapes", arguments, tmp_path / "shape.json")
+    assert Path(result["path"]).name == "early-tiny.Q4_0.gguf" and not result["tied"]
 
 
 @needs_kernels
@@ -98,6 +122,12 @@ def test_cached_and_uncached_denoising_are_timed(tmp_path: Path) -> None:
     ("name", "arguments", "message"),
     [
         ("shapes", ["--folder", "x", "--shape", "9b"], "unknown shape '9b'; choose from tiny"),
+        ("shapes", ["--folder", "x", "--shape", "tiny", "--early-layers", "2"], "which has 2"),
+        (
+            "shapes",
+            ["--folder", "x", "--shape", "1b", "--early-layers", "4", "--format", "MXFP4"],
+            "the scales of MXFP4 are too coarse",
+        ),
         ("gpu", ["--dtype", "float7"], "unknown dtype 'float7'; choose from bfloat16"),
         ("diffusion", ["--folder", "x", "--hidden", "30", "--heads", "4"], "not a multiple"),
         ("diffusion", ["--folder", "x", "--canvas", "8", "--block", "9"], "longer than --canvas 8"),

@@ -37,6 +37,18 @@ def test_drafts_count_whether_they_are_accepted_or_not() -> None:
     assert result.layers >= 6.0 and result.heads > 1.0 and result.agreement == 1.0
 
 
+def test_rounds_with_drafts_and_accepted_drafts_are_counted() -> None:
+    results = list(measured("multi-step", "layerskip:layers=5,size=3").values())
+    assert [one.drafted for one in results[:2]] == [None, None] == [results[0].accepted] * 2
+    assert results[2].drafted > 0.5 and 0 < results[2].accepted <= 1
+
+
+def test_prompts_may_be_tokens() -> None:
+    with LLM(tiny_model(layers=3), tokenizer=ByteTokenizer(), prefix_cache=False) as llm:
+        text, tokens = (list(measure(llm, [], [one], 4, 1))[0] for one in ("ab", [97, 98]))
+    assert (text.layers, text.free) == (tokens.layers, tokens.free) == (3.0, 1.0)
+
+
 def test_layers_and_mlps_left_out_do_not_count() -> None:
     results = measured(
         "skipdecode:max_layers=3,min_layers=3", "ffn-skip:threshold=-1,count=99,warm_up=0"
@@ -109,7 +121,7 @@ def test_models_without_layers_are_refused() -> None:
 
 def test_the_command_prints_a_table_and_json() -> None:
     arguments = ["bench", "depth", "-m", "tiny-autoregressive", "--methods", "layerskip"]
-    arguments += ["--tokens", "8", "--limit", "1", "--repeats", "1"]
+    arguments += ["--tokens", "8", "--limit", "1", "--repeats", "1", "--prompt-tokens", "3"]
     table = CliRunner().invoke(app, arguments)
     assert table.exit_code == 0 and "layerskip" in table.output
     found = CliRunner().invoke(app, [*arguments, "--json"])

@@ -40,6 +40,8 @@ class DepthResult:
             drafts and rejected drafts included.
         heads: Rows of the head per token.
         draft: The layers and the head of the draft model per token, as layers of the model.
+        drafted: The share of rounds behind the prompt that verify drafts; None if no round does.
+        accepted: Accepted drafts over all drafts; None if there are none.
         cost: All of it together, as a multiple of plain decoding's.
         agreement: The share of the full model's text whose tokens are the method's most probable
             ones behind the text before them, with the method's own keys and values; of an exact
@@ -57,6 +59,8 @@ class DepthResult:
     layers: float
     heads: float
     draft: float
+    drafted: float | None
+    accepted: float | None
     cost: float
     agreement: float | None
     free: float
@@ -145,14 +149,18 @@ def counted(model: Any, num_prompt: int) -> Iterator[_Work]:
 
 
 def measure(
-    llm: LLM, methods: Sequence[str], prompts: Sequence[str], tokens: int, repeats: int
+    llm: LLM,
+    methods: Sequence[str],
+    prompts: Sequence[str | list[int]],
+    tokens: int,
+    repeats: int,
 ) -> Iterator[DepthResult]:
     """Yield the results of plain decoding, then those of each method.
 
     Args:
         llm: The model, a transformer.
         methods: Keys with parameters.
-        prompts: Texts to answer.
+        prompts: Texts or tokens to answer.
         tokens: Tokens of each answer.
         repeats: How often each answer is timed.
 
@@ -169,16 +177,23 @@ def measure(
         is_exact = entry is not None and entry.card.exactness != "lossy"
         can_force = entry is None or "constraints" in entry.card.works_with
         layers = heads = drafts = cost = equal = free = first = 0.0
+        num_rounds = num_drafting = num_drafts = num_accepted = 0
         times: list[float] = []
         for prompt, text in zip(prompts, texts, strict=True):
-            num_prompt = len(llm.encode(prompt))
+            num_prompt = len(llm.encode(prompt) if isinstance(prompt, str) else prompt)
             with ExitStack() as stack:
                 work = stack.enter_context(counted(llm.model, num_prompt))
                 by_draft = None
                 if drafter is not None:
                     by_draft = stack.enter_context(counted(drafter, num_prompt))
-                generation = llm.generate(prompt, decoder=method, **options)
+                generation = llm.generate(prompt, decoder=method, trace=True, **options)
             found = generation.tokens
+            rounds = [one for one in generation.trace or () if one["tokens"]]
+            for one in rounds[1:]:
+                num_drafting += bool(one.get("drafted"))
+                num_drafts += len(one.get("drafted", ()))
+                num_accepted += len(one.get("accepted", ()))
+            num_rounds += len(rounds[1:])
             is_same = [a == b for a, b in zip(found, text, strict=True)]
             free, first = free + sum(is_same), first + (*is_same, False).index(False)
             if is_exact:
@@ -204,6 +219,8 @@ def measure(
             layers / total,
             heads / total,
             drafts / total,
+            num_drafting / num_rounds if num_drafting else None,
+            num_accepted / num_drafts if num_drafts else None,
             cost / plain[0],
             equal / num_tokens if is_exact or can_force else None,
             free / num_tokens,
@@ -211,6 +228,10 @@ def measure(
             median(times),
             plain[1] / median(times),
         )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _draft_model(llm: LLM) -> Any:
@@ -242,6 +263,12 @@ def bench_depth(
     ] = "none",
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each answer.")] = 128,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Number of prompts.")] = 4,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(
+            "--prompt-tokens", min=0, help="First tokens of each prompt, of large models; 0: all."
+        ),
+    ] = 0,
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="How often each answer is timed.")
     ] = 3,
@@ -251,13 +278,15 @@ def bench_depth(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
 ) -> None:
     """Layers per token, agreement with the full model, and time of methods that run fewer layers.
+    "drafted" is the share of rounds with drafts, "accepted" that of drafts that are accepted;
     "agreement" is that on the full model's text, "free" that of the generated text, and "first" the
     tokens of it before another one.
 
     Example: anydecode bench depth --methods "layerskip:layers=8;ffn-skip" --limit 2
     """
-    prompts = [one.text for one in spread(limit)]
+    texts = [one.text for one in spread(limit)]
     with LLM(model, draft=draft, threads=threads or None, prefix_cache=False) as llm:
+        prompts = [llm.encode(text)[: prompt_tokens or None] for text in texts]
         results = list(measure(llm, split_methods(methods), prompts, tokens, repeats))
         head, num_layers, name = head_cost(llm.model), llm.model.spec.num_layers, llm.model.name
     if as_json:
@@ -270,16 +299,18 @@ def bench_depth(
         f"{name}, {num_layers} layers, a row of the head costs {head:.1f} layers; {cpu_name()},"
         f" {usable_cores()} cores"
     )
-    names = ["method", "layers", "heads", "draft", "cost", "agreement", "free", "first"]
-    shown = Table(*names, "ms/token", "speed", box=None)
+    names = ["method", "layers", "heads", "draft", "drafted", "accepted", "cost", "agreement"]
+    shown = Table(*names, "free", "first", "ms/token", "speed", box=None)
     for one in results:
         shown.add_row(
             one.method,
             f"{one.layers:.1f}",
             f"{one.heads:.2f}",
             f"{one.draft:.1f}",
+            _share(one.drafted),
+            _share(one.accepted),
             f"{one.cost:.2f}x",
-            "-" if one.agreement is None else f"{one.agreement:.1%}",
+            _share(one.agreement),
             f"{one.free:.1%}",
             f"{one.first:.0f}",
             f"{one.milliseconds:.1f}",

@@ -4,11 +4,15 @@ models.
 Speed depends only on shapes and formats, so random weights suffice for timing without a download.
 The tokenizer has single bytes, and names for the other ids. The files can be opened with anydecode
 and llama.cpp. One tensor at a time is in memory.
+
+Layers of random weights change the hidden state much, so that no early exit predicts what the last
+layer does. For methods that run fewer layers, `EarlyExits` makes those behind the first ones add
+less and less.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +24,17 @@ from anydecode.errors import InvalidRequestError
 from anydecode.report import JsonFile, write_report
 
 _STD = 0.02  # of the weights, so that hidden states neither vanish nor explode
+#: What attention adds in files with early exits: were it as much as the MLPs, the mean of the text
+#: would outweigh its last token, and all tokens of greedy texts would soon be the same.
+_ATTENTION = 0.1
+#: The standard deviation of logits in files with early exits, with which the most probable tokens
+#: of greedy texts have probabilities like those of trained models.
+_LOGITS = 10.0
 #: Format -> (the position of the float16 scale in a block, its size by which weights of random
 #: codes have the standard deviation 1). Where a format has minima, the next float16 is their scale;
 #: the third number is its ratio to the first, which brings the mean to zero.
 _SCALES: dict[str, tuple[int, float, float | None]] = {
-    "Q4_0": (0, 1 / 4.61, None),
+    "Q4_0": (0, 1 / 4.18, None),
     "Q8_0": (0, 1 / 73.9, None),
     "Q2_K": (80, 1 / 14.1, 1.5),
     "Q3_K": (108, 1 / 43.4, None),
@@ -62,8 +72,36 @@ class Shape:
     tied: bool
 
 
+@dataclass(frozen=True)
+class EarlyExits:
+    """How much less the layers behind the first ones add to the hidden state.
+
+    Attributes:
+        layers: First layers, which are as in other files of random weights.
+        change: What the next layer adds, as a share of what the first ones do.
+        decay: The share of each later layer, as a multiple of that of the layer before it.
+    """
+
+    layers: int
+    change: float
+    decay: float
+
+    def factor(self, name: str, hidden: int) -> float:
+        """What the weights of the matrix `name` are multiplied by, in a model of so many features
+        of hidden states."""
+        if name == "output":
+            return _LOGITS / (_STD * hidden**0.5)
+        parts = name.split(".")
+        if parts[-1] not in ("attn_output", "ffn_down"):
+            return 1.0
+        factor = _ATTENTION if parts[-1] == "attn_output" else 1.0
+        behind = int(parts[1]) - self.layers
+        return factor if behind < 0 else float(factor * self.change * self.decay**behind)
+
+
 SHAPES = {
     "tiny": Shape(256, 2, 4, 2, 64, 512, 512, True),
+    "135m": Shape(576, 30, 9, 3, 64, 1536, 49152, True),  # SmolLM2 135M
     "1b": Shape(2048, 16, 32, 8, 64, 8192, 128256, True),  # Llama 3.2 1B
     "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, False),  # Llama 3 8B
 }
@@ -96,21 +134,25 @@ def norms(shape: Shape) -> list[str]:
 
 
 def random_blocks(
-    format: str, rows: int, columns: int, generator: np.random.Generator
+    format: str, rows: int, columns: int, generator: np.random.Generator, factor: float = 1.0
 ) -> np.ndarray:
-    """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD`."""
+    """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD` times `factor`,
+    which only formats of `_SCALES` have."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
     data = generator.integers(0, 256, (rows, columns // values, size), np.uint8)
     if format == "TQ2_0":  # the code 3 is not used: it becomes 1
         data ^= (data & data >> 1 & 0x55) << 1
+    if format == "Q4_0":  # the code 0, -8, becomes 0, which is 8: the others are symmetric
+        data |= np.where(data & 15, 0, 8).astype(np.uint8)
+        data |= np.where(data & 240, 0, 128).astype(np.uint8)
     if format in _BYTE_SCALES:
         count, scale = _BYTE_SCALES[format]
         data[:, :, :count] = scale
     else:
         position, step, ratio = _SCALES[format]
-        _scale(format, data, position, _STD * step, generator)
+        _scale(format, data, position, factor * _STD * step, generator)
         if ratio is not None:
-            _scale(format, data, position + 2, _STD * step * ratio, generator)
+            _scale(format, data, position + 2, factor * _STD * step * ratio, generator)
     return data.reshape(rows, -1)
 
 
@@ -127,7 +169,9 @@ def _scale(
     data[:, :, position : position + 2] = halves
 
 
-def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:
+def write(
+    path: Path, shape: Shape, format: str, exits: EarlyExits | None = None, seed: int = 0
+) -> int:
     """Write the file; return the bytes of its weights."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(path.stem)
@@ -158,8 +202,9 @@ def write(path: Path, shape: Shape, format: str, seed: int = 0) -> int:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     generator = np.random.default_rng(seed)
-    for rows, columns in matrices(shape).values():
-        writer.write_tensor_data(random_blocks(format, rows, columns, generator))
+    for name, (rows, columns) in matrices(shape).items():
+        factor = 1.0 if exits is None else exits.factor(name, shape.hidden)
+        writer.write_tensor_data(random_blocks(format, rows, columns, generator, factor))
     for _ in norms(shape):
         writer.write_tensor_data(np.ones(shape.hidden, np.float32))
     writer.close()
@@ -195,9 +240,28 @@ def bench_shapes(
     format: Annotated[
         str, typer.Option("--format", help=f"Format of the weights: {', '.join(FORMATS)}.")
     ] = FORMATS[0],
+    early_layers: Annotated[
+        int,
+        typer.Option(
+            "--early-layers", min=0, help="First layers behind which layers add less; 0: none do."
+        ),
+    ] = 0,
+    change: Annotated[
+        float,
+        typer.Option(
+            "--change", min=0, max=1, help="With --early-layers: what the next layer adds."
+        ),
+    ] = 0.07,
+    decay: Annotated[
+        float,
+        typer.Option(
+            "--decay", min=0, max=1, help="With --early-layers: what each later layer adds less."
+        ),
+    ] = 0.8,
     json_file: JsonFile = None,
 ) -> None:
-    """Write a model of random weights, on which other benchmarks can measure speed.
+    """Write a model of random weights, on which other benchmarks can measure speed. With
+    --early-layers, its early exits often predict what the last layer does.
 
     Example: anydecode bench shapes --folder models --shape 1b
     """
@@ -206,8 +270,22 @@ def bench_shapes(
             raise InvalidRequestError(
                 f"unknown {option} {value!r}; choose from {', '.join(allowed)}"
             )
+    sizes, exits = SHAPES[shape], None
+    if early_layers:
+        sizes, exits = replace(sizes, tied=False), EarlyExits(early_layers, change, decay)
+    if exits is not None and early_layers >= sizes.layers:
+        raise InvalidRequestError(
+            f"--early-layers {early_layers} leaves no layer of {shape}, which has {sizes.layers};"
+            " choose less"
+        )
+    if exits is not None and format not in _SCALES:
+        raise InvalidRequestError(
+            f"the scales of {format} are too coarse for --early-layers; choose from"
+            f" {', '.join(_SCALES)}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"random-{shape}.{format}.gguf"
-    size = write(path, SHAPES[shape], format)
-    result = {"path": str(path), "format": format, "weight_bytes": size, **asdict(SHAPES[shape])}
+    name = f"random-{shape}" if exits is None else f"early-{shape}"
+    path = folder / f"{name}.{format}.gguf"
+    size = write(path, sizes, format, exits)
+    result = {"path": str(path), "format": format, "weight_bytes": size, **asdict(sizes)}
     write_report(result, json_file, lambda: print(f"{path}: {size / 1e9:.2f} GB of weights"))
