@@ -21,7 +21,7 @@ from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.layer_adapter import LayerAdapterRecipe, LayerAdapterRun
 from anydecode.training.layer_routers import routed_logits
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from interrupted_runs import assert_resumes
 from train_commands import train_command
 

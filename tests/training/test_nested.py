@@ -16,14 +16,8 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.block_adapter import open_llama
-from anydecode.training.nested import (
-    NestedRecipe,
-    first_layers,
-    own_answers,
-    padded,
-    sorted_loss,
-    train_nested,
-)
+from anydecode.training.nested import NestedRecipe, NestedRun, first_layers, sorted_loss
+from anydecode.training.own_answers import own_answers, padded
 from anydecode.training.transformer import Shape, Transformer
 from train_commands import train_command
 
@@ -67,8 +61,18 @@ def test_the_command_writes_a_draft_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "nested"
-    log = train_command(capsys, "nested --layers 2 --exits 0.5 --answers 8 --steps 2", out=out)
-    assert len(log["losses"]) == 2
+    plot = tmp_path / "curve.svg"
+    settings = "nested --layers 2 --exits 0.5 --answers 8 --steps"
+    log = train_command(capsys, f"{settings} 2", out=out, plot=plot)
+    assert log["steps"] == 2 and set(log["history"][0]["held_out"]) == {"1 layers", "2 layers"}
+    assert "nats per token" in plot.read_text()
+    assert train_command(capsys, f"{settings} 3", out=out)["steps"] == 3
+    with pytest.raises(InvalidRequestError, match="other layers or exits"):
+        NestedRun(
+            load_checkpoint("tiny-autoregressive"),
+            out,
+            NestedRecipe(steps=3, layers=3, exits=(0.5,), answers=8),
+        )
     whole = open_llama(load_checkpoint("tiny-autoregressive"))
     nested = open_llama(_opened(out))
     assert nested.shape.layers == 2
@@ -86,11 +90,31 @@ def test_the_command_writes_a_draft_model(
 def test_training_lowers_the_loss_of_held_out_answers(tmp_path: Path) -> None:
     """At the early exit above all: the last one could predict before."""
     checkpoint = load_checkpoint("tiny-autoregressive")
-    recipe = NestedRecipe(layers=3, answers=128, steps=60, batch=8, rate=5e-4)
-    train_nested(checkpoint, tmp_path, recipe)
+    recipe = NestedRecipe(steps=60, layers=3, exits=(0.67,), answers=128, batch=8, rate=5e-4)
+    NestedRun(checkpoint, tmp_path, recipe).train()
     held_out = padded(own_answers(checkpoint, 24, tokens=64, seed=7))
     before, after = (
         [float(sorted_loss(model, *held_out, [stop])) for stop in (2, 3)]
         for model in (first_layers(open_llama(checkpoint), 3), open_llama(_opened(tmp_path)))
     )
     assert after[0] < 0.8 * before[0] and sum(after) < 0.9 * sum(before), (before, after)
+
+
+def test_an_interrupted_run_is_resumed_bit_by_bit(tmp_path: Path) -> None:
+    checkpoint, weights = load_checkpoint("tiny-autoregressive"), []
+    recipe = NestedRecipe(steps=3, layers=2, exits=(0.5,), answers=8, tokens=12)
+
+    def interrupt(done: float, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    for stops in (False, True):
+        folder = tmp_path / f"{stops}"
+        run = NestedRun(checkpoint, folder, recipe)
+        if stops:
+            with pytest.raises(KeyboardInterrupt):
+                run.train(interrupt)
+            run = NestedRun(checkpoint, folder, recipe)
+            assert run.step == 1
+        run.train()
+        weights.append((folder / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]

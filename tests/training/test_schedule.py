@@ -18,7 +18,7 @@ from anydecode.decoders.depth.skipdecode import SkipDecode
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.block_adapter import open_llama
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.schedule import (
     ScheduleRecipe,
     ScheduleRun,

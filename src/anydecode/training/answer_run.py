@@ -14,7 +14,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.exit_files import fingerprint
 from anydecode.training.block_adapter import Pair, open_llama
-from anydecode.training.nested import answers_to_learn_from
+from anydecode.training.own_answers import answers_to_learn_from
 from anydecode.training.run import check_budget
 from anydecode.training.transformer import Transformer
 from anydecode.training.weight_run import WeightRun

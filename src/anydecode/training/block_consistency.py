@@ -28,7 +28,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.block_adapter import Pair
 from anydecode.training.consistency import divergence
 from anydecode.training.low_rank_run import LowRankRecipe, LowRankRun
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Transformer
 
 #: Maximum number of held-out blocks that are measured.

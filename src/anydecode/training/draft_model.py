@@ -28,7 +28,8 @@ from anydecode.training.divergences import acceptance, divergence
 from anydecode.training.draft_sampling import sample_answers
 from anydecode.training.drafter_evaluation import DEPTH, measure
 from anydecode.training.generated import rendered_prompt
-from anydecode.training.nested import answers_to_learn_from, first_layers, padded
+from anydecode.training.nested import first_layers
+from anydecode.training.own_answers import answers_to_learn_from, padded
 from anydecode.training.pairs import read_texts
 from anydecode.training.recipes.draft_recipe import DraftRecipe
 from anydecode.training.transformer import Shape, Transformer

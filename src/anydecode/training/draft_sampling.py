@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Transformer
 
 

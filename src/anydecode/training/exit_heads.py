@@ -24,7 +24,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.exit_heads import ExitHeads
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.layerskip import states_behind_layers
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Transformer
 
 

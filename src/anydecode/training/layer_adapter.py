@@ -22,7 +22,7 @@ from anydecode.models.layer_routers import FILE_NAME, LayerRouters
 from anydecode.training.block_adapter import Pair
 from anydecode.training.layer_routers import Routers, answer_tokens, routed_logits
 from anydecode.training.low_rank_run import LowRankRecipe, LowRankTextRun
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.layer_routers import FILE_NAME, LayerRouters
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Transformer
 
 

@@ -24,7 +24,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun
 from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Transformer
 
 

@@ -38,7 +38,7 @@ from anydecode.training.block_adapter import (
     merged_weights,
 )
 from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
-from anydecode.training.nested import own_answers
+from anydecode.training.own_answers import own_answers
 from anydecode.training.transformer import Transformer
 
 #: Number of ranks whose accuracies are measured.

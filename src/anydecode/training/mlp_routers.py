@@ -26,7 +26,7 @@ from anydecode.models.mlp_routers import FILE_NAME, NOTHING, SMALL, MlpRouters
 from anydecode.models.small_mlps import SmallMlps
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.layer_routers import Routers, answer_tokens
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.small_mlps import logits_of, modules_of
 from anydecode.training.transformer import Transformer
 

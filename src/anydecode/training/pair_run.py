@@ -17,7 +17,7 @@ from torch.nn import functional
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.block_adapter import Pair, add_low_rank, open_llama, save_adapter
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.run import check_budget
 from anydecode.training.weight_run import WeightRun
 

@@ -24,7 +24,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.block_adapter import Pair, add_low_rank, merged_weights, open_llama
 from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
 from anydecode.training.generated import run_requests
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.run import check_budget
 from anydecode.training.weight_run import WeightRun
 

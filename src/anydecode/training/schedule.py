@@ -22,7 +22,7 @@ from anydecode.decoders.depth.skipdecode import SkipDecode
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.block_adapter import Pair
 from anydecode.training.low_rank_run import LowRankRecipe, LowRankTextRun
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Transformer
 
 

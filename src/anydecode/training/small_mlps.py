@@ -24,7 +24,7 @@ from anydecode.models.small_mlps import PARTS, SmallMlps
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.block_adapter import Pair
 from anydecode.training.layer_routers import answer_tokens
-from anydecode.training.nested import padded
+from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Norm, Transformer
 
 

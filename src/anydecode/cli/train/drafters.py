@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,54 +39,59 @@ if TYPE_CHECKING:
 @app.command("nested")
 def train_nested_draft(
     model: LlamaModel = options.DEFAULT_MODEL,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path("nested"),
+    out: Out = Path("nested"),
     layers: Annotated[
         int, typer.Option("--layers", min=0, help="Number of first layers. Default: half of them.")
     ] = 0,
     exits: Annotated[
         str, typer.Option("--exits", help="Exits as fractions of these layers, as of s2d.")
     ] = "0.5-0.75",
-    answers: Annotated[
-        int, typer.Option("--answers", min=1, help="Number of the model's answers to learn from.")
-    ] = 256,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    answers: Answers = 256,
+    tokens: AnswerTokens = 64,
     batch: Batch = 4,
     rate: Rate = 2e-4,
+    plot: PlotFile = None,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
     """Train the first layers of a model as a draft model that predicts tokens at several exits
-    (sorted fine-tuning), for the decoder s2d.
+    (sorted fine-tuning), for the decoder s2d. A run with the same --out, which is the draft model's
+    folder too, is resumed.
 
-    Example: anydecode train nested --layers 12 --steps 500 --out my-nested
+    Example: anydecode train nested --layers 12 --steps 500 --out my-nested --plot curve.svg
     """
     from anydecode.decoders.speculative.s2d import exit_fractions
     from anydecode.models.loading import load_checkpoint
-    from anydecode.training.diffusion import limit_threads
-    from anydecode.training.nested import NestedRecipe, train_nested
+    from anydecode.training import curve
+    from anydecode.training.nested import NestedRecipe, NestedRun
 
-    recipe = NestedRecipe(
-        layers,
-        exit_fractions(exits),
+    settings = NestedRecipe(
+        minutes_or_default(minutes, steps),
+        steps,
         answers=answers,
-        steps=steps,
+        tokens=tokens,
         batch=batch,
         rate=rate,
         seed=seed,
+        layers=layers,
+        exits=exit_fractions(exits),
     )
-    limit_threads(threads)
-    with progress("steps", steps) as bar:
-        losses = train_nested(
-            load_checkpoint(model),
-            out,
-            recipe,
-            lambda step, loss: bar.update(step, detail=f"loss {loss:.3f}"),
-        )
-    if json:
-        print_json({"path": str(out), "losses": losses})
-    else:
-        print(out)
+    run = trained(lambda: NestedRun(load_checkpoint(model), out, settings), "draft model", threads)
+    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
+    report(
+        run,
+        out,
+        [
+            f"nats per token of held-out answers behind {name}: {first[name]:.3f} -> {loss:.3f}"
+            for name, loss in last.items()
+        ],
+        partial(curve.draw_held_out, title="Training of a draft model", unit="nats per token"),
+        plot,
+        json,
+    )
 
 
 @app.command("draft-model")

@@ -212,7 +212,7 @@ def train_trees(
     """
     from anydecode.decoders.search.apar import mark_tokens
     from anydecode.models.loading import load_checkpoint
-    from anydecode.training.nested import own_answers
+    from anydecode.training.own_answers import own_answers
     from anydecode.training.pair_run import PairRecipe, PairRun
     from anydecode.training.trees import tree_texts
 
