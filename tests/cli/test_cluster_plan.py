@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ def test_a_plan_names_the_best_placement_first(
     trace.write_text("".join(json.dumps({"timestamp": 1000 * n, **line}) + "\n" for n in range(5)))
     arguments = ["cluster", "plan", "tiny-autoregressive", "--trace", str(trace)]
     arguments += ["--slo", "ttft=60,tpot=60", "--search", "distserve:max_probes=1"]
-    for more in ([], ["--rate", "5"], ["--json"]):
+    plot = tmp_path / "plan.svg"
+    for more in ([], ["--rate", "5"], ["--json", "--plot", str(plot)]):
         with pytest.raises(SystemExit) as end:
             main.run([*arguments, "--threads", "1", "--cache-positions", "2048", *more])
         assert end.value.code == 0
@@ -30,6 +32,8 @@ def test_a_plan_names_the_best_placement_first(
     first = json.loads(data)["placements"][0]
     assert first["placement"] == {"mixed": 2, "prefill": 0, "decode": 0, "encode": 0}
     assert first["goodput"] == 1.0
+    if find_spec("matplotlib") is not None:
+        assert "1 prefill, 1 decode" in plot.read_text()
 
 
 @pytest.mark.slow

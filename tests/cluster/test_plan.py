@@ -10,10 +10,10 @@ import pytest
 
 from anydecode import LLM
 from anydecode.cluster.control.distserve import Limits, Placement, PlacementSearch
-from anydecode.cluster.plan import CONTEXTS, Machine, measured, plan
+from anydecode.cluster.plan import CONTEXTS, MAX_EXACT_WORKERS, Machine, measured, plan
 from anydecode.cluster.simulator.simulation import Link
 from anydecode.cluster.simulator.trace_files import TracedRequest
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.cost import CostTable
 
 #: A pass takes 10 ms, and each of its rows 1 ms.
@@ -91,3 +91,18 @@ def test_strict_limits_to_the_first_token_want_several_encode_workers_for_a_prom
         "2 encode, 1 mixed",
     }
     assert [one for one, goodput in goodputs.items() if goodput] == ["2 encode, 1 mixed"]
+
+
+@pytest.mark.slow
+def test_a_large_fleet_has_the_roles_of_a_small_one() -> None:
+    search = PlacementSearch(precision=0.5)
+    found = plan(trace(), Limits(2.0, 0.022), 128, MACHINE, Link(), search)
+    best = found[0].placement
+    assert best.workers == 128 and best.prefill and best.decode
+    loose = plan(trace(), Limits(2.0, 0.5), 128, MACHINE, Link(), search)
+    assert loose[0].placement == Placement(mixed=128)
+
+
+def test_large_fleets_have_no_images() -> None:
+    with pytest.raises(UnsupportedCombinationError, match="without --rate and --images"):
+        plan(trace(), Limits(1, 1), MAX_EXACT_WORKERS + 1, MACHINE, Link(), SEARCH, images=(4,))

@@ -419,7 +419,14 @@ def plan(
     ],
     model: Model = options.DEFAULT_MODEL,
     workers: Annotated[
-        int, typer.Option("--workers", "-w", min=1, max=64, help="Number of workers.")
+        int,
+        typer.Option(
+            "--workers",
+            "-w",
+            min=1,
+            max=10_000,
+            help="Number of workers. More than 64 are simulated many passes at a time.",
+        ),
     ] = 2,
     rate: Annotated[
         float | None,
@@ -472,6 +479,14 @@ def plan(
     cache: options.Cache = None,
     threads: options.Threads = None,
     backend: options.Backend = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            help="Draw the share of requests within the limits by rate, for each placement, to"
+            " this .svg, .png or .pdf file.",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find the roles of workers that serve the most requests of a trace within limits.
@@ -487,11 +502,14 @@ def plan(
     from anydecode.cluster.control.distserve import PlacementSearch
     from anydecode.cluster.plan import measured
     from anydecode.cluster.plan import plan as found_by
+    from anydecode.cluster.plan_plot import draw_goodput
     from anydecode.cluster.simulator.simulation import Link
     from anydecode.cluster.simulator.trace_files import read_trace
+    from anydecode.plots import usable_file
     from anydecode.progress import status as status_line
     from anydecode.serialization import to_plain
 
+    figure = usable_file(plot)
     limits, method = _limits(slo), build_as(search, PlacementSearch)
     sizes = _images(images)
     traced = read_trace(trace, requests)
@@ -524,6 +542,8 @@ def plan(
             can_replicate=rate is not None,
             images=sizes,
         )
+    if figure is not None:
+        draw_goodput(figure, found, limits, method.attainment)
     best = found[0]
     replicas = None if rate is None or not best.goodput else best.replicas(rate)
     if as_json:

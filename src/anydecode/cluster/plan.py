@@ -20,10 +20,11 @@ from anydecode.cluster.control.distserve import (
     placements,
     units,
 )
+from anydecode.cluster.simulator.leap import leap
 from anydecode.cluster.simulator.simulation import Arrival, Link, Served, WorkerPlan, simulate
-from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals
+from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals, repeated, scaled
 from anydecode.engine.costs import measure
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.scoring.cost import CostTable
 from anydecode.scoring.sequence import TARGET
@@ -32,6 +33,14 @@ from anydecode.scoring.sequence import TARGET
 #: measured for a plan: more than a schedule needs, since whole prompts are simulated.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (256, 1024, 2048)
+#: Larger fleets are simulated in leap mode.
+MAX_EXACT_WORKERS = 64
+#: A plan of a larger fleet compares all placements of so many workers, and the best ones at the
+#: size of the fleet.
+SMALL_WORKERS = 32
+NUM_BEST = 2
+#: Requests per worker of a simulation in leap mode. The trace is repeated until it has them.
+LEAP_REQUESTS = 20
 _FAILED: Latency = (float("inf"), float("inf"))
 
 
@@ -105,6 +114,9 @@ def plan(
 ) -> list[Found]:
     """The goodput of each placement of workers, that with the most per worker first.
 
+    More than `MAX_EXACT_WORKERS` workers are simulated in leap mode: all placements of
+    `SMALL_WORKERS` workers, then the best `NUM_BEST` of them with all workers.
+
     Args:
         trace: The requests.
         limits: The latency limits.
@@ -119,28 +131,72 @@ def plan(
 
     Raises:
         InvalidRequestError: A request does not fit into a worker's cache.
+        UnsupportedCombinationError: The fleet is too large for replicas, images or the schedule.
     """
-
-    def arriving(rate: float) -> list[Arrival]:
-        found = arrivals(trace, rate, shorten)
-        return [_with_images(number, one, images) for number, one in enumerate(found)]
-
-    needed = max(len(one.prompt) + one.num_tokens for one in arriving(1.0))
+    longest = max(one.num_prompt + one.num_tokens for one in scaled(trace, 1.0, shorten))
+    needed = longest + sum(images)
     if needed > machine.positions:
         raise InvalidRequestError(
             f"a request of the trace needs {needed} positions, and a worker has"
             f" {machine.positions}: raise --cache-positions, or divide the lengths by --shorten"
         )
-
-    def serve(placement: Placement, rate: float) -> list[Latency]:
-        result = simulate(arriving(rate), _workers(placement, machine), link)
-        return [_latency(one) for one in result.served]
-
     span = trace[-1].time - trace[0].time
     rate = (len(trace) - 1) / span if span > 0 else 1.0
-    has_images = bool(images)
-    candidates = (units if can_replicate else placements)(workers, has_images)
+    if workers > MAX_EXACT_WORKERS:
+        if can_replicate or images:
+            raise UnsupportedCombinationError(
+                f"{workers} workers are planned without --rate and --images: leave them out, or"
+                f" give up to {MAX_EXACT_WORKERS} workers"
+            )
+        return _plan_large(trace, limits, workers, machine, link, search, shorten, rate)
+
+    def serve(placement: Placement, rate: float) -> list[Latency]:
+        arriving = [
+            _with_images(number, one, images)
+            for number, one in enumerate(arrivals(trace, rate, shorten))
+        ]
+        result = simulate(arriving, _workers(placement, machine), link)
+        return [_latency(one) for one in result.served]
+
+    candidates = (units if can_replicate else placements)(workers, bool(images))
     return search.search(candidates, limits, serve, rate)
+
+
+def _plan_large(
+    trace: Sequence[TracedRequest],
+    limits: Limits,
+    workers: int,
+    machine: Machine,
+    link: Link,
+    search: PlacementSearch,
+    shorten: float,
+    rate: float,
+) -> list[Found]:
+    """`plan` in leap mode."""
+    worker = _worker("mixed", machine)
+
+    def serve(placement: Placement, rate: float) -> list[Latency]:
+        num = max(len(trace), LEAP_REQUESTS * placement.workers)
+        requests = scaled(repeated(trace, num), rate, shorten)
+        num_generating = placement.mixed + placement.decode
+        return leap(requests, worker, num_generating, placement.prefill, link, shorten)
+
+    small = search.search(placements(SMALL_WORKERS), limits, serve, rate)
+    factor = workers / SMALL_WORKERS
+    found = [
+        search.goodput(_enlarged(one.placement, workers), limits, serve, factor * one.goodput)
+        for one in small[:NUM_BEST]
+        if one.goodput
+    ]
+    return sorted(found, key=lambda one: -one.goodput_per_worker) or small
+
+
+def _enlarged(placement: Placement, workers: int) -> Placement:
+    """The placement of so many workers with about the same shares of roles."""
+    if placement.mixed:
+        return Placement(mixed=workers)
+    prefill = round(workers * placement.prefill / placement.workers)
+    return Placement(prefill=prefill, decode=workers - prefill)
 
 
 def _with_images(number: int, one: Arrival, images: tuple[int, ...]) -> Arrival:
@@ -158,18 +214,19 @@ def _workers(placement: Placement, machine: Machine) -> list[WorkerPlan]:
         + ["prefill"] * placement.prefill
         + ["decode"] * placement.decode
     )
-    return [
-        WorkerPlan(
-            role,
-            machine.costs,
-            machine.positions,
-            machine.max_running,
-            machine.num_layers,
-            machine.engine,
-            encode_seconds=machine.encode_seconds,
-        )
-        for role in roles
-    ]
+    return [_worker(role, machine) for role in roles]
+
+
+def _worker(role: str, machine: Machine) -> WorkerPlan:
+    return WorkerPlan(
+        role,
+        machine.costs,
+        machine.positions,
+        machine.max_running,
+        machine.num_layers,
+        machine.engine,
+        encode_seconds=machine.encode_seconds,
+    )
 
 
 def _latency(one: Served) -> Latency:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -82,6 +82,46 @@ def _mooncake(lines: Any) -> Iterator[TracedRequest]:
         )
 
 
+def scaled(
+    requests: Sequence[TracedRequest], rate: float, shorten: float = 1.0
+) -> list[TracedRequest]:
+    """The requests of a trace at another rate and with other lengths, from time 0 on.
+
+    Args:
+        requests: In order of arrival.
+        rate: Mean number of requests per second; the gaps keep their ratios.
+        shorten: A divisor of the lengths of prompts and answers.
+    """
+    first, last = requests[0].time, requests[-1].time
+    span = (len(requests) - 1) / rate
+    factor = span / (last - first) if last > first else 0.0
+    return [
+        TracedRequest(
+            factor * (one.time - first),
+            max(1, round(one.num_prompt / shorten)),
+            max(1, round(one.num_tokens / shorten)),
+            one.blocks,
+        )
+        for one in requests
+    ]
+
+
+def repeated(requests: Sequence[TracedRequest], num: int) -> list[TracedRequest]:
+    """`num` requests: those of a trace, again and again. Prompts of different repetitions have no
+    block in common."""
+    first, last = requests[0].time, requests[-1].time
+    period = (last - first) * len(requests) / (len(requests) - 1)
+    num_blocks = 1 + max(max(one.blocks, default=0) for one in requests)
+    found = []
+    for number in range(num):
+        copy, index = divmod(number, len(requests))
+        one = requests[index]
+        blocks = tuple(block + copy * num_blocks for block in one.blocks)
+        time = one.time + copy * period
+        found.append(TracedRequest(time, one.num_prompt, one.num_tokens, blocks))
+    return found
+
+
 def arrivals(requests: Sequence[TracedRequest], rate: float, shorten: float = 1.0) -> list[Arrival]:
     """The requests of a trace for a simulation. Prompts begin alike as far as their hashes do.
 
@@ -90,22 +130,11 @@ def arrivals(requests: Sequence[TracedRequest], rate: float, shorten: float = 1.
         rate: Mean number of requests per second; the gaps keep their ratios.
         shorten: A divisor of the lengths of prompts, hashed blocks and answers.
     """
-    first, last = requests[0].time, requests[-1].time
-    span = (len(requests) - 1) / rate
-    factor = span / (last - first) if last > first else 0.0
+    block_length = max(_DIGITS + 1, HASHED_TOKENS / shorten)
     return [
-        Arrival(
-            factor * (one.time - first),
-            _prompt(number, _shortened(one, shorten), max(_DIGITS + 1, HASHED_TOKENS / shorten)),
-            _shortened(one, shorten).num_tokens,
-        )
-        for number, one in enumerate(requests)
+        Arrival(one.time, _prompt(number, one, block_length), one.num_tokens)
+        for number, one in enumerate(scaled(requests, rate, shorten))
     ]
-
-
-def _shortened(one: TracedRequest, shorten: float) -> TracedRequest:
-    prompt, tokens = round(one.num_prompt / shorten), round(one.num_tokens / shorten)
-    return replace(one, num_prompt=max(1, prompt), num_tokens=max(1, tokens))
 
 
 def _prompt(number: int, one: TracedRequest, block_length: float) -> list[int]:
