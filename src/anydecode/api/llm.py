@@ -64,6 +64,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import bytes_per_position
 from anydecode.kernels.pages import memory_bytes
 from anydecode.memory.pool import KVPool, new_cache
+from anydecode.models.ffn_split import ModelSplit
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.banned_words import BannedWordTable
@@ -126,6 +127,8 @@ class LLM:
         prefix_spill: Where to store prefixes that are evicted from the target's cache: a folder,
             or "memory".
         spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
+        split: A catalogue key ("step-3") or object that runs parts of the model's passes in other
+            processes.
 
     Attributes:
         finds_draft: Whether the first request of a method that drafts with a module of the model's
@@ -163,6 +166,7 @@ class LLM:
         drafting: str | ServerGoodput | None = None,
         prefix_spill: str | Path | None = None,
         spill_limit: str | int = "4GiB",
+        split: str | ModelSplit | None = None,
     ) -> None:
         from anydecode.models.opening import WeightFormat, open_model, open_tokenizer, with_mask
         from anydecode.models.self_drafts import open_draft, open_own_draft, open_shipped_draft
@@ -173,8 +177,10 @@ class LLM:
             )
         options: dict[str, Any] = {"threads": threads, "backend": backend, "device": device}
         format = weight_format(dtype)
+        if split is not None:
+            split = build_as(split, ModelSplit)  # type: ignore[type-abstract]
         self.model, model_tokenizer = open_model(
-            model, dtype=format, family=family, block=block, **options
+            model, dtype=format, family=family, block=block, split=split, **options
         )
         dtype = format.dtype if isinstance(format, WeightFormat) else format
         opened = open_tokenizer(tokenizer) or model_tokenizer
@@ -645,6 +651,9 @@ class LLM:
             if runner.prefixes.spill is not None:
                 runner.prefixes.flush()
                 runner.prefixes.spill.close()
+        end_split = getattr(self.model, "end_split", None)
+        if end_split is not None:
+            end_split()
 
     def __enter__(self) -> LLM:
         return self

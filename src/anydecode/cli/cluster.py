@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -397,6 +398,49 @@ def drain(
     typer.echo(
         f"{worker_name} gets no new work; after {seconds:g} s its answers go on at other workers"
     )
+
+
+@app.command()
+def ffn(
+    model: Model = options.DEFAULT_MODEL,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 accepts other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0: a free one."),
+    ] = 8002,
+    is_single: Annotated[
+        bool, typer.Option("--single", help="End when the first connection has ended.")
+    ] = False,
+    secret_file: SecretFile = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    backend: options.Backend = None,
+) -> None:
+    """Compute the FFNs of a model for attention processes (step-3).
+
+    These give the address: anydecode generate --split step-3:address=HOST:PORT
+
+    Example: anydecode cluster ffn smollm2-135m-instruct --port 8002
+    """
+    import asyncio
+
+    from anydecode.cluster.ffn import READY, FfnServer
+    from anydecode.cluster.secret import read_secret
+    from anydecode.models.families import load_network
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.models.opening import choose_executor
+
+    secret = read_secret(secret_file, can_create=True)
+    network = load_network(load_checkpoint(model), dtype)
+    server = FfnServer(network, choose_executor(backend, threads), secret, model)
+
+    def ready(port: int) -> None:
+        typer.echo(f"{READY}{host}:{port}")
+        sys.stdout.flush()
+
+    asyncio.run(server.serve(host, port, ready, is_single=is_single))
 
 
 @app.command()

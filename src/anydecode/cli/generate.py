@@ -55,6 +55,7 @@ def generate(
     family: options.Family = None,
     mask: options.Mask = None,
     block: options.Block = None,
+    split: options.Split = None,
     draft: options.Drafts = None,
     schema: Annotated[
         Path | None,
@@ -109,7 +110,7 @@ def generate(
         from anydecode.constraints.languages import Regex
 
         request_constraint = Regex(regex)
-    llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block)
+    llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block, split)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,

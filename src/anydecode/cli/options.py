@@ -89,6 +89,13 @@ Dtype = Annotated[
         "--dtype", help="Weight format: float32, bfloat16, int8 or int4. Default: as stored."
     ),
 ]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        "--split",
+        help="Run parts of the model in other processes: step-3 (attention and FFNs apart).",
+    ),
+]
 Cache = Annotated[
     str | None,
     typer.Option(
@@ -164,6 +171,7 @@ def load(
     family: str | None = None,
     mask: int | None = None,
     block: int | None = None,
+    split: str | None = None,
 ) -> LLM:
     """Load the model, with a status line on stderr."""
     from anydecode.api.llm import LLM
@@ -179,6 +187,7 @@ def load(
             family=family,
             mask=mask,
             block=block,
+            split=split,
         )
         return LLM(model, **arguments)
 

@@ -322,10 +322,11 @@ def serve(
     family: options.Family = None,
     mask: options.Mask = None,
     block: options.Block = None,
+    split: options.Split = None,
 ) -> None:
     """Serve models with the APIs of OpenAI, Anthropic and Ollama, and a page at / to try them.
 
-    --decoder, --draft, --adapter, --family, --mask and --block are those of the first model.
+    --decoder, --draft, --adapter, --family, --mask, --block and --split are of the first model.
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
@@ -395,6 +396,7 @@ def serve(
         family=family,
         mask=mask,
         block=block,
+        split=split,
         prefix_spill=prefix_spill,
         spill_limit=spill_limit,
     )

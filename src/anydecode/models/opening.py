@@ -34,6 +34,7 @@ from anydecode.models import (
 )
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.classification import read_classifier
+from anydecode.models.ffn_split import ModelSplit, OpenOptions
 from anydecode.models.files import untrusted
 from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
@@ -297,6 +298,7 @@ def open_checkpoint(
     threads: int | None = None,
     backend: str | None = None,
     device: str | None = None,
+    split: ModelSplit | None = None,
 ) -> tuple[Model, Tokenizer | None]:
     """Build the model of a loaded checkpoint; returns it with the checkpoint's tokenizer. Arguments
     and errors as for `open_model`."""
@@ -307,14 +309,17 @@ def open_checkpoint(
         raise CheckpointError(
             f"{checkpoint.name} contains a drafter, not a model: open its target, with draft= this"
         )
-    executor = choose_executor(backend, threads, device)
+    executor, close = choose_executor(backend, threads, device), None
+    if split is not None:
+        options = OpenOptions(dtype, threads, backend)
+        executor, close = split.executor(checkpoint.path, options)
     pooling, limit = checkpoint.pooling, None
     if pooling is not None and pooling.max_tokens is not None:
         with untrusted(checkpoint.path):
             limit = min(pooling.max_tokens, spec_from_config(checkpoint.config).max_positions)
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
-    model.path, model.dtype = checkpoint.path, dtype
+    model.path, model.dtype, model.end_split = checkpoint.path, dtype, close
     for name, (file, load) in _TRAINED_PARTS.items():
         if (path := checkpoint.path / file).exists():
             setattr(model, name, load(path))
@@ -396,6 +401,7 @@ def open_model(
     device: str | None = None,
     family: str | None = None,
     block: int | None = None,
+    split: ModelSplit | None = None,
 ) -> tuple[Model, Tokenizer | None]:
     """Open a model.
 
@@ -408,6 +414,7 @@ def open_model(
             as a model of `transformers`.
         device: "cpu" or "cuda"; None means "cpu".
         family, block: What a checkpoint's config does not say, see `as_family`.
+        split: Runs parts of its passes in other processes, which open the same files.
 
     Returns:
         The model, and the tokenizer of its checkpoint if it has one.
@@ -424,6 +431,14 @@ def open_model(
         raise InvalidRequestError(
             "family= and block= are for models that are opened from files as they are stored"
         )
+    others = (family, block, device) != (None, None, None)
+    if split is not None and (others or isinstance(dtype, WeightFormat) or not is_path):
+        raise InvalidRequestError(
+            "split= is for models that are opened from files, without device=, family=, block= and"
+            " dtypes that quantise them"
+        )
+    if split is not None and backend in (through_transformers.BACKEND, "triton"):
+        raise InvalidRequestError(f"split= works on CPUs with native or torch, not {backend}")
     if backend == through_transformers.BACKEND and is_path:
         return through_transformers.open_through_transformers(model, dtype, device)
     if isinstance(dtype, WeightFormat):
@@ -435,7 +450,7 @@ def open_model(
         if (family, block) != (None, None):
             checkpoint = as_family(checkpoint, family, block)
         return open_checkpoint(
-            checkpoint, dtype=dtype, threads=threads, backend=backend, device=device
+            checkpoint, dtype=dtype, threads=threads, backend=backend, device=device, split=split
         )
     if hasattr(model, "run") and hasattr(model, "spec"):
         return model, getattr(model, "tokenizer", None)

@@ -118,6 +118,7 @@ class Transformer:
         self._beside: list[tuple[Transformer, int]] = []  # with their teams of threads
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
+        self.end_split: Callable[[], None] | None = None  # ends processes of its own
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
         heads = network.weights.block_heads
         self.slot_heads = None if heads is None else SlotHeads(heads, executor)

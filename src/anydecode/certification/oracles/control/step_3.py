@@ -1,0 +1,253 @@
+"""Oracle test of step-3 (Step-3, arXiv:2507.19427). It compares tokens and logits of two processes
+with those of one and with another forward pass of a Step-3 model, the exchange with its schedule
+by rule, and micro-batches with what each row reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from anydecode import catalogue
+from anydecode.api.llm import LLM
+from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.families.step3 import Forward
+from anydecode.certification.tiny_step3 import LAYERS, step3_checkpoint
+from anydecode.cluster.ffn import AttentionExecutor, FfnClient, FfnServer
+from anydecode.kernels.interface import OutputSpec, Rows
+from anydecode.models.families import load_network
+from anydecode.models.ffn_split import micro_batches
+from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.transformer import Transformer
+
+_SECRET = b"the secret of a certificate"
+_MODEL = "tiny-autoregressive"
+_PROMPTS = [[65 + (5 * n + 3 * i) % 26 for i in range(6 + 17 * n)] for n in range(5)]
+_OPTIONS: dict[str, Any] = {
+    "max_tokens": 20, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 2,
+}  # fmt: skip
+_TEXT = [5, 17, 99, 3, 64, 11, 42, 42, 7, 101, 5, 17]
+
+
+@oracle_test("step-3")
+def step_3() -> Iterator[Check]:
+    """Two processes, the model's forward pass, the exchange, and the micro-batches."""
+    yield from _processes()
+    yield _logits()
+    yield from _exchange()
+    yield _cuts()
+
+
+def _processes() -> Iterator[Check]:
+    """The default build against one process, also when its FFN process is killed."""
+
+    def answers(llm: LLM) -> list[Any]:
+        found = llm.generate(_PROMPTS, **_OPTIONS)
+        return [(one.tokens, repr(one.logprobs)) for one in found]
+
+    options: dict[str, Any] = {"threads": 2, "draft": "none", "row_budget": 48}
+    with LLM(_MODEL, **options) as llm:
+        expected = answers(llm)
+    method = catalogue.build("step-3")
+    with LLM(_MODEL, split=method, **options) as llm:
+        found = answers(llm)
+        (local,) = method.local
+        first = local.process_id
+        yield Check(
+            "tokens and log-probabilities are those of one process", found == expected and first
+            is not None, f"process {'missing' if first is None else 'started'}",
+        )  # fmt: skip
+        if first is None:
+            return
+        runs, run = 0, llm.model.run
+
+        def killing(rows: Rows, cache: Any, output_spec: OutputSpec) -> Any:
+            nonlocal runs
+            runs += 1
+            if runs == 4 and local.process_id is not None:
+                os.kill(local.process_id, signal.SIGKILL)
+            return run(rows, cache, output_spec)
+
+        llm.model.run = killing  # type: ignore[method-assign]
+        found = answers(llm)
+        is_new = local.process_id not in (None, first)
+        yield Check(
+            "a killed FFN process changes nothing", found == expected and is_new,
+            f"{runs} passes, {'a' if is_new else 'no'} new process",
+        )  # fmt: skip
+    yield Check("the FFN process ends with the model", local.process_id is None, "after close()")
+
+
+class _Recorded:
+    """A client whose calls are recorded: S and R, with the layer and the number of rows."""
+
+    def __init__(self, client: FfnClient) -> None:
+        self.client, self.calls = client, list[tuple[str, int, int]]()
+        self.connect, self.close = client.connect, client.close
+
+    def send(self, layer: int, x: np.ndarray) -> None:
+        self.calls.append(("S", layer, len(x)))
+        self.client.send(layer, x)
+
+    def receive(self, layer: int, count: int) -> np.ndarray:
+        self.calls.append(("R", layer, count))
+        return self.client.receive(layer, count)
+
+
+@contextmanager
+def split_model(seed: int) -> Iterator[tuple[Transformer, _Recorded, list[tuple[int, int]]]]:
+    """A tiny Step-3 model whose FFNs run behind a connection; with the calls of the client, and the
+    layers and rows that the server has computed."""
+    make: Callable[..., Any] = choose_executor(None, 1)
+    server = FfnServer(load_network(step3_checkpoint(seed)), make, _SECRET, "tiny")
+    computed: list[tuple[int, int]] = []
+    compute = server.compute
+
+    def counted(x: np.ndarray, layer: int) -> np.ndarray:
+        computed.append((layer, len(x)))
+        return compute(x, layer)
+
+    server.compute = counted  # type: ignore[method-assign]
+    ports: queue.SimpleQueue[int] = queue.SimpleQueue()
+    serving = server.serve("127.0.0.1", 0, ports.put, is_single=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serving), daemon=True)
+    thread.start()
+    place = ("127.0.0.1", ports.get(timeout=60), _SECRET)
+    recorded: list[_Recorded] = []
+
+    def connect(facts: dict[str, Any], hidden: int) -> Any:
+        recorded.append(_Recorded(FfnClient(lambda: place, facts, hidden)))
+        return recorded[0]
+
+    count = catalogue.build("step-3").micro_batches
+    network = load_network(step3_checkpoint(seed))
+    try:
+        model = Transformer(
+            network, name="tiny", executor=lambda one: AttentionExecutor(one, make, connect, count)
+        )
+        yield model, recorded[0], computed
+    finally:
+        for one in recorded:
+            one.close()
+        thread.join(60)
+
+
+def _text_rows(tokens: list[int], layers: int) -> Rows:
+    count = len(tokens)
+    places, zeros = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
+    empty = np.empty(0, np.int32)
+    return Rows(
+        np.array(tokens, np.int32), places, places, [places], zeros, places + 1, empty, zeros,
+        zeros, zeros, np.full(count, layers, np.int32),
+    )  # fmt: skip
+
+
+def _logits() -> Check:
+    """Multi-matrix factorization attention and experts, apart, against one forward pass."""
+    with split_model(seed=6) as (model, _, _):
+        every = np.arange(len(_TEXT), dtype=np.int32)
+        output = model.run(_text_rows(_TEXT, LAYERS), model.new_cache(64), OutputSpec(every))
+        found = np.array(output.logits)
+    expected = Forward(step3_checkpoint(6)).logits(_TEXT)
+    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    name = "logits of a Step-3 model are those of another forward pass"
+    return Check(name, error < 1e-4, f"largest relative difference {error:.1e}")
+
+
+def _exchange() -> Iterator[Check]:
+    """What is sent when, with five sequences that decode."""
+    with split_model(seed=2) as (model, recorded, computed):
+        with LLM(model, tokenizer=ByteTokenizer(), cache_positions=512) as llm:
+            llm.generate(_PROMPTS, max_tokens=6, ignore_eos=True)
+        calls = list(recorded.calls)
+    passes, start = [], 0
+    for at, (kind, layer, _) in enumerate(calls):
+        is_last = kind == "R" and layer == LAYERS - 1
+        if is_last and (at + 1 == len(calls) or calls[at + 1][0] == "S"):
+            passes.append(calls[start : at + 1])
+            start = at + 1
+    largest, is_in_order = 0, True
+    for one in passes:
+        parts = [rows for kind, layer, rows in one if kind == "S" and layer == 0]
+        # All first layers, then each part's states come back before its next layer leaves.
+        rule = [("S", 0, rows) for rows in parts]
+        for layer in range(1, LAYERS):
+            for rows in parts:
+                rule += [("R", layer - 1, rows), ("S", layer, rows)]
+        rule += [("R", LAYERS - 1, rows) for rows in parts]
+        is_in_order &= one == rule
+        largest = max(largest, len(parts))
+    yield Check(
+        "three micro-batches are on their way at a time",
+        is_in_order and largest == 3,
+        f"{len(passes)} passes, up to {largest} parts",
+    )
+    sent = [sum(rows for kind, at, rows in calls if kind == "S" and at == n) for n in range(LAYERS)]
+    done = [sum(rows for at, rows in computed if at == n) for n in range(LAYERS)]
+    yield Check(
+        "the FFN process computes each row of each layer once",
+        sent == done and len(set(sent)) == 1 and sent[0] > 0,
+        f"rows per layer: sent {sent}, computed {done}",
+    )
+
+
+def _cuts() -> Check:
+    """Random passes: rows of texts and trees, some of which see each other."""
+    draw, num_cut, num_wrong, num_merged = random.Random(5), 0, 0, 0
+    for _ in range(200):
+        rows, reads = _random_pass(draw)
+        active = np.arange(len(rows))
+        parts = micro_batches(rows, active, 3, 256)
+        slots = rows.slots.tolist()
+        for number, part in enumerate(parts):
+            later = {slots[row] for other in parts[number + 1 :] for row in other.tolist()}
+            num_wrong += any(reads[row] & later for row in part.tolist())
+        free = [
+            cut for cut in range(1, len(slots))
+            if not set().union(*reads[:cut]) & set(slots[cut:])
+        ]  # fmt: skip
+        num_wrong += np.concatenate(parts).tolist() != active.tolist()
+        num_merged += len(parts) < 2 and bool(free)
+        num_cut += len(parts) > 1
+    return Check(
+        "no row reads what a later micro-batch stores",
+        num_wrong == 0 and num_merged == 0 and num_cut > 50,
+        f"{num_cut} of 200 passes divided, {num_wrong} wrongly, {num_merged} needlessly whole",
+    )
+
+
+def _random_pass(draw: random.Random) -> tuple[Rows, list[set[int]]]:
+    """Rows of several sequences, and the slots that each reads."""
+    free = list(range(256))
+    draw.shuffle(free)
+    tables, columns, reads, tails = [], [], [], list[int]()
+    for sequence in range(draw.randint(1, 5)):
+        past, new = draw.randint(0, 12), draw.randint(1, 6)
+        table = [free.pop() for _ in range(past + new)]
+        kind = draw.choice(["causal", "both", "tree"])
+        for place in range(past, past + new):
+            prefix = {"causal": place + 1, "both": past + new, "tree": past}[kind]
+            own = [table[place]] if kind == "tree" else []
+            own += [table[draw.randint(past, place)]] if kind == "tree" else []
+            columns.append((place, table[place], sequence, prefix, len(tails), len(own)))
+            reads.append({*table[:prefix], *own})
+            tails += own
+        if draw.random() < 0.3:
+            table[0] = -1 if past else table[0]
+        tables.append(np.array(table, np.int32))
+    places, slots, table_of, prefixes, starts, lengths = np.array(columns, np.int32).T
+    zeros = np.zeros(len(columns), np.int32)
+    rows = Rows(
+        zeros, places, slots, tables, table_of, prefixes, np.array(tails, np.int32), starts,
+        lengths, zeros, zeros + 1,
+    )  # fmt: skip
+    return rows, reads

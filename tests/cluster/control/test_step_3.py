@@ -1,0 +1,171 @@
+"""step-3: its certificate, mistakes that the certificate rejects, and what cannot be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode.api.llm import LLM
+from anydecode.certification.oracles.control import step_3 as oracle
+from anydecode.cluster import ffn as ffn_module
+from anydecode.cluster.control.step_3 import FfnSplit
+from anydecode.cluster.ffn import AttentionExecutor, FfnClient, FfnServer, LocalFfn
+from anydecode.errors import AnydecodeError, FleetError, UnsupportedCombinationError
+from anydecode.kernels.interface import Rows
+from anydecode.models.families import build, load_network
+from anydecode.models.opening import choose_executor
+from certificates import assert_certified, assert_rejected, replace_class_default
+from rwkv_models import rwkv_checkpoint
+
+MODEL = "tiny-autoregressive"
+
+
+@pytest.mark.slow
+def test_the_certificate() -> None:
+    assert_certified("step-3")
+
+
+_COMPUTE = FfnServer.compute
+_RECEIVE = FfnClient.receive
+_READ = build.read_low_rank_query
+
+
+def _other_layer(self: FfnServer, x: np.ndarray, layer: int) -> np.ndarray:
+    return _COMPUTE(self, x, max(0, layer - 1))
+
+
+def _one_by_one(self: Any, x: np.ndarray, groups: list[np.ndarray], first: int, last: int) -> None:
+    for layer in range(first, last):
+        for group in groups:
+            states = self._inner.layers(x[group], group, layer, layer + 1)
+            self._ffn.send(layer, states)
+            x[group] = self._ffn.receive(layer, len(group))
+
+
+def _computed_twice(self: FfnServer, x: np.ndarray, layer: int) -> np.ndarray:
+    self.compute(x[:1], layer) if len(x) > 1 else None
+    return _COMPUTE(self, x, layer)
+
+
+def _anywhere(rows: Rows, active: np.ndarray, count: int, num_slots: int) -> list[np.ndarray]:
+    return [part for part in np.array_split(active, count) if len(part)]
+
+
+def _whole(rows: Rows, active: np.ndarray, count: int, num_slots: int) -> list[np.ndarray]:
+    return [active]
+
+
+def _rounded(self: FfnClient, layer: int, count: int) -> np.ndarray:
+    return _RECEIVE(self, layer, count).astype(np.float16).astype(np.float32)
+
+
+def _without_norm(*arguments: Any) -> None:
+    _READ(*arguments)
+    arguments[3].query_down_norm = np.ones_like(arguments[3].query_down_norm)
+
+
+def _no_retry(self: AttentionExecutor, *arguments: Any) -> Any:
+    return self._run(*arguments)
+
+
+def _stays(self: LocalFfn) -> None:
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "name", "mistake"),
+    [
+        (FfnServer, "compute", _other_layer),
+        (FfnServer, "compute", _computed_twice),
+        (AttentionExecutor, "_run_layers", _one_by_one),
+        (ffn_module, "micro_batches", _whole),
+        (oracle, "micro_batches", _anywhere),
+        (oracle, "micro_batches", _whole),
+        (FfnClient, "receive", _rounded),
+        (build, "read_low_rank_query", _without_norm),
+    ],
+    ids=[
+        "the FFN of the layer before",
+        "rows that are computed twice",
+        "micro-batches one by one",
+        "one micro-batch",
+        "cuts through rows that see each other",
+        "passes that are never cut",
+        "hidden states in half precision",
+        "queries without the weights of their norm",
+    ],
+)
+def test_mistakes_are_rejected(
+    place: Any, name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, mistake)
+    assert_rejected("step-3")
+
+
+@pytest.mark.slow
+def test_another_number_of_micro_batches_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_class_default(monkeypatch, FfnSplit, "micro_batches", 2)
+    assert_rejected("step-3")
+
+
+@pytest.mark.slow
+def test_a_process_that_stays_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalFfn, "close", _stays)
+    assert_rejected("step-3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-diffusion", "tiny-blocks"])
+def test_rows_that_see_each_other_give_the_text_of_one_process(model: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 24, "seed": 3}
+    with LLM(model, threads=1) as llm:
+        expected = [one.tokens for one in llm.generate(["a", "b"], **options)]
+    with LLM(model, threads=2, split="step-3") as llm:
+        assert [one.tokens for one in llm.generate(["a", "b"], **options)] == expected
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("step-3:micro_batches=0", "micro_batches is 0|micro_batches=0"),
+        ("step-3:address=nowhere", "address='nowhere'; allowed is HOST:PORT"),
+        ("step-3:address=127.0.0.1:1", "nobody answers at 127.0.0.1:1"),
+        ("nexus", "is not of kind"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    split: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYDECODE_CLUSTER_SECRET", "a secret of the tests")
+    with pytest.raises(AnydecodeError, match=message) as caught:
+        LLM(MODEL, split=split, threads=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_that_are_no_files_and_other_options_are_refused() -> None:
+    for options in ({"block": 4}, {"device": "cuda"}, {"backend": "triton"}):
+        with pytest.raises(AnydecodeError, match="split="):
+            LLM(MODEL, split="step-3", **options)
+
+
+def test_layers_without_an_ffn_of_their_own_are_refused() -> None:
+    network = load_network(rwkv_checkpoint(0))
+    with pytest.raises(UnsupportedCombinationError, match="cannot be split"):
+        FfnServer(network, choose_executor(None, 1), b"a secret of the tests", "rwkv")
+
+
+def test_an_ffn_process_of_another_model_is_refused() -> None:
+    """The facts differ, and both are told so."""
+    changed = oracle.step3_checkpoint
+    seeds = iter([0, 1])  # of the two processes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "step3_checkpoint", lambda _: changed(next(seeds)))
+        with (
+            pytest.raises(FleetError, match="has another model: start it with this model"),
+            oracle.split_model(0),
+        ):
+            pass
