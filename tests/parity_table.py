@@ -22,7 +22,7 @@ OTHER_REFERENCES = {
     "nemotron_labs_diffusion_ar": "an implementation of its repository, tokens alone",
     "mimo": "Qwen2 of `transformers`",
     "kimi_k2": "DeepSeek-V3 of `transformers`",
-    "internlm3": "Llama of `transformers`",
+    **dict.fromkeys(("internlm3", "internlm2", "exaone"), "Llama of `transformers`"),
     "qwen3_vl_moe_text": "Qwen3-VL of `transformers`",
 }
 #: Families that differ from another one in names alone.
@@ -30,7 +30,7 @@ SAME_AS = {
     "minicpm": "granite",
     "mimo": "qwen2",
     "kimi_k2": "deepseek_v3",
-    "internlm3": "llama",
+    **dict.fromkeys(("internlm3", "internlm2", "exaone"), "llama"),
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 #: The diffusion models' tests have it.
@@ -54,8 +54,8 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     for name in ("test_gguf_families", "test_gguf_hybrids"):
         module = parity_module(name)
         for key, case in module.CASES.items():
-            is_other = case.architecture == "minicpm"
-            kind = "minicpm" if is_other else model_type(case.family)
+            is_other = case.architecture in OTHER_REFERENCES
+            kind = case.architecture if is_other else model_type(case.family)
             yield kind, case.architecture, key not in module.NOT_OF_LLAMA_CPP
     for architecture, (family, *_) in parity_module("test_gguf_experts").FAMILIES.items():
         yield model_type(family), architecture, True

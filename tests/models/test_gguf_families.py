@@ -464,6 +464,9 @@ CASES = {
     ),
     "arcee": Case("Arcee", "arcee", {"head_dim": 12}, is_permuted=True),
     "gpt2": Case("GPT2", "gpt2"),
+    "exaone": Case("Llama", "exaone", {"rms_norm_eps": 1e-5}),
+    "internlm2": Case("Llama", "internlm2", is_permuted=True),
+    "starcoder": Case("GPTBigCode", "starcoder", {}, {"attention.head_count_kv": 1}),
     "gpt neox": Case(
         "GPTNeoX",
         "gptneox",
@@ -652,7 +655,18 @@ FOR_LLAMA_CPP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-GELU = ("Gemma", "Gemma4", "Phi", "Starcoder2", "GPT2", "GPTNeoX", "Falcon", "Bloom", "Mpt")
+GELU = (
+    "GPTBigCode",
+    "Gemma",
+    "Gemma4",
+    "Phi",
+    "Starcoder2",
+    "GPT2",
+    "GPTNeoX",
+    "Falcon",
+    "Bloom",
+    "Mpt",
+)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_OF_LLAMA_CPP])

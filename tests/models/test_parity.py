@@ -235,15 +235,20 @@ GEMMA_3N_ODD: dict[str, Any] = {
     "vocab_size_per_layer_input": 100,
     "tie_word_embeddings": False,
 }
-DEEPSEEK: dict[str, Any] = {
-    **LATENT_SIZES,
-    "num_key_value_heads": 4,
+DEEPSEEK_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
+}
+DEEPSEEK: dict[str, Any] = {**LATENT_SIZES, "num_key_value_heads": 4, **DEEPSEEK_EXPERTS}
+EXAONE_MOE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
 }
 DEEPSEEK_ROPE: dict[str, Any] = {
     "rope_type": "yarn",
@@ -813,6 +818,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen heads": ("CodeGen", {"rotary_dim": 4, "num_attention_heads": 8}),
     "gpt2": ("GPT2", {}),
     "gpt2 untied": ("GPT2", {"n_inner": 72, "tie_word_embeddings": False}),
+    "gpt neo": (
+        "GPTNeo",
+        {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 8},
+    ),
+    "gpt neo local": (
+        "GPTNeo",
+        {
+            "attention_types": [[["local"], 3]],
+            "window_size": 5,
+            "intermediate_size": 72,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt bigcode": ("GPTBigCode", {}),
+    "gpt bigcode heads": (
+        "GPTBigCode",
+        {"multi_query": False, "n_inner": 72, "tie_word_embeddings": False},
+    ),
     "gpt neox": ("GPTNeoX", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
     "gpt neox sequential": (
         "GPTNeoX",
@@ -971,6 +994,97 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "rope_parameters": {**DEEPSEEK_ROPE, "beta_fast": 1.0, "mscale": 1.0},
+        },
+    ),
+    "solar open": (
+        "SolarOpen",
+        {
+            **{key: value for key, value in DEEPSEEK_EXPERTS.items() if "dense" not in key},
+            "head_dim": 12,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "flex olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "flex olmo normalised": (
+        "FlexOlmo",
+        {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "youtu": ("Youtu", {**LATENT_SIZES, "num_key_value_heads": 4}),
+    "youtu full queries": (
+        "Youtu",
+        {
+            **LATENT_SIZES,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "tie_word_embeddings": False,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {**LATENT_SIZES, "num_key_value_heads": 4, "dim_model_base": 20, "scale_emb": 3},
+    ),
+    "minicpm3 longrope": (
+        "MiniCPM3",
+        {
+            **LATENT_SIZES,
+            "num_key_value_heads": 4,
+            "v_head_dim": None,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "original_max_position_embeddings": 128,
+                "short_factor": LONG["short_factor"][:4],
+                "long_factor": LONG["long_factor"][:4],
+            },
+        },
+    ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "hyperclovax usual": ("HyperCLOVAX", {"attention_bias": True, "tie_word_embeddings": True}),
+    "exaone moe": (
+        "ExaoneMoe",
+        {
+            **EXAONE_MOE,
+            "sliding_window": 6,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "exaone moe dense": (
+        "ExaoneMoe",
+        {
+            **EXAONE_MOE,
+            "sliding_window": 6,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **DEEPSEEK,
+            "first_k_dense_replace": 0,
+            "rope_parameters": MINISTRAL_3,
+        },
+    ),
+    "mistral4 groups": (
+        "Mistral4",
+        {
+            **DEEPSEEK,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "rope_parameters": {**DEEPSEEK_ROPE, "llama_4_scaling_beta": 0.3},
         },
     ),
     "glm4 moe lite": (

@@ -681,6 +681,8 @@ class Network:
         assert latent is not None and rope is not None, "checked by `_check_latent`"
         q = weights.query.apply(backend, x)
         q, rotary = backend.split(q, spec.latent.key_dim, heads)
+        if spec.latent.growth is not None:
+            q = backend.rope(q, heads, spec.latent.growth)
         q, rotary = backend.grouped_linear(q, latent.keys), backend.rope(rotary, heads, rope)
         return backend.join(q, rotary, heads)
 

@@ -101,11 +101,14 @@ class LatentSpec:
         key_dim: Numbers of a head's key, without those with rotary position embedding.
         value_dim: Numbers of a head's value.
         norm_eps: Of the norm of the latent.
+        growth: Multiplies the parts of queries without position embedding by its factor, where
+            `LayerSpec.query_rope` multiplies the others; its frequencies are 0. None: no factor.
     """
 
     key_dim: int
     value_dim: int
     norm_eps: float = 1e-6
+    growth: Rope | None = None
 
 
 @dataclass(frozen=True)
@@ -682,6 +685,8 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     integer(f"{prefix}num_heads * key_dim", heads * (latent.key_dim + rotary))
     integer(f"{prefix}num_heads * value_dim", heads * latent.value_dim)
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
+    if latent.growth is not None:
+        _check_rope(prefix, latent.growth, latent.key_dim)
     names = ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:
         if getattr(layer, name):

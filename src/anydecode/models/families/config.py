@@ -329,12 +329,14 @@ def _jitter(config: Config) -> float:
     return number(key, value_or(config, key, 0.01), 0.0, 1.0)
 
 
-def _latent(config: Config) -> LatentSpec:
+def _latent(config: Config, query_rope: Rope | None) -> LatentSpec:
+    """Latent attention, whose queries grow in both parts if those with positions do."""
+    size = int_value(config, "qk_nope_head_dim", high=MAX_COUNT)
+    growth = None
+    if query_rope is not None:
+        growth = replace(query_rope, frequencies=np.zeros(size // 2, np.float32), factor=1.0)
     # The norm of the latent has the default of its class, not the config's eps.
-    return LatentSpec(
-        int_value(config, "qk_nope_head_dim", high=MAX_COUNT),
-        int_value(config, "v_head_dim", high=MAX_COUNT),
-    )
+    return LatentSpec(size, int_value(config, "v_head_dim", high=MAX_COUNT), growth=growth)
 
 
 def _low_rank_query(config: Config, family: Family) -> LowRankQuery | None:
@@ -404,6 +406,7 @@ def _layers(
     cutoffs: list[float | None] = config["gate_cutoffs"] if family.has_streams else [None] * count
     query_ropes: dict[Rope, Rope | None] = {}
     temperature: Rope | None = None
+    latent: LatentSpec | None = None
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
@@ -446,6 +449,8 @@ def _layers(
         rope = rope_of(kind, dim)
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
+        if family.has_latent_attention and latent is None:
+            latent = _latent(config, query_ropes[rope])
         if temperature is None and not has_rope[layer]:
             temperature = _temperature(config, dim)
         has_qk_norm = bool_value(config, "use_qk_norm", True)
@@ -469,7 +474,7 @@ def _layers(
                 recurrence=recurrent if has_recurrence else None,
                 has_attention_gate=family.has_attention_gate,
                 has_attention_norm=family.has_first_norm or layer > 0,
-                latent=_latent(config) if family.has_latent_attention else None,
+                latent=latent,
                 low_rank_query=_low_rank_query(config, family),
                 cache_layer=sources[layer],
                 has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),

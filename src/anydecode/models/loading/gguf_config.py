@@ -107,6 +107,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "gptneox": gpt_neox,
         "falcon": falcon,
         "bloom": gpt2,
+        "starcoder": gpt2,
         "mpt": mpt,
         "gpt-oss": gpt_oss,
         "qwen2moe": qwen2_moe,

@@ -117,6 +117,7 @@ OVERRIDES = {
     "gptneox": {"attn_qkv": "self_attn.qkv_proj"},
     "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
+    "starcoder": {"attn_qkv": "self_attn.qkv_proj"},
     "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
@@ -256,7 +257,7 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
-    *("llada", "olmo", "arcee"),
+    *("llada", "olmo", "arcee", "internlm2"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")

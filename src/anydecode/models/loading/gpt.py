@@ -1,5 +1,6 @@
-"""Converts the layouts of GPT-2, GPT-J, CodeGen, GPT-NeoX, Falcon, BLOOM, MPT and OPT to the usual
-one: module names, separate queries, keys and values, and matrices of shape [out, in]."""
+"""Converts the layouts of GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, Falcon, BLOOM,
+MPT, OPT, EXAONE 3 and InternLM2 to the usual one: module names, separate queries, keys and values, and
+matrices of shape [out, in]."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ class _Layout:
         rows: Returns the rows of queries, keys and values in the fused matrix.
         is_transposed: Whether the matrices of layers are stored as [in, out].
         num_unused: The rows of the table of positions before that of position 0.
+        has_key_heads: Whether `num_key_value_heads` is a key of its configs. Others have as many
+            heads of keys as of queries.
     """
 
     keys: Mapping[str, str]
@@ -51,6 +54,7 @@ class _Layout:
     rows: Callable[[dict[str, Any]], tuple[np.ndarray, np.ndarray, np.ndarray]]
     is_transposed: bool = False
     num_unused: int = 0
+    has_key_heads: bool = False
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
@@ -274,6 +278,80 @@ _OPT = _Layout(
     rows=_in_sequence,
     num_unused=2,
 )
+_GPT_NEO = _Layout(
+    keys={
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "intermediate_size": "intermediate_size",
+        "window_size": "sliding_window",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+    defaults={"hidden_act": "gelu_new", "tie_word_embeddings": True, "sliding_window": 256},
+    fixed={},
+    prefixes=("transformer.", ""),
+    blocks="h",
+    outer={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
+    inner={
+        "ln_1": ("input_layernorm",),
+        "ln_2": ("post_attention_layernorm",),
+        **{f"attn.attention.{part}_proj": (f"self_attn.{part}_proj",) for part in "qkv"},
+        "attn.attention.out_proj": ("self_attn.o_proj",),
+        "mlp.c_fc": ("mlp.up_proj",),
+        "mlp.c_proj": ("mlp.down_proj",),
+    },
+    qkv="",
+    rows=_in_sequence,
+)
+_GPT_BIGCODE = replace(
+    _GPT2,
+    defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    fixed={"scale_attn_weights": True, "add_cross_attention": False},
+    is_transposed=False,
+)
+_EXAONE = _Layout(
+    keys={
+        "num_layers": "num_hidden_layers",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    defaults={"rms_norm_eps": 1e-5},
+    fixed={},
+    prefixes=("transformer.", ""),
+    blocks="h",
+    outer={"wte": "embed_tokens", "ln_f": "norm"},
+    inner={
+        "ln_1": ("input_layernorm",),
+        "ln_2": ("post_attention_layernorm",),
+        **{f"attn.attention.{part}_proj": (f"self_attn.{part}_proj",) for part in "qkv"},
+        "attn.attention.out_proj": ("self_attn.o_proj",),
+        "mlp.c_fc_0": ("mlp.gate_proj",),
+        "mlp.c_fc_1": ("mlp.up_proj",),
+        "mlp.c_proj": ("mlp.down_proj",),
+    },
+    qkv="",
+    rows=_in_sequence,
+    has_key_heads=True,
+)
+_INTERNLM2 = _Layout(
+    keys={"bias": "attention_bias"},
+    defaults={},
+    fixed={},
+    prefixes=("model.", ""),
+    blocks="layers",
+    outer={"tok_embeddings": "embed_tokens", "norm": "norm"},
+    inner={
+        "attention_norm": ("input_layernorm",),
+        "ffn_norm": ("post_attention_layernorm",),
+        "attention.wo": ("self_attn.o_proj",),
+        "feed_forward.w1": ("mlp.gate_proj",),
+        "feed_forward.w3": ("mlp.up_proj",),
+        "feed_forward.w2": ("mlp.down_proj",),
+    },
+    qkv="attention.wqkv",
+    rows=_by_group,
+    has_key_heads=True,
+)
 #: The norms of layers of OPT that follow the sublayers.
 _SUM_NORMS = {
     "self_attn_layer_norm": ("post_attention_layernorm",),
@@ -288,6 +366,10 @@ _LAYOUTS = {
     "bloom": _BLOOM,
     "mpt": _MPT,
     "opt": _OPT,
+    "gpt_neo": _GPT_NEO,
+    "gpt_bigcode": _GPT_BIGCODE,
+    "exaone": _EXAONE,
+    "internlm2": _INTERNLM2,
 }
 #: Options of MPT's attention, and the only value that is supported.
 _MPT_ATTENTION = {
@@ -300,7 +382,7 @@ _MPT_ATTENTION = {
 }
 #: The list of layers, the number of a layer, and a module in it.
 _LAYER = re.compile(r"(\w+)\.(\d+)\.(.+)")
-_HEADS = {"lm_head": "lm_head", "embed_out": "lm_head"}
+_HEADS = {"lm_head": "lm_head", "embed_out": "lm_head", "output": "lm_head"}
 
 
 def is_gpt(config: dict[str, Any]) -> bool:
@@ -320,11 +402,17 @@ def to_hf_layout(
     _check_fixed(config, layout.fixed, config["model_type"])
     usual = {**layout.defaults, **_usual_config(config, layout)}
     inner = dict(layout.inner)
-    usual["num_key_value_heads"] = usual.get("num_attention_heads")
+    if not (layout.has_key_heads and "num_key_value_heads" in usual):
+        usual["num_key_value_heads"] = usual.get("num_attention_heads")
     if config["model_type"] == "falcon":
         inner |= _complete_falcon(usual)
     if config["model_type"] == "mpt":
         _complete_mpt(usual)
+    if config["model_type"] == "gpt_bigcode":
+        if not bool_value(usual, "multi_query", True):
+            layout = replace(layout, rows=_by_group)
+        else:
+            usual["num_key_value_heads"] = 1
     if not bool_value(usual, "do_layer_norm_before", True):
         inner |= _SUM_NORMS
     if config["model_type"] in ("gptj", "codegen"):

@@ -1,0 +1,16 @@
+"""FlexOlmo (Shi et al., 2025, arXiv:2507.07024): OLMo 2 with experts that were trained apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anydecode.models.families.table import FAMILIES as TABLE
+
+FAMILIES = {
+    "flex_olmo": replace(
+        TABLE["olmoe"],
+        architectures=("FlexOlmoForCausalLM",),
+        norms="post",
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0},
+    )
+}

@@ -1,0 +1,28 @@
+"""Mistral Small 4 (Mistral AI, 2026): latent attention whose queries grow with the position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from anydecode.models.families.family import MixtureOfExperts
+from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.values import Config, mapping_value
+
+
+def _whole_rotary_part(config: Config) -> dict[str, Any]:
+    """The share of a head that rotates is given by its sizes too."""
+    rope = mapping_value(config, "rope_parameters")
+    rope.pop("partial_rotary_factor", None)
+    return {"rope_parameters": rope}
+
+
+FAMILIES = {
+    "mistral4": replace(
+        TABLE["deepseek_v3"],
+        architectures=("Mistral4ForCausalLM",),
+        has_query_growth=True,
+        derived=_whole_rotary_part,
+        moe=MixtureOfExperts(shared_module="shared_experts"),
+    )
+}
