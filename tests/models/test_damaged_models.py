@@ -21,7 +21,7 @@ from anydecode.models.loading import gpt, load_checkpoint
 from anydecode.models.lora import read_factors
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
-from anydecode.models.spec import LatentSpec
+from anydecode.models.spec import LatentSpec, LowRankQuery
 from gguf_models import make_tensors, write_gguf
 from tiny_models import BASE, LATENT_SIZES, built, checkpoint_of, hf_model, own_model
 
@@ -386,7 +386,7 @@ def test_invalid_configs_of_latent_attention_are_rejected(
         ({}, {"num_kv_heads": 2}, "num_kv_heads is 2; allowed is an integer from 1 to 1"),
         ({"latent": LatentSpec(0, 12)}, {}, "key_dim is 0"),
         ({"latent": LatentSpec(10, 1 << 17)}, {}, "value_dim is 131072"),
-        ({"latent": LatentSpec(10, 12, 0)}, {}, "query_rank is 0"),
+        ({"low_rank_query": LowRankQuery(0)}, {}, "query_rank is 0"),
         ({"latent": LatentSpec(10, 12, norm_eps=2.0)}, {}, "norm_eps is 2"),
         ({"qk_norm": "head"}, {}, "qk_norm is 'head'; allowed is unset with latent attention"),
     ],
@@ -407,16 +407,15 @@ def test_specs_of_latent_attention_are_checked(
     [
         ({"keys": []}, "keys: the weights have 0 matrices; allowed are 4"),
         ({"norm": np.ones(19, np.float32)}, "the latent norm is"),
-        ({"query_norm": None}, "the query's inner norm is None"),
-        ({"query_down": None}, "only one of the spec and the weights has a latent product"),
+        ({"query_down_norm": None}, "the query's inner norm is None"),
+        ({"query_down": None}, "only one of the spec and the weights has low-rank queries"),
     ],
 )
 def test_weights_of_latent_attention_are_checked(change: dict[str, Any], message: str) -> None:
     network = own_model(hf_model("DeepseekV3", **DEEPSEEK)).network
-    latent = network.weights.layers[1].latent
-    assert latent is not None
+    layer = network.weights.layers[1]
     for name, value in change.items():
-        setattr(latent, name, value)
+        setattr(layer if "query" in name else layer.latent, name, value)
     with pytest.raises(CheckpointError, match=f"layer 1, {message}"):
         Network(network.spec, network.weights)
 
@@ -774,7 +773,7 @@ from anydecode.errors import AnydecodeError
 from anydecode.certification.tiny import tiny_model
 from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
-from anydecode.models.spec import LatentSpec
+from anydecode.models.spec import LatentSpec, LowRankQuery
 from test_damaged_models import CONFIG, experts_with
 from tiny_models import BASE, chain, checkpoint_of, greedy, hf_model
 

@@ -1,6 +1,6 @@
 """Converts the layouts of GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, Falcon, BLOOM,
-MPT, OPT, EXAONE 3 and InternLM2 to the usual one: module names, separate queries, keys and values, and
-matrices of shape [out, in]."""
+MPT, OPT, EXAONE 3 and InternLM2 to the usual one: module names, separate queries, keys and values,
+and matrices of shape [out, in]."""
 
 from __future__ import annotations
 
