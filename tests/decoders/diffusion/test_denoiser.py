@@ -76,7 +76,9 @@ def test_a_canvas_has_whole_blocks_as_far_as_the_cache_has_room(room: int, lengt
     assert [len(entry["canvas"]) for entry in answer.trace] == [length - 3] * len(answer.trace)
 
 
-@pytest.mark.parametrize("key", ["bd3-lm", "fast-dllm-v2", "s2d2", "sdar", "token-editing"])
+@pytest.mark.parametrize(
+    "key", ["bd3-lm", "fast-dllm-v2", "levenshtein-editing", "s2d2", "sdar", "token-editing"]
+)
 def test_an_unknown_block_size_is_an_error(key: str) -> None:
     with bidirectional(dense()) as llm:
         with pytest.raises(InvalidRequestError, match=r"names? no block size.*block=POSITIONS"):

@@ -46,6 +46,7 @@ METHODS = (
     "freedave:block=6,drafts=3,threshold=0.3",
     "learn2pd:cache=dual,filter=FILTER",
     "learn2pd:cache=elastic,filter=FILTER",
+    "levenshtein-editing:block=6,threshold=0.3,edit=0.2,delete=40,split=41",
     "localleap:block=6,threshold=0.3,relaxed=0.2,cache=window",
     "lrd:block=6,cache=dual",
     "prophet:block=6",

@@ -40,8 +40,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "adablock", "creditdecoding", "dimple", "elastic-cache", "ete", "fast-dllm",
-            "fast-dllm-v2", "learn2pd", "localleap", "s2d2", "sdar", "token-editing",
-            "window-diffusion", "wino",
+            "fast-dllm-v2", "learn2pd", "levenshtein-editing", "localleap", "s2d2", "sdar",
+            "token-editing", "window-diffusion", "wino",
         ),
         _THRESHOLDS,
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,6 +288,29 @@ class Canvas:
         }
         if self.block is not None:
             self.block = (self.block[0], self.block[1] + offset)
+
+    def rearrange(self, first: int, sources: Seq[int | None]) -> None:
+        """Let the positions from `first` on hold what `sources` hold now; None: a mask.
+
+        Sources are positions of the same range, each at most once; what is no source is dropped.
+        """
+        stop = first + len(sources)
+        kept = [source for source in sources if source is not None]
+        dropped = np.delete(np.arange(first, stop), np.array(kept, int) - first)
+        self.meter.committed -= int((self.committed[dropped] >= 0).sum())
+        moved = [first + index for index, source in enumerate(sources) if source is not None]
+        for values, empty in (
+            (self.tokens, self.mask),
+            (self.committed, MASKED),
+            (self.confidence, 0.0),
+        ):
+            old = values[kept].copy()
+            values[first:stop] = empty
+            values[moved] = old
+        entries = [self.logprobs.get(source) for source in kept]
+        outside = {p: entry for p, entry in self.logprobs.items() if not first <= p < stop}
+        inside = {p: entry for p, entry in zip(moved, entries, strict=True) if entry is not None}
+        self.logprobs = outside | inside
 
     def copy_tokens(self, positions: Iterable[int] = (), tokens: Iterable[int] = ()) -> np.ndarray:
         """A copy of the tokens with `tokens` at `positions`: a draft canvas."""
