@@ -327,6 +327,10 @@ class Routing:
         scales_inputs: Whether the weights multiply the inputs of experts, not their outputs
             (Llama 4). Without a selection bias and groups, experts are then chosen by their logits,
             which differ where sigmoids are rounded to 1.
+        jitter: Of the scoring "sparsemixer".
+        block_experts: If given, the rows of a pass that see the same positions (a block of a
+            diffusion model) choose from this number of experts: those with the largest scores of
+            any of the rows, after the selection bias was added (LLaDA2.2).
     """
 
     experts_per_token: int
@@ -338,6 +342,7 @@ class Routing:
     scores_per_group: int = 2
     scales_inputs: bool = False
     jitter: float = 0.0
+    block_experts: int | None = None
 
 
 @dataclass(eq=False)

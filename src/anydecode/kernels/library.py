@@ -57,6 +57,7 @@ class Routing(ctypes.Structure):
         ("is_given", c_int32),
         ("is_plain", c_int32),
         ("jitter", c_float),
+        ("block_experts", c_int32),
     ]
 
 

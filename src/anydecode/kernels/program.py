@@ -312,7 +312,7 @@ class NativeBackend(Backend):
         fields["layer"] = self._add_targets([*gate, *up, *down]) if adapted else -1
         fields["experts"] = ctypes.addressof(pointers)
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
-        self.steps[-1].scratch = Value(top_k * per_slot + 4 * len(gate) + 16)
+        self.steps[-1].scratch = Value(top_k * per_slot + 5 * len(gate) + 16)
         return out
 
     def layer_norm(
@@ -347,6 +347,7 @@ class NativeBackend(Backend):
             is_given=int(routing.scoring == "given"),
             is_plain=int(not weights.gate),
             jitter=routing.jitter if routing.scoring == "sparsemixer" else -1.0,
+            block_experts=routing.block_experts or 0,
         )
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases = getattr(weights, name)

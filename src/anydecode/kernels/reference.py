@@ -47,6 +47,9 @@ _GROUP = 1 << 18
 # Added to the sum that the weights of experts are divided by: sigmoid scores may all be zero.
 _MIN_SHARE = 1e-20
 
+#: The fields of `Rows` that say what a row sees.
+_SEEN = ("table", "prefix", "tail_start", "tail_length")
+
 
 @dataclass(eq=False)
 class _BoundRows:
@@ -337,7 +340,9 @@ class ReferenceBackend(Backend):
         activation: Activation,
     ) -> torch.Tensor:
         bias = weights.selection_bias
-        shares = expert_shares(router, routing, None if bias is None else self._vector(bias))
+        vector = None if bias is None else self._vector(bias)
+        blocks = None if routing.block_experts is None else self._row_blocks()
+        shares = expert_shares(router, routing, vector, blocks)
         if weights.factors is not None:
             shares = shares * self._vector(weights.factors)
         adapters = self._adapters()
@@ -423,6 +428,14 @@ class ReferenceBackend(Backend):
         chosen: np.ndarray = self._bound.rows.adapters[self._bound.index]
         return chosen
 
+    def _row_blocks(self) -> torch.Tensor:
+        """The number of each bound row's block, int64 `[m]`: consecutive rows that see the same."""
+        rows, index = self._rows().rows, self._rows().index
+        seen = [getattr(rows, name)[index] for name in _SEEN]
+        is_new = np.any([np.diff(values) != 0 for values in seen], axis=0)
+        numbers = np.concatenate([[0], np.cumsum(is_new)])
+        return torch.from_numpy(numbers.astype(np.int64)).to(self.device)
+
     def _rows(self) -> _BoundRows:
         if self._bound is None:
             raise RuntimeError("`bind` must be called before the operations of a pass")
@@ -430,9 +443,16 @@ class ReferenceBackend(Backend):
 
 
 def expert_shares(
-    router: torch.Tensor, routing: Routing, selection_bias: torch.Tensor | None = None
+    router: torch.Tensor,
+    routing: Routing,
+    selection_bias: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen."""
+    """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen.
+
+    `blocks` are the numbers of the rows' blocks, ascending from 0, int64 `[m]`, if experts are
+    chosen per block.
+    """
     if routing.scoring == "sparsemixer":
         return _sparse_shares(router, routing)
     if routing.scoring == "given":
@@ -443,6 +463,13 @@ def expert_shares(
     choice = shares if selection_bias is None else shares + selection_bias
     if routing.scales_inputs and selection_bias is None and routing.num_groups == 1:
         choice = router
+    if routing.block_experts is not None:
+        assert blocks is not None
+        index = blocks.unsqueeze(1).expand_as(choice)
+        largest = torch.full_like(choice, float("-inf")).scatter_reduce(0, index, choice, "amax")
+        used = _first(largest, routing.block_experts)
+        is_used = torch.zeros_like(choice, dtype=torch.bool).scatter(1, used, True)
+        choice = choice.masked_fill(~is_used[blocks], float("-inf"))
     if routing.num_groups > 1:
         groups = choice.view(len(choice), routing.num_groups, -1)
         largest = torch.sort(groups, dim=-1, descending=True).values

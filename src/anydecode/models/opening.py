@@ -179,6 +179,8 @@ def _triton_executor(
             missing = "several streams of hidden states (Gemma 3n)"
         elif any(layer.is_differential for layer in network.spec.layers):
             missing = "differential attention (Phi-4-mini-flash)"
+        elif any(x.routing and x.routing.block_experts for x in network.spec.layers):
+            missing = "experts that are chosen per block (LLaDA2.2)"
         elif network.spec.per_layer_size:
             missing = "embeddings of tokens in every layer (Gemma 4)"
         elif any(layer.has_value_norm for layer in network.spec.layers):

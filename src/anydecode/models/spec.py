@@ -633,6 +633,8 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     if layer.mlp == "plain" and not isinstance(layer.activation, str):
         raise ConfigError(f"{prefix}plain experts have no clamped SwiGLU")
     number(f"{prefix}jitter", routing.jitter, 0.0)
+    if routing.block_experts is not None:
+        integer(f"{prefix}block_experts", routing.block_experts, used, count)
     number(f"{prefix}scale", routing.scale)
     groups = integer(f"{prefix}num_groups", routing.num_groups, 1, count)
     integer(f"{prefix}scores_per_group", routing.scores_per_group, 1, 2)

@@ -1,9 +1,10 @@
-"""LLaDA2.0 and 2.1 in their published layout, against a forward pass in plain torch."""
+"""LLaDA2.0, 2.1 and 2.2 in their published layout, against a forward pass in plain torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +12,13 @@ pytest.importorskip("torch")
 
 import torch
 
+from anydecode import LLM
 from anydecode.errors import CheckpointError
+from anydecode.kernels.library import load_library
 from anydecode.models.families import spec_from_config
 from diffusion_checkpoints import (
     SIZES,
+    Router,
     Tiny,
     assert_decodes_as_published,
     largest_difference,
@@ -111,10 +115,82 @@ def test_wrong_references_differ(tmp_path: Path) -> None:
         assert largest_difference(replace(TINY, **wrong), tensors, passes) > 1e-2
 
 
+#: LLaDA2.2: three experts per block of 8, of which each token chooses two.
+OF_BLOCKS = {
+    **PUBLISHED,
+    "block_size": 8,
+    "delete_token_id": 58,
+    "expert_capacity": 3,
+    "split_token_id": 59,
+}
+
+
+def block_router(block: int, capacity: int = 3, *, biased: bool = True) -> Router:
+    """Two of the experts with the largest scores of any row of the block, chosen with the bias and
+    weighed without it."""
+
+    def route(logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        assert bias is not None
+        scores = logits.sigmoid()
+        choice = scores + bias if biased else scores
+        weights = torch.zeros_like(scores)
+        for start in range(0, len(choice), block):
+            rows = choice[start : start + block]
+            allowed = rows.max(0).values.topk(capacity).indices.tolist()
+            for row, values in enumerate(rows, start):
+                chosen = sorted(allowed, key=lambda e: -float(values[e]))[:2]  # noqa: B023
+                weights[row, chosen] = scores[row, chosen]
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+
+    return route
+
+
+TINY_OF_BLOCKS = replace(
+    TINY,
+    config=OF_BLOCKS,
+    block=8,
+    router=block_router(8),
+    decoder="levenshtein-editing:delete=58,split=59",
+)
+
+
+def test_experts_chosen_per_block_equal_the_reference(tmp_path: Path) -> None:
+    assert_decodes_as_published(TINY_OF_BLOCKS, tmp_path)
+
+
+def test_wrong_choices_per_block_differ(tmp_path: Path) -> None:
+    """Negative controls: each row by itself, other blocks, more experts, no bias, groups."""
+    tensors = write(TINY_OF_BLOCKS, tmp_path)
+    passes = recorded(tmp_path, [(11 * i + 5) % 57 for i in range(23)])
+    assert largest_difference(TINY_OF_BLOCKS, tensors, passes) < 2e-4
+    for wrong in (
+        block_router(1),
+        block_router(4),
+        block_router(8, 4),
+        block_router(8, biased=False),
+        router,
+    ):
+        assert largest_difference(replace(TINY_OF_BLOCKS, router=wrong), tensors, passes) > 1e-2
+
+
+def test_requests_in_a_batch_choose_experts_apart(tmp_path: Path) -> None:
+    write(TINY_OF_BLOCKS, tmp_path)
+    prompts = [[(7 * i + 3 * n) % 57 for i in range(length)] for n, length in enumerate((5, 9, 20))]
+    for backend in ("torch", "native"):
+        if backend == "native" and load_library() is None:
+            continue
+        options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 3}
+        with LLM(str(tmp_path), cache_positions=512, backend=backend, threads=2) as llm:
+            alone = [llm.generate(prompt, temperature=0.8, **options).tokens for prompt in prompts]
+            together = llm.generate(prompts, temperature=0.8, **options)
+        assert [answer.tokens for answer in together] == alone
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"expert_capacity": 48}, r"chosen per block \(expert_capacity, LLaDA2.2\)"),
+        ({**OF_BLOCKS, "expert_capacity": 1}, "block_experts is 1; allowed are 2 to 8"),
+        ({"expert_capacity": 4}, "lacks 'delete_token_id'"),
         ({"use_qkv_bias": True}, "use_qkv_bias=true is not supported"),
         ({"score_function": "softmax"}, "scoring_func is 'softmax'"),
     ],

@@ -14,6 +14,7 @@ typedef struct {
   float *weight;            /* [n * top_k] */
   float *score, *choice;    /* [experts], of one row */
   float *group;             /* [groups], of one row */
+  float *block;             /* [experts], the largest choice scores of rows that see the same */
   float *x, *gate, *up, *y; /* [slots, ...] */
   Activations *quantised;
 } ExpertScratch;
@@ -30,7 +31,8 @@ static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
   scratch.score = (float *)(scratch.start + op->count + 1);
   scratch.choice = scratch.score + op->count;
   scratch.group = scratch.choice + op->count;
-  scratch.x = scratch.group + op->count;
+  scratch.block = scratch.group + op->count;
+  scratch.x = scratch.block + op->count;
   scratch.gate = scratch.x + slots * op->width;
   scratch.up = scratch.gate + slots * inner;
   scratch.y = scratch.up + slots * inner;
@@ -130,6 +132,37 @@ static void route_given(const Op *op, const float *router, int32_t *expert, floa
   for (int i = chosen; i < op->groups; i++) expert[i] = -1;
 }
 
+/* The scores that one row's experts are chosen by; its weights are the scores divided by the
+ * result. */
+static float choice_scores(const Op *op, const float *router, const ExpertScratch *scratch) {
+  const Routing *routing = op->routing;
+  float *score = scratch->score, sum = expert_scores(router, op->count, routing->is_sigmoid, score);
+  const float *bias = routing->selection_bias;
+  int is_by_score = routing->is_sigmoid && !routing->scales_inputs;
+  int has_scores = is_by_score || bias || routing->num_groups > 1;
+  for (int e = 0; e < op->count; e++)
+    scratch->choice[e] = has_scores ? score[e] / sum + (bias ? bias[e] : 0.0f) : router[e];
+  return sum;
+}
+
+/* Whether two rows see the same positions of the same text. */
+static int see_the_same(const Pass *pass, int one, int other) {
+  return pass->table[one] == pass->table[other] && pass->prefix[one] == pass->prefix[other] &&
+         pass->tail_start[one] == pass->tail_start[other] &&
+         pass->tail_length[one] == pass->tail_length[other];
+}
+
+/* Compute the largest choice scores of rows first to last - 1. */
+static void choice_limits(const Op *op, const float *router, int first, int last,
+                         const ExpertScratch *scratch) {
+  for (int r = first; r < last; r++) {
+    choice_scores(op, router + (int64_t)r * op->count, scratch);
+    for (int e = 0; e < op->count; e++)
+      if (r == first || scratch->choice[e] > scratch->block[e])
+        scratch->block[e] = scratch->choice[e];
+  }
+}
+
 /* Choose the experts of one row, in order of id, and compute their weights. */
 static void route(const Op *op, const float *router, const ExpertScratch *scratch, int32_t *expert,
                   float *weight) {
@@ -144,12 +177,9 @@ static void route(const Op *op, const float *router, const ExpertScratch *scratc
     route_given(op, router, expert, weight);
     return;
   }
-  float sum = expert_scores(router, count, routing->is_sigmoid, score);
-  const float *bias = routing->selection_bias;
-  int is_by_score = routing->is_sigmoid && !routing->scales_inputs;
-  int has_scores = is_by_score || bias || routing->num_groups > 1;
-  for (int e = 0; e < count; e++)
-    choice[e] = has_scores ? score[e] / sum + (bias ? bias[e] : 0.0f) : router[e];
+  float sum = choice_scores(op, router, scratch);
+  for (int e = 0; e < count && routing->block_experts; e++)
+    if (!is_among_largest(scratch->block, count, e, routing->block_experts)) choice[e] = -INFINITY;
   if (routing->num_groups > 1) drop_groups(count, routing, choice, scratch->group);
   for (int e = 0; e < count && chosen < top; e++) {
     if (!is_among_largest(choice, count, e, top)) continue;
@@ -234,9 +264,14 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
   int last = (int)((int64_t)slots * (part + 1) / parts);
   switch (phase) {
     case 0:
-      for (int r = 0; r < n; r++)
+      for (int r = 0, stop = 0; r < n; r++) {
+        if (op->routing->block_experts && r == stop) {
+          while (++stop < n && see_the_same(pass, r, stop)) {}
+          choice_limits(op, router, r, stop, &scratch);
+        }
         route(op, router + (int64_t)r * op->count, &scratch, scratch.expert + r * op->groups,
               scratch.weight + r * op->groups);
+      }
       assign_slots(op, n, &scratch);
       break;
     case 1:

@@ -70,6 +70,7 @@ typedef struct {
   int32_t is_given;         /* whether the router's numbers are the weights; 0: not chosen */
   int32_t is_plain;         /* whether experts have no gate: "gate" and "up" are the same matrix */
   float jitter;             /* of the scoring "sparsemixer"; negative with another */
+  int32_t block_experts;    /* experts that rows which see the same may choose from; 0: all */
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */

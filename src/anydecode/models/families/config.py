@@ -202,7 +202,7 @@ def spec_from_config(
         block_size=_block_size(config, denoising),
         time=_time(config, denoising),
         mask_token=_mask_token(config, denoising),
-        decoder=None if denoising is None else denoising.decoder,
+        decoder=_decoder(config, denoising),
         has_canvas=denoising is not None and denoising.has_canvas,
         has_causal_context=denoising is not None and denoising.context == "causal",
         has_prompt_block=denoising is not None and denoising.context == "prompt",
@@ -244,6 +244,14 @@ def _block_size(config: Config, denoising: Denoising | None) -> int | None:
             f" {config['model_type']} models: give block= (--block) when the model is opened"
         )
     return denoising.default_block_size
+
+
+def _decoder(config: Config, denoising: Denoising | None) -> str | None:
+    """The decoder that a diffusion model was published with, if it is not the usual one."""
+    if denoising is None or denoising.decoder is None:
+        return None
+    tokens = {key: int_value(config, key, low=0, high=MAX_TOKENS) for key in denoising.tokens}
+    return denoising.decoder.format(**tokens)
 
 
 def _time(config: Config, denoising: Denoising | None) -> TimeSpec | None:
@@ -307,7 +315,10 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         raise refusal("scoring_func", scoring, repr(moe.scoring))
     if method not in moe.methods:
         raise refusal("topk_method", method, f"one of {moe.methods}")
-    has_groups = method != "greedy"
+    block_experts = None
+    if moe.is_per_block:
+        block_experts = int_value(config, "expert_capacity", high=MAX_EXPERTS)
+    has_groups = method != "greedy" and block_experts is None
     return Routing(
         int_value(config, "num_experts_per_tok"),
         normalise=bool_value(config, "norm_topk_prob", moe.is_normalised),
@@ -318,6 +329,7 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         scores_per_group=1 if method == "group_limited_greedy" else 2,
         scales_inputs=moe.scales_inputs,
         jitter=_jitter(config) if moe.scoring == "sparsemixer" else 0.0,
+        block_experts=block_experts,
     )
 
 

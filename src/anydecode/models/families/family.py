@@ -34,6 +34,8 @@ class MixtureOfExperts:
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
         has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
         scales_inputs: See `Routing.scales_inputs`.
+        is_per_block: Whether the rows of a block choose from `expert_capacity` experts, see
+            `Routing.block_experts`.
         is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
             largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
@@ -53,6 +55,7 @@ class MixtureOfExperts:
     has_shared_gate: bool = False
     has_norms: bool = False
     scales_inputs: bool = False
+    is_per_block: bool = False
     is_blocks: bool = False
     methods: tuple[str, ...] = ("noaux_tc",)
 
@@ -91,7 +94,8 @@ class Denoising:
         mask_token: The mask token of the published models, if neither their tokenizers nor their
             configs name it.
         decoder: The decoder with the parameters that the models were published with; None: the one
-            that fits what a row sees and predicts.
+            that fits what a row sees and predicts. Names in braces are keys of the config.
+        tokens: These keys; their values are tokens.
     """
 
     models: str
@@ -105,6 +109,7 @@ class Denoising:
     time_margin: float = 1e-4
     mask_token: int | None = None
     decoder: str | None = None
+    tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

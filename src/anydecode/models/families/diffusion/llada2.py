@@ -1,14 +1,14 @@
 """LLaDA2.0 and 2.1, mini and flash ("LLaDA2.0: Scaling Up Diffusion Language Models to 100B",
-arXiv:2512.15745).
+arXiv:2512.15745), and LLaDA2.2, whose blocks choose the experts that their tokens choose from.
 
-Of LLaDA2.2, whose experts are chosen per block, the config has `expert_capacity`.
+Of LLaDA2.2, the config has `expert_capacity`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from anydecode.models.families.family import Denoising, MixtureOfExperts
+from anydecode.models.families.family import Denoising, Family, MixtureOfExperts
 from anydecode.models.families.like import diffusion_family
 from anydecode.models.families.values import Config, bool_value
 from anydecode.models.limits import ConfigError
@@ -16,31 +16,35 @@ from anydecode.models.limits import ConfigError
 
 def _checked(config: Config) -> dict[str, Any]:
     """Refuse what the supported models do not have."""
-    if config.get("expert_capacity") is not None:
-        raise ConfigError(
-            "experts that are chosen per block (expert_capacity, LLaDA2.2) are not supported"
-        )
     for key in ("norm_head", "use_bias", "use_qkv_bias"):
         if bool_value(config, key):
             raise ConfigError(f"{key}=true is not supported in a llada2_moe config")
     return {}
 
 
-FAMILIES = {
-    "llada2_moe": diffusion_family(
+def _family(
+    models: str, decoder: str, *, is_per_block: bool = False, tokens: tuple[str, ...] = ()
+) -> Family:
+    return diffusion_family(
         "glm4_moe",
         "LLaDA2MoeModelLM",
         denoising=Denoising(
-            "LLaDA2.0, LLaDA2.1",
+            models,
             context="blocks",
             block_size="block_size",
             default_block_size=32,
             mask_token=156895,
-            decoder="sdar:threshold=0.95",
+            decoder=decoder,
+            tokens=tokens,
         ),
+        model_types=("llada2_moe",),
+        is_own=lambda config: bool(config.get("expert_capacity")) == is_per_block,
         derived=_checked,
         moe=MixtureOfExperts(
-            scoring="sigmoid", has_selection_bias=True, shared_module="shared_experts"
+            scoring="sigmoid",
+            has_selection_bias=True,
+            shared_module="shared_experts",
+            is_per_block=is_per_block,
         ),
         keys={
             "num_shared_experts": ("n_shared_experts",),
@@ -59,4 +63,14 @@ FAMILIES = {
         },
         defaults={"use_qk_norm": True, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
     )
+
+
+FAMILIES = {
+    "llada2_moe": _family("LLaDA2.0, LLaDA2.1", "sdar:threshold=0.95"),
+    "llada2_2_moe": _family(
+        "LLaDA2.2",
+        "levenshtein-editing:delete={delete_token_id},split={split_token_id}",
+        is_per_block=True,
+        tokens=("delete_token_id", "split_token_id"),
+    ),
 }
