@@ -108,6 +108,25 @@ QWEN_EXPERTS_METADATA: dict[str, Any] = {
 }
 #: MRoPE, whose sections do not matter for texts.
 SECTIONS = {"rope.dimension_sections": [1, 1, 0, 0]}
+JAMBA: dict[str, Any] = {
+    "initializer_range": 0.1,
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 16,
+    "rms_norm_eps": 1e-3,
+}
+JAMBA_METADATA: dict[str, Any] = {
+    **EXPERTS,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 96,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 3,
+    "attention.head_count_kv": [0, 2, 0, 0],
+    "rope.freq_base": None,
+}
 FALCON_H1_METADATA = {**SSM, "ssm.inner_size": 64, "ssm.time_step_rank": 4}
 NEMOTRON_METADATA: dict[str, Any] = {
     **SSM,
@@ -262,6 +281,13 @@ CASES = {
             "full_attention_interval": 2,
         },
     ),
+    "jamba": Case("Jamba", "jamba", JAMBA, JAMBA_METADATA),
+    "jamba dense": Case(
+        "Jamba",
+        "jamba",
+        {**JAMBA, "num_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        {**JAMBA_METADATA, "expert_count": 1, "expert_used_count": 1},
+    ),
     "lfm2 moe": Case("Lfm2Moe", "lfm2moe", LFM2_MOE, LFM2_MOE_METADATA),
 }
 #: Names of `transformers` and those of the checkpoints from which the converter starts.
@@ -340,7 +366,8 @@ def prepared(
         return
     if part.endswith("A_log"):
         tensor = -np.exp(tensor)
-    has_columns = "linear_attn" not in part and part.endswith((".A_log", ".D"))
+    is_plain = "linear_attn" in part or case.family == "Jamba"
+    has_columns = not is_plain and part.endswith((".A_log", ".D"))
     if has_columns:
         tensor = tensor[:, None]
     if part in ("mamba.norm.weight", "mixer.norm.weight"):
@@ -610,6 +637,8 @@ def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> 
         ("qwen3 next", {"expert_used_count": 1}),
         ("qwen3.5", {"rope.freq_base": 500.0}),
         ("lfm2 moe", {"expert_used_count": 1}),
+        ("jamba", {"expert_used_count": 1}),
+        ("jamba", {"attention.layer_norm_rms_epsilon": 0.1}),
     ],
 )
 def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
@@ -651,6 +680,12 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("nemotron h moe latent", {"moe_latent_size": 21}, "fc1_latent_proj.* has shape"),
         ("nemotron h moe latent", {"moe_latent_size": None}, "has shape"),
         ("mamba2", {"ssm.inner_size": None}, "ssm.inner_size is missing"),
+        ("jamba", {"ssm.inner_size": 90}, "inner_size is 90; allowed is a multiple of embedding_l"),
+        ("jamba", {"ssm.state_size": 8}, "has shape"),
+        ("jamba", {"ssm.time_step_rank": 4}, "has shape"),
+        ("jamba", {"attention.head_count_kv": 2}, "head_count_kv is 2; allowed is a list of 4"),
+        ("jamba", {"attention.head_count_kv": [0, 2, 2, 0]}, "layers.2.self_attn.* is missing"),
+        ("jamba", {"expert_count": 4}, "has 5 experts; expert_count is 4"),
         ("qwen3 next", {"full_attention_interval": 0}, "full_attention_interval is 0"),
         ("qwen3 next", {"full_attention_interval": 3}, "layers.2.self_attn.* is missing"),
         ("qwen3 next", {"attention.recurrent_layers": [True]}, "a list of 4 flags"),

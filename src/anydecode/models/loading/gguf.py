@@ -172,7 +172,8 @@ def _vector(
     does not fit it keeps its own."""
     reader: Reader = partial(_read, file, info, prefix + name)
     shapes = time_mix_vectors(config) if config["model_type"] == "rwkv7" else {}
-    shape = (math.prod(info.shape),) if name in FLAT else shapes.get(name, info.shape)
+    is_flat = name in FLAT and config["model_type"] != "jamba"  # whose decay is a matrix
+    shape = (math.prod(info.shape),) if is_flat else shapes.get(name, info.shape)
     if shape == info.shape or math.prod(shape) != math.prod(info.shape):
         return prefix + name, info.shape, reader
     return prefix + name, shape, partial(_as_shape, reader, shape)

@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "dream": ("dream", "DreamModel"),
     "rnd1": ("rnd1", "RND1LM"),
     "rwkv7": ("rwkv7", "RWKV7ForCausalLM"),
+    "jamba": ("jamba", "JambaForCausalLM"),
     "mamba2": ("mamba2", "Mamba2ForCausalLM"),
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
     "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),

@@ -162,6 +162,12 @@ OVERRIDES = {
         "ssm_dt": "mixer.dt_proj",
         "ssm_out": "mixer.out_proj",
     },
+    "jamba": {
+        **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "x", "dt", "out")},
+        **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+        "ssm_conv1d": "mamba.conv1d",
+        "ffn_gate_inp": "feed_forward.router",
+    },
     "qwen2moe": _QWEN_EXPERTS,
     "ernie4_5-moe": _shared("shared_experts"),
     "glm4moe": {
@@ -195,7 +201,10 @@ EXPERTS = {
         "ffn_down": "block_sparse_moe.experts.{}.w2",
     },
     "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
-    "llama4": {part: name.replace("mlp", "feed_forward") for part, name in _MLP_EXPERTS.items()},
+    **dict.fromkeys(
+        ("llama4", "jamba"),
+        {part: name.replace("mlp", "feed_forward") for part, name in _MLP_EXPERTS.items()},
+    ),
     **dict.fromkeys(
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
@@ -228,6 +237,7 @@ OWN_VECTORS = {
         "layer_output_scale.weight": "layer_scalar",
     },
     "mamba": {"ssm_a": "mixer.A", "ssm_d": "mixer.D"},
+    "jamba": {"ssm_a": "mamba.A", "ssm_d": "mamba.D"},
     "rwkv7": {
         "time_mix_lerp_fused.weight": "attn.x_x",
         "time_mix_k_k.weight": "attn.k_k",

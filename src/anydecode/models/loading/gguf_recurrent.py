@@ -64,6 +64,31 @@ def mamba(keys: Keys, config: dict[str, Any]) -> None:
     config["use_bias"] = "blk.0.ssm_in.bias" in keys.file.tensors
 
 
+def jamba(keys: Keys, config: dict[str, Any]) -> None:
+    """Jamba: layers without key heads are recurrent, those with a router have experts."""
+    hidden, inner = config["hidden_size"], keys.count("ssm.inner_size")
+    if inner % hidden:
+        allowed = f"a multiple of embedding_length, {hidden}"
+        raise refusal(keys.name("ssm.inner_size"), inner, allowed)
+    tensors = keys.file.tensors
+    config |= {
+        "layer_types": ["full_attention" if heads else "mamba" for heads in _kv_heads(keys)],
+        "mamba_expand": inner // hidden,
+        "mamba_d_state": keys.count("ssm.state_size", high=MAX_COUNT),
+        "mamba_d_conv": keys.count("ssm.conv_kernel", high=MAX_COUNT),
+        "time_step_rank": keys.count("ssm.time_step_rank"),
+        "mamba_conv_bias": _has(keys, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(keys, "ssm_in.bias"),
+        "num_experts": keys.count("expert_count", 0, high=MAX_EXPERTS, low=0),
+        "num_experts_per_tok": keys.count("expert_used_count", 1),
+        "mlp_only_layers": [
+            layer
+            for layer in range(config["num_hidden_layers"])
+            if f"blk.{layer}.ffn_gate_inp.weight" not in tensors
+        ],
+    }
+
+
 def mamba_2(keys: Keys, config: dict[str, Any]) -> None:
     """The sizes of Mamba-2, alone and in hybrids."""
     inner, heads = keys.count("ssm.inner_size"), _heads(keys)

@@ -27,8 +27,11 @@ def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
         yield from _short_conv(config)
     elif "linear_key_head_dim" in config:
         yield from _gated_delta(config)
+    elif config["model_type"] == "jamba":
+        yield from _jamba(config)
     elif "time_step_rank" in config:
-        yield from _mamba(config)
+        sizes = (config["intermediate_size"], config["state_size"], config["conv_kernel"])
+        yield from _mamba("mixer", config, sizes, config["use_conv_bias"])
     else:
         yield from _mamba_2(config)
 
@@ -65,18 +68,29 @@ def _short_conv(config: Config) -> Iterator[Expected]:
     yield "conv.out_proj.weight", (hidden, hidden), True
 
 
-def _mamba(config: Config) -> Iterator[Expected]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    size, rank = config["state_size"], config["time_step_rank"]
-    yield "mixer.in_proj.weight", (2 * inner, hidden), True
-    yield "mixer.x_proj.weight", (rank + 2 * size, inner), True
-    yield "mixer.dt_proj.weight", (inner, rank), True
-    yield "mixer.out_proj.weight", (hidden, inner), True
-    yield "mixer.conv1d.weight", (inner, 1, config["conv_kernel"]), True
-    yield "mixer.conv1d.bias", (inner,), config["use_conv_bias"]
-    yield "mixer.dt_proj.bias", (inner,), True
-    yield "mixer.A", (inner, size), True
-    yield "mixer.D", (inner,), True
+def _mamba(
+    name: str, config: Config, sizes: tuple[int, int, int], has_conv_bias: bool
+) -> Iterator[Expected]:
+    """The mixer `name`; `sizes` are those of its channels, states and convolution."""
+    hidden, rank = config["hidden_size"], config["time_step_rank"]
+    inner, size, window = sizes
+    yield f"{name}.in_proj.weight", (2 * inner, hidden), True
+    yield f"{name}.x_proj.weight", (rank + 2 * size, inner), True
+    yield f"{name}.dt_proj.weight", (inner, rank), True
+    yield f"{name}.out_proj.weight", (hidden, inner), True
+    yield f"{name}.conv1d.weight", (inner, 1, window), True
+    yield f"{name}.conv1d.bias", (inner,), has_conv_bias
+    yield f"{name}.dt_proj.bias", (inner,), True
+    yield f"{name}.A", (inner, size), True
+    yield f"{name}.D", (inner,), True
+
+
+def _jamba(config: Config) -> Iterator[Expected]:
+    size, inner = config["mamba_d_state"], config["mamba_expand"] * config["hidden_size"]
+    sizes = (inner, size, config["mamba_d_conv"])
+    yield from _mamba("mamba", config, sizes, config["mamba_conv_bias"])
+    for part, count in (("dt", config["time_step_rank"]), ("b", size), ("c", size)):
+        yield f"mamba.{part}_layernorm.weight", (count,), True
 
 
 def _mamba_2(config: Config) -> Iterator[Expected]:

@@ -24,7 +24,10 @@ def _layer_types(config: Config) -> list[str]:
 
 
 def _dense_layers(config: Config) -> dict[str, Any]:
-    """The layers without experts: all if there is one expert."""
+    """The layers without experts, unless the config (of a GGUF file) lists them: all if there is
+    one expert."""
+    if config.get("mlp_only_layers") is not None:
+        return {}
     has_experts = int_value(config, "num_experts", low=0) > 1
     are_expert_layers = _periodic(config, "expert", 2, 1)
     dense = [i for i, is_expert in enumerate(are_expert_layers) if not (has_experts and is_expert)]
