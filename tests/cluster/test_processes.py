@@ -226,7 +226,12 @@ def test_predicted_latencies_are_compared_with_those_of_a_fleet(
     line = {"input_length": 80, "output_length": 4}
     trace.write_text("".join(json.dumps({"timestamp": 100 * n, **line}) + "\n" for n in range(20)))
     command = [sys.executable, str(repository / "examples" / "plan_against_a_fleet.py")]
-    command += [str(trace), "tiny-autoregressive", "10", "8", "1", "1", "1"]
+    command += [str(trace), "--model", "tiny-autoregressive", "--rate", "10", "--requests", "8"]
+    command += ["--shorten", "1", "--prefill", "1", "--decode", "1", "--slo", "ttft=60,tpot=60"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert "8 requests, 10 per second, prefill-1, decode-1" in done.stdout, done.stderr
-    assert done.stdout.count("predicted ") == done.stdout.count(" real ") == 4
+    assert "prefill-1, decode-1: 8 requests" in done.stdout, done.stderr
+    lines = {line[:28].strip(): line[28:].split() for line in done.stdout.splitlines()}
+    assert lines["within the limits, percent"] == ["100.00", "100.00", "1.000"]
+    for name in ("time to first token, P90, ms", "tokens per second"):
+        simulated, real, ratio = map(float, lines[name])
+        assert simulated > 0 and real > 0 and ratio > 0

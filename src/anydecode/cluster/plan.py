@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ SMALL_WORKERS = 32
 NUM_BEST = 2
 #: Requests per worker of a simulation in leap mode. The trace is repeated until it has them.
 LEAP_REQUESTS = 20
+#: Answers at a time at which the work besides that of the model is measured.
+_NUM_ANSWERS = 4
 _FAILED: Latency = (float("inf"), float("inf"))
 
 
@@ -55,6 +57,8 @@ class Machine:
         num_layers: The layers of the model.
         max_running: Maximum number of its answers.
         engine: Further options of `LLM`, such as `schedule`.
+        pass_seconds: The duration of each pass besides that of `costs`.
+        answer_seconds: The same for each sequence of a pass.
         encode_seconds: The time to encode an image, per embedding.
         embedding_bytes: Size of one embedding.
     """
@@ -65,12 +69,15 @@ class Machine:
     num_layers: int = 1
     max_running: int = 64
     engine: dict[str, Any] = field(default_factory=dict)
+    pass_seconds: float = 0.0
+    answer_seconds: float = 0.0
     encode_seconds: float = 0.0
     embedding_bytes: int = 0
 
 
 def measured(llm: LLM, **options: Any) -> Machine:
-    """The machine of a worker that runs `llm`: its passes are measured, which takes seconds.
+    """The machine of a worker that runs `llm`: its passes are measured, which takes from seconds
+    to minutes.
 
     Args:
         llm: The model and its engine.
@@ -79,15 +86,42 @@ def measured(llm: LLM, **options: Any) -> Machine:
     pool = llm.engine.runners[TARGET].pool
     size = sum(one.nbytes // one.shape[0] for one in pool.cache.arrays if one.shape[0])
     hidden_size = llm.model.spec.hidden_size
+    costs = measure(llm.model, ROWS, CONTEXTS, max_seconds=float("inf"))
+    few, many = (_seconds_besides(llm, costs, num) for num in (1, _NUM_ANSWERS))
+    each = max(0.0, (many - few) / (_NUM_ANSWERS - 1))
     return Machine(
-        measure(llm.model, ROWS, CONTEXTS),
+        costs,
         pool.num_slots,
         size,
         llm.model.spec.num_layers,
+        pass_seconds=max(0.0, few - each),
+        answer_seconds=each,
         encode_seconds=_encode_seconds(PatchEncoder(hidden_size)),
         embedding_bytes=4 * hidden_size,
         **options,
     )
+
+
+def _seconds_besides(llm: LLM, costs: CostTable, num: int) -> float:
+    """What a pass over so many answers takes besides that of the model: the schedule, sampling,
+    stop conditions. The median of 32 passes, in seconds of processor time."""
+    length = min(CONTEXTS[0], llm.model.spec.max_positions // 2) - 16
+    jobs = [
+        llm.request(
+            [1 + number] * length, decoder="autoregressive", max_tokens=33, ignore_eos=True
+        ).jobs[0]
+        for number in range(num)
+    ]
+    for job in jobs:
+        llm.engine.submit(job)
+    times = []
+    while not all(job.done for job in jobs):
+        start = process_time()
+        llm.engine.step()
+        times.append(process_time() - start)
+    executor = getattr(llm.model, "executor", None)
+    threads = getattr(executor, "threads", 1)
+    return median(times[-32:]) - threads * costs.seconds(num, length + 16)
 
 
 def _encode_seconds(encoder: PatchEncoder) -> float:
@@ -173,7 +207,7 @@ def _plan_large(
     rate: float,
 ) -> list[Found]:
     """`plan` in leap mode."""
-    worker = _worker("mixed", machine)
+    worker = worker_plan("mixed", machine)
 
     def serve(placement: Placement, rate: float) -> list[Latency]:
         num = max(len(trace), LEAP_REQUESTS * placement.workers)
@@ -214,10 +248,11 @@ def _workers(placement: Placement, machine: Machine) -> list[WorkerPlan]:
         + ["prefill"] * placement.prefill
         + ["decode"] * placement.decode
     )
-    return [_worker(role, machine) for role in roles]
+    return [worker_plan(role, machine) for role in roles]
 
 
-def _worker(role: str, machine: Machine) -> WorkerPlan:
+def worker_plan(role: str, machine: Machine) -> WorkerPlan:
+    """A worker of a simulated fleet that is such a machine."""
     return WorkerPlan(
         role,
         machine.costs,
@@ -225,6 +260,8 @@ def _worker(role: str, machine: Machine) -> WorkerPlan:
         machine.max_running,
         machine.num_layers,
         machine.engine,
+        machine.pass_seconds,
+        machine.answer_seconds,
         encode_seconds=machine.encode_seconds,
     )
 

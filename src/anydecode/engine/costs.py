@@ -39,13 +39,14 @@ def measure(
     contexts: Seq[int] = CONTEXTS,
     rounds: int = ROUNDS,
     clock: Callable[[Model], float] | None = None,
+    max_seconds: float | None = None,
 ) -> CostTable:
     """Measure passes of `rows` rows that attend to `contexts` positions, with the logits of every
     row.
 
     Takes the fastest of `rounds` interleaved rounds after a warm-up, since other load on the
     machine only adds time. Keys and values are zeros. If the full grid would take longer than
-    `MAX_SECONDS`, only the first four row counts are timed, once, at the shortest context.
+    `max_seconds`, only the first four row counts are timed, once, at the shortest context.
 
     Args:
         model: The model.
@@ -54,13 +55,16 @@ def measure(
         rounds: Number of rounds.
         clock: The time in seconds; by default processor time per thread if the model has threads of
             its own.
+        max_seconds: The maximum, as if all passes had one row; None: `MAX_SECONDS`.
     """
     clock = clock or _busy_seconds
+    if max_seconds is None:
+        max_seconds = MAX_SECONDS
     longest = min(max(contexts), model.spec.max_positions - max(rows))
     lengths = sorted({min(context, longest) for context in contexts})
     cache = model.new_cache(longest + max(rows))
     first = min(_time(model, cache, 1, lengths[0], clock) for _ in range(2))
-    if first * len(rows) * len(lengths) * (rounds + 1) > MAX_SECONDS:
+    if first * len(rows) * len(lengths) * (rounds + 1) > max_seconds:
         rows, lengths, rounds = rows[:4], lengths[:1], 1
     times: dict[tuple[int, int], list[float]] = {}
     for round in range(rounds + 1):

@@ -69,17 +69,23 @@ class TableSeconds:
 
     Args:
         costs: The table.
+        pass_seconds: What each pass takes in addition.
+        answer_seconds: What each sequence of a pass takes in addition.
     """
 
-    def __init__(self, costs: CostTable) -> None:
+    def __init__(
+        self, costs: CostTable, pass_seconds: float = 0.0, answer_seconds: float = 0.0
+    ) -> None:
         self._costs = costs
+        self._pass_seconds, self._answer_seconds = pass_seconds, answer_seconds
 
     def __call__(self, plan: Plan) -> float:
         """The duration of a pass in seconds."""
         rows = plan.rows
         depth = max(1, int(rows.stop.max()))
         num_rows = max(1, round(float((rows.stop - rows.start).sum()) / depth))
-        return self._costs.seconds(num_rows, int(rows.prefix.mean()))
+        besides = self._pass_seconds + self._answer_seconds * len(plan.scheduled)
+        return besides + self._costs.seconds(num_rows, int(rows.prefix.mean()))
 
 
 class VirtualClock:

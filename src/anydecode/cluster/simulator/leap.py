@@ -26,7 +26,6 @@ from anydecode.cluster.simulator.trace_files import HASHED_TOKENS, TracedRequest
 from anydecode.engine.schedule import DecodesFirst
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.memory.prefix import BLOCK
-from anydecode.scoring.cost import CostTable
 
 #: Prompts of more rows wait for the decodes and for shorter prompts, as in `DecodesFirst`.
 _SHORT = DecodesFirst().short
@@ -120,7 +119,7 @@ class _Worker:
     """
 
     index: int
-    costs: CostTable
+    plan: WorkerPlan
     row_budget: int
     num_passes: int = 0
     ends: list[tuple[int, int, _Task]] = field(default_factory=list)
@@ -138,17 +137,18 @@ class _Worker:
         is linear in the context."""
         rows, mean = len(self.ends), self.num_positions / len(self.ends)
         first, last = mean, mean + num
-        knots = [one for one in self.costs.seconds_by if first < one < last]
+        knots = [one for one in self.plan.costs.seconds_by if first < one < last]
         edges = [first, *sorted(knots), last]
-        total = 0.0
+        total = num * self._besides(rows)
         for low, high in zip(edges, edges[1:], strict=False):
-            total += (high - low) * self.costs.seconds(rows, round((low + high - 1) / 2))
+            total += (high - low) * self.plan.costs.seconds(rows, round((low + high - 1) / 2))
         return total
 
     def mixed_pass(self) -> tuple[float, list[_Task]]:
         """Run rows of prompts in a pass with the answers. Returns its duration, and the prompts
         that it completes."""
         left = self.row_budget - len(self.ends)
+        num_sequences = len(self.ends)
         rows, positions, completed = len(self.ends), float(self.num_positions), []
         for queue in (self.short, self.long):
             while queue and left > 0:
@@ -157,10 +157,15 @@ class _Worker:
                 positions += num * (task.start + (num - 1) / 2)
                 rows, left = rows + num, left - num
                 task.start += num
+                num_sequences += 1
                 if task.start < task.stop:
                     break
                 completed.append(queue.popleft())
-        return self.costs.seconds(rows, int(positions / rows)), completed
+        seconds = self.plan.costs.seconds(rows, int(positions / rows))
+        return seconds + self._besides(num_sequences), completed
+
+    def _besides(self, num_sequences: int) -> float:
+        return self.plan.pass_seconds + self.plan.answer_seconds * num_sequences
 
 
 class _Role:
@@ -221,8 +226,7 @@ class _Leap:
         self._max_positions = worker.positions
         row_budget = worker.engine.get("row_budget", DecodesFirst().row_budget)
         workers = [
-            _Worker(index, worker.costs, row_budget)
-            for index in range(num_generating + num_prefill)
+            _Worker(index, worker, row_budget) for index in range(num_generating + num_prefill)
         ]
         self._generating = _Role(workers[:num_generating], worker.max_running, worker.positions)
         self._prefill = _Role(workers[num_generating:], MAX_PREFILLS, worker.positions)

@@ -128,7 +128,9 @@ class WorkerPlan:
         max_running: Maximum number of its tasks.
         num_layers: The layers of its model.
         engine: Further options of `LLM`, such as `schedule`.
-        seconds: The durations of its passes; None: by `costs`.
+        pass_seconds: The duration of each pass besides that of `costs`.
+        answer_seconds: The same for each sequence of a pass.
+        seconds: The durations of its passes; None: the sum of these.
         encode_seconds: The time to encode an image, per embedding. Passes go on meanwhile.
     """
 
@@ -138,6 +140,8 @@ class WorkerPlan:
     max_running: int = 64
     num_layers: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
+    pass_seconds: float = 0.0
+    answer_seconds: float = 0.0
     seconds: PassSeconds | None = None
     encode_seconds: float = 0.0
 
@@ -215,7 +219,8 @@ class _Worker:
         runner = self.engine.runners[TARGET]
         self.blocks = PromptBlocks(runner, MAX_LEASED_BYTES)
         self.kept: dict[Key, list[bytes]] = {}
-        self.clock = VirtualClock(plan.seconds or TableSeconds(plan.costs))
+        table = TableSeconds(plan.costs, plan.pass_seconds, plan.answer_seconds)
+        self.clock = VirtualClock(plan.seconds or table)
         self.engine.clock = self.clock
         self._correct, self.engine.on_pass = self.engine.on_pass, None
         self.requests: dict[Key, Request] = {}
