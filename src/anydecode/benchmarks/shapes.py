@@ -251,7 +251,7 @@ def bench_shapes(
         typer.Option(
             "--change", min=0, max=1, help="With --early-layers: what the next layer adds."
         ),
-    ] = 0.07,
+    ] = 0.03,
     decay: Annotated[
         float,
         typer.Option(
