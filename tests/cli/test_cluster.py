@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,6 +17,33 @@ from anydecode.errors import InvalidRequestError
 def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ANYDECODE_HOME", str(tmp_path))
     monkeypatch.delenv("ANYDECODE_CLUSTER_SECRET", raising=False)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Two requests: the mean context of a generated token is 110 positions."""
+    file = tmp_path / "trace.csv"
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:15:4{n}.0000000,100,20" for n in (1, 2)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_a_plan_of_attention_and_ffns(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tiny-autoregressive", "--trace", str(trace), "--slo", "ttft=1,tpot=0.01"]
+    arguments += ["--split", "step-3", "--instance", "flops=1e10,bandwidth=1e9,network=1e9"]
+    with pytest.raises(SystemExit) as end:
+        main.run(["cluster", "plan", *arguments, "--json"])
+    assert end.value.code in (None, 0)
+    printed = json.loads(capsys.readouterr().out)
+    costs, size = printed["costs"], printed["size"]
+    assert size["stage_seconds"] == pytest.approx(0.01 / 3 / costs["num_layers"])
+    assert size["tokens_per_expert"] == pytest.approx(5 * costs["ffn_bytes"] / costs["ffn_entries"])
+    assert size["attention"] >= 1 and size["ffn"] >= 1 and costs["sparsity"] == 1
+    with pytest.raises(SystemExit):
+        main.run(["cluster", "plan", *arguments])
+    printed = capsys.readouterr().out
+    assert f"instances: {size['attention']} attention and {size['ffn']} FFN" in printed
 
 
 def test_the_workers_of_a_fleet() -> None:
@@ -65,15 +93,35 @@ def test_the_workers_of_a_fleet() -> None:
             ["plan", "--trace", "x.csv", "--slo", "ttft=1,tpot=1", "--search", "nexus"],
             "not a search of placements",
         ),
+        (
+            ["plan", "--trace", "TRACE", "--slo", "ttft=1,tpot=1", "--split", "nexus"],
+            "not a split of attention",
+        ),
+        (
+            ["plan", "--trace", "TRACE", "--slo", "ttft=1,tpot=1", "--split", "step-3"],
+            "--instance is None; with --split it must have the form",
+        ),
+        (
+            ["plan", "--trace", "TRACE", "--slo", "ttft=1,tpot=1", "--split", "step-3"]
+            + ["--instance", "flops=0,bandwidth=1,network=1"],
+            "needs flops, bandwidth and network above 0",
+        ),
+        (
+            ["plan", "--trace", "TRACE", "--slo", "ttft=1,tpot=1", "--split", "step-3"]
+            + ["--instance", "flops=1,bandwidth=1,network=1", "--hidden-bytes", "0"],
+            "--hidden-bytes is 0",
+        ),
+        (["ffn", "no-such-model"], "no-such-model"),
         (["drain", "mixed-1", "--address", "[::1]:x"], "must have the form HOST:PORT"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
 def test_bad_input_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    given = [str(trace) if one == "TRACE" else one for one in arguments]
     with pytest.raises(SystemExit) as end:
-        main.run(["cluster", *arguments])
+        main.run(["cluster", *given])
     printed = capsys.readouterr().err
     assert end.value.code == 2
     assert message in printed and printed.count("anydecode:") == 1
@@ -88,7 +136,7 @@ def test_nobody_answers(
     assert "nobody answers at 127.0.0.1:1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["up", "worker", "status", "drain", "plan"])
+@pytest.mark.parametrize("command", ["up", "worker", "status", "drain", "ffn", "plan"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.run(["cluster", command, "--help"])

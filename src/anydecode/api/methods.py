@@ -123,6 +123,8 @@ class Methods:
 
 _EXPECTED = {
     "Constraint": "a constraint",
+    "FfnSplit": "a split of attention and FFNs",
+    "ModelSplit": "a split of models",
     "PlacementSearch": "a search of placements",
     "RoleControl": "a control of roles",
     "SamplerPreset": "a sampler",

@@ -531,12 +531,45 @@ def plan(
             " this .svg, .png or .pdf file.",
         ),
     ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split",
+            help="Plan attention and FFN instances in place of workers: step-3, by its formulas,"
+            " for machines of --instance.",
+        ),
+    ] = None,
+    instance: Annotated[
+        str | None,
+        typer.Option(
+            "--instance",
+            metavar="flops=N,bandwidth=N,network=N",
+            help="What a machine does per second, for --split: operations, bytes of its memory, and"
+            " bytes of its network, such as flops=1.6e16,bandwidth=2.7e13,network=4e11.",
+        ),
+    ] = None,
+    ffn_instance: Annotated[
+        str | None,
+        typer.Option(
+            "--ffn-instance",
+            metavar="flops=N,bandwidth=N,network=N",
+            help="The same of machines for FFNs. Default: --instance.",
+        ),
+    ] = None,
+    hidden_bytes: Annotated[
+        float,
+        typer.Option(
+            "--hidden-bytes",
+            help="Bytes of a number of a hidden state, to the FFNs and back together, for --split;"
+            " 3 in the paper.",
+        ),
+    ] = 8.0,
     as_json: options.Json = False,
 ) -> None:
     """Find the roles of workers that serve the most requests of a trace within limits.
 
     Measures the passes of the model on this machine, and simulates workers that each have such a
-    machine. Drafts are not simulated.
+    machine. Drafts are not simulated. With --split, nothing is measured or simulated.
 
     Example: anydecode cluster plan --trace trace.csv --slo ttft=1,tpot=0.1 --workers 4
     """
@@ -548,7 +581,7 @@ def plan(
     from anydecode.cluster.plan import plan as found_by
     from anydecode.cluster.plan_plot import draw_goodput
     from anydecode.cluster.simulator.simulation import Link
-    from anydecode.cluster.simulator.trace_files import read_trace
+    from anydecode.cluster.simulator.trace_files import mean_context, read_trace
     from anydecode.plots import usable_file
     from anydecode.progress import status as status_line
     from anydecode.serialization import to_plain
@@ -557,6 +590,19 @@ def plan(
     limits, method = _limits(slo), build_as(search, PlacementSearch)
     sizes = _images(images)
     traced = read_trace(trace, requests)
+    if split is not None:
+        _plan_split(
+            split,
+            model,
+            dtype,
+            cache,
+            instances=(instance, ffn_instance or instance),
+            tpot=limits.tpot,
+            context=mean_context(traced) / shorten,
+            hidden_bytes=hidden_bytes,
+            as_json=as_json,
+        )
+        return
     link_bytes = parse_bytes(link_rate)
     if link_bytes == 0:
         raise InvalidRequestError("--link-rate is 0; allowed is 1 or more")
@@ -613,6 +659,65 @@ def plan(
         typer.echo(f"{tried:10.3g}  {share:6.1%}")
 
 
+def _plan_split(
+    split: str,
+    model: str,
+    dtype: str | None,
+    cache: str | None,
+    *,
+    instances: tuple[str | None, str | None],
+    tpot: float,
+    context: float,
+    hidden_bytes: float,
+    as_json: bool,
+) -> None:
+    """Print the numbers of attention and FFN instances; `instances` are descriptions of one each.
+
+    Raises:
+        InvalidRequestError: A description is missing or wrong.
+        UnsupportedCombinationError: The model cannot be split.
+    """
+    from anydecode.api.methods import build_as
+    from anydecode.cluster.afd import Instance, report, split_costs, split_size
+    from anydecode.cluster.control.step_3 import FfnSplit
+    from anydecode.kernels.cache import number_bytes
+    from anydecode.models.families import load_network
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.serialization import to_plain
+
+    method = build_as(split, FfnSplit)
+    if not 0 < hidden_bytes < float("inf"):
+        raise InvalidRequestError(f"--hidden-bytes is {hidden_bytes:g}; allowed is more than 0")
+    found = []
+    for option, text in zip(("--instance", "--ffn-instance"), instances, strict=True):
+        rates = _numbers(text or "")
+        if set(rates) != {"flops", "bandwidth", "network"}:
+            raise InvalidRequestError(
+                f"{option} is {text!r}; with --split it must have the form"
+                " flops=N,bandwidth=N,network=N"
+            )
+        found.append(Instance(**rates))
+    network = load_network(load_checkpoint(model), dtype)
+    costs = split_costs(network, model, context, number_bytes(cache or "float16"))
+    attention, ffn = found
+    size = split_size(costs, attention, ffn, tpot, method.micro_batches, hidden_bytes)
+    if as_json:
+        typer.echo(json.dumps({"costs": to_plain(costs), "size": to_plain(size)}))
+        return
+    for line in report(costs, size, attention):
+        typer.echo(line)
+
+
+def _numbers(text: str) -> dict[str, float]:
+    """The numbers of `NAME=NUMBER,NAME=NUMBER`; empty if it has another form."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        found = {name.strip(): float(value) for name, _, value in pairs}
+    except ValueError:
+        return {}
+    return found if len(found) == len(pairs) else {}
+
+
 def _limits(text: str) -> Limits:
     """The limits of `ttft=SECONDS,tpot=SECONDS`.
 
@@ -621,12 +726,8 @@ def _limits(text: str) -> Limits:
     """
     from anydecode.cluster.control.distserve import Limits
 
-    pairs = [part.partition("=") for part in text.split(",")]
-    try:
-        found = {name.strip(): float(value) for name, _, value in pairs}
-    except ValueError:
-        found = {}
-    if set(found) != {"ttft", "tpot"} or len(pairs) != 2 or not min(found.values()) > 0:
+    found = _numbers(text)
+    if set(found) != {"ttft", "tpot"} or not min(found.values()) > 0:
         raise InvalidRequestError(
             f"--slo is {text!r}; it must have the form ttft=SECONDS,tpot=SECONDS, both above 0"
         )

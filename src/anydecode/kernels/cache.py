@@ -85,6 +85,16 @@ def stored_width(format: str, head_dim: int) -> int:
     return head_dim if values == 1 else -(-head_dim // values) * size
 
 
+def number_bytes(format: str) -> float:
+    """Bytes of one number in a cache format, scales of blocks included.
+
+    Raises:
+        InvalidRequestError: The format is unknown.
+    """
+    check_cache_format(format)
+    return stored_width(format, 32) * cache_dtype(format).itemsize / 32
+
+
 def bytes_per_position(cache: KeyValues) -> int:
     """Bytes of one position in all layers of a cache."""
     return sum(x.nbytes // max(1, len(x)) for x in cache.arrays)

@@ -10,7 +10,9 @@ import pytest
 
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.control import step_3 as oracle
+from anydecode.cluster import afd
 from anydecode.cluster import ffn as ffn_module
+from anydecode.cluster.afd import Instance
 from anydecode.cluster.control.step_3 import FfnSplit
 from anydecode.cluster.ffn import AttentionExecutor, FfnClient, FfnServer, LocalFfn
 from anydecode.errors import AnydecodeError, FleetError, UnsupportedCombinationError
@@ -31,6 +33,7 @@ def test_the_certificate() -> None:
 _COMPUTE = FfnServer.compute
 _RECEIVE = FfnClient.receive
 _READ = build.read_low_rank_query
+_SMALLEST = afd._smallest
 
 
 def _other_layer(self: FfnServer, x: np.ndarray, layer: int) -> np.ndarray:
@@ -67,8 +70,17 @@ def _without_norm(*arguments: Any) -> None:
     arguments[3].query_down_norm = np.ones_like(arguments[3].query_down_norm)
 
 
-def _no_retry(self: AttentionExecutor, *arguments: Any) -> Any:
-    return self._run(*arguments)
+def _one_after_the_other(self: Instance, flops: float, num_bytes: float) -> float:
+    return flops / self.flops + num_bytes / self.bandwidth
+
+
+def _costs_of_half_the_context(network: Any, name: str, context: float, size: float) -> Any:
+    return afd.split_costs(network, name, context / 2, size)
+
+
+def _one_more(fits: Callable[[int], bool]) -> int | None:
+    count = _SMALLEST(fits)
+    return None if count is None else count + 1
 
 
 def _stays(self: LocalFfn) -> None:
@@ -87,6 +99,9 @@ def _stays(self: LocalFfn) -> None:
         (oracle, "micro_batches", _whole),
         (FfnClient, "receive", _rounded),
         (build, "read_low_rank_query", _without_norm),
+        (Instance, "seconds", _one_after_the_other),
+        (oracle, "split_costs", _costs_of_half_the_context),
+        (afd, "_smallest", _one_more),
     ],
     ids=[
         "the FFN of the layer before",
@@ -97,6 +112,9 @@ def _stays(self: LocalFfn) -> None:
         "passes that are never cut",
         "hidden states in half precision",
         "queries without the weights of their norm",
+        "times that do not overlap",
+        "costs at half of the context",
+        "one instance too many",
     ],
 )
 def test_mistakes_are_rejected(
@@ -134,7 +152,7 @@ def test_rows_that_see_each_other_give_the_text_of_one_process(model: str) -> No
         ("step-3:micro_batches=0", "micro_batches is 0|micro_batches=0"),
         ("step-3:address=nowhere", "address='nowhere'; allowed is HOST:PORT"),
         ("step-3:address=127.0.0.1:1", "nobody answers at 127.0.0.1:1"),
-        ("nexus", "is not of kind"),
+        ("nexus", "not a split of models"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -27,7 +27,8 @@ from anydecode.models.transformer import Executor
         "serving",
         paper="StepFun 2025, Step-3, arXiv:2507.19427",
         exactness="token-exact",
-        use='LLM(model, split="step-3"), anydecode generate --split step-3',
+        use='LLM(model, split="step-3"), anydecode generate --split step-3; the formulas:'
+        " anydecode cluster plan --split step-3 --instance RATES",
         summary="Runs attention and FFNs in two processes, with micro-batches on their way.",
         needs=("the model's files in both processes",),
         missing=(
@@ -36,6 +37,8 @@ from anydecode.models.transformer import Executor
             "transfers by RDMA (StepMesh): hidden states go over TCP",
             "overlap of prefill and decode across processes of their own",
             "drafts within multi-step passes, adapters, and methods that skip or leave layers",
+            "a simulation of the stages: the plan has the formulas, which neither count the head,"
+            " latencies, nor uneven micro-batches and experts",
         ),
         deviations=(
             "hidden states are float32 in both directions, so that no bit changes; the paper sends"
@@ -44,6 +47,8 @@ from anydecode.models.transformer import Executor
             "the FFN process has no state: if it is lost, another one runs the pass again",
             "equal kernels, weights and versions are checked; that two types of machines give equal"
             " bits is not",
+            "the formulas follow from the stages' time limit; they were not compared with the"
+            " paper's tables. Every expert is read in every micro-batch",
         ),
         bounds={"micro_batches": Range(1, 64)},
     )

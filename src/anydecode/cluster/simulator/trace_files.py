@@ -37,6 +37,12 @@ class TracedRequest:
     blocks: tuple[int, ...] = ()
 
 
+def mean_context(trace: Sequence[TracedRequest]) -> float:
+    """The mean number of positions that a generated token attends to."""
+    total = sum(one.num_tokens * (one.num_prompt + one.num_tokens / 2) for one in trace)
+    return total / max(1, sum(one.num_tokens for one in trace))
+
+
 def read_trace(file: Path, max_requests: int | None = None) -> list[TracedRequest]:
     """The first requests of a trace, in order of arrival.
 

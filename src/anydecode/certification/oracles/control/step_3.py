@@ -1,6 +1,7 @@
 """Oracle test of step-3 (Step-3, arXiv:2507.19427). It compares tokens and logits of two processes
 with those of one and with another forward pass of a Step-3 model, the exchange with its schedule
-by rule, and micro-batches with what each row reads."""
+by rule, micro-batches with what each row reads, and the formulas with published figures and with
+sums in fractions."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.families.step3 import Forward
 from anydecode.certification.tiny_step3 import LAYERS, step3_checkpoint
+from anydecode.cluster.afd import Instance, SplitCosts, split_costs, split_size
 from anydecode.cluster.ffn import AttentionExecutor, FfnClient, FfnServer
 from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.families import load_network
@@ -45,6 +48,9 @@ def step_3() -> Iterator[Check]:
     yield _logits()
     yield from _exchange()
     yield _cuts()
+    yield _published()
+    yield _counted()
+    yield _instances()
 
 
 def _processes() -> Iterator[Check]:
@@ -251,3 +257,121 @@ def _random_pass(draw: random.Random) -> tuple[Rows, list[set[int]]]:
         lengths, zeros, zeros + 1,
     )  # fmt: skip
     return rows, reads
+
+
+def _published() -> Check:
+    """Step-3 with 8-bit weights and cache, within 50 ms per token at 4,096 positions, on a machine
+    of eight H800 with eight networks of 400 Gbit/s. The results were computed by hand."""
+    layers, hidden, heads, dim, rank, inner = 61, 7168, 64, 256, 2048, 5120
+    attention = hidden * (rank + 2 * dim) + rank * heads * dim + heads * dim * hidden
+    expert = 3 * hidden * inner
+    costs = SplitCosts(
+        layers, hidden, layers * 4 * heads * dim * 4096, layers * 2 * dim * 4096,
+        layers * attention, layers * attention, layers * 4 * expert, layers * 49 * expert,
+        layers * 49 * expert, 3 / 48,
+    )  # fmt: skip
+    machine = Instance(8 * 1979e12, 8 * 3.35e12, 8 * 50e9)
+    count = catalogue.build("step-3").micro_batches
+    size = split_size(costs, machine, machine, 0.05, count, 3)
+    expected = {"intensity": 128, "stage": 273e-6, "least share of experts": 0.058}
+    found = dict(
+        zip(expected, (costs.intensity, size.stage_seconds, size.min_sparsity), strict=True)
+    )
+    return Check(
+        "the formulas give the figures of the published model on H800",
+        all(abs(found[name] - one) < 0.01 * one for name, one in expected.items()),
+        ", ".join(f"{name} {one:.3g}" for name, one in found.items()),
+    )
+
+
+def _counted() -> Check:
+    """The costs of the tiny model, from the shapes of its tensors."""
+    checkpoint, context = step3_checkpoint(), 100
+    text = checkpoint.config["text_config"]
+    found = split_costs(load_network(checkpoint), "tiny", context, 2)
+    tensors: dict[str, Any] = dict(checkpoint.tensors)
+    matrices = {
+        name: int(np.size(tensor)) for name, tensor in tensors.items()
+        if ".layers." in name and np.ndim(tensor) > 1
+    }  # fmt: skip
+    attention = sum(size for name, size in matrices.items() if ".self_attn." in name)
+    routed = sum(
+        size for name, size in matrices.items() if ".moe." in name and "gate.w" not in name
+    )
+    others = sum(matrices.values()) - attention - routed
+    heads, dim, share = text["num_attention_heads"], text["head_dim"], Fraction(2, 6)
+    expected = SplitCosts(
+        LAYERS, text["hidden_size"], LAYERS * 4 * heads * dim * context,
+        LAYERS * 2 * dim * context * 2, attention, 4 * attention,
+        float(others + share * routed), others + routed, 4 * (others + routed), float(share),
+    )  # fmt: skip
+    differences = [
+        name for name, one in vars(expected).items()
+        if abs(getattr(found, name) - one) > 1e-9 * one
+    ]  # fmt: skip
+    detail = f"different: {', '.join(differences) or 'nothing'}"
+    return Check("costs are those of the model's matrices", not differences, detail)
+
+
+def _instances() -> Check:
+    """The smallest numbers of instances that keep every stage within its time, counted up."""
+    draw, num_wrong, largest = random.Random(3), 0, 0
+    for _ in range(100):
+        costs = SplitCosts(
+            num_layers=draw.randint(1, 60),
+            hidden_size=draw.randint(64, 8192),
+            core_flops=draw.randint(1, 10**6),
+            cache_bytes=draw.randint(1, 10**6),
+            projections=(projections := draw.randint(1, 10**6)),
+            projection_bytes=2 * projections,
+            ffn_active=draw.randint(1, 10**5),
+            ffn_entries=(entries := draw.randint(10**5, 10**6)),
+            ffn_bytes=2 * entries,
+            sparsity=draw.choice([1.0, 0.5, 0.0625]),
+        )
+        rates = [(draw.randint(10**9, 10**10), draw.randint(10**8, 10**9)) for _ in range(2)]
+        first, second = (Instance(*rate, draw.randint(10**8, 10**9)) for rate in rates)
+        tpot, count = draw.choice([0.02, 0.05, 0.3]), draw.randint(1, 4)
+        size = split_size(costs, first, second, tpot, count, 3)
+        expected = _counted_up(costs, [first, second], Fraction(tpot), count)
+        num_wrong += (size.attention, size.ffn) != expected
+        largest = max(largest, *(one or 0 for one in expected))
+    name = "the numbers of instances are the smallest that keep the time per token"
+    return Check(name, num_wrong == 0, f"{num_wrong} of 100 differ, up to {largest} instances")
+
+
+def _counted_up(
+    costs: SplitCosts, machines: list[Instance], tpot: Fraction, count: int
+) -> tuple[int | None, int | None]:
+    """Attention and FFN instances; None above 4,096 if no number can be enough."""
+    stage = tpot / count / costs.num_layers
+    first, second = (
+        {name: Fraction(value) for name, value in vars(one).items()} for one in machines
+    )
+    state = 3 * costs.hidden_size
+    enough = (
+        second["flops"] * Fraction(costs.ffn_bytes, costs.ffn_entries) / second["bandwidth"] / 2
+    )
+    tokens = min(enough / Fraction(costs.sparsity), stage * second["network"] / state)
+
+    def attention(number: int) -> Fraction:
+        each = tokens / number
+        core = max(
+            each * Fraction(costs.core_flops) / first["flops"],
+            each * Fraction(costs.cache_bytes) / first["bandwidth"],
+        )
+        products = max(
+            each * 2 * costs.projections / first["flops"],
+            Fraction(costs.projection_bytes) / first["bandwidth"],
+        )
+        return max((core + products) / costs.num_layers, each * state / first["network"])
+
+    def ffn(number: int) -> Fraction:
+        compute = tokens * 2 * Fraction(costs.ffn_active) / second["flops"]
+        return max(compute, costs.ffn_bytes / second["bandwidth"]) / number / costs.num_layers
+
+    found = [
+        next((number for number in range(1, 4097) if seconds(number) <= stage), None)
+        for seconds in (attention, ffn)
+    ]
+    return found[0], found[1]
