@@ -158,6 +158,8 @@ class Route(Variant, ABC):
     is_sequential = False
     #: Whether tokens store what they store without the route.
     keeps_states = False
+    #: Whether all rows run the layers as they are, so that rows may have adapters.
+    takes_adapters = False
 
     @abstractmethod
     def run(self, routed: RoutedPass) -> None:

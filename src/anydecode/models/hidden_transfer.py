@@ -59,6 +59,7 @@ class HiddenTransfer(TreeRoute):
     placeholder: np.ndarray = field(init=False)
 
     keeps_states = True
+    takes_adapters = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placeholder", np.zeros(self.maps.shape[-1], np.float32))

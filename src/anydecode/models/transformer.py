@@ -329,12 +329,19 @@ class Transformer:
         are only stored first, so that they are there for the others, then the layers as they
         are."""
         assert rows.variant is not None
-        has_adapters = rows.adapters is not None and (rows.adapters[rows.variant >= 0] >= 0).any()
+        plain = [
+            number
+            for number, variant in enumerate(rows.variants)
+            if not (isinstance(variant, Route) and variant.takes_adapters)
+        ]
+        has_adapters = (
+            rows.adapters is not None and (rows.adapters[np.isin(rows.variant, plain)] >= 0).any()
+        )
         if not hasattr(self.executor, "regroup") or has_adapters:
             raise UnsupportedCombinationError(
                 "layers in parallel (easyspec), layers that are skipped or left within a pass,"
-                " states that enter at a layer (hidden-transfer), rows that are only stored"
-                " (dflash) and compressed caches (gear) work on CPUs and without adapters"
+                " rows that are only stored (dflash) and compressed caches (gear) work on CPUs and"
+                " without adapters; states that enter at a layer (hidden-transfer) work on CPUs"
             )
         variants: list[Variant | None] = [None, *rows.variants]
         variants.sort(key=_place)

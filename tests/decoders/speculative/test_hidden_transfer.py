@@ -20,7 +20,7 @@ from anydecode.certification.tiny_future import future_masks
 from anydecode.certification.tiny_transfer import transfer_maps, transfer_model, transfer_network
 from anydecode.decoders.framework import rejection
 from anydecode.decoders.speculative import hidden_transfer, ppd
-from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.kernels.routes import RoutedPass
 from anydecode.models.hidden_transfer import HiddenTransfer
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -202,13 +202,28 @@ def test_texts_beside_rows_with_an_adapter() -> None:
     assert [one.generation().tokens for one in requests] == [expected] * 3
 
 
-def test_requests_with_an_adapter_are_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_with_an_adapter(tmp_path: Path, temperature: float) -> None:
+    """Alone and beside the same request without the adapter."""
+    options: dict[str, Any] = {"max_tokens": 16, "temperature": temperature, "seed": 3}
     with transfer_model() as llm:
         llm.add_adapter("own", save_adapter(tmp_path / "own", 1))
-        with pytest.raises(UnsupportedCombinationError, match="hidden-transfer") as refusal:
-            llm.generate("the cat", decoder="hidden-transfer", adapter="own", max_tokens=4)
-        assert "\n" not in str(refusal.value)
+        expected = [
+            llm.generate("the cat", adapter=name, decoder="autoregressive", **options).tokens
+            for name in ("own", None)
+        ]
+        assert expected[0] != expected[1]
+        alone = llm.generate("the cat", adapter="own", decoder="hidden-transfer", **options)
+        assert alone.tokens == expected[0] and alone.stats.rows > 32  # with drafts
+        requests = [
+            llm.request("the cat", adapter=name, decoder="hidden-transfer", **options)
+            for name in ("own", None)
+        ]
+        for one in requests:
+            llm.start(one, background=False)
+        llm.driver.advance(lambda: all(one.done for one in requests))
         llm.engine.check_integrity()
+    assert [one.generation().tokens for one in requests] == expected
 
 
 @pytest.mark.slow

@@ -76,8 +76,8 @@ class TransferDrafter(PlannedDrafter):
         exactness="token-exact",
         summary="States predicted at middle layers run the layers above and draft the next tree.",
         needs=("maps of hidden states",),
-        works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=("passes on GPUs", "requests with adapters"),
+        works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        missing=("passes on GPUs",),
         deviations=(
             "verified token-exactly; acceptance='rejection' and 'typical' are other rules",
             "candidates and pseudo states stand where the measured accuracies promise the most"
@@ -90,6 +90,8 @@ class TransferDrafter(PlannedDrafter):
             "anydecode train hidden-transfer starts from a ridge regression of the states, and"
             " trains all maps together on the model's own answers, with groups of pseudo states"
             " behind many of their tokens",
+            "the maps are those of the model without adapters; requests with an adapter run them on"
+            " the adapted states, which costs accepted drafts",
         ),
         bounds={"size": Range(0, 64)},
         remote={"size": Range(0, 64), "acceptance": ACCEPTANCE_WORDS},
