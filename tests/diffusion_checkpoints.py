@@ -88,6 +88,7 @@ class Tiny:
         block: The size of the blocks in which its rows see each other; None: all see all.
         has_causal_context: Whether rows before the block that is being filled see what is before
             them only, and blocks are counted from the end of the prompt.
+        has_prompt_block: Whether the prompt is one block, and the others are counted from its end.
         shift: 1 if row r predicts position r + 1.
         mask_text: The mask token in its tokenizer.
         names: The names of tensors that differ from `NAMES`.
@@ -110,6 +111,7 @@ class Tiny:
     config: dict[str, Any]
     block: int | None = None
     has_causal_context: bool = False
+    has_prompt_block: bool = False
     shift: int = 0
     mask_text: str = "<|mask|>"
     names: Mapping[str, str] = field(default_factory=dict)
@@ -206,8 +208,11 @@ def write_tokenizer(folder: Path, mask_text: str) -> None:
 def hidden_positions(tiny: Tiny, tokens: Any, prompt: int) -> torch.Tensor:
     """Which positions each row does not see, bool `[rows, positions]`; the prompt has `prompt`
     tokens."""
-    at, origin = torch.arange(len(tokens)), prompt if tiny.has_causal_context else 0
+    starts_at_end = tiny.has_causal_context or tiny.has_prompt_block
+    at, origin = torch.arange(len(tokens)), prompt if starts_at_end else 0
     block = (at - origin).div(tiny.block or len(tokens), rounding_mode="floor")
+    if tiny.has_prompt_block:
+        block = block.clamp(min=-1)
     hidden = block[:, None] < block[None, :]
     if tiny.has_causal_context:
         assert tiny.block is not None

@@ -40,8 +40,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "adablock", "creditdecoding", "dimple", "elastic-cache", "ete", "fast-dllm",
-            "fast-dllm-v2", "learn2pd", "levenshtein-editing", "localleap", "s2d2", "sdar",
-            "token-editing", "window-diffusion", "wino",
+            "fast-dllm-v2", "learn2pd", "localleap", "s2d2", "sdar", "token-editing",
+            "window-diffusion", "wino",
         ),
         _THRESHOLDS,
     ),
@@ -53,6 +53,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dparallel": ("entropy=0.01", "entropy=0.1", "entropy=1", "entropy=2"),
     "eb-sampler": ("gamma=0.01", "gamma=0.5", "gamma=1", "gamma=2"),
     "freedave": ("drafts=2", "drafts=4", "drafts=16"),
+    "levenshtein-editing": (
+        "edit=0.9", "edit=0.9,threshold=0.8", "edit=0.9,threshold=0.95", "edit=0.9,threshold=0.99",
+    ),
     "lrd": ("mixture=0.02", "mixture=0.02,settled=0.5"),
     "prophet": ("early=12,middle=9,late=6", "early=4,middle=2,late=1"),
     "ssd": ("drafts=2", "drafts=4", "drafts=16"),

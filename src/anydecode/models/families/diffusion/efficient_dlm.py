@@ -3,7 +3,8 @@ Beyond in Speed", 2025).
 
 The configs have the model type of the causal model that was trained further, so that the
 architecture alone tells them apart. Neither block size nor mask token is known where the config
-does not have them.
+does not have them. As in the published generation code, the prompt is one block, and the others are
+counted from its end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from anydecode.models.families.like import diffusion_family
 def _denoising(models: str) -> Denoising:
     return Denoising(
         models,
-        context="blocks",
+        context="prompt",
         block_size="block_size",
         needs_block_size=True,
         decoder="sdar:threshold=0.9",
