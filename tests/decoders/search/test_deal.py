@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from anydecode import Regex, catalogue
+from anydecode.api.llm import LLM
 from anydecode.certification.certify import load_oracle_tests
 from anydecode.certification.oracles.search.deal import PROMPT, share_reward
-from anydecode.decoders.framework.rollouts import Rollouts
+from anydecode.decoders.framework.rollouts import Rollout, Rollouts
+from anydecode.decoders.search import looking_ahead
 from anydecode.decoders.search.deal import Deal
 from anydecode.decoders.search.looking_ahead import Looking
 from anydecode.errors import InvalidRequestError, RewardError
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from certificates import assert_certified, assert_rejected, replace_defaults
 from toy_models import letters_llm
 
@@ -78,11 +81,42 @@ def test_certificate_rejects_a_token_without_its_own_probability(
     assert_rejected("deal")
 
 
+@pytest.mark.slow
+def test_certificate_rejects_a_kept_continuation_that_does_not_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ended(rollout: Rollout, **changes: Any) -> Rollout:
+        return replace(rollout, **{"finish_reason": "length", **changes})
+
+    monkeypatch.setattr(looking_ahead, "replace", ended)
+    assert_rejected("deal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["deal:length=6", "transfer-q:length=6", "adadec:threshold=0"])
+@pytest.mark.parametrize("stop", [[], ["ba"]], ids=str)
+def test_kept_continuations_do_not_change_the_text(
+    monkeypatch: pytest.MonkeyPatch, decoder: str, stop: list[str]
+) -> None:
+    texts, rows = [], []
+    options: dict[str, Any] = {"max_tokens": 14, "stop": stop, "temperature": 0.0, "logprobs": 0}
+    for is_kept in (True, False):
+        if not is_kept:
+            monkeypatch.setattr(looking_ahead, "_Kept", lambda *given: None)
+        with LLM(ScriptedModel(seed=1), tokenizer=ByteTokenizer(), draft="none") as llm:
+            found = llm.generate(["ab", "abc", "cab" * 5], decoder=decoder, **options)
+            llm.engine.check_integrity()
+        texts.append([(one.text, one.logprobs) for one in found])
+        rows.append(sum(one.stats.rows for one in found))
+    assert texts[0] == texts[1] and rows[0] < rows[1]
+
+
 def test_prefixes_are_computed_once() -> None:
-    """Rows: the prompt, one per token, and those of the continuations."""
+    """Rows: the prompt, one per token, and those of the continuations, of which one goes on from
+    the token before."""
     with letters_llm() as llm:
         stats = llm.generate("ab" * 10, decoder="deal:k=3,length=2", max_tokens=6).stats
-    ahead = 3 * (2 + 2 + 2 + 2 + 1)  # no text goes beyond the limit of tokens
+    ahead = 3 * 2 + 3 * (1 + 2 * 2) + 2 * 1  # no text goes beyond the limit of tokens
     assert (stats.rows, stats.passes) == (20 + 5 + ahead, 6 + 2 * 4 + 1)
 
 

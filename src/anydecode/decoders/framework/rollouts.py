@@ -6,7 +6,7 @@ The prompt is scored and stored once, whatever the number of rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -76,6 +76,8 @@ class Rollouts:
         runner: The model that samples them. "target" for the one that is decoded.
         on_token: Called before a token is appended, with the number of the rollout, its branch, the
             logits float32 `[vocab_size]` and the token.
+        origins: Branches that have all tokens of some rollouts, by the numbers of the rollouts,
+            which go on from the caches of these branches.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Rollouts:
         temperature: float | None = None,
         runner: str = TARGET,
         on_token: Callable[[int, Sequence, np.ndarray, int], None] | None = None,
+        origins: Mapping[int, Sequence] | None = None,
     ) -> None:
         if not hasattr(sequence.stop_checker, "fork"):
             raise UnsupportedCombinationError(
@@ -99,6 +102,7 @@ class Rollouts:
         self.temperature = temperature
         self.runner = runner
         self.on_token = on_token
+        self._origins = origins or {}
         self._branches: list[Sequence] = []
 
     def extend(self, is_done: Callable[[int], bool]) -> Extending:
@@ -205,6 +209,12 @@ class Rollouts:
         """The branch of a rollout."""
         return self._branches[number]
 
+    def release_others(self, number: int) -> Sequence:
+        """Free the memory of all branches but that of rollout `number`, which is returned."""
+        kept = self._branches.pop(number)
+        self.release()
+        return kept
+
     def text(self, number: int) -> str:
         """The text of a rollout so far."""
         return cast(TextStopChecker, self._branches[number].stop_checker).text
@@ -219,16 +229,23 @@ class Rollouts:
         """Score what is unscored of the sequence and open the branches. Rollouts without tokens
         sample their first."""
         if not self.sequence.unscored(self.runner):  # then all rollouts have tokens
-            self._branches = [self._branch(self.sequence, one) for one in self.rollouts]
+            self._branches = self._opened()
             return
         scores: Scores = yield self.sequence.score(runner=self.runner)
         row = scores.row(-1).copy()
-        self._branches = [self._branch(self.sequence, rollout) for rollout in self.rollouts]
+        self._branches = self._opened()
         for number, rollout in enumerate(self.rollouts):
             if not rollout.tokens:
                 branch = self._branches[number]
                 scores.show_hidden(branch.sampler, -1)
                 self._sample(number, row)
+
+    def _opened(self) -> list[Sequence]:
+        """A branch of each rollout."""
+        return [
+            self._branch(self._origins.get(number, self.sequence), rollout)
+            for number, rollout in enumerate(self.rollouts)
+        ]
 
     def _branch(self, origin: Sequence, rollout: Rollout) -> Sequence:
         """A branch with the tokens of `rollout`, of which `origin` may have the first ones."""

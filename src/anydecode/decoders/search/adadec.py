@@ -64,13 +64,15 @@ class AdaDec(Decoder):
                 f" {threshold}, {length} and {k}"
             )
         self.threshold = threshold
-        self.looking = Looking(k, length, temperature=0.0, reads_logprobs=True)
+        self.k = k
+        self.length = length
 
     def prepare(self, sequence: Sequence) -> None:
         sampler = sequence.sampler
         sequence.sampler = Sampler(0.0, sampler.pre_temperature, combiner=sampler.combiner)
 
     def decode(self, sequence: Sequence) -> Decoding:
+        looking = Looking(self.k, self.length, temperature=0.0, reads_logprobs=True)
         while not sequence.finished:
             scores = yield sequence.score()
             row = scores.row(-1)
@@ -78,13 +80,13 @@ class AdaDec(Decoder):
                 sequence.emit([scores.sampled[-1]])
                 continue
             row = row.copy()
-            found = yield from self.looking.ahead(sequence, scores)
+            found = yield from looking.ahead(sequence, scores)
             before = len(sequence.tokens)
             sums = found.logprobs + [
                 text.logprob - total for text, total in zip(found.texts, found.totals, strict=True)
             ]
             means = sums / [text.num_tokens - before for text in found.texts]
-            self.looking.emit(sequence, found, int(means.argmax()), row)
+            looking.emit(sequence, found, int(means.argmax()), row)
 
     def is_certain(self, row: np.ndarray) -> bool:
         """Whether the most probable token after logits float32 `[vocab_size]` is taken."""

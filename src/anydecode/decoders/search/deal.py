@@ -74,8 +74,8 @@ class Deal(Decoder):
             )
         self.valuing = Valuing(registry.build(reward))
         self.weight = weight
-        reads = self.valuing.reward.reads_logprobs
-        self.looking = Looking(k, length, temperature=0.0, reads_logprobs=reads)
+        self.k = k
+        self.length = length
 
     @property
     def num_bytes(self) -> int:
@@ -85,10 +85,12 @@ class Deal(Decoder):
         sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:
+        reads = self.valuing.reward.reads_logprobs
+        looking = Looking(self.k, self.length, temperature=0.0, reads_logprobs=reads)
         while not sequence.finished:
             scores = yield sequence.score()
             row = scores.row(-1).copy()
-            found = yield from self.looking.ahead(sequence, scores)
+            found = yield from looking.ahead(sequence, scores)
             values = yield from self.valuing.values(sequence, found.texts)
             totals = found.logprobs + self.weight * np.array(values)
-            self.looking.emit(sequence, found, int(totals.argmax()), row)
+            looking.emit(sequence, found, int(totals.argmax()), row)

@@ -4,7 +4,7 @@ and their values."""
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -32,17 +32,32 @@ class Continued:
         texts: The text so far with each token and its continuation.
         totals: The log-probability of the text so far with each token, at temperature 1 and without
             penalties; NaN if the reward does not read it.
+        group: The continuations.
     """
 
     tokens: list[int]
     logprobs: np.ndarray
     texts: list[SampledText]
     totals: list[float]
+    group: Rollouts
 
 
 @dataclass(frozen=True)
+class _Kept:
+    """The token that was taken after `num_before` others, with its continuation, and the branch
+    that has computed both."""
+
+    num_before: int
+    rollout: Rollout
+    branch: Sequence
+
+
+@dataclass
 class Looking:
-    """How a method looks ahead.
+    """How a method looks ahead in one text.
+
+    A greedy continuation of the token that is taken is also one of the token after it: its keys and
+    values are kept, and it grows by one token.
 
     Args:
         k: How many tokens are continued.
@@ -57,6 +72,7 @@ class Looking:
     temperature: float
     runner: str = TARGET
     reads_logprobs: bool = False
+    _kept: _Kept | None = field(default=None, init=False)
 
     def ahead(
         self, sequence: Sequence, scores: Scores
@@ -76,20 +92,33 @@ class Looking:
             Rollout(noise.forked(1 + (first + number) % _STREAMS), [token], total=totals[number])
             for number, token in enumerate(tokens)
         ]
+        kept, self._kept, origins = self._kept, None, {}
+        if kept is not None and kept.num_before + 1 == len(sequence.tokens):
+            tail = kept.rollout.tokens[1:]
+            if tail and tail[0] in tokens:
+                number = tokens.index(tail[0])
+                rollouts[number] = replace(kept.rollout, tokens=tail)
+                origins[number] = kept.branch
         group = Rollouts(
             sequence,
             rollouts,
             sums_logprobs=self.reads_logprobs,
             temperature=self.temperature,
             runner=self.runner,
+            origins=origins,
         )
         yield from group.extend(lambda number: len(rollouts[number].tokens) > self.length)
-        texts = group.texts()
-        group.release()
-        return Continued(tokens, logprobs, texts, totals)
+        if kept is not None:
+            kept.branch.release()
+        return Continued(tokens, logprobs, group.texts(), totals, group)
 
     def emit(self, sequence: Sequence, found: Continued, choice: int, row: np.ndarray) -> None:
         """Emit token `choice`. `row` has the logits after the text."""
+        branch = found.group.release_others(choice)
+        if self.temperature == 0:
+            self._kept = _Kept(len(sequence.tokens), found.group.rollouts[choice], branch)
+        else:
+            branch.release()
         if self.reads_logprobs:
             sequence.state[_TOTAL] = found.totals[choice]
         token = found.tokens[choice]
