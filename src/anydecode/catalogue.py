@@ -538,9 +538,10 @@ def file_versions(choice: str) -> tuple[tuple[int, int, int], ...]:
     key, given = parse(choice)
     files = file_parameters(key)
     found = []
-    for name in [name for name in given if name in files and given[name] is not None]:
+    named = [str(given[name]) for name in given if name in files and given[name] is not None]
+    for file in [part for value in named for part in dict.fromkeys([value, *value.split("+")])]:
         try:
-            status = os.stat(given[name])
+            status = os.stat(file)
         except (OSError, ValueError):
             continue
         found.append((status.st_mtime_ns, status.st_ino, status.st_size))

@@ -178,8 +178,9 @@ def test_a_classifier_leads_a_trained_model(
     assert losses[-1]["text"] < 0.5 * losses[-1]["text of noise"]
     command("train", "classifier", *encoder, "--data", str(labels), "--out", str(file))
     with LLM(out, draft=folder) as llm:
-        for positive, name, other in ((True, "Ada", "Leo"), (False, "Leo", "Ada")):
-            method = Dglm(25, guidance=5.0, classifier=file, positive=positive)
+        for option, name, other in (("classifier", "Ada", "Leo"), ("without", "Leo", "Ada")):
+            named: dict[str, Any] = {option: file}
+            method = Dglm(25, guidance=5.0, **named)
             options: dict[str, Any] = {"decoder": method, "temperature": 1.0, "max_tokens": 12}
             found = [llm.generate("copy", seed=seed, **options).text for seed in range(16)]
             assert sum(name in text and other not in text for text in found) >= 13

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,21 @@ def test_certificate_rejects_other_defaults(
     assert_rejected("dglm")
 
 
-def flat_gradient(
-    method: Dglm, parts: SentenceDiffusion, probe: EmbeddingClassifier, points: np.ndarray
-) -> np.ndarray:
+def flat_gradient(method: Dglm, parts: SentenceDiffusion, points: np.ndarray) -> np.ndarray:
     """The gradient of the mean point alone, not brought to length 1."""
+    [(probe, _)] = method.classifiers[:1]
     logit = float(probe.logits(points.mean(0) * parts.deviation + parts.mean))
     return -parts.deviation * probe.weight * (1 - math.tanh(logit / 2)) / 2
+
+
+GRADIENT = Dglm._gradient
+
+
+def first_gradient(method: Dglm, *given: Any) -> np.ndarray:
+    """The gradient of the first classifier alone."""
+    one = copy(method)
+    one.classifiers = method.classifiers[:1]
+    return GRADIENT(one, *given)
 
 
 PREDICTED = Dglm._predicted
@@ -95,6 +105,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "fewer points": (dglm, "NUM_POINTS", 8),
     "a linear schedule": (dglm, "signal_level", lambda time: 1e-9 + (1 - 2e-9) * (1 - time)),
     "a gradient of one point": (Dglm, "_gradient", flat_gradient),
+    "one of several classifiers": (Dglm, "_gradient", first_gradient),
     "a gradient that does not fall with the noise": (Dglm, "_predicted", guided_without_spread),
     "a prompt that is not read": (dglm, "_prompt_embedding", unread_prompt),
     "a soft prompt of noise": (
@@ -159,19 +170,30 @@ def test_proposals_have_the_known_mean(sampler: str) -> None:
     assert np.abs(mean[1:] - [1.0, -2.0]).max() < 5 / math.sqrt(60)
 
 
-@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("option", ["classifier", "without"])
 @pytest.mark.parametrize("estimate", ["loss", "probability"])
 def test_the_guidance_has_the_sign_of_the_attribute(
-    tmp_path: Path, positive: bool, estimate: str
+    tmp_path: Path, option: str, estimate: str
 ) -> None:
     EmbeddingClassifier(np.array([0.0, 500.0, 0.0]), 0.0).save(tmp_path / "file")
     parts = gaussian_parts(np.array([1000.0, 0.0, 0.0]))
-    options: dict[str, Any] = {"positive": positive, "estimate": estimate}
+    options: dict[str, Any] = {option: tmp_path / "file", "estimate": estimate}
     plain = Dglm(20).proposal(parts, np.zeros(3), Noise(1))
-    method = Dglm(20, guidance=1.0, classifier=tmp_path / "file", **options)
+    method = Dglm(20, guidance=1.0, **options)
     change = method.proposal(parts, np.zeros(3), Noise(1)) - plain
-    assert change[1] > 0 if positive else change[1] < 0
+    assert change[1] > 0 if option == "classifier" else change[1] < 0
     assert abs(change[1]) > 10 * abs(change[2])
+
+
+def test_several_classifiers_lead_at_once(tmp_path: Path) -> None:
+    """One attribute is wanted in each of two directions, and one not wanted in a third."""
+    for name, weight in (("a", [0.0, 500, 0, 0]), ("b", [0.0, 0, 500, 0]), ("c", [0.0, 0, 0, 500])):
+        EmbeddingClassifier(np.array(weight), 0.0).save(tmp_path / name)
+    parts = gaussian_parts(np.array([1000.0, 0.0, 0.0, 0.0]))
+    context, files = np.zeros(4), f"{tmp_path / 'a'}+{tmp_path / 'b'}"
+    method = Dglm(20, guidance=1.0, classifier=files, without=tmp_path / "c")
+    change = method.proposal(parts, context, Noise(1)) - Dglm(20).proposal(parts, context, Noise(1))
+    assert change[1] > 0 and change[2] > 0 > change[3]
 
 
 def test_levels_fall_with_time() -> None:

@@ -74,7 +74,6 @@ def signal_level(time: float) -> float:
             " and learns the continuations, but not the prompts",
             "all parts are trained at once, on few texts",
         ),
-        missing=("several classifiers at a time",),
         remote={
             "steps": Range(1, 1000),
             "sampler": Words(SAMPLERS),
@@ -94,15 +93,18 @@ class Dglm(Decoder):
 
     The diffusion model starts from noise and reads the embedding of the prompt. With a classifier,
     each step predicts the embedding, draws 32 points around it, and moves the predicted noise by
-    `guidance` times the gradient of the classifier's loss at these points. The proposal is made
-    noisy again, as the generator of soft prompts has learned to read it.
+    `guidance` times the gradient of the classifier's loss at these points; the gradients of several
+    classifiers are added. The proposal is made noisy again, as the generator of soft prompts has
+    learned to read it.
 
     Args:
         steps: Number of steps of the diffusion model.
         sampler: "ddpm", or "ddim", which adds no noise.
         guidance: The weight of the classifier. Without a classifier it must be 0.
-        classifier: The file of the classifier.
-        positive: Whether the text shall have the attribute of the classifier, or not have it.
+        classifier: The file of the classifier whose attribute the text shall have; several are
+            joined with "+".
+        without: The file of a classifier whose attribute the text shall not have; several are
+            joined with "+".
         estimate: The loss at several points: "loss", the logarithm of the mean of its exponentials,
             as in the authors' code, or "probability", the negative logarithm of the mean
             probability.
@@ -127,7 +129,7 @@ class Dglm(Decoder):
         sampler: str = "ddpm",
         guidance: float = 0.0,
         classifier: str | Path | None = None,
-        positive: bool = True,
+        without: str | Path | None = None,
         estimate: str = "loss",
         prompt_scale: float = 1.0,
         level: float = 0.95,
@@ -143,17 +145,21 @@ class Dglm(Decoder):
                 "dglm needs guidance of at least 0, and level and variance from 0 to 1, not"
                 f" {guidance:g}, {level:g} and {variance:g}"
             )
-        if guidance and classifier is None:
+        if guidance and classifier is None and without is None:
             raise InvalidRequestError(
                 "dglm has guidance but no classifier: `anydecode train classifier` makes one, and"
                 " dglm:classifier=FILE reads it"
             )
         self.steps, self.sampler, self.guidance = steps, sampler, guidance
-        self.positive, self.estimate, self.prompt_scale = positive, estimate, prompt_scale
+        self.estimate, self.prompt_scale = estimate, prompt_scale
         self.level, self.variance = level, variance
-        self.classifier = None
-        if classifier is not None:
-            self.classifier = EmbeddingClassifier.load(Path(classifier))
+        #: The classifiers, and 1 for an attribute that the text shall have, -1 for one that it
+        #: shall not have.
+        self.classifiers = [
+            (EmbeddingClassifier.load(file), sign)
+            for files, sign in ((classifier, 1), (without, -1))
+            for file in _files(files)
+        ]
 
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts:
@@ -168,8 +174,7 @@ class Dglm(Decoder):
                 f"dglm needs a sentence encoder as the draft model; {encoder.name} is none"
             )
         sizes = {encoder.spec.hidden_size, parts.embedding_size}
-        if self.classifier is not None:
-            sizes.add(len(self.classifier.weight))
+        sizes |= {len(classifier.weight) for classifier, _ in self.classifiers}
         if len(sizes) > 1:
             raise InvalidRequestError(
                 f"dglm: the encoder's embeddings have {encoder.spec.hidden_size} numbers, but the"
@@ -271,10 +276,10 @@ class Dglm(Decoder):
                 pull_backs.append((weight, pull_back))
         start = signal * state - spread * velocity
         added = spread * state + signal * velocity
-        if self.classifier is None or not self.guidance:
+        if not self.classifiers or not self.guidance:
             return start, added
         points = noise.normal(NUM_POINTS * size, step, _POINTS).reshape(NUM_POINTS, size)
-        by_start = self._gradient(parts, self.classifier, start + spread / signal * points)
+        by_start = self._gradient(parts, start + spread / signal * points)
         by_velocity = -spread * by_start
         by_state = signal * by_start
         for weight, pull_back in pull_backs:
@@ -282,25 +287,31 @@ class Dglm(Decoder):
         added = added + self.guidance * spread * by_state
         return (state - spread * added) / signal, added
 
-    def _gradient(
-        self, parts: SentenceDiffusion, classifier: EmbeddingClassifier, points: np.ndarray
-    ) -> np.ndarray:
-        """The gradient of the classifier's loss at `points`, normed embeddings
+    def _gradient(self, parts: SentenceDiffusion, points: np.ndarray) -> np.ndarray:
+        """The gradient of the sum of the classifiers' losses at `points`, normed embeddings
         `[points, embedding_size]`, by all of them moved alike, `[embedding_size]`."""
         raw = points * parts.deviation + parts.mean
         lengths = np.linalg.norm(raw, axis=1, keepdims=True)
         sentences = raw / lengths
-        sign = 1.0 if self.positive else -1.0
-        logits = sign * classifier.logits(sentences)
-        losses = np.logaddexp(0, -logits)
-        exponents = losses if self.estimate == "loss" else -losses
-        shares = np.exp(exponents - exponents.max())
-        shares /= shares.sum()
-        slopes = -sign * np.exp(-np.logaddexp(0, logits))  # of the losses by the raw logits
-        by_sentence = (shares * slopes)[:, None] * classifier.weight
+        by_sentence = np.zeros_like(sentences)
+        for classifier, sign in self.classifiers:
+            logits = sign * classifier.logits(sentences)
+            losses = np.logaddexp(0, -logits)
+            exponents = losses if self.estimate == "loss" else -losses
+            shares = np.exp(exponents - exponents.max())
+            shares /= shares.sum()
+            slopes = -sign * np.exp(-np.logaddexp(0, logits))  # of the losses by the raw logits
+            by_sentence += (shares * slopes)[:, None] * classifier.weight
         inward = (by_sentence * sentences).sum(1, keepdims=True) * sentences
         gradient: np.ndarray = ((by_sentence - inward) / lengths * parts.deviation).sum(0)
         return gradient
+
+
+def _files(choice: str | Path | None) -> list[Path]:
+    """The files that a parameter names."""
+    if choice is None:
+        return []
+    return [Path(part) for part in choice.split("+")] if isinstance(choice, str) else [choice]
 
 
 def _parts(model: Any) -> SentenceDiffusion:

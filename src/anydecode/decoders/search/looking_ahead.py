@@ -115,7 +115,9 @@ class Looking:
     def emit(self, sequence: Sequence, found: Continued, choice: int, row: np.ndarray) -> None:
         """Emit token `choice`. `row` has the logits after the text."""
         branch = found.group.release_others(choice)
-        if self.temperature == 0:
+        # Another model's log-probability of the next token is not that of the decoded one.
+        is_exact = self.runner == TARGET or not self.reads_logprobs
+        if self.temperature == 0 and is_exact:
             self._kept = _Kept(len(sequence.tokens), found.group.rollouts[choice], branch)
         else:
             branch.release()

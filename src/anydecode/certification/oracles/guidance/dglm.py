@@ -120,12 +120,13 @@ def replayed_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The embedding and the soft prompt."""
     values = {
-        "steps": 250, "sampler": "ddpm", "guidance": 0.0, "positive": True, "estimate": "loss",
-        "prompt_scale": 1.0, "level": 0.95, "variance": 0.2, **settings,
+        "steps": 250, "sampler": "ddpm", "guidance": 0.0, "classifier": (), "without": (),
+        "estimate": "loss", "prompt_scale": 1.0, "level": 0.95, "variance": 0.2, **settings,
     }  # fmt: skip
     noise, size = Noise(seed).with_purpose("search"), EMBEDDING_SIZE
     steps, scale = values["steps"], values["prompt_scale"]
-    probe = classifier()
+    attributes = [(classifier(one), 1) for one in values["classifier"]]
+    attributes += [(classifier(one), -1) for one in values["without"]]
 
     def velocity(z: np.ndarray, level: float) -> np.ndarray:
         with_prompt, without = (
@@ -138,11 +139,15 @@ def replayed_rows(
         start = math.sqrt(level) * z - math.sqrt(1 - level) * velocity(z, level)
         x = start + math.sqrt((1 - level) / level) * points
         x = x * parts.deviation + parts.mean
-        logits = (x / np.sqrt((x * x).sum(1))[:, None]) @ probe.weight + probe.bias
-        right = 1 / (1 + np.exp(-logits if values["positive"] else logits))
-        if values["estimate"] == "probability":
-            return -math.log(right.mean())
-        return math.log((1 / right).mean())  # exp(-ln p) is 1 / p
+        total = 0.0
+        for probe, sign in attributes:
+            logits = (x / np.sqrt((x * x).sum(1))[:, None]) @ probe.weight + probe.bias
+            right = 1 / (1 + np.exp(-sign * logits))
+            if values["estimate"] == "probability":
+                total -= math.log(right.mean())
+            else:
+                total += math.log((1 / right).mean())  # exp(-ln p) is 1 / p
+        return total
 
     z = gauss(noise, size, 0, 0)
     for step in range(steps):
@@ -195,11 +200,13 @@ def replayed_text(
     return generated
 
 
+#: Classifiers are seeds of `classifier`.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
-    {"steps": 12, "guidance": 30.0},
-    {"steps": 12, "guidance": 30.0, "positive": False, "estimate": "probability"},
-    {"steps": 12, "sampler": "ddim", "prompt_scale": 2.5, "guidance": 10.0},
+    {"steps": 12, "guidance": 30.0, "classifier": (5,)},
+    {"steps": 12, "guidance": 30.0, "without": (5,), "estimate": "probability"},
+    {"steps": 12, "guidance": 20.0, "classifier": (5, 6), "without": (7,)},
+    {"steps": 12, "sampler": "ddim", "prompt_scale": 2.5, "guidance": 10.0, "classifier": (5,)},
     {"steps": 20, "level": 1.0, "variance": 1.0},
 )
 
@@ -208,13 +215,16 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 def dglm() -> Iterator[Check]:
     """The replays, and what the classifier does to the proposals."""
     with tempfile.TemporaryDirectory() as folder, sentence_diffusion_model() as llm:
-        file = Path(folder) / "classifier.safetensors"
-        classifier().save(file)
+        files = {seed: Path(folder) / f"{seed}.safetensors" for seed in (5, 6, 7)}
+        for seed, file in files.items():
+            classifier(seed).save(file)
         target: Any = llm.model
         encoder: Any = llm.engine.runners["draft"].model
         parts: SentenceDiffusion = target.sentence_diffusion
         for settings in SETTINGS:
-            given = {**settings, **({"classifier": file} if "guidance" in settings else {})}
+            given = dict(settings)
+            for option in {"classifier", "without"} & set(settings):
+                given[option] = "+".join(str(files[seed]) for seed in settings[option])
             decoder: Any = Dglm(**given) if given else "dglm"
             method = Dglm(**given)
             wrong, error, texts = 0, 0.0, set()
@@ -238,7 +248,7 @@ def dglm() -> Iterator[Check]:
             name = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"
             yield Check(f"texts equal their replay, {name}", wrong == 0, f"{wrong} of 6 differ")
             yield Check(f"embeddings equal their replay, {name}", error < 1e-4, f"{error:.1g}")
-        yield from guided_checks(parts, file)
+        yield from guided_checks(parts, files[5])
 
 
 def guided_checks(parts: SentenceDiffusion, file: Path) -> Iterator[Check]:
@@ -246,8 +256,11 @@ def guided_checks(parts: SentenceDiffusion, file: Path) -> Iterator[Check]:
     be missing."""
     context, probe = np.zeros(EMBEDDING_SIZE), classifier()
     means = []
-    for guidance, positive in ((60.0, False), (0.0, True), (20.0, True), (60.0, True)):
-        method = Dglm(20, guidance=guidance, classifier=file, positive=positive)
+    for guidance, option in (
+        (60.0, "without"), (0.0, "classifier"), (20.0, "classifier"), (60.0, "classifier"),
+    ):  # fmt: skip
+        named: dict[str, Any] = {option: file}
+        method = Dglm(20, guidance=guidance, **named)
         logits = [
             probe.logits(method.proposal(parts, context, Noise(seed).with_purpose("search")))
             for seed in range(20)
