@@ -61,6 +61,13 @@ CacheMemory = Annotated[
 RowBudget = Annotated[
     int, typer.Option("--row-budget", min=1, help="Maximum number of rows per pass.")
 ]
+ScheduleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="Scheduler key of `anydecode methods` (family serving), such as online-offline.",
+    ),
+]
 HandoverMemory = Annotated[
     str,
     typer.Option(
@@ -159,6 +166,7 @@ def up(
     draft: options.Drafts = None,
     max_running: MaxRunning = 64,
     handover_memory: HandoverMemory = "1GiB",
+    schedule: ScheduleOption = None,
     row_budget: RowBudget = 512,
     cache_positions: CachePositions = None,
     cache_memory: CacheMemory = None,
@@ -223,6 +231,7 @@ def up(
     threads = threads or max(1, (os.cpu_count() or 1) // len(wanted))
     engine = options.without_none(
         draft=draft,
+        schedule=schedule,
         row_budget=row_budget,
         cache_positions=cache_positions,
         cache_memory=cache_memory,
@@ -299,6 +308,7 @@ def worker(
     max_running: MaxRunning = 64,
     handover_memory: HandoverMemory = "1GiB",
     draft: options.Drafts = None,
+    schedule: ScheduleOption = None,
     row_budget: RowBudget = 512,
     cache_positions: CachePositions = None,
     cache_memory: CacheMemory = None,
@@ -322,6 +332,7 @@ def worker(
     secret = read_secret(secret_file)
     engine = options.without_none(
         draft=draft,
+        schedule=schedule,
         row_budget=row_budget,
         cache_positions=cache_positions,
         cache_memory=cache_memory,

@@ -908,7 +908,8 @@ class Fleet:
     @staticmethod
     def _can_prefill(member: Member, now: float) -> bool:
         """Whether a prefill worker may get one more prompt."""
-        return len(member.tasks) < MAX_PREFILLS and member.refused_until <= now
+        prefills = (one for one in member.tasks.values() if one.state is TaskState.PREFILLING)
+        return sum(1 for _ in prefills) < MAX_PREFILLS and member.refused_until <= now
 
     def _loads(self, task: Task | None, members: Iterable[Member], now: float) -> list[WorkerLoad]:
         """The workers that compute prompts or generate, as their control sees them."""
@@ -970,7 +971,9 @@ class Fleet:
             "tokens": tokens,
             "num_blocks": len(task.digests),
             "options": {
-                name: options[name] for name in ("namespace", "prompt_embeds") if name in options
+                name: options[name]
+                for name in ("namespace", "prompt_embeds", "priority")
+                if name in options
             },
             "encoded": self._encoded(task, member),
             "positions": len(tokens) + 1,

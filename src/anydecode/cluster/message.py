@@ -42,7 +42,7 @@ def to_message(request: Request, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     message: dict[str, Any] = {}
     for name, value in options.items():
-        if value is None or value is False or name == "priority":
+        if value is None or value is False:
             continue
         if name in REFUSED:
             raise UnsupportedCombinationError(f"a fleet of workers does not support {name}")

@@ -11,7 +11,7 @@ import pytest
 from anydecode.cluster.control import xllm
 from anydecode.cluster.control.roles import TaskNeeds, WorkerLoad
 from anydecode.cluster.control.xllm import SloControl
-from anydecode.cluster.fleet import MIN_BLOCKS, Fleet, Member, Task, TaskState
+from anydecode.cluster.fleet import MAX_PREFILLS, MIN_BLOCKS, Fleet, Member, Task, TaskState
 from anydecode.cluster.routing import CachedBlocks
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, replace_class_default
@@ -74,6 +74,8 @@ def _all_time_at_the_worker(self: Fleet, member: Member, *given: Any) -> None:
         (SloControl, "_decode_worker", _fastest),
         (SloControl, "_is_light", lambda *_: False),
         (SloControl, "_takes_offline", lambda *_: True),
+        (SloControl, "_is_idle_prefill", lambda *_: False),
+        (Fleet, "_can_prefill", lambda self, member, now: len(member.tasks) < MAX_PREFILLS),
         (SloControl, "_may_change", lambda *_: True),
         (SloControl, "place", _online),
         (CachedBlocks, "num_matched", _deepest),
@@ -88,6 +90,8 @@ def _all_time_at_the_worker(self: Fleet, member: Member, *given: Any) -> None:
         "the fastest decode worker",
         "prompts that never go to decode workers",
         "offline tasks like others",
+        "no offline tasks at prefill workers",
+        "offline answers in the places of prompts",
         "changes of roles without a pause",
         "no offline tasks",
         "an index that counts behind a hole",
@@ -107,7 +111,14 @@ def test_a_mistake_is_rejected(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parameter", "value"),
-    [("ttft", 0.98), ("ttft", 1.02), ("tpot", 0.049), ("tpot", 0.051), ("period", 6.0)],
+    [
+        ("ttft", 0.98),
+        ("ttft", 1.02),
+        ("tpot", 0.049),
+        ("tpot", 0.051),
+        ("period", 6.0),
+        ("offline", 5),
+    ],
 )
 def test_another_default_is_rejected(
     parameter: str, value: float, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +128,9 @@ def test_another_default_is_rejected(
 
 
 @pytest.mark.parametrize(
-    "options", [{"ttft": 0.0}, {"tpot": -1.0}, {"period": -1.0}, {"policy": "load"}], ids=str
+    "options",
+    [{"ttft": 0.0}, {"tpot": -1.0}, {"period": -1.0}, {"policy": "load"}, {"offline": -1}],
+    ids=str,
 )
 def test_parameters_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="xllm has .* allowed are"):

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from anydecode.catalogue import Card, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.cluster.control.roles import (
     RoleControl,
     TaskNeeds,
@@ -86,10 +86,8 @@ def cache_score(worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> float:
         use="anydecode cluster up --prefill P --decode D --ratio xllm",
         summary="Tasks go to workers by predicted latency or cached blocks; roles follow the load.",
         missing=(
-            "offline requests that decode on prefill workers; they wait at the proxy until a decode"
-            " worker takes them",
-            "offline prompts that stop between two layers when an online request comes, within a"
-            " fleet; the schedule `online-offline` does that in one process",
+            "offline answers that a decode worker takes from a prefill worker while they run: they"
+            " end where they have begun",
             "tiers of the global cache: the index has what workers have in main memory",
             "placement of experts, and encoders as workers",
         ),
@@ -104,9 +102,14 @@ def cache_score(worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> float:
             " at most once in `period` seconds; a decode worker becomes a prefill worker after"
             " `period` seconds without tasks, while prefill workers have prompts",
             "a worker without tasks takes an offline task whatever its predicted time",
+            "the number of offline answers at a prefill worker is a parameter, not the batch at"
+            " which a roofline model says that passes are bound by arithmetic",
+            "an offline prompt stops between two layers when an online one comes where the workers"
+            " have the schedule `online-offline` (`cluster up --schedule`); else after the pass",
             "the tasks of a lost worker are computed again from their tokens, where most of their"
             " blocks are; blocks of a worker that lives are not migrated",
         ),
+        bounds={"offline": Range(0, 1024)},
     )
 )
 class SloControl(RoleControl):
@@ -116,13 +119,16 @@ class SloControl(RoleControl):
     first decode worker whose predicted time between tokens is within the limit. If the predicted
     prefill time is above its limit, a decode worker with little to do computes the prompt itself.
     If no decode worker is within the limit, and prefill workers are within theirs or are the
-    majority, one of them becomes a decode worker.
+    majority, one of them becomes a decode worker. An offline task that no decode worker takes runs
+    on a prefill worker without prompts.
 
     Args:
         ttft: Limit of the time to the first token, in seconds.
         tpot: Limit of the time between tokens, in seconds.
         policy: "slo", or "cache": the worker with the best `cache_score`; roles then stay.
         period: Minimum number of seconds between two changes of roles.
+        offline: Maximum number of offline answers that a prefill worker generates, while no decode
+            worker takes them; 0: none.
 
     Raises:
         InvalidRequestError: A parameter is out of range.
@@ -136,16 +142,20 @@ class SloControl(RoleControl):
         tpot: float = 0.05,
         policy: str = "slo",
         period: float = 5.0,
+        offline: int = 4,
     ) -> None:
-        if not (ttft > 0 and tpot > 0 and period >= 0 and policy in ("slo", "cache")):
+        is_valid = ttft > 0 and tpot > 0 and period >= 0 and offline >= 0
+        if not (is_valid and policy in ("slo", "cache")):
             raise InvalidRequestError(
-                f"xllm has ttft={ttft}, tpot={tpot}, policy={policy!r} and period={period}; allowed"
-                " are times above 0, a period of 0 or more, and the policies slo and cache"
+                f"xllm has ttft={ttft}, tpot={tpot}, policy={policy!r}, period={period} and"
+                f" offline={offline}; allowed are times above 0, a period and a number of offline"
+                " answers of 0 or more, and the policies slo and cache"
             )
         self.ttft = ttft
         self.tpot = tpot
         self.policy = policy
         self.period = period
+        self.offline = offline
         self.prompts = LatencyModel()
         self.tokens = LatencyModel()
         self._changed_at: float | None = None  # when a role changed last
@@ -169,6 +179,9 @@ class SloControl(RoleControl):
             free = [one for one in free if self._takes_offline(one, task.length)]
         flip = None if task.is_offline else self._flip(now, task, workers)
         if not free:
+            idle = [one for one in workers if task.is_offline and self._is_idle_prefill(one)]
+            if is_known and idle:
+                return TaskPlacement(min(idle, key=self._prefill_seconds).name)
             return TaskPlacement(None, flip=flip)
         best = self._decode_worker(task, free)
         prefill = [one for one in workers if one.role == "prefill" and one.group == best.group]
@@ -267,6 +280,11 @@ class SloControl(RoleControl):
 
     def _may_change(self, now: float) -> bool:
         return self._changed_at is None or now - self._changed_at >= self.period
+
+    def _is_idle_prefill(self, worker: WorkerLoad) -> bool:
+        """Whether a prefill worker may compute and generate an offline task."""
+        is_idle = worker.role == "prefill" and not worker.prompts
+        return is_idle and worker.can_decode and worker.num_answers < self.offline
 
     def _takes_offline(self, worker: WorkerLoad, length: int) -> bool:
         if not (worker.num_answers or worker.prompts):

@@ -242,7 +242,7 @@ class _Worker:
         return self._encoded_at
 
     def start(self, key: Key, tokens: list[int], num_tokens: int, frame: Frame) -> None:
-        options = frame["message"]["options"] if "message" in frame else {}
+        options = frame["message"]["options"] if "message" in frame else frame["options"]
         request = self.llm.request(
             tokens,
             decoder="autoregressive",

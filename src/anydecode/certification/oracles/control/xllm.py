@@ -52,6 +52,7 @@ def xllm() -> Iterator[Check]:
     yield from _drained()
     yield from _observed()
     yield _offline_order()
+    yield _offline_at_prefill()
     yield from _index()
     yield from _simulated()
 
@@ -118,7 +119,8 @@ def _placements() -> Iterator[Check]:
     for waited, place in ((0.86, TaskPlacement("p", is_prefill=True)), (0.88, TaskPlacement("d"))):
         found = _control().place(0.0, TaskNeeds(100, waited), workers)
         yield Check(f"the default limit, {waited} s waited", found == place, str(found))
-    rules = {"within", "above", "light", "flip", "no flip", "prefill", "wait", "offline waits"}
+    rules = {"within", "above", "light", "flip", "no flip", "prefill", "wait"}
+    rules |= {"offline waits", "offline at a prefill worker"}
     yield Check("every rule decides", seen >= rules, str(seen))
 
 
@@ -127,7 +129,7 @@ def _random_worker(generator: random.Random, number: int) -> WorkerLoad:
     num_prompts = (
         generator.choice((0, 0, 1, 2)) if role != "decode" else generator.choice((0, 0, 1))
     )
-    answers = 0 if role == "prefill" else generator.choice((0, 3, 9, 16))
+    answers = generator.choice((0, 3, 4, 9) if role == "prefill" else (0, 3, 9, 16))
     return _worker(
         f"w{number}",
         role,
@@ -166,6 +168,17 @@ def _expected(task: TaskNeeds, workers: list[WorkerLoad], seen: set[str]) -> Tas
     possible = [one for one in decoders if one.can_decode]
     if task.is_offline:
         possible = [one for one in possible if _has_room(one, after(one))]
+        calm = [
+            (wait(one), number)
+            for number, one in enumerate(workers)
+            if one.role == "prefill"
+            and one.prompts == ()
+            and one.can_decode
+            and one.num_answers <= 3  # by default up to 4 offline answers
+        ]
+        if calm and not possible:
+            seen.add("offline at a prefill worker")
+            return TaskPlacement(workers[min(calm)[1]].name, False, None)
         seen.update(() if possible else ("offline waits",))
     if not possible:
         return TaskPlacement(None, False, flip)
@@ -406,6 +419,27 @@ def _offline_order() -> Check:
     fleet.submit(_task(3, 1), 2.0)
     begun = list(fleet.members["d"].tasks)
     return Check("the offline task of the nearest length begins", begun == [1, 3], str(begun))
+
+
+def _offline_at_prefill() -> Check:
+    """No decode worker takes offline tasks, so that the prefill worker runs four of the six. It
+    still gets two prompts of other tasks at a time."""
+    control = _control(tpot=0.011)
+    fleet = Fleet(control)
+    for name in ("prefill", "decode"):
+        fleet.join(WorkerFacts(name, name, name, "g", (name, 1), 8, 100_000), 0.0)
+    fleet.submit(_task(0, 0), 0.0)  # after which the decode worker is above 90% of its limit
+    for number in range(1, 7):
+        fleet.submit(replace(_task(number, 1), priority=1), 0.0)
+        if fleet.tasks[number].worker is not None:
+            tokens = {"task": number, "attempt": 0, "start": 0, "tokens": [7], "logprobs": None}
+            fleet.receive("prefill", {"type": "tokens", **tokens}, 0.0)
+            fleet.tick(0.0)
+    for number in (7, 8, 9):
+        fleet.submit(_task(number, 5), 0.0)
+    places = [fleet.tasks[number].worker for number in range(10)]
+    expected = ["decode", *["prefill"] * 4, None, None, *["prefill"] * 2, None]
+    return Check("offline answers at a prefill worker", places == expected, str(places))
 
 
 def _index() -> Iterator[Check]:
