@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from anydecode.constraints.background import BackgroundTask, BackgroundThread
+from anydecode.constraints.background import (
+    BackgroundTask,
+    BackgroundThread,
+    has_other_work,
+    work_until,
+)
 from anydecode.constraints.byte_cache import (
     ByteCache,
     allocated_bytes,
@@ -67,6 +72,10 @@ _DECODER = json.JSONDecoder()
 _LIMITS = {"max_lexer_states": 125_000, "initial_lexer_fuel": 1_000_000, "step_max_items": 50_000}
 
 
+#: Masks of a grammar of which one took so many seconds of processor time are computed on a thread
+#: of their own, while the engine does other work. How long it took counts by this factor less after
+#: each further one.
+LONG_MASK_SECONDS, _MASK_SECONDS_KEPT = 0.005, 0.99
 #: Maximum number of tokens that are found to be forced at once: in a long constant, each takes up
 #: to a millisecond.
 _MAX_FORCED = 128
@@ -180,6 +189,10 @@ class _Template:
         self.grammar = grammar
         self.matcher = matcher
         self.max_bytes = max_bytes
+        #: Copies of a matcher wait for the lexer that they share, and keep the interpreter's lock.
+        self.lock = threading.Lock()
+        #: About how long a mask takes at most.
+        self.mask_seconds = 0.0
         #: Whether its growth is measured now: since when so many bytes were allocated and resident,
         #: about how long the calls since then took, and after how long the growth is checked.
         self.is_measured, self.seconds, self.check_at = False, 0.0, 0.0
@@ -194,6 +207,18 @@ class _Template:
         self.patience = 1
         self.allocated: int | None = None
         self.resident = 0
+
+    @property
+    def has_long_masks(self) -> bool:
+        """Whether a mask may take so long that other work should not wait for it."""
+        return self.mask_seconds > LONG_MASK_SECONDS
+
+    def is_free(self, seconds: float) -> bool:
+        """Waits at most so long until no matcher runs, and returns whether none does."""
+        is_free = self.lock.acquire(timeout=seconds)
+        if is_free:
+            self.lock.release()
+        return is_free
 
 
 class TokenizerBinding:
@@ -241,6 +266,7 @@ class TokenizerBinding:
         self, template: _Template, method: Callable[..., _Result], *arguments: object
     ) -> _Result:
         """Calls a method of a matcher of `template`, and counts by how much the template grows.
+        While another call runs, this thread does its other work.
 
         The system's report takes longer the more gaps its memory has. So calls that together take
         less than many times as long are measured together, with all that happens between them:
@@ -249,9 +275,20 @@ class TokenizerBinding:
         grow into memory that others have freed. Most calls are so short that timing each of them
         would cost too much, so one in `_CALLS_PER_TIMED` is timed.
         """
-        if template.num_untimed:
-            template.num_untimed -= 1
-            return method(*arguments)
+        while not template.lock.acquire(False):
+            work_until(template.is_free)
+        try:
+            if template.num_untimed:
+                template.num_untimed -= 1
+                return method(*arguments)
+            return self._call_timed(template, method, *arguments)
+        finally:
+            template.lock.release()
+
+    def _call_timed(
+        self, template: _Template, method: Callable[..., _Result], *arguments: object
+    ) -> _Result:
+        """`call` of one in `_CALLS_PER_TIMED`."""
         if template.num_alone:
             return self._call_alone(template, method, *arguments)
         if not template.is_measured:
@@ -385,6 +422,11 @@ def clear_templates() -> None:
 
 
 _mask_thread = BackgroundThread("anydecode-mask")
+_long_mask_thread = BackgroundThread("anydecode-long-mask")
+
+
+def _is_over(seconds: float) -> bool:
+    return True
 
 
 class GuidanceState(ConstraintState):
@@ -419,10 +461,20 @@ class GuidanceState(ConstraintState):
         return state
 
     def mask(self) -> np.ndarray:
-        if self._pending_mask is not None:
-            self._mask, self._pending_mask = self._pending_mask.result(), None
-        if self._mask is None:
-            self._mask = self._compute_mask()
+        pending, is_long = self._pending_mask, self._template.has_long_masks and has_other_work()
+        if pending is None and self._mask is None:
+            if is_long:
+                self._own_matcher()
+                pending = _long_mask_thread.submit(self._compute_mask)
+            else:
+                self._mask = self._compute_mask()
+                work_until(_is_over)  # if many masks together have taken long
+        elif pending is not None and not is_long:
+            pending.run()  # if it has not begun: the masks before it may take long
+        if pending is not None:
+            work_until(pending.wait)
+            self._mask, self._pending_mask = pending.result(), None
+        assert self._mask is not None
         return self._mask
 
     def advance(self, token: int) -> None:
@@ -504,6 +556,8 @@ class GuidanceState(ConstraintState):
 
     def prepare(self) -> None:
         if self._mask is None and self._pending_mask is None and not self._num_eos:
+            if self._template.has_long_masks:
+                return  # those of other texts would wait for it
             self._own_matcher()
             self._pending_mask = _mask_thread.submit(self._compute_mask)
 
@@ -528,7 +582,7 @@ class GuidanceState(ConstraintState):
             allowed[self._binding.eos_ids] = True
             return allowed
         bitmask = np.empty((size + 31) // 32, np.int32)
-        self._call(self._matcher.unsafe_compute_mask_ptr, bitmask.ctypes.data, bitmask.nbytes)
+        self._call(self._fill, bitmask)
         if self._matcher.is_error():
             # The lexer, which the template shares, may have reached the limit on its states.
             self._binding.drop(self._template)
@@ -542,6 +596,12 @@ class GuidanceState(ConstraintState):
             )
         bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
         return bits[:size].view(np.bool_)
+
+    def _fill(self, bitmask: np.ndarray) -> None:
+        start = thread_time()
+        self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
+        seconds, template = thread_time() - start, self._template
+        template.mask_seconds = max(seconds, _MASK_SECONDS_KEPT * template.mask_seconds)
 
     def _error(self) -> str:
         return compile_error(self._matcher.get_error())

@@ -38,6 +38,7 @@ class Driver:
         self._inbox: deque[Callable[[], object]] = deque()
         self._arriving: list[Job] = []  # those whose submission is in the inbox
         engine.arrivals = self._arrivals
+        engine.between = self._between_steps
         self._wake_up = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -147,6 +148,13 @@ class Driver:
                 raise
             except BaseException as fault:
                 self._stop(fault)
+
+    def _between_steps(self) -> None:
+        """What a caller of `Engine.step` does between two steps, while a decoder is suspended."""
+        self._empty_inbox()
+        if self._closed:
+            for job in [*self.engine.waiting, *self.engine.running]:
+                self.engine.cancel(job)
 
     def _arrivals(self) -> list[Sequence]:
         return [job.sequence for job in tuple(self._arriving)]

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
-from anydecode.engine.calls import RunningCalls
+from anydecode.constraints.background import set_other_work
+from anydecode.engine.calls import MAX_WAIT, RunningCalls
 from anydecode.engine.model_runner import ModelRunner
 from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule
 from anydecode.engine.schedules.pacing import is_prompt
 from anydecode.errors import AnydecodeError, InvalidRequestError, OutOfMemoryError
 from anydecode.kernels.interface import Output
+from anydecode.sampling.sampler import constraint_of
 from anydecode.scoring.score import (
     Call,
     Cancel,
@@ -38,6 +40,10 @@ from anydecode.scoring.state import StateKey
 log = logging.getLogger("anydecode")
 #: Maximum number of waiting prompts of which the prefix cache is told.
 MAX_ANNOUNCED = 64
+
+#: A decoder that computes masks for so many seconds is suspended, so that the other jobs go on. At
+#: most so many are suspended at a time.
+MAX_RESUME_SECONDS, MAX_SUSPENDED = 0.02, 4
 
 #: The runners whose prefix cache has the prompt.
 _SHARED: StateKey[list[str]] = StateKey("engine", "shared")
@@ -73,6 +79,7 @@ class Job:
         done: Whether the job has ended.
         restarted: Number of tokens, and whether no other job ran, when the job last started again
             because it had filled the memory alone.
+        is_long: Whether its decoder was suspended when it was last resumed.
     """
 
     sequence: Sequence
@@ -88,11 +95,16 @@ class Job:
     error: BaseException | None = None
     done: bool = False
     restarted: tuple[int, bool] = (-1, False)
+    is_long: bool = False
 
     @property
     def requests(self) -> list[ScoreRequest]:
         """All score requests of this job that have not run."""
         return [*self.group, *self.tickets]
+
+
+class _Ended(BaseException):
+    """Raised in a decoder whose job has ended while it was suspended."""
 
 
 class Clock(Protocol):
@@ -110,6 +122,10 @@ class Engine:
     requests have run. Model runners that have work at the same time run concurrently, one thread
     each. With a `clock`, passes run one after the other but finish in the order of its times.
 
+    A decoder whose constraint takes long to compute masks is suspended within it, in its place on
+    the stack: further steps for the other jobs run until the mask is known. Such jobs are resumed
+    one per step while there are others, and none while one is suspended.
+
     Args:
         runners: Model runners by name; "target" and optionally "draft".
         max_running: Maximum number of jobs that run at the same time.
@@ -123,6 +139,7 @@ class Engine:
             the target.
         arrivals: Returns the sequences that will be submitted before the next step; called during
             passes, on the threads that run them.
+        between: Called between two steps while a decoder is suspended.
         clock: Virtual clock for tests, or None.
         now: Time of the virtual clock.
 
@@ -141,6 +158,7 @@ class Engine:
         self.num_tokens = 0
         self.on_pass: Callable[[Plan, float], None] | None = None
         self.arrivals: Callable[[], Collection[Sequence]] = tuple
+        self.between: Callable[[], object] = lambda: None
         self.clock: Clock | None = None
         self.now = 0.0
         self._in_flight: dict[ModelRunner, tuple[Plan, Any]] = {}
@@ -149,6 +167,20 @@ class Engine:
         self._owners: dict[ScoreRequest, Job] = {}
         self._calls: RunningCalls[Job] = RunningCalls()
         self._announced: list[int] = []
+        #: Passes that have ended; completed requests whose jobs have not got their scores; those of
+        #: them whose group has not run to the end.
+        self._collected: deque[tuple[ModelRunner, Plan, Output | Exception | None]] = deque()
+        self._completed: deque[tuple[ModelRunner, ScoreRequest, Scores]] = deque()
+        self._incomplete: dict[ScoreRequest, Job] = {}
+        #: The job whose decoder runs, what it was resumed with, and since when; those suspended;
+        #: the errors of those that have ended meanwhile; jobs to resume later, with their values.
+        self._current: tuple[Job, Any] | None = None
+        self._resumed_at = 0.0
+        self._suspended: list[Job] = []
+        self._ended: dict[Job, BaseException | None] = {}
+        self._held: deque[tuple[Job, Any]] = deque()
+        self._num_nested = 0
+        self._fault: BaseException | None = None
 
     @property
     def has_work(self) -> bool:
@@ -158,7 +190,7 @@ class Engine:
     def is_between_passes(self) -> bool:
         """Whether no pass is running and no output is in use, so that the models may be run for
         another purpose (measuring)."""
-        return not (self._in_flight or self._committing)
+        return not (self._in_flight or self._committing or self._suspended)
 
     def submit(self, job: Job) -> Job:
         """Add a job to the waiting queue and return it."""
@@ -169,22 +201,31 @@ class Engine:
 
     def step(self) -> None:
         """Admit waiting jobs, run at least one pass, and resume the decoders that it serves."""
-        start = perf_counter()
+        before = set_other_work(self._work_until)
+        try:
+            self._step()
+        finally:
+            set_other_work(before)
+
+    def _step(self) -> bool:
+        """One step. Returns whether a pass has ended."""
+        start, num_nested = perf_counter(), self._num_nested
+        self._finish()
+        self._resume_held()
         self._admit()
         self._announce()
         if self._calls:
             has_rows = self._in_flight or any(one.waiting for one in self._streams)
             for job, call in self._calls.finished(wait=not has_rows):
-                self._resume(job, call)
+                self._deliver(job, call)
         for runner in self._streams:
             if runner not in self._in_flight and runner.waiting:
                 self._launch(runner)
         if self._in_flight:
             collected = self._collect()
-            self._committing = True
-            for runner, plan, output in collected:
-                self._commit(runner, plan, output)
-            self._committing = False
+            self._collected.extend(collected)
+            self._finish()
+            runner, plan, _ = collected[-1]
             if (
                 self.on_pass
                 and len(collected) == 1
@@ -192,12 +233,17 @@ class Engine:
                 and not plan.left
                 and plan.is_alone
                 and not self._in_flight
+                and self._num_nested == num_nested
             ):
                 self.on_pass(plan, perf_counter() - start)
         elif self.running and not any(runner.waiting for runner in self._streams):
             deadlocked = [job for job in self.running if job.wait is not None]
             for job in deadlocked:
                 self._end(job, RuntimeError("the decoder waits, but has no running request"))
+            return False
+        else:
+            return False
+        return True
 
     def cancel(self, job: Job, reason: str = "cancelled") -> None:
         """End a job now and free its memory."""
@@ -223,6 +269,9 @@ class Engine:
         the engine that cannot be attributed to one job."""
         wait([output for _, output in self._in_flight.values() if isinstance(output, Future)])
         self._in_flight.clear()
+        self._collected.clear()
+        self._completed.clear()
+        self._incomplete.clear()
         self._committing = False
         for job in [*self.running, *(self.waiting if waiting else ())]:
             try:
@@ -278,7 +327,7 @@ class Engine:
                 log.exception("decoder %s failed", type(job.decoder).__name__)
                 self._end(job, error)
                 continue
-            self._resume(job, None)
+            self._deliver(job, None)
 
     def _announce(self) -> None:
         """Tell the target's prefix cache which prompts wait, if evicted blocks are stored. The
@@ -379,29 +428,44 @@ class Engine:
                 sequence.num_passes += plan.num_passes
             for request, _, count in plan.scheduled:
                 request.sequence.root.num_rows += count + plan.num_further_rows
-        incomplete: dict[ScoreRequest, Job] = {}
-        for request, scores in completed:
-            job = self._owners.pop(request, None)
-            if job is None:  # cancelled by a decoder that this loop has resumed
-                continue
-            self._share_prompt(runner, job.sequence, request)
-            if request in job.tickets:
-                ticket = job.tickets.pop(request)
-                ticket.scores = scores.keep()
-                if job.wait is not None and ticket in job.wait.tickets:
-                    job.wait = None
-                    self._resume(job, ticket)
-            else:
-                job.results[request] = scores
-                if len(job.results) == len(job.group):
-                    results = [job.results[request] for request in job.group]
-                    job.group, job.results = [], {}
-                    self._resume(job, results if job.is_group else results[0])
-                else:
-                    incomplete[request] = job
-        for request, job in incomplete.items():
-            if request in job.results:  # the rest of the group runs in later passes
-                job.results[request].keep()
+        self._completed.extend((runner, request, scores) for request, scores in completed)
+
+    def _finish(self) -> None:
+        """Commit the passes that have ended, and resume the decoders whose requests have run. What
+        is left when a decoder is suspended is done in the next step."""
+        was_committing, self._committing = self._committing, True
+        while True:
+            while self._completed:
+                self._give(*self._completed.popleft())
+            for request, job in self._incomplete.items():
+                if request in job.results:  # the rest of the group runs in later passes
+                    job.results[request].keep()
+            self._incomplete.clear()
+            if not self._collected:
+                break
+            self._commit(*self._collected.popleft())
+        self._committing = was_committing
+
+    def _give(self, runner: ModelRunner, request: ScoreRequest, scores: Scores) -> None:
+        """Give a job the scores of a request, and resume it if it has all that it waits for."""
+        job = self._owners.pop(request, None)
+        if job is None:  # cancelled by a decoder that was resumed before
+            return
+        self._share_prompt(runner, job.sequence, request)
+        if request in job.tickets:
+            ticket = job.tickets.pop(request)
+            ticket.scores = scores.keep()
+            if job.wait is not None and ticket in job.wait.tickets:
+                job.wait = None
+                self._deliver(job, ticket)
+            return
+        job.results[request] = scores
+        if len(job.results) == len(job.group):
+            results = [job.results[request] for request in job.group]
+            job.group, job.results = [], {}
+            self._deliver(job, results if job.is_group else results[0])
+        else:
+            self._incomplete[request] = job
 
     def _abort(self, plan: Plan, error: Exception) -> None:
         """End the jobs whose caches a failed pass was to fill."""
@@ -431,8 +495,81 @@ class Engine:
                 sequence.num_cached_tokens = min(cached, len(sequence.prompt))
             share_prefix(runner, sequence)
 
+    def _deliver(self, job: Job, value: Any) -> None:
+        """Resume a job with `value`, in a later step if others should not wait for it."""
+        if self._comes_later(job):
+            for scores in value if isinstance(value, list) else [value]:
+                if isinstance(scores, Scores):
+                    scores.keep()
+            self._held.append((job, value))
+        else:
+            self._resume(job, value)
+
+    def _comes_later(self, job: Job) -> bool:
+        """Whether other jobs should not wait for `job`."""
+        if len(self._suspended) >= MAX_SUSPENDED and constraint_of(job.sequence.sampler):
+            return True
+        return job.is_long and bool(self._suspended or self._has_quick_jobs)
+
+    @property
+    def _has_quick_jobs(self) -> bool:
+        return not all(job.is_long for job in self.running)
+
+    def _resume_held(self) -> None:
+        """Resume a job that was to come later; all of them if there are no others."""
+        while self._held and not self._suspended:
+            self._resume(*self._held.popleft())
+            if self._has_quick_jobs:
+                return
+
+    def _work_until(self, is_over: Callable[[float], bool]) -> None:
+        """Suspend the decoder that runs, and run steps for the other jobs until `is_over(seconds)`,
+        which waits at most so long. It is suspended only if it has run for `MAX_RESUME_SECONDS`,
+        or that passes before `is_over`."""
+        job, value = self._current or (None, None)
+        if (
+            job is None
+            or job.tickets  # their passes are not to run within its decoder's code
+            or self.clock is not None
+            or len(self._suspended) >= MAX_SUSPENDED
+        ):
+            while not is_over(MAX_WAIT):
+                pass
+            return
+        seconds_left = self._resumed_at + MAX_RESUME_SECONDS - perf_counter()
+        if seconds_left > 0 and is_over(seconds_left):
+            return
+        scores = value if isinstance(value, list) else [value]
+        restore = [one.saved() for one in scores if isinstance(one, Scores)]
+        current, was_committing = self._current, self._committing
+        self._suspended.append(job)
+        try:
+            is_done = False
+            while not (is_done or job in self._ended):
+                self._current = None
+                self._num_nested += 1
+                self.between()
+                is_done = is_over(0 if self._step() else MAX_WAIT)
+            while self._in_flight:  # the buffers of their outputs are restored
+                self._collected.extend(self._collect())
+                self._finish()
+        except BaseException as fault:
+            self._fault = fault
+            raise _Ended from None
+        finally:
+            self._suspended.remove(job)
+            self._current, self._committing = current, was_committing
+            job.is_long = True
+        for one in restore:
+            one()
+        if job in self._ended:
+            raise _Ended
+        self._resumed_at = perf_counter()
+
     def _resume(self, job: Job, value: Any) -> None:
         """Run the decoder until it waits for a score request, or ends."""
+        job.is_long, before = False, self._current
+        self._current, self._resumed_at = (job, value), perf_counter()
         num_tokens_before = len(job.sequence.tokens)
         num_traced_before = len(job.sequence.trace or ())
         try:
@@ -449,11 +586,19 @@ class Engine:
                 can_continue, value = self._handle(job, action)
                 if not can_continue:
                     break
+        except _Ended:
+            if (fault := self._fault) is not None:
+                self._fault = None
+                raise fault from None
         except AnydecodeError as error:
             self._end(job, error)
         except Exception as error:
             log.exception("decoder %s failed", type(job.decoder).__name__)
             self._end(job, error)
+        finally:
+            self._current = before
+        if job in self._ended:  # while its decoder was suspended
+            self._end(job, self._ended[job])
         num_new_tokens = len(job.sequence.tokens) - num_tokens_before
         self.num_tokens += max(0, num_new_tokens)
         has_progress = (
@@ -520,6 +665,7 @@ class Engine:
         for request in job.requests:
             self._remove(job, request)
         self._calls.drop(job)
+        self._held = deque(one for one in self._held if one[0] is not job)
         job.group, job.results, job.wait = [], {}, None
         for generator in reversed(job.generators):
             try:
@@ -542,6 +688,10 @@ class Engine:
     def _end(self, job: Job, error: BaseException | None) -> None:
         if job.done:
             return
+        if job in self._suspended:  # it ends when its decoder goes on
+            self._ended.setdefault(job, error)
+            return
+        self._ended.pop(job, None)
         job.done = True
         job.error = error
         try:
@@ -578,8 +728,9 @@ class Engine:
             and job.sequence.kv_caches(runner.name)  # its own or those of its branches
         ]
         if len(candidates) > 1:
-            victim = candidates[self._target_schedule.victim([job.sequence for job in candidates])]
-            if victim is owner:
+            index = self._target_schedule.victim([job.sequence for job in candidates])
+            victim = candidates[index]
+            if victim is owner or victim in self._suspended:
                 return False
             self.preempt(victim)
             return True

@@ -343,6 +343,19 @@ class Scores:
         self._companions = [to_host(rows).copy() for rows in self._companions]
         return self
 
+    def saved(self) -> Callable[[], None]:
+        """Copy everything that the runner's next pass would overwrite. Returns a function that
+        writes it back: views of the arrays remain valid."""
+        self._companions = [to_host(rows) for rows in self._companions]
+        arrays = [self.logits, *self.hidden.values(), *self._companions]
+        copies = [(array, array.copy()) for array in arrays if array.flags.writeable]
+
+        def write_back() -> None:
+            for array, copy in copies:
+                array[...] = copy
+
+        return write_back
+
     def top(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The `count` top_k logits of each row, in descending order, ties to the lowest id.
 

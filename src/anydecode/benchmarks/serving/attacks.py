@@ -77,12 +77,12 @@ class Address:
 Attack = Callable[[Address, int], Awaitable[int]]
 
 
-def _schema_attack(make: Callable[[], dict[str, Any]]) -> Attack:
+def _schema_attack(make: Callable[[], dict[str, Any]], max_tokens: int = 2) -> Attack:
     async def attack(address: Address, number: int) -> int:
         # A title of its own, as accepted schemas are compiled once.
         schema = {**make(), "title": f"attack {number}"}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        body = {"prompt": "a", "max_tokens": 2, "response_format": form}
+        body = {"prompt": "a", "max_tokens": max_tokens, "response_format": form}
         return await address.post(COMPLETIONS, json.dumps(body).encode())
 
     return attack
@@ -110,6 +110,12 @@ def _doubled_references() -> dict[str, Any]:
         following = {"$ref": f"#/$defs/d{index + 1}"}
         definitions[f"d{index}"] = {"allOf": [following, following]}
     return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+def _multiples() -> dict[str, Any]:
+    """A multiple of several primes, of which each mask of the grammar takes long."""
+    primes = (1009, 1013, 1019, 1021, 1031, 1033)
+    return {"allOf": [{"type": "integer", "multipleOf": prime} for prime in primes]}
 
 
 async def _template(address: Address, number: int) -> int:
@@ -157,6 +163,7 @@ ATTACKS: dict[str, Attack] = {
     "doubled references": _schema_attack(_doubled_references),
     "minProperties 60": _schema_attack(lambda: {"type": "object", "minProperties": 60}),
     "long constants": _schema_attack(lambda: {"const": "x" * 100_000}),
+    "multiples": _schema_attack(_multiples, 16),
     "endless template": _template,
     "half a body": _half_body,
     "48 MiB of headers": _headers,

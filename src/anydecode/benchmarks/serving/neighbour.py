@@ -60,6 +60,7 @@ class Neighbour:
         gaps: Number of times between events.
         p50: Median of these times, in seconds.
         p99: 99th percentile of these times, in seconds.
+        longest: The longest of these times, in seconds.
         statuses: Answers of the attack by status; 0 for a closed connection.
     """
 
@@ -67,6 +68,7 @@ class Neighbour:
     gaps: int
     p50: float
     p99: float
+    longest: float
     statuses: dict[str, int]
 
 
@@ -132,7 +134,7 @@ def measure(
 
 def _summary(name: str, gaps: list[float], statuses: dict[str, int]) -> Neighbour:
     p50, p99 = np.percentile(gaps, [50, 99])
-    return Neighbour(name, len(gaps), float(p50), float(p99), statuses)
+    return Neighbour(name, len(gaps), float(p50), float(p99), max(gaps), statuses)
 
 
 def bench_neighbour(
@@ -176,5 +178,7 @@ def print_report(results: list[Neighbour]) -> None:
         statuses = ", ".join(f"{number} x {status}" for status, number in one.statuses.items())
         print(
             f"{one.attack or 'alone':22} p50 {one.p50 * 1e3:6.1f} ms, p99 {one.p99 * 1e3:6.1f} ms"
-            + (f" ({one.p99 / quiet.p99:.1f} x); answers: {statuses}" if one.attack else "")
+            + (f" ({one.p99 / quiet.p99:.1f} x)" if one.attack else "")
+            + f", longest {one.longest * 1e3:6.1f} ms"
+            + (f"; answers: {statuses}" if one.attack else "")
         )
