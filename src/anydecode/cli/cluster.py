@@ -444,8 +444,8 @@ def ffn(
     from anydecode.models.opening import choose_executor
 
     secret = read_secret(secret_file, can_create=True)
-    network = load_network(load_checkpoint(model), dtype)
-    server = FfnServer(network, choose_executor(backend, threads), secret, model)
+    make = choose_executor(backend, threads)
+    server = FfnServer(load_network(load_checkpoint(model), dtype), make, secret, model)
 
     def ready(port: int) -> None:
         typer.echo(f"{READY}{host}:{port}")

@@ -69,7 +69,7 @@ class Connection:
             )
         except (OSError, asyncio.TimeoutError):
             raise FleetConnectionError(
-                f"nobody answers at {where}: start the fleet, or give its --address"
+                f"nobody answers at {where}: start its process, or give another address"
             ) from None
         return await cls._authenticated(reader, writer, secret, where, is_server=False)
 

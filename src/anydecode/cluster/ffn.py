@@ -215,7 +215,8 @@ class FfnClient:
 
     def _send(self, frame: Frame, payload: bytes) -> None:
         connection, results = self._connection, self._results
-        assert connection is not None, "connected"
+        if connection is None:  # the last attempt to connect has failed
+            raise FleetConnectionError("there is no FFN process")
 
         def write() -> None:
             try:

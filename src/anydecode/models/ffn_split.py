@@ -58,6 +58,11 @@ def check_split(spec: ModelSpec, name: str) -> None:
                 f"{name} has layers that are not attention with an FFN behind it, which cannot be"
                 " split"
             )
+    routings = [layer.routing for layer in spec.layers if layer.routing is not None]
+    if any(routing.block_experts is not None for routing in routings):
+        raise UnsupportedCombinationError(
+            f"{name} chooses experts for the rows of a block together, and cannot be split"
+        )
     if spec.states is not None or spec.time is not None or spec.has_canvas:
         raise UnsupportedCombinationError(
             f"{name} is a drafter or depends on the time of the diffusion, and cannot be split"

@@ -19,6 +19,7 @@ from anydecode.errors import AnydecodeError, FleetError, UnsupportedCombinationE
 from anydecode.kernels.interface import Rows
 from anydecode.models.families import build, load_network
 from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
 from certificates import assert_certified, assert_rejected, replace_class_default
 from rwkv_models import rwkv_checkpoint
 
@@ -187,3 +188,21 @@ def test_an_ffn_process_of_another_model_is_refused() -> None:
             oracle.split_model(0),
         ):
             pass
+
+
+def test_a_lost_process_fails_requests_until_another_one_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+    with oracle.split_model(1) as (model, recorded, _), oracle.split_model(1) as (_, other, _):
+        with LLM(model, tokenizer=ByteTokenizer(), cache_positions=256) as llm:
+            expected = llm.generate("a", **options).tokens
+            gone = ("127.0.0.1", 1, b"a secret of the tests")
+            monkeypatch.setattr(recorded.client, "_locate", lambda: gone)
+            recorded.client._drop()
+            for _ in range(2):
+                with pytest.raises(FleetError, match="nobody answers at 127.0.0.1:1") as caught:
+                    llm.generate("a", **options)
+                assert "\n" not in str(caught.value)
+            monkeypatch.setattr(recorded.client, "_locate", other.client._locate)
+            assert llm.generate("a", **options).tokens == expected
