@@ -24,6 +24,8 @@ OTHER_REFERENCES = {
     "kimi_k2": "DeepSeek-V3 of `transformers`",
     **dict.fromkeys(("internlm3", "internlm2", "exaone"), "Llama of `transformers`"),
     "qwen3_vl_moe_text": "Qwen3-VL of `transformers`",
+    "bailing_moe": "Granite of `transformers`",
+    "bailing_moe_v2": "GLM-4.5 of `transformers`",
 }
 #: Families that differ from another one in names alone.
 SAME_AS = {
@@ -32,6 +34,8 @@ SAME_AS = {
     "kimi_k2": "deepseek_v3",
     **dict.fromkeys(("internlm3", "internlm2", "exaone"), "llama"),
     "qwen3_vl_moe_text": "qwen3_moe",
+    "bailing_moe": "granitemoeshared",
+    "bailing_moe_v2": "glm4_moe",
 }
 #: The diffusion models' tests have it.
 ELSEWHERE = {"nemotron_labs_diffusion_ar": "tokens of drafts"}
@@ -63,6 +67,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     for key, (family, *_) in deepseek.CASES.items():
         yield model_type(family), "deepseek2", key not in deepseek.NOT_OF_LLAMA_CPP
     yield "rwkv7", "rwkv7", True
+    yield "bailing_moe_v2", "bailingmoe2", True
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
         yield "gpt_oss", "gpt-oss", False
 

@@ -232,6 +232,20 @@ def test_an_unknown_model_type_has_no_advice(tmp_path: Path) -> None:
         LLM(str(folder))
 
 
+def test_an_unsupported_architecture_of_gguf_has_advice(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    for name, advised in (("dbrx", True), ("wavtokenizer-dec", False)):
+        writer = gguf.GGUFWriter(tmp_path / f"{name}.gguf", name)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(CheckpointError, match=f"architecture '{name}' is not") as caught:
+            LLM(str(tmp_path / f"{name}.gguf"))
+        assert ("transformers has it" in str(caught.value)) is advised
+        assert "\n" not in str(caught.value)
+
+
 def test_unsupported_rows_are_rejected() -> None:
     model = HuggingFaceModel(tiny("gpt2"))
     cache = model.new_cache(8)

@@ -32,6 +32,7 @@ from anydecode.models.loading.gguf_dense import (
 )
 from anydecode.models.loading.gguf_diffusion import denoising, dream, llada_moe, rnd1
 from anydecode.models.loading.gguf_experts import (
+    bailing_moe,
     deepseek,
     dots1,
     ernie_moe,
@@ -113,6 +114,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "gpt-oss": gpt_oss,
         "qwen2moe": qwen2_moe,
         "olmoe": olmoe,
+        "bailingmoe2": bailing_moe,
         "glm4moe": glm4_moe,
         "dots1": dots1,
         "minimax-m2": minimax_m2,

@@ -95,6 +95,13 @@ def glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
     partial_rotary(keys, config)
 
 
+def bailing_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """Ling and Ring 2.0: GLM-4.5 with groups of experts."""
+    glm4_moe(keys, config)
+    config["n_group"] = keys.count("expert_group_count", 1)
+    config["topk_group"] = keys.count("expert_group_used_count", 1)
+
+
 def _experts_beside_shared(keys: Keys, config: dict[str, Any]) -> None:
     """Experts beside shared ones, behind the first layers."""
     experts(keys, config)

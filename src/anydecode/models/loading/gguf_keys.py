@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families.advice import advice
 from anydecode.models.limits import MAX_LAYERS, MAX_SIZE, integer, number, refusal
 from anydecode.models.loading.gguf_file import GGUFFile
 
@@ -56,6 +57,7 @@ ARCHITECTURES = {
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "bailingmoe2": ("bailing_moe_v2", "BailingMoeV2ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "dots1": ("dots1", "Dots1ForCausalLM"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
@@ -96,9 +98,11 @@ class Keys:
         self.file = file
         self.architecture = str(file.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
+            hint = advice(self.architecture.replace("-", "_"))
             raise CheckpointError(
                 f"{file.path}: architecture {self.architecture!r} is not supported; "
                 f"supported are {', '.join(sorted(ARCHITECTURES))}"
+                + (f". Of a folder with safetensors, {hint}" if hint else "")
             )
 
     def get(self, key: str, default: Any = _MISSING) -> Any:

@@ -175,6 +175,7 @@ OVERRIDES = {
         **_shared("shared_experts"),
     },
     "dots1": _shared("shared_experts"),
+    "bailingmoe2": {**_shared("shared_experts"), "attn_qkv": "self_attn.qkv_proj"},
     "minimax-m2": {"ffn_gate_inp": "mlp.gate"},
     "hunyuan-moe": _shared("shared_mlp"),
     "llama4": {**_shared("shared_expert"), "ffn_gate_inp": "feed_forward.router"},
@@ -210,6 +211,7 @@ EXPERTS = {
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
+            "bailingmoe2",
         ),
         _MLP_EXPERTS,
     ),
@@ -258,7 +260,7 @@ FLAT = (
 #: RWKV-7: the first layer does not mix its values; files have another product's in that place.
 UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
-WITHOUT_NEXTN = ("nemotron_h_moe",)
+WITHOUT_NEXTN = ("nemotron_h_moe", "bailingmoe2")
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")

@@ -6,20 +6,9 @@ Of LLaDA2.2, the config has `expert_capacity`.
 
 from __future__ import annotations
 
-from typing import Any
-
+from anydecode.models.families.causal.bailing_moe import KEYS, NAMES, check_options
 from anydecode.models.families.family import Denoising, Family, MixtureOfExperts
 from anydecode.models.families.like import diffusion_family
-from anydecode.models.families.values import Config, bool_value
-from anydecode.models.limits import ConfigError
-
-
-def _checked(config: Config) -> dict[str, Any]:
-    """Refuse what the supported models do not have."""
-    for key in ("norm_head", "use_bias", "use_qkv_bias"):
-        if bool_value(config, key):
-            raise ConfigError(f"{key}=true is not supported in a llada2_moe config")
-    return {}
 
 
 def _family(
@@ -39,28 +28,15 @@ def _family(
         ),
         model_types=("llada2_moe",),
         is_own=lambda config: bool(config.get("expert_capacity")) == is_per_block,
-        derived=_checked,
+        derived=check_options,
         moe=MixtureOfExperts(
             scoring="sigmoid",
             has_selection_bias=True,
             shared_module="shared_experts",
             is_per_block=is_per_block,
         ),
-        keys={
-            "num_shared_experts": ("n_shared_experts",),
-            "score_function": ("scoring_func",),
-            "moe_router_enable_expert_bias": ("use_expert_bias",),
-        },
-        names={
-            "embed_tokens": "word_embeddings",
-            "self_attn.qkv_proj": "attention.query_key_value",
-            "self_attn.q_proj": "attention.query_key_value.query",
-            "self_attn.k_proj": "attention.query_key_value.key",
-            "self_attn.v_proj": "attention.query_key_value.value",
-            "self_attn.o_proj": "attention.dense",
-            "self_attn.q_norm": "attention.query_layernorm",
-            "self_attn.k_norm": "attention.key_layernorm",
-        },
+        keys=KEYS,
+        names=NAMES,
         defaults={"use_qk_norm": True, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
     )
 
