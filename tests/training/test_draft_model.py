@@ -4,6 +4,7 @@ draft models that draft better."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 
 from anydecode import LLM, catalogue
 from anydecode.cli.main import run
-from anydecode.errors import AnydecodeError
+from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.loading import load_checkpoint
 from anydecode.training.block_adapter import task_pair
 from anydecode.training.draft_model import DraftModelRun, DraftOptions, read_rows
+from anydecode.training.recipes.draft_recipe import DraftRecipe
 from drafted_texts import assert_names_of_plain_decoding
 from interrupted_runs import assert_resumes, trained
 from train_commands import train_command
@@ -62,6 +64,33 @@ def test_a_run_in_two_parts_gives_the_draft_model_of_one(
     assert resumed.num_tokens == whole.num_tokens
     for one, other in zip(whole.draft.parameters(), resumed.draft.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_code_is_mixed_with_texts_in_the_second_half_of_the_pre_training(
+    target: Checkpoint, tmp_path: Path
+) -> None:
+    texts, code = tmp_path / "texts", tmp_path / "code"
+    texts.write_text("copy Ada Ben:\n" * 6)
+    code.write_text("def f():\n    return 1\n" * 60)
+    recipe = catalogue.build_as("fastdraft:layers=1,width=32", "a recipe", DraftRecipe)
+    settings = DraftOptions(steps=8, batch=2, tokens=8, draft=recipe)
+    own = DraftModelRun(target, tmp_path / "run", settings, None, texts, pairs(target), code)
+    tokenizer: Any = target.tokenizer
+    whole = [token for _, part in own.code for token in part]
+    assert tokenizer.decode(whole) == code.read_text()
+    assert len(own.code) > 1 and all(not prompt for prompt, _ in own.code)
+    for step in range(8):
+        own.step = step
+        rows, objective = own.step_rows()
+        mixed = [row for row in rows if row in own.code]
+        assert len(mixed) == (2 if step in (2, 3) else 0) and len(rows) == 2 + len(mixed)
+        assert objective == "cross-entropy"
+    given = replace(settings, draft=replace(recipe, mixed=0.0))
+    with pytest.raises(InvalidRequestError, match="leave --code out"):
+        DraftModelRun(target, tmp_path / "other", given, None, texts, pairs(target), code)
+    code.write_text("")
+    with pytest.raises(InvalidRequestError, match="no code to learn from"):
+        DraftModelRun(target, tmp_path / "empty", settings, None, texts, pairs(target), code)
 
 
 def test_first_layers_keep_the_targets_embedding_and_head(

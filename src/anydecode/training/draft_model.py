@@ -30,7 +30,7 @@ from anydecode.training.drafter_evaluation import DEPTH, measure
 from anydecode.training.generated import rendered_prompt
 from anydecode.training.nested import first_layers
 from anydecode.training.own_answers import answers_to_learn_from, padded
-from anydecode.training.pairs import read_texts
+from anydecode.training.pairs import read_text, read_texts
 from anydecode.training.recipes.draft_recipe import DraftRecipe
 from anydecode.training.transformer import Shape, Transformer
 
@@ -64,6 +64,8 @@ class DraftModelRun(AnswerRun):
         draft: A draft model to begin with, in place of the one that the recipe makes.
         texts: A file with a text per line, or a prompt, a tab and an answer: fixed answers, or what
             is learned first.
+        code: A file of code, which is learned beside the texts in the last part of the
+            pre-training.
         pairs: Prompts and answers, in place of those that the target or the file has.
 
     Raises:
@@ -73,7 +75,7 @@ class DraftModelRun(AnswerRun):
     """
 
     differs_in = "another recipe or model"
-    data: ClassVar[tuple[str, ...]] = ("pairs", "texts", "results", "num_tokens")
+    data: ClassVar[tuple[str, ...]] = ("pairs", "texts", "code", "results", "num_tokens")
     recipe: DraftOptions
 
     def __init__(
@@ -84,6 +86,7 @@ class DraftModelRun(AnswerRun):
         draft: Checkpoint | None = None,
         texts: Path | None = None,
         pairs: list[Pair] | None = None,
+        code: Path | None = None,
     ) -> None:
         self.tokenizer = writable_tokenizer(checkpoint)
         super().__init__(checkpoint, folder, recipe)
@@ -100,12 +103,16 @@ class DraftModelRun(AnswerRun):
                 )
         #: What is learned in the first part, if not the answers.
         self.texts: list[Pair] = rows if recipe.draft.whole_texts else []
+        if code is not None and not recipe.draft.mixed:
+            raise InvalidRequestError(f"{recipe.draft.name} learns no code: leave --code out")
+        self.code = [] if code is None else read_code(code, self.tokenizer)
         self.results: dict[str, Any] = {}
         self.num_tokens = 0
         trained = [weight for weight in self.draft.parameters() if weight.requires_grad]
         shapes = [asdict(model.shape) for model in (self.target, self.draft)]
         self._begin(trained, [*shapes, asdict(recipe.draft)])
-        longest = max(len(start) + len(end) for start, end in [*self.pairs, *self.texts])
+        rows = [*self.pairs, *self.texts, *self.code]
+        longest = max(len(start) + len(end) for start, end in rows)
         longest = max(longest, max(len(start) for start, _ in self.pairs) + recipe.tokens)
         limit = min(self.target.shape.max_positions, self.draft.shape.max_positions)
         if longest > limit:
@@ -166,9 +173,12 @@ class DraftModelRun(AnswerRun):
     def _first_rows(self, rows: list[Pair], random: Random) -> list[Pair]:
         """What is learned before the answers, in place of `rows` of them."""
         if self.texts:
-            return random.sample(self.texts, min(self.recipe.batch, len(self.texts)))
-        if self.recipe.draft.whole_texts:
-            return [([], [*prompt, *answer]) for prompt, answer in rows]
+            rows = random.sample(self.texts, min(self.recipe.batch, len(self.texts)))
+        elif self.recipe.draft.whole_texts:
+            rows = [([], [*prompt, *answer]) for prompt, answer in rows]
+        recipe = self.recipe.draft
+        if self.code and self.progress >= recipe.pretraining * (1 - recipe.mixed):
+            rows = [*rows, *random.sample(self.code, min(len(rows), len(self.code)))]
         return rows
 
     def _own_answers(self, rows: Sequence[Pair], random: Random) -> list[Pair]:
@@ -270,6 +280,19 @@ def read_rows(file: Path, tokenizer: HFTokenizer, tokens: int) -> list[Pair]:
     if not rows:
         raise InvalidRequestError(f"{file} has no text to learn from")
     return rows
+
+
+def read_code(file: Path, tokenizer: HFTokenizer) -> list[Pair]:
+    """The code of a file, with its line breaks, in parts of `TEXT_TOKENS` tokens without a prompt.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or has no code.
+    """
+    tokens = tokenizer.encode(read_text(file), special=False)
+    if len(tokens) < 2:
+        raise InvalidRequestError(f"{file} has no code to learn from")
+    starts = range(0, len(tokens) - 1, TEXT_TOKENS)
+    return [([], tokens[start : start + TEXT_TOKENS]) for start in starts]
 
 
 def answer_rows(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

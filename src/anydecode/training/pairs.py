@@ -52,13 +52,18 @@ def read_questions(path: Path) -> list[tuple[str, str]]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The lines of a file that are not blank.
+    """The lines of a file that are not blank. Raises `InvalidRequestError` as `read_text` does."""
+    return [line for line in read_text(path).splitlines() if line.strip()]
+
+
+def read_text(path: Path) -> str:
+    """The content of a file.
 
     Raises:
         InvalidRequestError: The file cannot be read.
     """
     try:
-        return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}") from None
 

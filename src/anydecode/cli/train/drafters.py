@@ -121,6 +121,15 @@ def train_draft_model(
             " learns first, or the fixed answers of distillspec:data=fixed.",
         ),
     ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            "--code",
+            metavar="FILE",
+            help="File of code, which fastdraft learns beside the texts in the second half of its"
+            " pre-training.",
+        ),
+    ] = None,
     minutes: Minutes = None,
     steps: Steps = None,
     answers: Answers = 256,
@@ -157,7 +166,7 @@ def train_draft_model(
 
     def open_run() -> DraftModelRun:
         base = None if draft is None else load_checkpoint(draft)
-        run = DraftModelRun(load_checkpoint(model), out, settings, base, texts)
+        run = DraftModelRun(load_checkpoint(model), out, settings, base, texts, code=code)
         if not run.step:
             run.measure()
         return run

@@ -28,6 +28,8 @@ class DraftRecipe:
         on_policy: Probability that the answers of a step are the draft model's own.
         pretraining: The part of the budget in which it learns the tokens of texts first.
         whole_texts: Whether these are whole texts; otherwise the answers of the second part.
+        mixed: The last part of the pre-training, in which half of the texts are code, if there is
+            any.
     """
 
     name: str
@@ -39,6 +41,7 @@ class DraftRecipe:
     on_policy: float = 0.0
     pretraining: float = 0.0
     whole_texts: bool = False
+    mixed: float = 0.0
 
     def __post_init__(self) -> None:
         if self.objective not in (*DIVERGENCES, "cross-entropy"):
@@ -50,7 +53,8 @@ class DraftRecipe:
             raise InvalidRequestError(
                 f"{self.name}: data is {self.data!r}; choose from {', '.join(SOURCES)}"
             )
-        if not (0 < self.beta < 1 and 0 <= self.on_policy <= 1 and 0 <= self.pretraining <= 1):
+        shares = self.on_policy, self.pretraining, self.mixed
+        if not (0 < self.beta < 1 and all(0 <= share <= 1 for share in shares)):
             raise InvalidRequestError(
                 f"{self.name} needs 0 < beta < 1, and shares of the budget and of answers from 0"
                 " to 1"

@@ -22,19 +22,23 @@ from anydecode.training.recipes.draft_recipe import DraftRecipe
         works_with=("every decoder with a draft model",),
         bounds={"layers": Range(1, 1024), "width": Range(1, 65536)},
         missing=(
-            "the paper's pre-training is of ten billion tokens, with a second part that mixes code"
-            " and text; one file of texts is learned here, for as long as the budget lasts",
+            "the paper's pre-training is of ten billion tokens; the texts and the code of two files"
+            " are learned here, for as long as the budget lasts",
         ),
         deviations=(
             "the shape is given, not chosen by latency: by default 4 layers of width 256 with MLPs"
             " of 688, an embedding that is also the head, and heads of the target's size",
+            "with --code, each step of the second half of the pre-training has as many parts of the"
+            " code as of the texts; without it, there are texts only",
             "without --texts, the pre-training is on the target's answers with their prompts",
             "the target's answers are sampled at temperature 1",
             "no sparsity; the written model can be opened in any weight format",
         ),
     )
 )
-def fastdraft(layers: int = 4, width: int = 256, pretraining: float = 0.5) -> DraftRecipe:
+def fastdraft(
+    layers: int = 4, width: int = 256, pretraining: float = 0.5, mixed: float = 0.5
+) -> DraftRecipe:
     """A draft model from random weights.
 
     Args:
@@ -42,5 +46,8 @@ def fastdraft(layers: int = 4, width: int = 256, pretraining: float = 0.5) -> Dr
         width: Its hidden size, a multiple of the size of the target's heads. Its MLPs have 8/3 of
             it, rounded up to a multiple of 16.
         pretraining: Part of the budget for the pre-training; the rest is for the target's answers.
+        mixed: Last part of the pre-training, in which half of the texts are those of --code.
     """
-    return DraftRecipe("fastdraft", layers, width, pretraining=pretraining, whole_texts=True)
+    return DraftRecipe(
+        "fastdraft", layers, width, pretraining=pretraining, whole_texts=True, mixed=mixed
+    )
