@@ -24,6 +24,7 @@ from anydecode.errors import (
 from anydecode.version import __version__
 
 if TYPE_CHECKING:
+    from anydecode.api.attribute import Attribute
     from anydecode.api.embedding import RankedDocument
     from anydecode.api.first_finish import FirstFinish
     from anydecode.api.generation import Generation, Stats, StreamChunk
@@ -89,6 +90,7 @@ __all__ = [
     "Acceptance",
     "AcceptanceResult",
     "AnydecodeError",
+    "Attribute",
     "BlockPolicy",
     "CachePolicy",
     "Call",
@@ -239,6 +241,7 @@ _MODULES = {
     "Sampler": "anydecode.sampling.sampler",
     "Media": "anydecode.scoring.media",
     "PromptEmbeds": "anydecode.scoring.prompt_embeds",
+    "Attribute": "anydecode.api.attribute",
     "RankedDocument": "anydecode.api.embedding",
     "Call": "anydecode.scoring.score",
     "Cancel": "anydecode.scoring.score",

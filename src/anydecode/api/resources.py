@@ -145,8 +145,8 @@ class Resources:
                 )
         if not needs.can_translate_vocab and not all(map(self.shares_vocabulary, runners)):
             raise UnsupportedCombinationError(
-                f"decoder {name!r} needs a draft model with the target's vocabulary;"
-                " 'omnidraft' translates between vocabularies"
+                f"decoder {name!r} needs a draft model with the target's vocabulary; with another"
+                " one 'omnidraft' translates drafts, and 'anchored:unit=byte' works on bytes"
             )
 
     @cached_property
