@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,16 @@ def test_an_interrupted_run_prints_its_results(
 def test_the_default_methods_can_draft_for_any_model() -> None:
     keys = drafting_keys()
     assert {"auto", "opt-tree", "pearl", "layerskip"} <= set(keys)
-    assert not {"deer", "typical-acceptance"} & set(keys)
+    assert not {"deer", "typical-acceptance", "hidden-transfer", "mtp-future"} & set(keys)
+
+
+def test_methods_with_parameters_are_certified(model: Path) -> None:
+    trials = replace(TRIALS, sample=0)
+    found = list(outcomes(str(model), ["suffix:size=3", "copyspec"], trials, draft=None))
+    assert {one.key for one in found} == {"suffix:size=3", "copyspec"}
+    assert not any(one.differ for one in found)
+    with pytest.raises(InvalidRequestError, match="no-such"):
+        list(outcomes(str(model), ["suffix:no-such=3"], trials, draft=None))
 
 
 def test_the_sample_alternates_between_categories() -> None:

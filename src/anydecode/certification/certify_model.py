@@ -159,7 +159,7 @@ class Bench:
         restarts = Restarts(llm.engine, 3 + batch.number, RESTARTS)
         try:
             expected = self.plain(batch)
-            decoder = self._decoders.setdefault(key, catalogue.build(key))
+            decoder = self._decoders.setdefault(key, _build(key)[0])
             with restarts if batch.has_restarts else nullcontext():
                 answers = self._answers(batch, decoder, batch.batch_size)
             llm.engine.check_integrity()
@@ -195,6 +195,12 @@ class Bench:
         return answers
 
 
+def _build(choice: str) -> tuple[Any, catalogue.Card]:
+    """The method that `choice` ("key" or "key:name=value,name=value") names, and its card."""
+    key, given = catalogue.parse(choice)
+    return catalogue.build(key, **given), catalogue.find(key).card
+
+
 def _raised(key: str, batch: Batch, error: Exception) -> BatchOutcome:
     """The outcome of a batch that raised `error` before any answer was complete."""
     count, needs = len(batch.questions), missing_package(error)
@@ -227,7 +233,7 @@ def outcomes(
         InvalidRequestError: A method is not token-exact.
     """
     for key in keys:
-        decoder, card = catalogue.build(key), catalogue.find(key).card
+        decoder, card = _build(key)
         if not isinstance(decoder, Decoder) or card.exactness != "token-exact":
             raise InvalidRequestError(
                 f"{key!r} is {card.exactness}: only token-exact methods can be certified on a model"

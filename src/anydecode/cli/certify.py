@@ -25,7 +25,10 @@ def certify_methods(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY]...", help="Method keys, or package:Class. Default: all methods."
+            metavar="[KEY]...",
+            help="Method keys, or package:Class; with --model, also with parameters, such as"
+            " hidden-transfer:maps=FILE. Default: all methods; with --model, those that need no"
+            " trained parts.",
         ),
     ] = None,
     json: options.Json = False,
@@ -256,16 +259,14 @@ def _run_on_model(
 
 
 def drafting_keys() -> list[str]:
-    """Keys of the token-exact methods that draft without a model, or with a copy of the target, and
-    need no mask token."""
+    """Keys of the token-exact methods that need nothing but a copy of the target, if that."""
     from anydecode.catalogue import cards
 
-    others = {"diffusion draft model", "block drafter", "early-exit drafter", "mask token"}
     return sorted(
         card.key
         for card in cards()
         if card.exactness == "token-exact"
         and not card.use
         and card.family in ("speculative", "depth")
-        and not others & set(card.needs)
+        and set(card.needs) <= {"draft model"}
     )
