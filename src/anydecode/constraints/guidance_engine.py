@@ -75,7 +75,7 @@ _LIMITS = {"max_lexer_states": 125_000, "initial_lexer_fuel": 1_000_000, "step_m
 #: Masks of a grammar of which one took so many seconds of processor time are computed on a thread
 #: of their own, while the engine does other work. How long it took counts by this factor less after
 #: each further one.
-LONG_MASK_SECONDS, _MASK_SECONDS_KEPT = 0.005, 0.99
+LONG_MASK_SECONDS, _MASK_SECONDS_KEPT = 0.005, 0.9999
 #: Maximum number of tokens that are found to be forced at once: in a long constant, each takes up
 #: to a millisecond.
 _MAX_FORCED = 128
