@@ -25,6 +25,7 @@ OTHER_REFERENCES = {
     **dict.fromkeys(("internlm3", "internlm2", "exaone"), "Llama of `transformers`"),
     "qwen3_vl_moe_text": "Qwen3-VL of `transformers`",
     "bailing_moe": "Granite of `transformers`",
+    "embedding_gemma": "Gemma 3 of `transformers`",
     "bailing_moe_v2": "GLM-4.5 of `transformers`",
 }
 #: Families that differ from another one in names alone.

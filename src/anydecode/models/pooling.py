@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.files import read_json, read_text, untrusted
 from anydecode.models.limits import MAX_SIZE, integer
+from anydecode.models.tensor_file import read_tensors
 
 #: The poolings, by their names in the configs of sentence-transformers.
 _MODES = {
@@ -22,7 +23,22 @@ _MODES = {
 }
 _NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
 #: Modules of sentence-transformers that are applied.
-_MODULES = ("Transformer", "Pooling", "Normalize")
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_ACTIVATIONS = {"Identity": None, "Tanh": np.tanh}
+
+
+@dataclass(frozen=True, eq=False)
+class DenseModule:
+    """A linear map of a pooled state: `weight` is float32 `[outputs, inputs]`."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+    activation: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        y: np.ndarray = self.weight @ x
+        y = y if self.bias is None else y + self.bias
+        return y if self.activation is None else self.activation(y)
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class Pooling:
         dimensions: Lengths that embeddings may be cut to (Matryoshka representations, Kusupati et
             al., arXiv:2205.13147); None for any length; empty for the full length only.
         max_tokens: The length of the texts that the model was trained for, if the repository says.
+        dense: Maps that are applied to the pooled state, in this order.
     """
 
     mode: str = "mean"
@@ -45,6 +62,7 @@ class Pooling:
     default_prompt: str | None = None
     dimensions: tuple[int, ...] | None = ()
     max_tokens: int | None = None
+    dense: tuple[DenseModule, ...] = ()
 
     def rows(self, num_tokens: int) -> list[int]:
         """The rows whose states are pooled."""
@@ -92,7 +110,10 @@ class Pooling:
 
     def vector(self, state: np.ndarray, dimensions: int | None = None) -> np.ndarray:
         """The embedding of a pooled state `[hidden_size]`, cut to `dimensions`."""
-        vector = state if dimensions is None else state[:dimensions]
+        vector = state
+        for module in self.dense:
+            vector = module.apply(vector)
+        vector = vector if dimensions is None else vector[:dimensions]
         if not self.is_normalized:
             return vector
         unit: np.ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
@@ -120,9 +141,12 @@ def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:
             )
     if "Pooling" not in kinds:
         return None
-    place = str(modules[kinds.index("Pooling")].get("path") or "")
-    if not (folder / place).resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{path}: the path {place!r} is outside the folder")
+    places = [str(module.get("path") or "") for module in modules]
+    for place in places:
+        if not (folder / place).resolve().is_relative_to(folder.resolve()):
+            raise CheckpointError(f"{path}: the path {place!r} is outside the folder")
+    place = places[kinds.index("Pooling")]
+    dense = [folder / at for at, kind in zip(places, kinds, strict=True) if kind == "Dense"]
     settings = read_json(folder / "config_sentence_transformers.json")
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(x, str) for x in prompts.values()):
@@ -139,7 +163,33 @@ def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:
         default_prompt=default,
         dimensions=_dimensions(config),
         max_tokens=_max_tokens(folder / "sentence_bert_config.json"),
+        dense=_read_dense(dense, config.get("hidden_size") or config.get("dim")),
     )
+
+
+def _read_dense(folders: list[Path], size: Any) -> tuple[DenseModule, ...]:
+    """The dense modules in `folders`, from and to states of the hidden size `size`."""
+    found, width = [], size
+    for folder in folders:
+        name = str(read_json(folder / "config.json").get("activation_function"))
+        name = name.rpartition(".")[2]
+        if name not in _ACTIVATIONS:
+            allowed = ", ".join(_ACTIVATIONS)
+            raise CheckpointError(f"{folder}: activation {name!r}; supported are {allowed}")
+        file, what = folder / "model.safetensors", "the dense module"
+        tensors, _ = read_tensors(file, what, ["linear.weight"])
+        weight, bias = tensors["linear.weight"], tensors.get("linear.bias")
+        if weight.ndim != 2 or weight.shape[1] != width:
+            raise CheckpointError(f"{folder}: linear.weight is no matrix of {width} inputs")
+        width = len(weight)
+        if bias is not None and bias.shape != (width,):
+            raise CheckpointError(f"{folder}: linear.bias is no vector of {width} numbers")
+        found.append(DenseModule(weight, bias, _ACTIVATIONS[name]))
+    if width != size:
+        raise CheckpointError(
+            f"{folders[-1]}: dense modules with {width} outputs; allowed are {size}, as of the model"
+        )
+    return tuple(found)
 
 
 def _max_tokens(path: Path) -> int | None:

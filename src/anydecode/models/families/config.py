@@ -162,7 +162,8 @@ def spec_from_config(
     family = FAMILIES[config["model_type"]]
     denoising = family.denoising
     shifts = denoising is not None and denoising.shift == 1
-    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+    is_two_sided = config.get("use_bidirectional_attention") not in (None, False, "vision")
+    if is_two_sided and family.causal:
         raise ConfigError("bidirectional attention in a Gemma config is not supported")
     if family.causal and config.get("is_causal") is False:
         raise refusal("is_causal", False, "true: bidirectional attention is not supported")

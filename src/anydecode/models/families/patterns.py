@@ -255,6 +255,13 @@ def gemma4_layers(config: Config) -> dict[str, Any]:
     }
 
 
+def two_sided_window(config: Config) -> dict[str, Any]:
+    """EmbeddingGemma: the config has the size of the whole window; each side has half of it."""
+    if "has_two_sides" in config:
+        return {}
+    return {"sliding_window": int_value(config, "sliding_window") // 2 + 1, "has_two_sides": True}
+
+
 def gemma3n_layers(config: Config) -> dict[str, Any]:
     """Gemma 3n: the sizes of its MLPs, and the thresholds of their gates in standard deviations."""
     count, changes = num_layers(config), {}

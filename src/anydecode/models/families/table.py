@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from anydecode.models.families.blockffn import BLOCKFFN
@@ -43,6 +44,7 @@ from anydecode.models.families.patterns import (
     rope_unless_alibi,
     sliding_from_layer,
     sliding_without_rope,
+    two_sided_window,
 )
 from anydecode.models.families.recurrent import (
     FALCON_H1,
@@ -785,6 +787,17 @@ FAMILIES |= {
 
 
 FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]
+
+
+#: EmbeddingGemma (Vera et al., 2025, arXiv:2509.20354): Gemma 3 whose rows attend to both sides.
+FAMILIES["embedding_gemma"] = replace(
+    FAMILIES["gemma3_text"],
+    architectures=("Gemma3TextModel", "Gemma3TextForCausalLM"),
+    is_own=lambda config: config.get("use_bidirectional_attention") is True,
+    causal=False,
+    is_encoder=True,
+    derived=two_sided_window,
+)
 
 
 #: Norms are on the sums of sublayers and their inputs.
