@@ -187,7 +187,7 @@ def _read_dense(folders: list[Path], size: Any) -> tuple[DenseModule, ...]:
         found.append(DenseModule(weight, bias, _ACTIVATIONS[name]))
     if width != size:
         raise CheckpointError(
-            f"{folders[-1]}: dense modules with {width} outputs; allowed are {size}, as of the model"
+            f"{folders[-1]}: dense modules with {width} outputs; allowed are {size}"
         )
     return tuple(found)
 
