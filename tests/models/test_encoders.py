@@ -158,8 +158,8 @@ def test_what_is_not_supported_is_refused(
 
 def test_modules_and_poolings_that_are_not_supported_are_refused(tmp_path: Path) -> None:
     save_encoder(hf_encoder("Bert"), tmp_path)
-    declare_pooling(tmp_path, "mean_tokens", modules=("Dense",))
-    with pytest.raises(CheckpointError, match="'Dense' is not supported"):
+    declare_pooling(tmp_path, "mean_tokens", modules=("WordWeights",))
+    with pytest.raises(CheckpointError, match="'WordWeights' is not supported"):
         LLM(tmp_path)
     declare_pooling(tmp_path, "max_tokens")
     with pytest.raises(CheckpointError, match="pooling_mode_max_tokens"):

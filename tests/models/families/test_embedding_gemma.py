@@ -1,5 +1,5 @@
-"""EmbeddingGemma as published: Gemma 3 whose rows attend to both sides, and dense modules behind the
-pooling."""
+"""EmbeddingGemma as published: Gemma 3 whose rows attend to both sides, and dense modules behind
+the pooling."""
 
 from __future__ import annotations
 
