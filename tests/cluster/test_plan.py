@@ -106,3 +106,11 @@ def test_a_large_fleet_has_the_roles_of_a_small_one() -> None:
 def test_large_fleets_have_no_images() -> None:
     with pytest.raises(UnsupportedCombinationError, match="without --rate and --images"):
         plan(trace(), Limits(1, 1), MAX_EXACT_WORKERS + 1, MACHINE, Link(), SEARCH, images=(4,))
+
+
+def test_rates_at_which_all_requests_arrive_within_the_limit_are_not_tried() -> None:
+    """Four short requests at once are within the limits of one worker."""
+    requests = [TracedRequest(float(n), 20, 2) for n in range(4)]
+    [found] = plan(requests, Limits(0.5, 0.5), 1, MACHINE, Link(), SEARCH)
+    assert 4 <= found.goodput <= 8 and not found.is_bounded
+    assert max(rate for rate, _ in found.probes) <= 8

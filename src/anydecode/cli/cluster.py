@@ -656,10 +656,14 @@ def plan(
         return
     typer.echo("placement             requests/s  per worker")
     for one in found:
-        typer.echo(f"{one.placement!s:20}  {one.goodput:10.3g}  {one.goodput_per_worker:10.3g}")
+        note = "" if one.is_bounded else "  or more"
+        figures = f"{one.goodput:10.3g}  {one.goodput_per_worker:10.3g}{note}"
+        typer.echo(f"{one.placement!s:20}  {figures}")
     if not best.goodput:
         typer.echo("no placement serves enough requests within the limits at any rate")
         return
+    if not all(one.is_bounded for one in found):
+        typer.echo("'or more': no rate that was tried is too high; raise --requests")
     if replicas is not None:
         each = best.placement.workers
         typer.echo(

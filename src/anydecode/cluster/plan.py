@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -37,10 +38,12 @@ CONTEXTS = (256, 1024, 2048)
 MAX_EXACT_WORKERS = 64
 #: A plan of a larger fleet compares all placements of so many workers, and the best ones at the
 #: size of the fleet.
-SMALL_WORKERS = 32
+SMALL_WORKERS = 16
 NUM_BEST = 2
-#: Requests per worker of a simulation in leap mode. The trace is repeated until it has them.
+#: Minimum number of requests per worker of a simulation in leap mode. The trace is repeated until
+#: it has them, and until it lasts for `LEAP_SPAN` times the limit of the time to the first token.
 LEAP_REQUESTS = 20
+LEAP_SPAN = 5
 #: Answers at a time at which the work besides that of the model is measured.
 _NUM_ANSWERS = 4
 _FAILED: Latency = (float("inf"), float("inf"))
@@ -193,7 +196,9 @@ def plan(
         return [_latency(one) for one in result.served]
 
     candidates = (units if can_replicate else placements)(workers, bool(images))
-    return search.search(candidates, limits, serve, rate)
+    # At which all requests arrive within the limit; higher rates tell nothing about longer traces.
+    max_rate = max(rate, len(trace) / limits.ttft)
+    return search.search(candidates, limits, serve, rate, max_rate)
 
 
 def _plan_large(
@@ -210,7 +215,8 @@ def _plan_large(
     worker = worker_plan("mixed", machine)
 
     def serve(placement: Placement, rate: float) -> list[Latency]:
-        num = max(len(trace), LEAP_REQUESTS * placement.workers)
+        longest = LEAP_SPAN * limits.ttft * rate
+        num = max(len(trace), LEAP_REQUESTS * placement.workers, math.ceil(longest))
         requests = scaled(repeated(trace, num), rate, shorten)
         num_generating = placement.mixed + placement.decode
         return leap(requests, worker, num_generating, placement.prefill, link, shorten)

@@ -79,6 +79,11 @@ class Found:
         """The goodput divided by the number of workers."""
         return self.goodput / self.placement.workers
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a higher rate was tried, at which too few requests are within the limits."""
+        return any(rate > self.goodput for rate, _ in self.probes)
+
     def replicas(self, rate: float) -> int:
         """How many such units serve `rate` requests per second, each an equal share of them."""
         return math.ceil(rate / self.goodput)
@@ -154,7 +159,12 @@ class PlacementSearch:
         self.max_probes = max_probes
 
     def search(
-        self, candidates: Sequence[Placement], limits: Limits, serve: Serve, rate: float = 1.0
+        self,
+        candidates: Sequence[Placement],
+        limits: Limits,
+        serve: Serve,
+        rate: float = 1.0,
+        max_rate: float = math.inf,
     ) -> list[Found]:
         """The goodput of each placement, that with the most per worker first; of equal ones the
         first given.
@@ -164,17 +174,28 @@ class PlacementSearch:
             limits: The latency limits.
             serve: Serves the trace, or simulates it.
             rate: The rate that is tried first for each placement, in requests per second.
+            max_rate: The rate above which none is tried.
         """
-        found = [self.goodput(placement, limits, serve, rate) for placement in candidates]
+        found = [self.goodput(one, limits, serve, rate, max_rate) for one in candidates]
         return sorted(found, key=lambda one: -one.goodput_per_worker)
 
-    def goodput(self, placement: Placement, limits: Limits, serve: Serve, rate: float) -> Found:
+    def goodput(
+        self,
+        placement: Placement,
+        limits: Limits,
+        serve: Serve,
+        rate: float,
+        max_rate: float = math.inf,
+    ) -> Found:
         """The goodput of one placement: the rate doubles until too few requests are within the
         limits, or halves until enough are; then the interval is bisected."""
+        rate = min(rate, max_rate)
         low, high, min_rate = 0.0, float("inf"), rate / MAX_FALL
         probes: dict[float, float] = {}
         while (
-            len(probes) < self.max_probes and high > low * (1 + self.precision) and rate >= min_rate
+            len(probes) < self.max_probes
+            and high > low * (1 + self.precision)
+            and min_rate <= rate <= max_rate
         ):
             probes[rate] = limits.share(serve(placement, rate))
             if probes[rate] >= self.attainment:
