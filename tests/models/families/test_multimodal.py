@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
-from tiny_models import BASE, built, chain, hf_logits, logits
+from gguf_models import write_folder
+from tiny_models import BASE, LATENT_SIZES, built, chain, hf_logits, hf_model, logits
 
 TOKENS = [(7 * i + 3) % 120 for i in range(64)]
 #: The smallest vision towers; each class reads some of the keys.
@@ -143,6 +144,34 @@ def test_a_flat_config_of_qwen2_5_vl(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(flat))
     assert np.abs(found(tmp_path) - expected).max() < 1e-4
+
+
+def test_kimi_k2_5_as_published(tmp_path: Path) -> None:
+    """The language model is DeepSeek-V3 of the model type kimi_k2, behind a prefix."""
+    model = hf_model(
+        "DeepseekV3",
+        **LATENT_SIZES,
+        **EXPERTS,
+        num_key_value_heads=4,
+        n_routed_experts=6,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+    tensors = {f"language_model.{name}": x.numpy() for name, x in model.state_dict().items()}
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
+        "text_config": {
+            **model.config.to_dict(),
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "kimi_k2",
+        },
+        "vision_config": {},
+    }
+    write_folder(tmp_path, {**tensors, "vision_tower.x": np.zeros(3, np.float32)}, **config)
+    assert np.abs(found(tmp_path) - hf_logits(model, TOKENS)).max() < 1e-4
 
 
 def test_the_two_layouts_of_experts_of_qwen3_vl(tmp_path: Path) -> None:

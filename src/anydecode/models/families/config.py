@@ -79,7 +79,7 @@ _MULTIMODAL = (
     "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
-    "Kimi_K25ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
