@@ -251,13 +251,13 @@ def bench_shapes(
         typer.Option(
             "--change", min=0, max=1, help="With --early-layers: what the next layer adds."
         ),
-    ] = 0.03,
+    ] = 0.05,
     decay: Annotated[
         float,
         typer.Option(
             "--decay", min=0, max=1, help="With --early-layers: what each later layer adds less."
         ),
-    ] = 0.8,
+    ] = 0.7,
     json_file: JsonFile = None,
 ) -> None:
     """Write a model of random weights, on which other benchmarks can measure speed. With
