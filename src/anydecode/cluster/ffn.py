@@ -7,6 +7,7 @@ the FFNs and no state: a pass that it did not finish runs again with another one
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import queue
 import secrets
@@ -167,6 +168,7 @@ class FfnClient:
             target=self._loop.run_forever, name="anydecode-ffn", daemon=True
         )
         self._thread.start()
+        atexit.register(self.close)  # of models that nobody closes
 
     def connect(self) -> str:
         """Connect to an FFN process, a new one after the first time.
@@ -264,6 +266,7 @@ class FfnClient:
 
     def close(self) -> None:
         """End the connection."""
+        atexit.unregister(self.close)
         if self._thread.is_alive():
             self._drop()
             self._loop.call_soon_threadsafe(self._loop.stop)
