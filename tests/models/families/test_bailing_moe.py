@@ -132,6 +132,7 @@ def write(folder: Path, version: str, model: Any, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_logits_and_greedy_tokens_match(version: str, tmp_path: Path) -> None:
     theirs = original(version)

@@ -118,7 +118,14 @@ def found(folder: Path) -> np.ndarray:
     return logits(built(load_checkpoint(folder), "float32"), chain(TOKENS))
 
 
-@pytest.mark.parametrize("name", CASES)
+#: The others take the same way, and are slow together.
+FAST = ("Qwen2_5_VL", "Qwen3VLMoe", "Idefics3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES],
+)
 def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     expected = hf_logits(saved(name, tmp_path), TOKENS)
     if name in ("AyaVision", "Cohere2Vision"):
