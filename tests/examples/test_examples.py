@@ -235,3 +235,13 @@ def test_the_benchmark_measures_every_decoder(example: Any) -> None:
     assert set(results) == {"autoregressive", "prompt-lookup"}
     assert all(speed > 0 for speed, _ in results.values())
     assert results["autoregressive"][1] == 1
+
+
+def test_the_curve_of_two_models_goes_from_one_to_the_other(example: Any) -> None:
+    module = example("two_model_curve")
+    decoders = ["autoregressive", "ead:threshold=0", "ead:threshold=64"]
+    with LLM("tiny-autoregressive", draft="self:layers=2") as llm:
+        points = module.curve(llm, decoders, num_prompts=2, tokens=8)
+    assert points["autoregressive"] == pytest.approx(points["ead:threshold=0"])
+    assert points["autoregressive"][0] == 1 and points["ead:threshold=64"][0] < 0.5
+    assert points["ead:threshold=64"][1] < points["autoregressive"][1]
