@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     torch.set_num_threads(1)
     text = getattr(transformers, f"{family}TextConfig", None)
     config_class = text or getattr(transformers, f"{family}Config")
-    config = config_class(**{**BASE, "attn_implementation": "eager", **settings})
+    # A configuration changes the dictionaries that it is given.
+    config = config_class(**{**BASE, "attn_implementation": "eager", **deepcopy(settings)})
     torch.manual_seed(seed)
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{suffix}")(config).eval()

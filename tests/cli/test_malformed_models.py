@@ -33,6 +33,7 @@ COMMANDS = {
     "certify": "--model MODEL",
     "quantize": "MODEL OUT",
     "cluster worker": "MODEL --secret-file TEXT --patience 0",
+    "cluster ffn": "MODEL --secret-file TEXT --port 0 --single",
     "bench constrained": "--data SCHEMAS --model MODEL",
     "bench reasoning": "--model MODEL --count 1",
     "bench search": "--model MODEL",
