@@ -65,7 +65,12 @@ def steady(spread: float = 3.0) -> Logits:
 
 
 def bidirectional(
-    script: Logits, *, shift: int = 0, block_size: int | None = None, **options: Any
+    script: Logits,
+    *,
+    shift: int = 0,
+    block_size: int | None = None,
+    edit_tokens: tuple[int, int] | None = None,
+    **options: Any,
 ) -> LLM:
     """An engine over these logits.
 
@@ -73,11 +78,14 @@ def bidirectional(
         script: The logits.
         shift: Row i predicts position i + `shift`.
         block_size: If given, rows attend to their own block of this size and the blocks before it.
+        edit_tokens: See `ModelSpec.edit_tokens`.
         options: Options of the engine.
     """
     shifted = (lambda path: script((*path[:-1], path[-1] + shift))) if shift else script
     model = ScriptedModel(shifted, causal=False, vocab_size=VOCABULARY)
-    model.spec = replace(model.spec, logit_shift=shift, block_size=block_size)
+    model.spec = replace(
+        model.spec, logit_shift=shift, block_size=block_size, edit_tokens=edit_tokens
+    )
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
 
 

@@ -368,6 +368,9 @@ class ModelSpec:
     time: TimeSpec | None = None  # of a diffusion model whose layers depend on the time
     mask_token: int | None = None  # of a diffusion model, if its config or its family says
     decoder: str | None = None  # the one that a diffusion model was published with
+    # Of a diffusion model that edits: the token that removes a position, and the one that puts a
+    # mask before a position (LLaDA2.2).
+    edit_tokens: tuple[int, int] | None = None
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
@@ -430,6 +433,9 @@ class ModelSpec:
             number("p_uniform", self.time.uniform, 0.0, 0.9)
         if self.mask_token is not None:
             integer("mask_token_id", self.mask_token, 0, self.vocab_size - 1)
+        if self.edit_tokens is not None:
+            for name, token in zip(("delete", "split"), self.edit_tokens, strict=True):
+                integer(f"{name}_token_id", token, 0, self.vocab_size - 1)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)

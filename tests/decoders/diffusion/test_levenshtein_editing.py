@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from anydecode.certification.oracles.diffusion.token_editing import drifting
 from anydecode.decoders.diffusion import levenshtein_editing as module
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.levenshtein_editing import LevenshteinEditing
+from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.revising import IS_SETTLED
 from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
@@ -87,6 +89,53 @@ def test_certificate_rejects_wrong_edits_of_the_block(
 @pytest.mark.slow
 def test_certificate_rejects_blocks_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ESCAPES", 0)
+    assert_rejected("levenshtein-editing")
+
+
+def _at_least(
+    self: LevenshteinEditing, filled: Any, canvas: Canvas, *given: Any
+) -> np.ndarray[Any, Any]:
+    *masks, confidence, is_last = given
+    confidence = np.where(confidence >= self.threshold, np.nextafter(confidence, 2), confidence)
+    result: np.ndarray[Any, Any] = filled(self, canvas, *masks, confidence, is_last)
+    return result
+
+
+def _masks_left(
+    self: LevenshteinEditing, filled: Any, canvas: Canvas, *given: Any
+) -> np.ndarray[Any, Any]:
+    result: np.ndarray[Any, Any] = filled(self, canvas, *given[:-1], False)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [_at_least, _masks_left])
+def test_certificate_rejects_other_masks(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Confidences of the threshold are enough; the last step of a block leaves masks."""
+    monkeypatch.setattr(
+        LevenshteinEditing, "_filled", partialmethod(wrong, LevenshteinEditing._filled)
+    )
+    assert_rejected("levenshtein-editing")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_likeliest_tokens_in_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def likeliest(predictions: Predictions, position: int, excluded: list[int]) -> int:
+        logits = predictions.logits(position).copy()
+        logits[excluded] = -np.inf
+        return int(logits.argmax())
+
+    monkeypatch.setattr(LevenshteinEditing, "_other", staticmethod(likeliest))
+    assert_rejected("levenshtein-editing")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_models_whose_control_tokens_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        LevenshteinEditing, "controls", lambda self, sequence: (self.delete, self.split)
+    )
     assert_rejected("levenshtein-editing")
 
 
@@ -160,7 +209,7 @@ def test_what_is_no_source_is_dropped_from_a_canvas() -> None:
         ("edit=-1", "edit must be between 0 and 1"),
         ("max_steps=1", "max_steps is 1; allowed are 2 to"),
         ("steps=0", "steps is 0; allowed are 1 to"),
-        ("delete=4,split=4", "must be different tokens, not both 4"),
+        ("delete=4,split=4", "must be different tokens, not 4, 4 and"),
         ("delete=4000000", "delete is 4000000; allowed are 0 to 1048576"),
         ("delete=900000", "must be below the vocabulary size"),
     ],

@@ -150,7 +150,7 @@ TINY_OF_BLOCKS = replace(
     config=OF_BLOCKS,
     block=8,
     router=block_router(8),
-    decoder="levenshtein-editing:delete=58,split=59",
+    decoder="levenshtein-editing",
 )
 
 
@@ -191,6 +191,7 @@ def test_requests_in_a_batch_choose_experts_apart(tmp_path: Path) -> None:
     [
         ({**OF_BLOCKS, "expert_capacity": 1}, "block_experts is 1; allowed is an integer"),
         ({"expert_capacity": 4}, "lacks 'delete_token_id'"),
+        ({**OF_BLOCKS, "split_token_id": 64}, "split_token_id is 64; allowed is"),
         ({"use_qkv_bias": True}, "use_qkv_bias=true is not supported"),
         ({"score_function": "softmax"}, "scoring_func is 'softmax'"),
     ],

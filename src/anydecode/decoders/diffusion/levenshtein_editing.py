@@ -63,22 +63,35 @@ class LevenshteinEditing(RevisingDenoiser):
     max_post_steps = 16
     max_steps = 1000
 
-    @property
-    def controls(self) -> list[int]:
-        """The control tokens."""
-        return [token for token in (self.delete, self.split) if token is not None]
+    def controls(self, sequence: Sequence) -> tuple[int | None, int | None]:
+        """The tokens that remove a position and that put a mask before one."""
+        delete, split = sequence.kv_cache().pool.model.spec.edit_tokens or (None, None)
+        return (
+            delete if self.delete is None else self.delete,
+            split if self.split is None else self.split,
+        )
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        delete, split = self.controls(sequence)
+        controls, mask = _tokens(delete, split), self.mask_token(sequence)
+        size = sequence.kv_cache().pool.model.spec.vocab_size
+        if controls and max(controls) >= size:
+            raise InvalidRequestError(
+                f"delete={delete}, split={split} must be below the vocabulary size {size}"
+            )
+        if len({*controls, mask}) <= len(controls):
+            raise InvalidRequestError(
+                "delete, split and the mask token must be different tokens, not"
+                f" {delete}, {split} and {mask}"
+            )
 
     def predictions(
         self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
     ) -> Predictions:
         predictions = super().predictions(sequence, canvas, scores, rows)
-        size = predictions.scores.logits.shape[1]
-        if self.controls and max(self.controls) >= size:
-            raise InvalidRequestError(
-                f"delete={self.delete}, split={self.split} must be below the vocabulary size {size}"
-            )
         if canvas.is_fixed_length or sequence.sampler.is_stateful:
-            predictions.scores.logits[:, self.controls] = -np.inf
+            predictions.scores.logits[:, _tokens(*self.controls(sequence))] = -np.inf
         return predictions
 
     def on_opened(self, canvas: Canvas) -> None:
@@ -103,8 +116,9 @@ class LevenshteinEditing(RevisingDenoiser):
         is_written = is_filled | (~is_mask & (tokens != before) & (confidence > self.edit))
         written = np.where(is_written, tokens, before)
         if is_last:
-            for index in np.flatnonzero(is_written & np.isin(written, self.controls)):
-                written[index] = self._best(predictions, positions[index], self.controls)
+            controls = _tokens(*self.controls(sequence))
+            for index in np.flatnonzero(is_written & np.isin(written, controls)):
+                written[index] = self._other(predictions, positions[index], controls)
         else:
             self._escape(state, predictions, positions, before, written, confidence)
         state.seen.add(tuple(written.tolist()))
@@ -152,14 +166,15 @@ class LevenshteinEditing(RevisingDenoiser):
         tried: list[int] = []
         while tuple(written.tolist()) in state.seen and len(tried) < _ESCAPES:
             tried.append(int(written[index]))
-            written[index] = self._best(predictions, positions[index], tried)
+            written[index] = self._other(predictions, positions[index], tried)
 
     @staticmethod
-    def _best(predictions: Predictions, position: int, excluded: list[int]) -> int:
-        """The likeliest token at a position but some."""
+    def _other(predictions: Predictions, position: int, excluded: list[int]) -> int:
+        """The token sampled for a position if some are excluded."""
         logits = predictions.logits(position).copy()
         logits[excluded] = -np.inf
-        return int(logits.argmax())
+        sequence, sampler = predictions.sequence, predictions.sampler
+        return sequence.sample(sampler, logits, int(position), predictions.step)
 
     def _apply(
         self,
@@ -171,11 +186,12 @@ class LevenshteinEditing(RevisingDenoiser):
         is_changed: np.ndarray,
     ) -> None:
         """Write tokens, then remove and insert, and finish the step."""
+        controls = self.controls(sequence)
         deleted, split = (
             positions[is_changed & (written == (-1 if token is None else token))].tolist()
-            for token in (self.delete, self.split)
+            for token in controls
         )
-        is_token = is_changed & ~np.isin(written, self.controls)
+        is_token = is_changed & ~np.isin(written, _tokens(*controls))
         values = dict(zip(positions[is_token].tolist(), written[is_token].tolist(), strict=True))
         filled = [position for position in values if canvas.committed[position] < 0]
         edited = [position for position in values if canvas.committed[position] >= 0]
@@ -206,6 +222,11 @@ class LevenshteinEditing(RevisingDenoiser):
         state: _BlockState = canvas.policy_state[_STATE]
         originals = set(state.originals)
         state.originals = [first + i for i, source in enumerate(sources) if source in originals]
+
+
+def _tokens(*tokens: int | None) -> list[int]:
+    """Those that are given."""
+    return [token for token in tokens if token is not None]
 
 
 @register(
@@ -253,9 +274,10 @@ def levenshtein_editing(
     For models that were trained with the control tokens, such as LLaDA2.2.
 
     Args:
-        delete: The token that removes the position where it is predicted (default: none does).
+        delete: The token that removes the position where it is predicted (default: the model's, if
+            its config names one; else none does).
         split: The token that puts a mask before the position where it is predicted, which keeps
-            what it held (default: none does).
+            what it held (default: as for `delete`).
         block: Positions per block (default: the model's own block size).
         threshold: Masks with more confidence are unmasked, if those are at least as many as the
             schedule unmasks; else the best ones.
@@ -270,8 +292,6 @@ def levenshtein_editing(
     for name, value in (("threshold", threshold), ("edit", edit)):
         if not 0 <= value <= 1:
             raise InvalidRequestError(f"{name} must be between 0 and 1, not {value}")
-    if delete is not None and delete == split:
-        raise InvalidRequestError(f"delete and split must be different tokens, not both {delete}")
     cache = BlockCausalCache(block)
     decoder = LevenshteinEditing(RevisedBlocks(block), cache=cache, mask=mask, tempered=True)
     decoder.delete, decoder.split = delete, split

@@ -203,7 +203,8 @@ def spec_from_config(
         block_size=_block_size(config, denoising),
         time=_time(config, denoising),
         mask_token=_mask_token(config, denoising),
-        decoder=_decoder(config, denoising),
+        decoder=None if denoising is None else denoising.decoder,
+        edit_tokens=_edit_tokens(config, denoising),
         has_canvas=denoising is not None and denoising.has_canvas,
         has_causal_context=denoising is not None and denoising.context == "causal",
         has_prompt_block=denoising is not None and denoising.context == "prompt",
@@ -247,12 +248,13 @@ def _block_size(config: Config, denoising: Denoising | None) -> int | None:
     return denoising.default_block_size
 
 
-def _decoder(config: Config, denoising: Denoising | None) -> str | None:
-    """The decoder that a diffusion model was published with, if it is not the usual one."""
-    if denoising is None or denoising.decoder is None:
+def _edit_tokens(config: Config, denoising: Denoising | None) -> tuple[int, int] | None:
+    if denoising is None or denoising.edit_tokens is None:
         return None
-    tokens = {key: int_value(config, key, low=0, high=MAX_TOKENS) for key in denoising.tokens}
-    return denoising.decoder.format(**tokens)
+    delete, split = (
+        int_value(config, key, low=0, high=MAX_TOKENS) for key in denoising.edit_tokens
+    )
+    return delete, split
 
 
 def _time(config: Config, denoising: Denoising | None) -> TimeSpec | None:

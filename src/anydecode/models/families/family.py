@@ -94,8 +94,8 @@ class Denoising:
         mask_token: The mask token of the published models, if neither their tokenizers nor their
             configs name it.
         decoder: The decoder with the parameters that the models were published with; None: the one
-            that fits what a row sees and predicts. Names in braces are keys of the config.
-        tokens: These keys; their values are tokens.
+            that fits what a row sees and predicts.
+        edit_tokens: See `ModelSpec.edit_tokens`: the config's keys for them; None: it has none.
     """
 
     models: str
@@ -109,7 +109,7 @@ class Denoising:
     time_margin: float = 1e-4
     mask_token: int | None = None
     decoder: str | None = None
-    tokens: tuple[str, ...] = ()
+    edit_tokens: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,11 @@ def edited(
             for k in range(len(cells)):
                 row = script((*path, low + k)).astype(np.float64)
                 row[MASK] = -np.inf
-                noise = np.zeros(len(row))
+                row /= temperature or 1.0
                 if temperature:
-                    noise = Noise(seed).gumbel(range(len(row)), low + k, len(history))
+                    row += Noise(seed).gumbel(range(len(row)), low + k, len(history))
                 rows.append(row)
-                best.append(int((row / (temperature or 1.0) + noise).argmax()))
+                best.append(int(row.argmax()))
                 p = probabilities(script((*path, low + k)) / np.float32(temperature or 1.0))
                 sure.append(float(p[best[k]]))
             last = step == max_steps - 1 or (max_post_steps > 0 and post >= max_post_steps)
@@ -138,10 +138,10 @@ def edited(
 
 
 def canvases(decoder: str, script: Logits, length: int, block: int, **options: Any) -> History:
-    """The same of the engine."""
-    prompt = list(options.pop("prompt", PROMPT))
+    """The same of the engine; `edit_tokens` are those of the model."""
+    prompt, tokens = list(options.pop("prompt", PROMPT)), options.pop("edit_tokens", None)
     options = {"ignore_eos": True, "max_tokens": length, "trace": True, **options}
-    with bidirectional(script, block_size=block) as llm:
+    with bidirectional(script, block_size=block, edit_tokens=tokens) as llm:
         answer = llm.generate(prompt, decoder=decoder, **options)
     history = [record["canvas"][:length] for record in answer.trace or ()]
     assert history[-1] == answer.tokens, "the last canvas is the answer"
@@ -162,6 +162,7 @@ def levenshtein_editing_test() -> Iterator[Check]:
         {"max_post_steps": 3},
         {"max_post_steps": 0},
         {"max_steps": 5},
+        {"max_steps": 3, "threshold": 1.0},
     ]
     for given in parameters:
         for prompt in (PROMPT, tuple(range(30, 36))):
@@ -180,10 +181,20 @@ def levenshtein_editing_test() -> Iterator[Check]:
         decoder = f"delete={delete}" if split is None else f"split={split}"
         actual = canvases(f"levenshtein-editing:{decoder}", script, 20, 6)
         yield Check(f"{decoder} alone equals the oracle", actual == expected)
+    sure = drifting(400.0)  # every probability is 1
+    strict: list[dict[str, Any]] = [{"threshold": 1.0, "steps": 4}, {"edit": 1.0}]
+    for given in strict:
+        expected, _ = edited(sure, 20, 6, **given)
+        decoder = ",".join([controls, *(f"{key}={x}" for key, x in given.items())])
+        actual = canvases(decoder, sure, 20, 6)
+        yield Check(f"{decoder}: not above a confidence of 1", actual == expected)
     flicker = controlled(dense(spread=9.0), 0.1)  # everything changes with every token
     expected, found = edited(flicker, 12, 6)
     actual = canvases(controls, flicker, 12, 6)
     yield Check("a block that never settles ends", actual == expected and found["spent"] > 0)
+    expected, _ = edited(script, 20, 6)
+    actual = canvases("levenshtein-editing", script, 20, 6, edit_tokens=(DELETE, SPLIT))
+    yield Check("the control tokens of a model are the defaults", actual == expected)
     for spread in (9.0, 4.0):
         for default in (drifting(spread), flicker):
             expected, _ = edited(default, 70, 32, delete=None, split=None)

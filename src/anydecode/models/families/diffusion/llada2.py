@@ -12,7 +12,11 @@ from anydecode.models.families.like import diffusion_family
 
 
 def _family(
-    models: str, decoder: str, *, is_per_block: bool = False, tokens: tuple[str, ...] = ()
+    models: str,
+    decoder: str,
+    *,
+    is_per_block: bool = False,
+    edit_tokens: tuple[str, str] | None = None,
 ) -> Family:
     return diffusion_family(
         "glm4_moe",
@@ -24,7 +28,7 @@ def _family(
             default_block_size=32,
             mask_token=156895,
             decoder=decoder,
-            tokens=tokens,
+            edit_tokens=edit_tokens,
         ),
         model_types=("llada2_moe",),
         is_own=lambda config: bool(config.get("expert_capacity")) == is_per_block,
@@ -45,8 +49,8 @@ FAMILIES = {
     "llada2_moe": _family("LLaDA2.0, LLaDA2.1", "sdar:threshold=0.95"),
     "llada2_2_moe": _family(
         "LLaDA2.2",
-        "levenshtein-editing:delete={delete_token_id},split={split_token_id}",
+        "levenshtein-editing",
         is_per_block=True,
-        tokens=("delete_token_id", "split_token_id"),
+        edit_tokens=("delete_token_id", "split_token_id"),
     ),
 }
