@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,23 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             Attribute(encoder, tmp_path / "file")
         with pytest.raises(CheckpointError, match="missing"):
             Attribute(encoder, tmp_path / "missing")
+        other: Any = 7
+        with pytest.raises(InvalidRequestError, match="from a file, not from 7"):
+            Attribute(encoder, other)
+        with pytest.raises(InvalidRequestError, match="seconds above 0, not 0"):
+            Attribute(encoder, tmp_path / "file", seconds=0)
+        with pytest.raises(InvalidRequestError, match="Attribute needs the LLM .* not 7"):
+            Attribute(other, tmp_path / "file")
+
+
+def test_long_texts_are_cut_as_those_of_the_training(tmp_path: Path) -> None:
+    with scripted_llm() as encoder:
+        size, limit = encoder.model.spec.hidden_size, encoder.max_length
+        EmbeddingClassifier(np.arange(1.0, 1.0 + size), 0.5).save(tmp_path / "file")
+        for reward in (Attribute(encoder, tmp_path / "file"), Similarity(encoder, "a")):
+            texts = [SampledText("ab" * count, 4, 0.0, True) for count in (limit, limit // 2)]
+            long, cut = reward.values("", texts)
+            assert long == cut
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from anydecode.api.embedding_reward import EmbeddingReward
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.sentence_diffusion import EmbeddingClassifier
-from anydecode.rewards.reward import Reward, SampledText
+from anydecode.rewards.reward import SampledText
 
 
-class Attribute(Reward):
+class Attribute(EmbeddingReward):
     """The probability that a text has the attribute of a classifier of embeddings, which
     `anydecode train classifier` makes.
 
@@ -22,17 +23,23 @@ class Attribute(Reward):
         classifier: The file of the classifier.
         seconds: How long a batch may take for each of its texts.
 
+    Texts that are longer than the encoder's context are cut, as those of the training.
+
     Raises:
         CheckpointError: There is no such file, or it is no classifier.
-        InvalidRequestError: The classifier was trained for embeddings of another size.
+        InvalidRequestError: The classifier was trained for embeddings of another size, `llm` is no
+            model, or `seconds` is not above 0.
     """
 
     bounds = (0.0, 1.0)
 
     def __init__(self, llm: LLM, classifier: str | Path, seconds: float = 30.0) -> None:
-        self.llm = llm
+        super().__init__(llm, seconds)
+        if not isinstance(classifier, (str, Path)):
+            raise InvalidRequestError(
+                f"Attribute reads a classifier from a file, not from {classifier!r}"
+            )
         self.classifier = EmbeddingClassifier.load(Path(classifier))
-        self.seconds = seconds
         size, expected = llm.model.spec.hidden_size, len(self.classifier.weight)
         if size != expected:
             raise InvalidRequestError(
@@ -41,6 +48,5 @@ class Attribute(Reward):
             )
 
     def values(self, prompt: str, texts: Seq[SampledText]) -> list[float]:
-        rows = np.array(self.llm.embed([one.text or " " for one in texts]))
-        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-        return [0.5 + 0.5 * float(np.tanh(0.5 * one)) for one in self.classifier.logits(rows)]
+        logits = self.classifier.logits(self.embeddings([one.text for one in texts]))
+        return [0.5 + 0.5 * float(np.tanh(0.5 * one)) for one in logits]

@@ -6,11 +6,12 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from anydecode.api.embedding_reward import EmbeddingReward
 from anydecode.api.llm import LLM
-from anydecode.rewards.reward import Reward, SampledText
+from anydecode.rewards.reward import SampledText
 
 
-class Similarity(Reward):
+class Similarity(EmbeddingReward):
     """The cosine similarity of a text's embedding with that of a reference.
 
     Args:
@@ -18,17 +19,20 @@ class Similarity(Reward):
             than the one that generates.
         reference: The text that the others should resemble. Default: the prompt.
         seconds: How long a batch may take for each of its texts.
+
+    Texts that are longer than the model's context are cut.
+
+    Raises:
+        InvalidRequestError: `llm` is no model, or `seconds` is not above 0.
     """
 
     bounds = (-1.0, 1.0)
 
     def __init__(self, llm: LLM, reference: str | None = None, seconds: float = 30.0) -> None:
-        self.llm = llm
+        super().__init__(llm, seconds)
         self.reference = reference
-        self.seconds = seconds
 
     def values(self, prompt: str, texts: Seq[SampledText]) -> list[float]:
         reference = prompt if self.reference is None else self.reference
-        rows = np.array(self.llm.embed([reference, *(one.text or " " for one in texts)]))
-        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        rows = self.embeddings([reference, *(one.text for one in texts)])
         return [float(value) for value in np.clip(rows[1:] @ rows[0], -1.0, 1.0)]

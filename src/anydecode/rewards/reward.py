@@ -66,6 +66,12 @@ class Reward(ABC):
         """
 
 
+def check_seconds(seconds: float) -> None:
+    """Raise `InvalidRequestError` unless a reward may take this long."""
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise InvalidRequestError(f"a reward needs seconds above 0, not {seconds!r}")
+
+
 class FunctionReward(Reward):
     """A Python function `(prompt, texts) -> values` as a reward.
 
@@ -81,8 +87,7 @@ class FunctionReward(Reward):
         seconds: float = 30.0,
         bounds: tuple[float, float] | None = None,
     ) -> None:
-        if not seconds > 0:
-            raise InvalidRequestError(f"a reward needs seconds above 0, not {seconds}")
+        check_seconds(seconds)
         self.function = function
         self.seconds = seconds
         self.bounds = bounds

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.api.embedding_reward import unit_embeddings
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.sentence_diffusion import EmbeddingClassifier
@@ -56,8 +57,7 @@ def fit_classifier(
             " label"
         )
     texts = [pairs[i][0] for i in order]
-    rows = np.array(encoder.embed(texts, truncate_prompt_tokens=-1))
-    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    rows = unit_embeddings(encoder, texts)
     weight, bias = fit_logistic(rows[first:], kinds[first:], penalty)
     fitted = EmbeddingClassifier(weight, bias)
     accuracy = float(((fitted.logits(rows[:first]) > 0) == kinds[:first]).mean())

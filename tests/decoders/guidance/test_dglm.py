@@ -187,11 +187,12 @@ def test_the_guidance_has_the_sign_of_the_attribute(
 
 def test_several_classifiers_lead_at_once(tmp_path: Path) -> None:
     """One attribute is wanted in each of two directions, and one not wanted in a third."""
-    for name, weight in (("a", [0.0, 500, 0, 0]), ("b", [0.0, 0, 500, 0]), ("c", [0.0, 0, 0, 500])):
-        EmbeddingClassifier(np.array(weight), 0.0).save(tmp_path / name)
+    names = ("a", "b", "a+b")
+    for name, weight in zip(names, 500 * np.eye(4)[1:], strict=True):
+        EmbeddingClassifier(weight, 0.0).save(tmp_path / name)
     parts = gaussian_parts(np.array([1000.0, 0.0, 0.0, 0.0]))
     context, files = np.zeros(4), f"{tmp_path / 'a'}+{tmp_path / 'b'}"
-    method = Dglm(20, guidance=1.0, classifier=files, without=tmp_path / "c")
+    method = Dglm(20, guidance=1.0, classifier=files, without=str(tmp_path / "a+b"))
     change = method.proposal(parts, context, Noise(1)) - Dglm(20).proposal(parts, context, Noise(1))
     assert change[1] > 0 and change[2] > 0 > change[3]
 
@@ -292,7 +293,9 @@ def test_models_without_parts_or_encoder_are_refused(tmp_path: Path) -> None:
         sentence_diffusion_model() as llm,
         pytest.raises(InvalidRequestError, match="embeddings of 24 or 7"),
     ):
-        llm.generate("a", **{**OPTIONS, "decoder": Dglm(classifier=tmp_path / "file")})
+        llm.generate(
+            "a", **{**OPTIONS, "decoder": Dglm(classifier=tmp_path / "file", guidance=1.0)}
+        )
 
 
 def test_texts_that_do_not_fit_are_refused() -> None:
@@ -312,6 +315,9 @@ def test_texts_that_do_not_fit_are_refused() -> None:
         ({"estimate": "mean"}, "an estimate of loss, probability"),
         ({"level": 1.5}, "from 0 to 1"),
         ({"guidance": 5.0}, "guidance but no classifier"),
+        ({"classifier": "file"}, "classifier but no guidance"),
+        ({"without": "file+", "guidance": 5.0}, "joined with '.', not 'file.'"),
+        ({"prompt_scale": 1e9}, "allowed are -1000 to 1000"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ continues it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def signal_level(time: float) -> float:
             " and learns the continuations, but not the prompts",
             "all parts are trained at once, on few texts",
         ),
+        bounds={"guidance": Range(0, 1e6), "prompt_scale": Range(-1000, 1000)},
         remote={
             "steps": Range(1, 1000),
             "sampler": Words(SAMPLERS),
@@ -100,7 +102,7 @@ class Dglm(Decoder):
     Args:
         steps: Number of steps of the diffusion model.
         sampler: "ddpm", or "ddim", which adds no noise.
-        guidance: The weight of the classifier. Without a classifier it must be 0.
+        guidance: The weight of the classifiers: above 0 if there are any, else 0.
         classifier: The file of the classifier whose attribute the text shall have; several are
             joined with "+".
         without: The file of a classifier whose attribute the text shall not have; several are
@@ -149,6 +151,10 @@ class Dglm(Decoder):
             raise InvalidRequestError(
                 "dglm has guidance but no classifier: `anydecode train classifier` makes one, and"
                 " dglm:classifier=FILE reads it"
+            )
+        if not guidance and not (classifier is None and without is None):
+            raise InvalidRequestError(
+                "dglm has a classifier but no guidance: give guidance= above 0, such as 20"
             )
         self.steps, self.sampler, self.guidance = steps, sampler, guidance
         self.estimate, self.prompt_scale = estimate, prompt_scale
@@ -311,7 +317,14 @@ def _files(choice: str | Path | None) -> list[Path]:
     """The files that a parameter names."""
     if choice is None:
         return []
-    return [Path(part) for part in choice.split("+")] if isinstance(choice, str) else [choice]
+    if isinstance(choice, Path) or os.path.isfile(choice):
+        return [Path(choice)]
+    names = choice.split("+")
+    if not all(names):
+        raise InvalidRequestError(
+            f"dglm needs names of files that are joined with '+', not {choice!r}"
+        )
+    return [Path(name) for name in names]
 
 
 def _parts(model: Any) -> SentenceDiffusion:

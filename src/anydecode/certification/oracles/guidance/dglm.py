@@ -256,11 +256,12 @@ def guided_checks(parts: SentenceDiffusion, file: Path) -> Iterator[Check]:
     be missing."""
     context, probe = np.zeros(EMBEDDING_SIZE), classifier()
     means = []
-    for guidance, option in (
-        (60.0, "without"), (0.0, "classifier"), (20.0, "classifier"), (60.0, "classifier"),
-    ):  # fmt: skip
-        named: dict[str, Any] = {option: file}
-        method = Dglm(20, guidance=guidance, **named)
+    for method in (
+        Dglm(20, guidance=60.0, without=file),
+        Dglm(20),
+        Dglm(20, guidance=20.0, classifier=file),
+        Dglm(20, guidance=60.0, classifier=file),
+    ):
         logits = [
             probe.logits(method.proposal(parts, context, Noise(seed).with_purpose("search")))
             for seed in range(20)
