@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
@@ -31,7 +30,7 @@ def read_tensors(
     """
     from safetensors import SafetensorError, safe_open
 
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise CheckpointError(f"{what} {path}: there is no such file")
     try:
         with safe_open(path, "np") as file:

@@ -40,7 +40,7 @@ PUBLISHED: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
 }
-TINY = Tiny(PUBLISHED, block=8, qk_norm=True)
+TINY = Tiny(PUBLISHED, block=8, qk_norm=True, decoder="sdar:threshold=0.9")
 
 
 def test_every_pass_equals_the_reference(tmp_path: Path) -> None:

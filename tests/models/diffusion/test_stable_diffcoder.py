@@ -45,7 +45,7 @@ PUBLISHED: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
 }
-TINY = Tiny(PUBLISHED, block=4)
+TINY = Tiny(PUBLISHED, block=4, decoder="sdar:remasking=static")
 
 
 def test_every_pass_equals_the_reference(tmp_path: Path) -> None:

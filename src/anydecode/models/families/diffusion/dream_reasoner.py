@@ -19,6 +19,7 @@ FAMILIES = {
             block_size="block_size",
             needs_block_size=True,
             mask_token=151669,
+            decoder="sdar:threshold=0.9",
         ),
     )
 }

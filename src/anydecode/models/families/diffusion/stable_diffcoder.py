@@ -2,7 +2,8 @@
 Language Model", arXiv:2601.15892).
 
 The configs have the model type of Llama, so that the class alone tells them apart. Block size and
-mask token are those of the published generation code.
+mask token are those of the published generation code, and the decoder is that of the published
+call, which unmasks one token per step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ FAMILIES = {
             block_size="block_size",
             default_block_size=4,
             mask_token=5,
+            decoder="sdar:remasking=static",
         ),
     )
 }
