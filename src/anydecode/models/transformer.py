@@ -340,8 +340,9 @@ class Transformer:
         if not hasattr(self.executor, "regroup") or has_adapters:
             raise UnsupportedCombinationError(
                 "layers in parallel (easyspec), layers that are skipped or left within a pass,"
-                " rows that are only stored (dflash) and compressed caches (gear) work on CPUs and"
-                " without adapters; states that enter at a layer (hidden-transfer) work on CPUs"
+                " rows that are only stored (dflash) and compressed caches (gear) work on CPUs,"
+                " without adapters and without split=; states that enter at a layer"
+                " (hidden-transfer) work on CPUs without split="
             )
         variants: list[Variant | None] = [None, *rows.variants]
         variants.sort(key=_place)

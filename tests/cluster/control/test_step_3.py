@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,13 @@ def test_what_is_wrong_is_said_in_one_line(
     with pytest.raises(AnydecodeError, match=message) as caught:
         LLM(MODEL, split=split, threads=1)
     assert "\n" not in str(caught.value)
+
+
+def test_the_file_of_the_secret_may_be_given_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("short")
+    with pytest.raises(AnydecodeError, match="secret of a fleet has 5 characters"):
+        LLM(MODEL, split=f"step-3:address=127.0.0.1:1,secret_file={file}", threads=1)
 
 
 def test_models_that_are_no_files_and_other_options_are_refused() -> None:

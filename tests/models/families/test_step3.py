@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from anydecode.certification.tiny_step3 import step3_checkpoint
 from anydecode.errors import CheckpointError
 from anydecode.kernels.library import load_library
 from anydecode.models.families import build, build_model, spec_from_config
+from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
+from gguf_models import write_folder
 from tiny_models import chain, logits, whole
 
 BACKENDS = ["torch", *(["native"] if load_library() is not None else [])]
@@ -34,6 +37,19 @@ def test_logits_equal_those_of_another_forward_pass(backend: str, is_normalised:
     found = own_logits(backend=backend, norm_expert_weight=is_normalised)
     expected = Forward(step3_checkpoint(4, norm_expert_weight=is_normalised)).logits(TEXT)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_a_folder_whose_text_config_has_no_model_type(tmp_path: Path) -> None:
+    """Published ones have the model type of the whole model alone, and a vision tower."""
+    written = step3_checkpoint(4)
+    tensors: dict[str, Any] = {
+        name: np.ascontiguousarray(tensor, np.float32) for name, tensor in written.tensors.items()
+    }
+    tower = {"vision_model.post_layernorm.weight": np.ones(4, np.float32)}
+    folder = write_folder(tmp_path, {**tensors, **tower}, **written.config)
+    model = build_model(load_checkpoint(folder), executor=choose_executor(BACKENDS[-1], 1))
+    found = logits(model, whole(chain(TEXT), model), model.new_cache(64, "float32"))
+    assert np.array_equal(found, own_logits())
 
 
 def test_a_norm_of_queries_without_its_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ from anydecode.models.transformer import Executor
             " processes whose micro-batches an FFN process joins",
             "transfers by RDMA (StepMesh): hidden states go over TCP",
             "overlap of prefill and decode across processes of their own",
-            "drafts within multi-step passes, adapters, and methods that skip or leave layers",
+            "drafts within multi-step passes, adapters, and methods that skip or leave layers, run"
+            " them in parallel, start behind the first, only store rows, or compress the cache",
             "a simulation of the stages: the plan has the formulas, which neither count the head,"
             " latencies, nor uneven micro-batches and experts",
         ),
@@ -45,6 +46,7 @@ from anydecode.models.transformer import Executor
             " 8 bits to the FFNs and 16 back",
             "the norm before the FFN and the residual connection belong to the FFN process",
             "the FFN process has no state: if it is lost, another one runs the pass again",
+            "the micro-batches are the parts of one pass, and all are back before the next pass",
             "equal kernels, weights and versions are checked; that two types of machines give equal"
             " bits is not",
             "the formulas follow from the stages' time limit; they were not compared with the"
@@ -69,7 +71,10 @@ class FfnSplit(ModelSplit):
     """
 
     def __init__(
-        self, micro_batches: int = 3, address: str = "", secret_file: Path | None = None
+        self,
+        micro_batches: int = 3,
+        address: str = "",
+        secret_file: str | Path | None = None,
     ) -> None:
         if micro_batches < 1:
             raise InvalidRequestError(
@@ -80,7 +85,8 @@ class FfnSplit(ModelSplit):
             raise InvalidRequestError(
                 f"step-3 has address={address!r}; allowed is HOST:PORT, such as 127.0.0.1:8002"
             )
-        self.micro_batches, self.secret_file = micro_batches, secret_file
+        self.micro_batches = micro_batches
+        self.secret_file = None if secret_file is None else Path(secret_file)
         self.place = (host.strip("[]"), int(port)) if address else None
         #: What starts the FFN process of each model that was opened without an address.
         self.local: list[LocalFfn] = []

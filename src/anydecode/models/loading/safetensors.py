@@ -182,6 +182,7 @@ def _language_model(
     """Config and tensors of the language model of a multimodal checkpoint."""
     text = {**config["text_config"]}
     for key in (
+        "model_type",
         "tie_word_embeddings",
         "bos_token_id",
         "eos_token_id",
