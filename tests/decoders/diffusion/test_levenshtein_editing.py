@@ -190,6 +190,16 @@ def test_nothing_is_removed_from_a_template_or_with_a_constraint() -> None:
     assert len(answer.text) == 12 and set(answer.text) <= set("abcdef")
 
 
+@pytest.mark.parametrize("decoder", ["sdar", "token-editing", "s2d2", "fast-dllm"])
+def test_other_methods_never_generate_the_control_tokens_of_a_model(decoder: str) -> None:
+    tokens = []
+    for edit_tokens in (None, (DELETE, SPLIT)):
+        with bidirectional(SCRIPT, block_size=6, edit_tokens=edit_tokens) as llm:
+            options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "decoder": decoder}
+            tokens.append({DELETE, SPLIT} & set(llm.generate([5, 6, 7], **options).tokens))
+    assert tokens[0] and not tokens[1]
+
+
 def test_what_is_no_source_is_dropped_from_a_canvas() -> None:
     canvas = Canvas(np.array([3, 9, 9, 9, 4]), mask=9)
     canvas.commit([1, 2], [5, 6], [0.5, 0.6])

@@ -228,7 +228,15 @@ class Denoiser(Decoder):
     ) -> Predictions:
         """The predictions for one canvas, from `rows` of the scores (default: all)."""
         sampler = _without_stateful_parts(sequence.sampler)
-        return Predictions(sequence, scores, sampler, canvas.step, canvas.mask, self.tempered, rows)
+        banned = self.banned(sequence, canvas)
+        return Predictions(
+            sequence, scores, sampler, canvas.step, canvas.mask, self.tempered, rows, banned
+        )
+
+    def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
+        """Tokens that are never predicted, beside the mask token: those that edit a canvas, which
+        are no text."""
+        return sequence.kv_cache().pool.model.spec.edit_tokens or ()
 
     def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         """Open a block if none is open, choose masks, and commit their tokens."""

@@ -24,7 +24,6 @@ from anydecode.decoders.diffusion.revising import (
     RevisingDenoiser,
 )
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence
 
 #: In `Canvas.policy_state`: the `_BlockState` of the open block.
@@ -86,13 +85,10 @@ class LevenshteinEditing(RevisingDenoiser):
                 f" {delete}, {split} and {mask}"
             )
 
-    def predictions(
-        self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
-    ) -> Predictions:
-        predictions = super().predictions(sequence, canvas, scores, rows)
+    def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
         if canvas.is_fixed_length or sequence.sampler.is_stateful:
-            predictions.scores.logits[:, _tokens(*self.controls(sequence))] = -np.inf
-        return predictions
+            return tuple(_tokens(*self.controls(sequence)))
+        return ()
 
     def on_opened(self, canvas: Canvas) -> None:
         assert canvas.block is not None

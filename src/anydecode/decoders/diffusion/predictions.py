@@ -85,6 +85,7 @@ class Predictions:
         mask: The mask token, or -1 if there is none.
         tempered: Take confidences from the distribution after temperature and truncation.
         rows: The rows of `scores` that belong to this canvas (default: all).
+        banned: Further tokens that are never predicted.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Predictions:
         mask: int,
         tempered: bool = False,
         rows: range | None = None,
+        banned: Iterable[int] = (),
     ) -> None:
         self.sequence = sequence
         self.scores = scores
@@ -104,8 +106,7 @@ class Predictions:
         self.mask = mask
         if not scores.logits.flags.writeable:
             scores.keep()
-        if mask >= 0:
-            scores.logits[:, mask] = -np.inf
+        scores.logits[:, [token for token in (mask, *banned) if token >= 0]] = -np.inf
         rows = range(len(scores)) if rows is None else rows
         self._rows = {int(scores.positions[row]): row for row in rows}
         tempered = tempered and not sampler.is_greedy

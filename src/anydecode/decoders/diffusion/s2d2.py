@@ -141,7 +141,14 @@ class SelfVerified(Denoiser):
             )
         scores = yield score_canvas(sequence, TARGET, [span], 1, run, canvas.logit_shift)
         self._record_pass(canvas, [span], "verify")
-        verification = Predictions(sequence, scores, predictions.sampler, canvas.step, canvas.mask)
+        verification = Predictions(
+            sequence,
+            scores,
+            predictions.sampler,
+            canvas.step,
+            canvas.mask,
+            banned=self.banned(sequence, canvas),
+        )
         accepted = self.verified(sequence, predictions, verification, run, tokens)
         if canvas.block is None:
             canvas.open(*block)
