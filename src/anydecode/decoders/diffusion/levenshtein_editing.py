@@ -239,8 +239,11 @@ def _tokens(*tokens: int | None) -> list[int]:
             STATEFUL,
             "the mask token is never generated",
             "where a step would lead to a block that was seen before, the changed token of the"
-            " lowest confidence is replaced by the likeliest of five others that avoids this; the"
-            " released code draws the position at random",
+            " lowest confidence is sampled again without those that were tried, up to five times;"
+            " the released code draws a position at random each time, and excludes its token alone",
+            "the last step that `max_steps` allows unmasks all; the released code stops with masks"
+            " left",
+            "control tokens in the prompt stay; the released code carries them out",
             "with masks in the prompt, nothing is removed or inserted",
         ),
         bounds={"delete": Range(0, 1 << 20), "split": Range(0, 1 << 20)},
