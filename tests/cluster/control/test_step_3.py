@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from anydecode.cluster.afd import Instance
 from anydecode.cluster.control.step_3 import FfnSplit
 from anydecode.cluster.ffn import AttentionExecutor, FfnClient, FfnServer, LocalFfn
 from anydecode.errors import AnydecodeError, FleetError, UnsupportedCombinationError
-from anydecode.kernels.interface import Rows
+from anydecode.kernels.interface import OutputSpec, Rows
+from anydecode.models import ffn_split
 from anydecode.models.families import build, load_network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
@@ -33,7 +35,11 @@ def test_the_certificate() -> None:
 
 
 _COMPUTE = FfnServer.compute
+_START = FfnServer.__init__
 _RECEIVE = FfnClient.receive
+_CONNECT = FfnClient.connect
+_RUN = AttentionExecutor._run
+_RUN_LAYERS = AttentionExecutor._run_layers
 _READ = build.read_low_rank_query
 _SMALLEST = afd._smallest
 
@@ -63,6 +69,40 @@ def _whole(rows: Rows, active: np.ndarray, count: int, num_slots: int) -> list[n
     return [active]
 
 
+def _first_rows_alone(
+    rows: Rows, active: np.ndarray, count: int, num_slots: int
+) -> list[np.ndarray]:
+    parts = ffn_split.micro_batches(rows, active, len(active), num_slots)
+    last = parts[count - 1 :]
+    return parts[: count - 1] + ([np.concatenate(last)] if last else [])
+
+
+def _a_layer_late(self: Any, rows: Rows, cache: Any, output_spec: OutputSpec) -> Any:
+    later = {
+        depth: depth + 1 if (rows.stop[index] > depth).all() else depth
+        for depth, index in output_spec.hidden.items()
+    }
+    hidden = {later[depth]: index for depth, index in output_spec.hidden.items()}
+    output = _RUN(self, rows, cache, replace(output_spec, hidden=hidden))
+    return replace(output, hidden={depth: output.hidden[later[depth]] for depth in later})
+
+
+def _last_first(self: Any, x: np.ndarray, groups: list[np.ndarray], first: int, last: int) -> None:
+    _RUN_LAYERS(self, x, groups, first, last)
+    if len({len(group) for group in groups}) == 1:
+        x[np.concatenate(groups)] = x[np.concatenate(groups[::-1])]
+
+
+def _that_of_the_ffns(self: FfnClient) -> str:
+    _CONNECT(self)
+    return "float32"
+
+
+def _accepts_all(self: FfnServer, *arguments: Any) -> None:
+    _START(self, *arguments)
+    self._facts = {}
+
+
 def _rounded(self: FfnClient, layer: int, count: int) -> np.ndarray:
     return _RECEIVE(self, layer, count).astype(np.float16).astype(np.float32)
 
@@ -74,6 +114,20 @@ def _without_norm(*arguments: Any) -> None:
 
 def _one_after_the_other(self: Instance, flops: float, num_bytes: float) -> float:
     return flops / self.flops + num_bytes / self.bandwidth
+
+
+def _costs_with_16_bits(network: Any, name: str, context: float, size: float) -> Any:
+    return afd.split_costs(network, name, context, 2)
+
+
+def _costs_without_windows(network: Any, name: str, context: float, size: float) -> Any:
+    shapes = [replace(layer.attention, window=None) for layer in network.spec.layers]
+    layers = [
+        replace(layer, attention=shape)
+        for layer, shape in zip(network.spec.layers, shapes, strict=True)
+    ]
+    network.spec = replace(network.spec, layers=tuple(layers))
+    return afd.split_costs(network, name, context, size)
 
 
 def _costs_of_half_the_context(network: Any, name: str, context: float, size: float) -> Any:
@@ -99,10 +153,17 @@ def _stays(self: LocalFfn) -> None:
         (ffn_module, "micro_batches", _whole),
         (oracle, "micro_batches", _anywhere),
         (oracle, "micro_batches", _whole),
+        (oracle, "micro_batches", _first_rows_alone),
+        (AttentionExecutor, "_run", _a_layer_late),
+        (AttentionExecutor, "_run_layers", _last_first),
+        (FfnClient, "connect", _that_of_the_ffns),
+        (FfnServer, "__init__", _accepts_all),
         (FfnClient, "receive", _rounded),
         (build, "read_low_rank_query", _without_norm),
         (Instance, "seconds", _one_after_the_other),
         (oracle, "split_costs", _costs_of_half_the_context),
+        (oracle, "split_costs", _costs_with_16_bits),
+        (oracle, "split_costs", _costs_without_windows),
         (afd, "_smallest", _one_more),
     ],
     ids=[
@@ -112,10 +173,17 @@ def _stays(self: LocalFfn) -> None:
         "one micro-batch",
         "cuts through rows that see each other",
         "passes that are never cut",
+        "micro-batches of one row beside one of the rest",
+        "hidden states of the layer behind",
+        "micro-batches that come back in reverse order",
+        "the cache of the attention's own weights",
+        "an FFN process that accepts every model",
         "hidden states in half precision",
         "queries without the weights of their norm",
         "times that do not overlap",
         "costs at half of the context",
+        "costs of a cache in 16 bits",
+        "costs without windows",
         "one instance too many",
     ],
 )
@@ -186,16 +254,11 @@ def test_layers_without_an_ffn_of_their_own_are_refused() -> None:
 
 
 def test_an_ffn_process_of_another_model_is_refused() -> None:
-    """The facts differ, and both are told so."""
-    changed = oracle.step3_checkpoint
-    seeds = iter([0, 1])  # of the two processes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oracle, "step3_checkpoint", lambda _: changed(next(seeds)))
-        with (
-            pytest.raises(FleetError, match="has another model: start it with this model"),
-            oracle.split_model(0),
-        ):
-            pass
+    with (
+        pytest.raises(FleetError, match="has another model: start it with this model"),
+        oracle.split_model(0, ffn_seed=1),
+    ):
+        pass
 
 
 def test_a_lost_process_fails_requests_until_another_one_answers(

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -25,9 +26,12 @@ from anydecode.certification.oracles.families.step3 import Forward
 from anydecode.certification.tiny_step3 import LAYERS, step3_checkpoint
 from anydecode.cluster.afd import Instance, SplitCosts, split_costs, split_size
 from anydecode.cluster.ffn import AttentionExecutor, FfnClient, FfnServer
+from anydecode.errors import FleetError
 from anydecode.kernels.interface import OutputSpec, Rows
 from anydecode.models.families import load_network
 from anydecode.models.ffn_split import micro_batches
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
@@ -38,6 +42,7 @@ _PROMPTS = [[65 + (5 * n + 3 * i) % 26 for i in range(6 + 17 * n)] for n in rang
 _OPTIONS: dict[str, Any] = {
     "max_tokens": 20, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 2,
 }  # fmt: skip
+_LOADING: dict[str, Any] = {"threads": 2, "draft": "none", "row_budget": 48}
 _TEXT = [5, 17, 99, 3, 64, 11, 42, 42, 7, 101, 5, 17]
 
 
@@ -45,27 +50,29 @@ _TEXT = [5, 17, 99, 3, 64, 11, 42, 42, 7, 101, 5, 17]
 def step_3() -> Iterator[Check]:
     """Two processes, the model's forward pass, the exchange, and the micro-batches."""
     yield from _processes()
+    yield _refusal()
     yield _logits()
+    yield _states()
+    yield _quantized()
     yield from _exchange()
-    yield _cuts()
+    yield from _cuts()
     yield _published()
     yield _counted()
     yield _instances()
 
 
+def _answers(llm: LLM) -> list[Any]:
+    found = llm.generate(_PROMPTS, **_OPTIONS)
+    return [(one.tokens, repr(one.logprobs)) for one in found]
+
+
 def _processes() -> Iterator[Check]:
     """The default build against one process, also when its FFN process is killed."""
-
-    def answers(llm: LLM) -> list[Any]:
-        found = llm.generate(_PROMPTS, **_OPTIONS)
-        return [(one.tokens, repr(one.logprobs)) for one in found]
-
-    options: dict[str, Any] = {"threads": 2, "draft": "none", "row_budget": 48}
-    with LLM(_MODEL, **options) as llm:
-        expected = answers(llm)
+    with LLM(_MODEL, **_LOADING) as llm:
+        expected = _answers(llm)
     method = catalogue.build("step-3")
-    with LLM(_MODEL, split=method, **options) as llm:
-        found = answers(llm)
+    with LLM(_MODEL, split=method, **_LOADING) as llm:
+        found = _answers(llm)
         (local,) = method.local
         first = local.process_id
         yield Check(
@@ -84,13 +91,24 @@ def _processes() -> Iterator[Check]:
             return run(rows, cache, output_spec)
 
         llm.model.run = killing  # type: ignore[method-assign]
-        found = answers(llm)
+        found = _answers(llm)
         is_new = local.process_id not in (None, first)
         yield Check(
             "a killed FFN process changes nothing", found == expected and is_new,
             f"{runs} passes, {'a' if is_new else 'no'} new process",
         )  # fmt: skip
     yield Check("the FFN process ends with the model", local.process_id is None, "after close()")
+
+
+def _refusal() -> Check:
+    """Attention and FFNs of models that differ in their weights alone."""
+    try:
+        with split_model(seed=0, ffn_seed=1):
+            message = "it is not refused"
+    except FleetError as error:
+        message = str(error)
+    name = "an FFN process of another model is refused"
+    return Check(name, "has another model" in message, message)
 
 
 class _Recorded:
@@ -110,11 +128,12 @@ class _Recorded:
 
 
 @contextmanager
-def split_model(seed: int) -> Iterator[tuple[Transformer, _Recorded, list[tuple[int, int]]]]:
-    """A tiny Step-3 model whose FFNs run behind a connection; with the calls of the client, and the
-    layers and rows that the server has computed."""
-    make: Callable[..., Any] = choose_executor(None, 1)
-    server = FfnServer(load_network(step3_checkpoint(seed)), make, _SECRET, "tiny")
+def split_networks(
+    network: Network, ffns: Network
+) -> Iterator[tuple[Transformer, _Recorded, list[tuple[int, int]]]]:
+    """A model whose FFNs run behind a connection, with those of `ffns`; with the calls of the
+    client, and the layers and rows that the server has computed."""
+    server = FfnServer(ffns, _make, _SECRET, "tiny")
     computed: list[tuple[int, int]] = []
     compute = server.compute
 
@@ -135,16 +154,30 @@ def split_model(seed: int) -> Iterator[tuple[Transformer, _Recorded, list[tuple[
         return recorded[0]
 
     count = catalogue.build("step-3").micro_batches
-    network = load_network(step3_checkpoint(seed))
     try:
         model = Transformer(
-            network, name="tiny", executor=lambda one: AttentionExecutor(one, make, connect, count)
+            network, name="tiny", executor=lambda one: AttentionExecutor(one, _make, connect, count)
         )
         yield model, recorded[0], computed
     finally:
         for one in recorded:
             one.close()
         thread.join(60)
+
+
+@contextmanager
+def split_model(
+    seed: int, ffn_seed: int | None = None
+) -> Iterator[tuple[Transformer, _Recorded, list[tuple[int, int]]]]:
+    """A tiny Step-3 model as `split_networks`. The FFNs may be those of another model."""
+    seeds = (seed, seed if ffn_seed is None else ffn_seed)
+    with split_networks(*(load_network(step3_checkpoint(one)) for one in seeds)) as found:
+        yield found
+
+
+def _make(network: Network) -> Any:
+    make: Callable[..., Any] = choose_executor(None, 1)
+    return make(network)
 
 
 def _text_rows(tokens: list[int], layers: int) -> Rows:
@@ -167,6 +200,61 @@ def _logits() -> Check:
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     name = "logits of a Step-3 model are those of another forward pass"
     return Check(name, error < 1e-4, f"largest relative difference {error:.1e}")
+
+
+def _states() -> Check:
+    """Rows that end before the last layer, and one that starts behind the first with a state."""
+    count, hidden = len(_TEXT), step3_checkpoint().config["text_config"]["hidden_size"]
+    whole = _text_rows(_TEXT, LAYERS)
+    start, stop = whole.start.copy(), whole.stop.copy()
+    tokens = whole.tokens.copy()
+    inputs = np.random.default_rng(1).standard_normal((count, hidden), np.float32)
+    tokens[-4], start[-4] = -1, 1
+    stop[-3:] = [LAYERS - 1, LAYERS - 1, 1]
+    rows = replace(whole, tokens=tokens, start=start, stop=stop, inputs=inputs)
+    depths = {
+        depth: np.flatnonzero((start <= depth) & (stop >= depth)).astype(np.int32)
+        for depth in range(LAYERS + 1)
+    }
+    spec = OutputSpec(np.flatnonzero(stop == LAYERS).astype(np.int32), depths)
+    one = Transformer(load_network(step3_checkpoint(6)), executor=_make)
+    expected = one.run(rows, one.new_cache(64), spec)
+    with split_model(seed=6) as (model, _, _):
+        found = model.run(rows, model.new_cache(64), spec)
+    different = [
+        f"after {depth} layers" for depth in depths
+        if not np.array_equal(found.hidden[depth], expected.hidden[depth])
+    ]  # fmt: skip
+    different += [] if np.array_equal(found.logits, expected.logits) else ["logits"]
+    name = "hidden states of every depth have the bits of one process"
+    return Check(name, not different, f"different: {', '.join(different) or 'nothing'}")
+
+
+def _quantized() -> Check:
+    """FFNs in 8 bits beside attention in floating point, whose cache has 16 bits in one process."""
+
+    def mixed() -> Network:
+        floats, quantised = (
+            load_network(load_checkpoint(_MODEL), dtype) for dtype in ("float32", "int8")
+        )
+        pairs = zip(floats.weights.layers, quantised.weights.layers, strict=True)
+        layers = [replace(first, mlp=second.mlp) for first, second in pairs]
+        return Network(floats.spec, replace(floats.weights, layers=layers))
+
+    whole = Transformer(mixed(), executor=_make)
+    with split_networks(mixed(), mixed()) as (model, _, _):
+        every = np.arange(len(_TEXT), dtype=np.int32)
+        rows, output_spec = _text_rows(_TEXT, model.spec.num_layers), OutputSpec(every)
+        caches = [one.new_cache(64) for one in (whole, model)]
+        first, second = (
+            one.run(rows, cache, output_spec).logits
+            for one, cache in zip((whole, model), caches, strict=True)
+        )
+    return Check(
+        "quantised FFNs beside other attention give the bits of one process",
+        caches[0].format == caches[1].format and np.array_equal(first, second),
+        f"caches in {caches[0].format} and {caches[1].format}",
+    )
 
 
 def _exchange() -> Iterator[Check]:
@@ -206,9 +294,9 @@ def _exchange() -> Iterator[Check]:
     )
 
 
-def _cuts() -> Check:
+def _cuts() -> Iterator[Check]:
     """Random passes: rows of texts and trees, some of which see each other."""
-    draw, num_cut, num_wrong, num_merged = random.Random(5), 0, 0, 0
+    draw, num_cut, num_wrong, num_uneven = random.Random(5), 0, 0, 0
     for _ in range(200):
         rows, reads = _random_pass(draw)
         active = np.arange(len(rows))
@@ -222,12 +310,19 @@ def _cuts() -> Check:
             if not set().union(*reads[:cut]) & set(slots[cut:])
         ]  # fmt: skip
         num_wrong += np.concatenate(parts).tolist() != active.tolist()
-        num_merged += len(parts) < 2 and bool(free)
+        thirds = [Fraction(len(slots) * part, 3) for part in (1, 2)]
+        nearest = {min(free, key=lambda cut: abs(cut - third)) for third in thirds if free}
+        num_uneven += {int(part[0]) for part in parts} != {0, *nearest}
         num_cut += len(parts) > 1
-    return Check(
+    yield Check(
         "no row reads what a later micro-batch stores",
-        num_wrong == 0 and num_merged == 0 and num_cut > 50,
-        f"{num_cut} of 200 passes divided, {num_wrong} wrongly, {num_merged} needlessly whole",
+        num_wrong == 0 and num_cut > 50,
+        f"{num_cut} of 200 passes divided, {num_wrong} wrongly",
+    )
+    yield Check(
+        "micro-batches are as equal as their rows allow",
+        num_uneven == 0,
+        f"{num_uneven} of 200 passes are divided elsewhere than next to thirds",
     )
 
 
@@ -285,10 +380,16 @@ def _published() -> Check:
 
 
 def _counted() -> Check:
-    """The costs of the tiny model, from the shapes of its tensors."""
-    checkpoint, context = step3_checkpoint(), 100
+    """The costs of the tiny model, from the shapes of its tensors, with a window in one layer and a
+    cache in 8 bits."""
+    checkpoint, context, window = step3_checkpoint(), 100, 30
     text = checkpoint.config["text_config"]
-    found = split_costs(load_network(checkpoint), "tiny", context, 2)
+    network = load_network(checkpoint)
+    first, *others = network.spec.layers
+    assert first.attention is not None
+    first = replace(first, attention=replace(first.attention, window=window))
+    network.spec = replace(network.spec, layers=(first, *others))
+    found = split_costs(network, "tiny", context, 1)
     tensors: dict[str, Any] = dict(checkpoint.tensors)
     matrices = {
         name: int(np.size(tensor)) for name, tensor in tensors.items()
@@ -298,12 +399,13 @@ def _counted() -> Check:
     routed = sum(
         size for name, size in matrices.items() if ".moe." in name and "gate.w" not in name
     )
-    others = sum(matrices.values()) - attention - routed
+    dense = sum(matrices.values()) - attention - routed
     heads, dim, share = text["num_attention_heads"], text["head_dim"], Fraction(2, 6)
+    positions = window + (LAYERS - 1) * context
     expected = SplitCosts(
-        LAYERS, text["hidden_size"], LAYERS * 4 * heads * dim * context,
-        LAYERS * 2 * dim * context * 2, attention, 4 * attention,
-        float(others + share * routed), others + routed, 4 * (others + routed), float(share),
+        LAYERS, text["hidden_size"], 4 * heads * dim * positions, 2 * dim * positions,
+        attention, 4 * attention, float(dense + share * routed), dense + routed,
+        4 * (dense + routed), float(share),
     )  # fmt: skip
     differences = [
         name for name, one in vars(expected).items()
