@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 from anydecode.catalogue import Bounds
@@ -68,7 +69,7 @@ class Reward(ABC):
 
 def check_seconds(seconds: float) -> None:
     """Raise `InvalidRequestError` unless a reward may take this long."""
-    if not isinstance(seconds, (int, float)) or not seconds > 0:
+    if not isinstance(seconds, Real) or not seconds > 0:
         raise InvalidRequestError(f"a reward needs seconds above 0, not {seconds!r}")
 
 

@@ -66,7 +66,7 @@ def test_certificate_rejects_other_defaults(
 
 def flat_gradient(method: Dglm, parts: SentenceDiffusion, points: np.ndarray) -> np.ndarray:
     """The gradient of the mean point alone, not brought to length 1."""
-    [(probe, _)] = method.classifiers[:1]
+    [(_, probe, _)] = method.classifiers[:1]
     logit = float(probe.logits(points.mean(0) * parts.deviation + parts.mean))
     return -parts.deviation * probe.weight * (1 - math.tanh(logit / 2)) / 2
 
@@ -291,7 +291,9 @@ def test_models_without_parts_or_encoder_are_refused(tmp_path: Path) -> None:
     EmbeddingClassifier(np.zeros(7), 0.0).save(tmp_path / "file")
     with (
         sentence_diffusion_model() as llm,
-        pytest.raises(InvalidRequestError, match="embeddings of 24 or 7"),
+        pytest.raises(
+            InvalidRequestError, match="the classifier .*file was trained for embeddings of 7"
+        ),
     ):
         llm.generate(
             "a", **{**OPTIONS, "decoder": Dglm(classifier=tmp_path / "file", guidance=1.0)}

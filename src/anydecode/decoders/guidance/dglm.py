@@ -159,10 +159,10 @@ class Dglm(Decoder):
         self.steps, self.sampler, self.guidance = steps, sampler, guidance
         self.estimate, self.prompt_scale = estimate, prompt_scale
         self.level, self.variance = level, variance
-        #: The classifiers, and 1 for an attribute that the text shall have, -1 for one that it
-        #: shall not have.
+        #: The files, their classifiers, and 1 for an attribute that the text shall have, -1 for one
+        #: that it shall not have.
         self.classifiers = [
-            (EmbeddingClassifier.load(file), sign)
+            (file, EmbeddingClassifier.load(file), sign)
             for files, sign in ((classifier, 1), (without, -1))
             for file in _files(files)
         ]
@@ -179,14 +179,17 @@ class Dglm(Decoder):
             raise UnsupportedCombinationError(
                 f"dglm needs a sentence encoder as the draft model; {encoder.name} is none"
             )
-        sizes = {encoder.spec.hidden_size, parts.embedding_size}
-        sizes |= {len(classifier.weight) for classifier, _ in self.classifiers}
-        if len(sizes) > 1:
-            raise InvalidRequestError(
-                f"dglm: the encoder's embeddings have {encoder.spec.hidden_size} numbers, but the"
-                f" model or the classifier was trained for embeddings of {max(sizes)} or"
-                f" {min(sizes)}: use the encoder that they were trained with"
-            )
+        size = encoder.spec.hidden_size
+        trained = [("the model", parts.embedding_size)]
+        trained += [
+            (f"the classifier {file}", len(one.weight)) for file, one, _ in self.classifiers
+        ]
+        for name, expected in trained:
+            if size != expected:
+                raise InvalidRequestError(
+                    f"dglm: the encoder's embeddings have {size} numbers, but {name} was trained"
+                    f" for embeddings of {expected}: use the encoder that it was trained with"
+                )
         num_rows = parts.num_rows(model.spec.hidden_size)
         longest = min(model.spec.max_positions, pool.num_slots)
         if sequence.length + num_rows + sequence.remaining > longest:
@@ -300,7 +303,7 @@ class Dglm(Decoder):
         lengths = np.linalg.norm(raw, axis=1, keepdims=True)
         sentences = raw / lengths
         by_sentence = np.zeros_like(sentences)
-        for classifier, sign in self.classifiers:
+        for _, classifier, sign in self.classifiers:
             logits = sign * classifier.logits(sentences)
             losses = np.logaddexp(0, -logits)
             exponents = losses if self.estimate == "loss" else -losses
