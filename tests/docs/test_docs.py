@@ -163,6 +163,7 @@ def test_the_tutorials_show_the_examples() -> None:
         "openai_client.py",
         "faults_of_a_fleet.py",
         "plan_against_a_fleet.py",
+        "two_model_curve.py",
     }
 
 
