@@ -301,6 +301,9 @@ class RecordingDenoiser(Denoiser):
 
     passes: list[tuple[np.ndarray, dict[int, np.ndarray]]]
 
+    def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
+        return ()
+
     def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         logits = {int(p): predictions.logits(p).copy() for p in predictions.positions}
         self.passes.append((canvas.tokens.copy(), logits))
