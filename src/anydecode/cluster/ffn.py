@@ -292,6 +292,8 @@ class AttentionExecutor:
         FleetError: No FFN process answers, or it has another model or build.
     """
 
+    takes_adapters = False  # the FFN process lacks them
+
     def __init__(
         self,
         network: Network,
@@ -321,11 +323,8 @@ class AttentionExecutor:
         """Run a pass, again with another FFN process if one is lost.
 
         Raises:
-            UnsupportedCombinationError: Rows have adapters.
             FleetError: No FFN process answers.
         """
-        if rows.adapters is not None and (rows.adapters >= 0).any():
-            raise UnsupportedCombinationError("step-3 has no adapters: the FFN process lacks them")
         for _ in range(MAX_RETRIES):
             try:
                 return self._run(rows, cache, output_spec)

@@ -56,7 +56,7 @@ class Executor(Protocol):
     """Runs a network's passes. Arrays are numpy, or the executor's own on another device.
 
     Executors that run `Network.layer` and `Network.head` may have `regroup(layer, head)`, which
-    replaces them.
+    replaces them. Those without adapters have a false `takes_adapters`.
     """
 
     cache_formats: tuple[str, ...]  # the supported formats of the key-value cache
@@ -299,11 +299,16 @@ class Transformer:
 
         Raises:
             CheckpointError: The files are missing or corrupt, or do not fit the model.
+            UnsupportedCombinationError: A part of the model runs in another process.
         """
         return self.install_adapter(load_adapter(Path(path), self.network))
 
     def install_adapter(self, adapter: Adapter) -> int:
         """Add an adapter that fits the model; see `add_adapter`."""
+        if not getattr(self.executor, "takes_adapters", True):
+            raise UnsupportedCombinationError(
+                "adapters do not work with split=: the other process lacks them"
+            )
         with self._adapters_lock:
             self.network.adapters.append(adapter)
             return len(self.network.adapters) - 1

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapter_files import save_adapter
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.control import step_3 as oracle
+from anydecode.certification.tiny import tiny_model
 from anydecode.cluster import afd
 from anydecode.cluster import ffn as ffn_module
 from anydecode.cluster.afd import Instance
@@ -245,6 +247,12 @@ def test_models_that_are_no_files_and_other_options_are_refused() -> None:
     for options in ({"block": 4}, {"device": "cuda"}, {"backend": "triton"}):
         with pytest.raises(AnydecodeError, match="split="):
             LLM(MODEL, split="step-3", **options)
+
+
+def test_adapters_are_refused_when_they_are_added(tmp_path: Path) -> None:
+    with oracle.split_networks(tiny_model().network, tiny_model().network) as (model, _, _):
+        with pytest.raises(UnsupportedCombinationError, match="adapters do not work with split="):
+            model.add_adapter(save_adapter(tmp_path / "adapter", 0))
 
 
 def test_layers_without_an_ffn_of_their_own_are_refused() -> None:
