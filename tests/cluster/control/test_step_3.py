@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from certificates import assert_certified, assert_rejected, replace_class_default
 from rwkv_models import rwkv_checkpoint
+from server_client import Client, served
 
 MODEL = "tiny-autoregressive"
 
@@ -216,6 +220,40 @@ def test_rows_that_see_each_other_give_the_text_of_one_process(model: str) -> No
         expected = [one.tokens for one in llm.generate(["a", "b"], **options)]
     with LLM(model, threads=2, split="step-3") as llm:
         assert [one.tokens for one in llm.generate(["a", "b"], **options)] == expected
+
+
+@pytest.mark.slow
+def test_a_server_answers_as_with_one_process() -> None:
+    """Also while requests run together, and after its FFN process was killed."""
+    shared: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "ignore_eos": True}
+    numbers = {"enum": [7, 42, 365]}
+    format = {"type": "json_schema", "json_schema": {"name": "number", "schema": numbers}}
+    bodies = [
+        {"prompt": "a", "temperature": 0, "max_tokens": 12},
+        {"prompt": ["a", "b c", "def"], "n": 2, "seed": 3, **shared},
+        {"prompt": "a", "seed": 5, "logprobs": 2, **shared},
+        {"prompt": "a", "max_tokens": 12, "temperature": 0.8, "response_format": format, "seed": 1},
+        *({"prompt": "x y z", "seed": seed, **shared} for seed in range(4)),
+    ]
+    answers = []
+    method = FfnSplit()
+    for split in (None, method):
+        with LLM(MODEL, threads=2, split=split) as llm, served(llm) as client:
+
+            def ask(given: dict[str, Any], client: Client = client) -> Any:
+                return client.ask("/v1/completions", **given)["choices"]
+
+            answers.append([ask(given) for given in bodies])
+            if split is not None:
+                (local,) = method.local
+                assert local.process_id is not None
+                os.kill(local.process_id, signal.SIGKILL)
+            with ThreadPoolExecutor(4) as pool:
+                answers.append(list(pool.map(ask, bodies)))
+            streamed = client.chunks("/v1/completions", **bodies[2])
+            texts = [choice["text"] for chunk in streamed for choice in chunk["choices"]]
+            assert "".join(texts) == answers[0][2][0]["text"]
+    assert answers[1:] == answers[:1] * 3
 
 
 @pytest.mark.parametrize(

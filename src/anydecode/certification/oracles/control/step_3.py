@@ -1,7 +1,7 @@
 """Oracle test of step-3 (Step-3, arXiv:2507.19427). It compares tokens and logits of two processes
 with those of one and with another forward pass of a Step-3 model, the exchange with its schedule
-by rule, micro-batches with what each row reads, and the formulas with published figures and with
-sums in fractions."""
+by rule, micro-batches with what each row reads, and the formulas with results by hand and with sums
+in fractions."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def _published() -> Check:
         zip(expected, (costs.intensity, size.stage_seconds, size.min_sparsity), strict=True)
     )
     return Check(
-        "the formulas give the figures of the published model on H800",
+        "the formulas give the results by hand for the published model on H800",
         all(abs(found[name] - one) < 0.01 * one for name, one in expected.items()),
         ", ".join(f"{name} {one:.3g}" for name, one in found.items()),
     )
