@@ -46,6 +46,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             Attribute(other, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_long_texts_are_cut_as_those_of_the_training(tmp_path: Path) -> None:
     with scripted_llm() as encoder:
         size, limit = encoder.model.spec.hidden_size, encoder.max_length

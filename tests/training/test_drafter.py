@@ -28,6 +28,7 @@ from train_commands import train_command  # noqa: E402
 OPTIONS = DrafterOptions(steps=30, texts=90, tokens=16, vocabulary=30, batch=8, rate=1e-2)
 
 
+@pytest.mark.slow
 def test_a_run_trains_a_drafter_and_the_command_continues_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

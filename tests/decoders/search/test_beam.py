@@ -24,6 +24,7 @@ class Tokenizer(ByteTokenizer):
     eos_ids = frozenset(ENDS)
 
 
+@pytest.mark.slow
 def test_certificate() -> None:
     assert_certified("beam")
 

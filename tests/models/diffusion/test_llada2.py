@@ -173,6 +173,7 @@ def test_wrong_choices_per_block_differ(tmp_path: Path) -> None:
         assert largest_difference(replace(TINY_OF_BLOCKS, router=wrong), tensors, passes) > 1e-2
 
 
+@pytest.mark.slow
 def test_requests_in_a_batch_choose_experts_apart(tmp_path: Path) -> None:
     write(TINY_OF_BLOCKS, tmp_path)
     prompts = [[(7 * i + 3 * n) % 57 for i in range(length)] for n, length in enumerate((5, 9, 20))]
