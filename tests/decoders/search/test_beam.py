@@ -9,7 +9,6 @@ import pytest
 from anydecode.api.llm import LLM
 from anydecode.decoders.search.beam import Beam
 from anydecode.decoders.search.beam_group import BeamGroup, LengthRule
-from anydecode.models.hf import HuggingFaceModel
 from anydecode.models.scripted import ByteTokenizer
 from certificates import assert_certified, assert_rejected, replace_defaults
 from tiny_models import hf_model
@@ -78,6 +77,8 @@ def test_certificate_rejects_a_bound_from_the_present_length_or_the_worst_beam(
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 def test_texts_and_scores_equal_those_of_transformers(penalty: float, early: bool) -> None:
     torch = pytest.importorskip("torch")
+    from anydecode.models.hf import HuggingFaceModel
+
     limit, num_ended = 12, 0
     for family in ("Llama", "GPT2"):
         model = hf_model(family, **({} if family == "Llama" else {"n_embd": 48, "n_head": 4}))
