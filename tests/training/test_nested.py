@@ -19,6 +19,7 @@ from anydecode.training.block_adapter import open_llama
 from anydecode.training.nested import NestedRecipe, NestedRun, first_layers, sorted_loss
 from anydecode.training.own_answers import own_answers, padded
 from anydecode.training.transformer import Shape, Transformer
+from interrupted_runs import assert_resumes
 from train_commands import train_command
 
 SHAPE = Shape(50, width=32, layers=4, heads=2, hidden=48)
@@ -60,8 +61,8 @@ def test_answers_are_the_models_own() -> None:
 def test_the_command_writes_a_draft_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "nested"
-    plot = tmp_path / "curve.svg"
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "nested", tmp_path / "curve.svg"
     settings = "nested --layers 2 --exits 0.5 --answers 8 --steps"
     log = train_command(capsys, f"{settings} 2", out=out, plot=plot)
     assert log["steps"] == 2 and set(log["history"][0]["held_out"]) == {"1 layers", "2 layers"}
@@ -101,20 +102,8 @@ def test_training_lowers_the_loss_of_held_out_answers(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_is_resumed_bit_by_bit(tmp_path: Path) -> None:
-    checkpoint, weights = load_checkpoint("tiny-autoregressive"), []
+    checkpoint = load_checkpoint("tiny-autoregressive")
     recipe = NestedRecipe(steps=3, layers=2, exits=(0.5,), answers=8, tokens=12)
-
-    def interrupt(done: float, loss: float) -> None:
-        raise KeyboardInterrupt
-
-    for stops in (False, True):
-        folder = tmp_path / f"{stops}"
-        run = NestedRun(checkpoint, folder, recipe)
-        if stops:
-            with pytest.raises(KeyboardInterrupt):
-                run.train(interrupt)
-            run = NestedRun(checkpoint, folder, recipe)
-            assert run.step == 1
-        run.train()
-        weights.append((folder / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+    runs = assert_resumes(lambda name: NestedRun(checkpoint, tmp_path / name, recipe))
+    whole, resumed = ((run.folder / "model.safetensors").read_bytes() for run in runs)
+    assert whole == resumed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -101,3 +101,8 @@ class AnswerRun(WeightRun):
     @property
     def _held_out(self) -> list[Pair]:
         return self.pairs[: max(1, len(self.pairs) // 8)]
+
+    def _held_out_batches(self) -> Iterator[list[Pair]]:
+        """The held-out texts, as many at a time as a step has."""
+        held_out, size = self._held_out, self.recipe.batch
+        return (held_out[start : start + size] for start in range(0, len(held_out), size))

@@ -62,8 +62,7 @@ def exit_log_probabilities(
         return functional.log_softmax(logits, -1)
 
     rows, found = is_answer[:, 1:], list[torch.Tensor]()
-    is_kept = torch.ones(model.shape.layers, len(tokens), dtype=torch.bool)
-    for layer, x in enumerate(states_behind_layers(model, tokens[:, :-1], is_kept), 1):
+    for layer, x in enumerate(states_behind_layers(model, tokens[:, :-1]), 1):
         if str(layer) in maps:
             states = x[rows]
             found.append(log_probabilities(states + maps[str(layer)](states)))
@@ -128,9 +127,7 @@ class HeadRun(AnswerRun):
         """Record the loss of held-out answers, and how often the most probable token of each exit
         is that of the last layer."""
         totals, loss, count = [0] * len(self.exits), 0.0, 0
-        held_out = self._held_out
-        for start in range(0, len(held_out), self.recipe.batch):
-            texts = padded(held_out[start : start + self.recipe.batch])
+        for texts in map(padded, self._held_out_batches()):
             found, last = exit_log_probabilities(self.model, self.maps, *texts)
             loss += len(last) * float(divergence(found, last))
             count += len(last)

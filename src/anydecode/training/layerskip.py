@@ -75,7 +75,7 @@ def early_exit_loss(
     tokens: torch.Tensor,
     is_answer: torch.Tensor,
     weights: dict[int, float],
-    is_kept: torch.Tensor,
+    is_kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum over exits of the cross-entropy of the answers' tokens.
 
@@ -84,7 +84,7 @@ def early_exit_loss(
         tokens: `[batch, length]`.
         is_answer: bool `[batch, length]`.
         weights: The weight of the loss behind each layer; see `exit_weights`.
-        is_kept: bool `[layers, batch]`: whether a layer runs for a text.
+        is_kept: bool `[layers, batch]`: whether a layer runs for a text; None: all do.
     """
     rows, targets = is_answer[:, 1:], tokens[:, 1:][is_answer[:, 1:]]
     total = torch.zeros(())
@@ -100,25 +100,25 @@ def agreement(model: Transformer, tokens: torch.Tensor, is_answer: torch.Tensor)
     """The share of the answers' tokens that each layer predicts as the last one does, without
     dropout."""
     rows = is_answer[:, 1:]
-    is_kept = torch.ones(model.shape.layers, len(tokens), dtype=torch.bool)
     predicted = [
         model.transformer["ff_out"](model.transformer["ln_f"](x[rows])).argmax(-1)
-        for x in states_behind_layers(model, tokens[:, :-1], is_kept)
+        for x in states_behind_layers(model, tokens[:, :-1])
     ]
     return [float((one == predicted[-1]).double().mean()) for one in predicted]
 
 
 def states_behind_layers(
-    model: Transformer, tokens: torch.Tensor, is_kept: torch.Tensor
+    model: Transformer, tokens: torch.Tensor, is_kept: torch.Tensor | None = None
 ) -> Iterator[torch.Tensor]:
     """Yields the states `[batch, length, width]` behind each layer, of `tokens` `[batch, length]`;
-    `is_kept`, bool `[layers, batch]`: whether a layer runs for a text."""
+    `is_kept`, bool `[layers, batch]`: whether a layer runs for a text; None: all do."""
     indices = torch.arange(tokens.shape[1])
     rope = model.cos[indices], model.sin[indices]
     x = model.transformer["wte"](tokens)
-    for block, kept in zip(model.blocks, is_kept, strict=True):
-        index = kept.nonzero()[:, 0]
-        if len(index):
+    for layer, block in enumerate(model.blocks):
+        if is_kept is None:
+            x = block(x, rope, True, None)
+        elif len(index := is_kept[layer].nonzero()[:, 0]):
             x = x.index_copy(0, index, block(x[index], rope, True, None))
         yield x
 
@@ -170,16 +170,13 @@ class LayerSkipRun(AnswerRun):
     def _evaluate(self) -> None:
         """Record how well each layer predicts held-out answers: its agreement with the last layer,
         and the loss of the last layer."""
-        held_out = self._held_out
         totals, loss, count = [0.0] * self.num_layers, 0.0, 0
-        for start in range(0, len(held_out), self.recipe.batch):
-            texts = padded(held_out[start : start + self.recipe.batch])
+        for texts in map(padded, self._held_out_batches()):
             num_tokens = int(texts[1].sum())
             shares = agreement(self.model, *texts)
             totals = [total + num_tokens * one for total, one in zip(totals, shares, strict=True)]
-            is_kept = torch.ones(self.num_layers, len(texts[0]), dtype=torch.bool)
             with torch.no_grad():
-                last = early_exit_loss(self.model, *texts, {self.num_layers - 1: 1.0}, is_kept)
+                last = early_exit_loss(self.model, *texts, {self.num_layers - 1: 1.0})
             loss, count = loss + num_tokens * float(last), count + num_tokens
         shares = [round(total / count, 4) for total in totals]
         self._record(agreement=shares, held_out_loss=loss / count)

@@ -90,9 +90,7 @@ class LowRankTextRun(LowRankRun):
     def _evaluate(self) -> None:
         """Record the loss of held-out answers."""
         total, count = 0.0, 0
-        held_out = self._held_out
-        for start in range(0, len(held_out), self.recipe.batch):
-            loss, num_tokens = self.loss(held_out[start : start + self.recipe.batch])
+        for loss, num_tokens in map(self.loss, self._held_out_batches()):
             total, count = total + num_tokens * float(loss), count + num_tokens
         self._record(held_out={"answers": total / count})
 

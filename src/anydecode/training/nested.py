@@ -9,18 +9,18 @@ share the final norm and the head, which stays frozen as the embedding does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
 import torch
-from torch.nn import functional
 
 from anydecode.decoders.speculative.s2d import NestedDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.training.answer_run import AnswerRecipe, AnswerRun, fingerprint_of
 from anydecode.training.checkpoint import save_nested_llama, writable_tokenizer
+from anydecode.training.layerskip import early_exit_loss
 from anydecode.training.own_answers import padded
 from anydecode.training.transformer import Transformer
 
@@ -81,9 +81,8 @@ class NestedRun(AnswerRun):
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Record the loss at each exit on held-out answers."""
-        held_out, totals, count = self._held_out, [0.0] * len(self.stops), 0
-        for start in range(0, len(held_out), self.recipe.batch):
-            texts = padded(held_out[start : start + self.recipe.batch])
+        totals, count = [0.0] * len(self.stops), 0
+        for texts in map(padded, self._held_out_batches()):
             num_tokens = int(texts[1].sum())
             losses = [float(sorted_loss(self.draft, *texts, [stop])) for stop in self.stops]
             totals = [a + num_tokens * b for a, b in zip(totals, losses, strict=True)]
@@ -101,8 +100,7 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
     layers = layers or (depth + 1) // 2
     if not 1 <= layers <= depth:
         raise InvalidRequestError(f"layers is {layers}; the model has {depth} layers")
-    shape = type(model.shape)(**{**vars(model.shape), "layers": layers})
-    nested = Transformer(shape)
+    nested = Transformer(replace(model.shape, layers=layers))
     own = nested.state_dict()
     nested.load_state_dict({name: model.state_dict()[name] for name in own})
     return nested.requires_grad_(False)
@@ -119,13 +117,5 @@ def sorted_loss(
         is_answer: bool `[batch, length]`.
         stops: The exits, by number of layers.
     """
-    rows, targets = is_answer[:, 1:], tokens[:, 1:][is_answer[:, 1:]]
-    indices = torch.arange(tokens.shape[1] - 1)
-    rope = model.cos[indices], model.sin[indices]
-    x, total = model.transformer["wte"](tokens[:, :-1]), torch.zeros(())
-    for depth, block in enumerate(model.blocks, 1):
-        x = block(x, rope, True, None)
-        if depth in stops:
-            logits = model.transformer["ff_out"](model.transformer["ln_f"](x[rows]))
-            total = total + functional.cross_entropy(logits, targets)
-    return total / len(stops)
+    weights = {stop - 1: 1 / len(stops) for stop in stops}
+    return early_exit_loss(model, tokens, is_answer, weights)
