@@ -9,6 +9,18 @@ from anydecode.models.families.family import Denoising, Family
 from anydecode.models.families.table import FAMILIES
 
 
+def family_like(like: str, *architectures: str, **changes: Any) -> Family:
+    """A family with the properties of another one, but for its classes and model types.
+
+    Args:
+        like: The key of the other family.
+        *architectures: Its values of `architectures`.
+        **changes: Other properties that differ.
+    """
+    own = {"architectures": architectures, "model_types": (), **changes}
+    return replace(FAMILIES[like], **own)
+
+
 def diffusion_family(
     like: str, *architectures: str, denoising: Denoising, causal: bool = False, **changes: Any
 ) -> Family:
@@ -21,5 +33,4 @@ def diffusion_family(
         causal: Whether its rows attend to earlier ones only.
         **changes: Other properties that differ.
     """
-    own = {"architectures": architectures, "model_types": (), **changes}
-    return replace(FAMILIES[like], causal=causal, denoising=denoising, **own)
+    return family_like(like, *architectures, causal=causal, denoising=denoising, **changes)

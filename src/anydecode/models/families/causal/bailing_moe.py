@@ -3,11 +3,10 @@ Configs of both have the model type bailing_moe; their classes differ."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from anydecode.models.families.family import MixtureOfExperts
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import family_like
 from anydecode.models.families.values import Config, bool_value
 from anydecode.models.limits import ConfigError
 
@@ -41,10 +40,9 @@ def check_options(config: Config) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "bailing_moe": replace(
-        TABLE["glm4_moe"],
-        architectures=("BailingMoeForCausalLM",),
-        model_types=(),
+    "bailing_moe": family_like(
+        "glm4_moe",
+        "BailingMoeForCausalLM",
         qk_norm=None,
         has_partial_rotary=False,
         derived=check_options,
@@ -53,10 +51,9 @@ FAMILIES = {
         names=NAMES,
         defaults={"rms_norm_eps": 1e-6},
     ),
-    "bailing_moe_v2": replace(
-        TABLE["glm4_moe"],
-        architectures=(_SECOND,),
-        model_types=(),
+    "bailing_moe_v2": family_like(
+        "glm4_moe",
+        _SECOND,
         is_own=lambda config: _SECOND in (config.get("architectures") or ()),
         derived=check_options,
         keys=KEYS,

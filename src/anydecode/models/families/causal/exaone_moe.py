@@ -3,12 +3,11 @@ of sublayers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from anydecode.models.families.family import MixtureOfExperts
+from anydecode.models.families.like import family_like
 from anydecode.models.families.patterns import FULL, dense_layers, hybrid_pattern
-from anydecode.models.families.table import FAMILIES as TABLE
 from anydecode.models.families.values import Config
 
 
@@ -22,9 +21,9 @@ def _dense_layers(config: Config) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "exaone_moe": replace(
-        TABLE["exaone4"],
-        architectures=("ExaoneMoeForCausalLM",),
+    "exaone_moe": family_like(
+        "exaone4",
+        "ExaoneMoeForCausalLM",
         layer_types=_layer_types,
         norms="pre",
         keys={"num_shared_experts": ("n_shared_experts",)},

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import family_like
 
 FAMILIES = {
-    "flex_olmo": replace(
-        TABLE["olmoe"],
-        architectures=("FlexOlmoForCausalLM",),
+    "flex_olmo": family_like(
+        "olmoe",
+        "FlexOlmoForCausalLM",
         norms="post",
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0},
     )

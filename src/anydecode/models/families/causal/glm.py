@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from anydecode.models.families.like import family_like
 
-from anydecode.models.families.table import FAMILIES as TABLE
-
-FAMILIES = {
-    "glm": replace(
-        TABLE["glm4"], architectures=("GlmForCausalLM",), model_types=(), norms="pre", names={}
-    )
-}
+FAMILIES = {"glm": family_like("glm4", "GlmForCausalLM", norms="pre", names={})}

@@ -3,8 +3,6 @@ converted when it is loaded."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from anydecode.models.families.like import family_like
 
-from anydecode.models.families.table import FAMILIES as TABLE
-
-FAMILIES = {"gpt_bigcode": replace(TABLE["gpt2"], architectures=("GPTBigCodeForCausalLM",))}
+FAMILIES = {"gpt_bigcode": family_like("gpt2", "GPTBigCodeForCausalLM")}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from anydecode.models.families.family import MixtureOfExperts
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import family_like
 from anydecode.models.families.values import Config
 from anydecode.models.limits import refusal
 
@@ -34,9 +33,9 @@ def _counts(config: Config) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "hunyuan_v1_moe": replace(
-        TABLE["hunyuan_v1_dense"],
-        architectures=("HunYuanMoEV1ForCausalLM",),
+    "hunyuan_v1_moe": family_like(
+        "hunyuan_v1_dense",
+        "HunYuanMoEV1ForCausalLM",
         derived=_counts,
         moe=MixtureOfExperts(shared_module="shared_mlp"),
     )

@@ -3,12 +3,11 @@ sublayer."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from anydecode.models.families.family import Scales
+from anydecode.models.families.like import family_like
 from anydecode.models.families.patterns import granite_scales
-from anydecode.models.families.table import FAMILIES as TABLE
 from anydecode.models.families.values import Config, bool_value
 from anydecode.models.limits import refusal
 
@@ -29,9 +28,9 @@ def _checked(config: Config) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "hyperclovax": replace(
-        TABLE["granite"],
-        architectures=("HyperCLOVAXForCausalLM",),
+    "hyperclovax": family_like(
+        "granite",
+        "HyperCLOVAXForCausalLM",
         norms="both",
         scales=_scales,
         derived=_checked,

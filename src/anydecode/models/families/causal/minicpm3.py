@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from anydecode.models.families.like import family_like
 from anydecode.models.families.patterns import minicpm_scales
-from anydecode.models.families.table import FAMILIES as TABLE
 from anydecode.models.families.values import Config, int_value
 
 
@@ -17,9 +16,9 @@ def _value_size(config: Config) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "minicpm3": replace(
-        TABLE["deepseek_v3"],
-        architectures=("MiniCPM3ForCausalLM",),
+    "minicpm3": family_like(
+        "deepseek_v3",
+        "MiniCPM3ForCausalLM",
         moe=None,
         interleaved_rope=False,
         scales=minicpm_scales,

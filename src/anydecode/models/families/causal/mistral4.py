@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from anydecode.models.families.family import MixtureOfExperts
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import family_like
 from anydecode.models.families.values import Config, mapping_value
 
 
@@ -18,9 +17,9 @@ def _whole_rotary_part(config: Config) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "mistral4": replace(
-        TABLE["deepseek_v3"],
-        architectures=("Mistral4ForCausalLM",),
+    "mistral4": family_like(
+        "deepseek_v3",
+        "Mistral4ForCausalLM",
         has_query_growth=True,
         derived=_whole_rotary_part,
         moe=MixtureOfExperts(shared_module="shared_experts"),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from anydecode.models.families.family import MixtureOfExperts
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import family_like
 
 FAMILIES = {
-    "qwen3_vl_moe_text": replace(
-        TABLE["qwen3_moe"],
-        architectures=("Qwen3VLMoeForConditionalGeneration",),
+    "qwen3_vl_moe_text": family_like(
+        "qwen3_moe",
+        "Qwen3VLMoeForConditionalGeneration",
         moe=MixtureOfExperts(may_be_transposed=True),
     )
 }

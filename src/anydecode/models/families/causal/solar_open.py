@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import family_like
 
 FAMILIES = {
-    "solar_open": replace(
-        TABLE["glm4_moe"],
-        architectures=("SolarOpenForCausalLM",),
-        model_types=(),
+    "solar_open": family_like(
+        "glm4_moe",
+        "SolarOpenForCausalLM",
         qk_norm=None,
         defaults={
             "head_dim": 128,

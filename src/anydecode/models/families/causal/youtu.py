@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import family_like
 
 FAMILIES = {
-    "youtu": replace(
-        TABLE["deepseek_v3"],
-        architectures=("YoutuForCausalLM",),
+    "youtu": family_like(
+        "deepseek_v3",
+        "YoutuForCausalLM",
         moe=None,
         defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6},
     )

@@ -7,13 +7,11 @@ config has the class `NemotronLabsDiffusionForCausalLM`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from anydecode.models.families.dispatch import class_names
 from anydecode.models.families.family import Denoising
-from anydecode.models.families.like import diffusion_family
-from anydecode.models.families.table import FAMILIES as TABLE
+from anydecode.models.families.like import diffusion_family, family_like
 from anydecode.models.families.values import Config
 from anydecode.models.limits import refusal
 
@@ -42,9 +40,9 @@ FAMILIES = {
         ),
         derived=_checked,
     ),
-    "nemotron_labs_diffusion_ar": replace(
-        TABLE["ministral3"],
-        architectures=(_CAUSAL,),
+    "nemotron_labs_diffusion_ar": family_like(
+        "ministral3",
+        _CAUSAL,
         model_types=("nemotron_labs_diffusion",),
         is_own=lambda config: _CAUSAL in class_names(config),
         derived=_checked,
