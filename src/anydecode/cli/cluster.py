@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -449,7 +448,6 @@ def ffn(
 
     def ready(port: int) -> None:
         typer.echo(f"{READY}{host}:{port}")
-        sys.stdout.flush()
 
     asyncio.run(server.serve(host, port, ready, is_single=is_single))
 
@@ -773,13 +771,15 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         InvalidRequestError: It has another form.
     """
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+    from anydecode.cluster.connection import host_and_port
+
+    found = host_and_port(address)
+    if found is None:
         raise InvalidRequestError(
             f"--address is {address!r}; it must have the form HOST:PORT, such as"
             f" 127.0.0.1:{FLEET_PORT}"
         )
-    return host.strip("[]"), int(port)
+    return found
 
 
 def _ask(address: str, secret_file: Path | None, frame: Frame) -> Any:

@@ -37,6 +37,14 @@ MAX_UNSENT_BYTES = 256 << 20
 HANDSHAKE_SECONDS = 10.0
 
 
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Host and port of `HOST:PORT`; None if the address has another form."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        return None
+    return host.strip("[]"), int(port)
+
+
 class FleetConnectionError(FleetError):
     """A connection was refused, broke, or carried something that is no frame."""
 
@@ -136,7 +144,7 @@ class Connection:
         own_proof, other_proof = (_mac(secret, b"proof", side, challenges) for side in sides)
         writer.write(own_proof)
         if not hmac.compare_digest(await reader.readexactly(_TAG_BYTES), other_proof):
-            raise FleetConnectionError(f"{where} has another secret; give the same --secret-file")
+            raise FleetConnectionError(f"{where} has another secret; give both the same file")
         send, receive = (_mac(secret, b"frames", side, challenges) for side in sides)
         return cls(reader, writer, (send, receive))
 

@@ -33,8 +33,9 @@ def read_secret(file: Path | None, *, can_create: bool = False) -> bytes:
         except FileNotFoundError:
             if not can_create:
                 raise InvalidRequestError(
-                    f"there is no secret of a fleet in {path}: copy that file from the machine of"
-                    " the proxy, or give --secret-file"
+                    f"there is no secret of a fleet in {path}: copy the file from the machine of"
+                    " the process to connect to, or name another one (--secret-file; of step-3"
+                    " secret_file=)"
                 ) from None
             value = _created(path)
         except (OSError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.cluster.connection import host_and_port
 from anydecode.cluster.ffn import AttentionExecutor, FfnClient, LocalFfn
 from anydecode.cluster.secret import read_secret
 from anydecode.errors import InvalidRequestError
@@ -80,14 +81,13 @@ class FfnSplit(ModelSplit):
             raise InvalidRequestError(
                 f"step-3 has micro_batches={micro_batches}; allowed are 1 and more"
             )
-        host, colon, port = address.rpartition(":")
-        if address and not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        self.address = host_and_port(address) if address else None
+        if address and self.address is None:
             raise InvalidRequestError(
                 f"step-3 has address={address!r}; allowed is HOST:PORT, such as 127.0.0.1:8002"
             )
         self.micro_batches = micro_batches
         self.secret_file = None if secret_file is None else Path(secret_file)
-        self.place = (host.strip("[]"), int(port)) if address else None
         #: What starts the FFN process of each model that was opened without an address.
         self.local: list[LocalFfn] = []
 
@@ -97,7 +97,7 @@ class FfnSplit(ModelSplit):
         threads, clients = options.threads, list[FfnClient]()
         local: LocalFfn | None = None
         locate: Callable[[], tuple[str, int, bytes]]
-        if self.place is None:
+        if self.address is None:
             total = thread_count(threads)
             threads = max(1, total - total // 2)
             arguments = [str(path), "--threads", str(max(1, total // 2))]
@@ -108,8 +108,8 @@ class FfnSplit(ModelSplit):
             self.local.append(local)
         else:
             secret = read_secret(self.secret_file)
-            where = (*self.place, secret)
-            locate = lambda: where  # noqa: E731
+            server = (*self.address, secret)
+            locate = lambda: server  # noqa: E731
 
         def connect(facts: dict[str, Any], hidden: int) -> FfnClient:
             clients.append(FfnClient(locate, facts, hidden))
