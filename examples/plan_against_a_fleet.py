@@ -5,7 +5,7 @@ python examples/plan_against_a_fleet.py TRACE --model MODEL --rate 1 --prefill 1
 python examples/plan_against_a_fleet.py TRACE --model MODEL --slo ttft=2,tpot=0.1 --goodput
 
 The costs of passes are measured first, with as many processes at once as the fleet has workers,
-and never on the trace. Nothing else should run meanwhile.
+and never on the trace. The machine should be otherwise idle.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def split_size(
     entry_bytes = costs.ffn_bytes / costs.ffn_entries
     per_expert = ffn.flops * entry_bytes / (2 * ffn.bandwidth)
     state_bytes = costs.hidden_size * hidden_bytes
-    most = stage * ffn.network / state_bytes
-    batch = min(per_expert / costs.sparsity, most)
+    network_tokens = stage * ffn.network / state_bytes
+    batch = min(per_expert / costs.sparsity, network_tokens)
 
     def attention_fits(count: int) -> bool:
         each = batch / count
@@ -191,8 +191,8 @@ def split_size(
     return SplitSize(
         stage,
         per_expert,
-        most,
-        per_expert / most,
+        network_tokens,
+        per_expert / network_tokens,
         batch,
         _smallest(attention_fits),
         _smallest(ffn_fits),
@@ -202,15 +202,15 @@ def split_size(
 
 def report(costs: SplitCosts, size: SplitSize, attention: Instance) -> list[str]:
     """The formulas' results in words, one line each."""
-    most = attention.flops / attention.bandwidth
-    bound = "memory" if costs.intensity < most else "compute"
+    balance = attention.flops / attention.bandwidth
+    bound = "memory" if costs.intensity < balance else "compute"
     counts = [
         "no number of" if number is None else str(number) for number in (size.attention, size.ffn)
     ]
     lines = [
         f"stage: {1e6 * size.stage_seconds:.3g} us in each of {costs.num_layers} layers",
         f"attention: {costs.intensity:.3g} operations per byte of keys and values; an instance has"
-        f" {most:.3g} per byte, so it is bound by {bound}",
+        f" {balance:.3g} per byte, so it is bound by {bound}",
         f"FFNs: bound by compute from {size.tokens_per_expert:.3g} tokens per expert on; the"
         f" network brings {size.network_tokens:.3g} tokens per stage",
         f"experts: a token uses {costs.sparsity:.3g} of a layer's; below {size.min_sparsity:.3g} of"

@@ -202,12 +202,12 @@ class SloControl(RoleControl):
         decode = [one for one in workers if one.role == "decode"]
         idle = [one.name for one in decode if not (one.num_answers or one.prompts)]
         self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
-        waits = any(one.prompts for one in workers if one.role == "prefill")
-        rested = [name for name in idle if now - self._idle_since[name] >= self.period]
-        if len(decode) < 2 or not (waits and rested and self._may_change(now)):
+        has_prompts = any(one.prompts for one in workers if one.role == "prefill")
+        ready = [name for name in idle if now - self._idle_since[name] >= self.period]
+        if len(decode) < 2 or not (has_prompts and ready and self._may_change(now)):
             return None
         self._changed_at = now
-        return rested[0]
+        return ready[0]
 
     def preferred_length(self, workers: Sequence[WorkerLoad]) -> int | None:
         decode = [one for one in workers if one.role != "prefill" and one.can_decode]

@@ -368,7 +368,7 @@ def _published() -> Check:
     machine = Instance(8 * 1979e12, 8 * 3.35e12, 8 * 50e9)
     count = catalogue.build("step-3").micro_batches
     size = split_size(costs, machine, machine, 0.05, count, 3)
-    expected = {"intensity": 128, "stage": 273e-6, "least share of experts": 0.058}
+    expected = {"intensity": 128, "stage": 273e-6, "smallest share of experts": 0.058}
     found = dict(
         zip(expected, (costs.intensity, size.stage_seconds, size.min_sparsity), strict=True)
     )
