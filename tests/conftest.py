@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -10,8 +11,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-
-from anydecode.sampling import noise
 
 try:
     import torch
@@ -63,7 +62,7 @@ def sources_on_path() -> None:
 @pytest.fixture(autouse=True)
 def repeatable_seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a seed have the same ones in every run of a test."""
-    monkeypatch.setattr(noise.secrets, "randbits", Random(request.node.nodeid).getrandbits)
+    monkeypatch.setattr(secrets, "randbits", Random(request.node.nodeid).getrandbits)
 
 
 @pytest.fixture(scope="session")

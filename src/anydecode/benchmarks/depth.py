@@ -188,12 +188,13 @@ def measure(
                     by_draft = stack.enter_context(counted(drafter, num_prompt))
                 generation = llm.generate(prompt, decoder=method, trace=True, **options)
             found = generation.tokens
-            rounds = [one for one in generation.trace or () if one["tokens"]]
-            for one in rounds[1:]:
+            # The first round is that of the prompt.
+            rounds = [one for one in generation.trace or () if one["tokens"]][1:]
+            for one in rounds:
                 num_drafting += bool(one.get("drafted"))
                 num_drafts += len(one.get("drafted", ()))
                 num_accepted += len(one.get("accepted", ()))
-            num_rounds += len(rounds[1:])
+            num_rounds += len(rounds)
             is_same = [a == b for a, b in zip(found, text, strict=True)]
             free, first = free + sum(is_same), first + (*is_same, False).index(False)
             if is_exact:

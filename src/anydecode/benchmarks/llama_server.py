@@ -51,18 +51,22 @@ class LlamaServer:
             with httpx.Client(timeout=ANSWER_TIMEOUT, trust_env=False) as client:
                 response = client.post(f"{self._url}/completion", json=fields).raise_for_status()
             timings = response.json()["timings"]
-            first, rest = timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000
-            counts = {"tokens": timings["predicted_n"], "prompt_tokens": timings["prompt_n"]}
+            first = timings["prompt_ms"] / 1000
+            return {
+                "first": first,
+                "total": first + timings["predicted_ms"] / 1000,
+                "tokens": timings["predicted_n"],
+                "prompt_tokens": timings["prompt_n"],
+            }
         except (httpx.HTTPError, ValueError, LookupError) as error:
             return {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-        return {"first": first, "total": first + rest, **counts}
 
 
 def modes(types: str) -> list[tuple[str, str]]:
     """The modes of `--spec-types` as (type, file of the draft model or ""), after "none".
 
     Raises:
-        InvalidRequestError: A mode has no type, or stands twice.
+        InvalidRequestError: A mode has no type, or is given twice.
     """
     found = [("none", "")]
     for part in filter(None, (part.strip() for part in types.split(","))):
@@ -77,7 +81,7 @@ def modes(types: str) -> list[tuple[str, str]]:
 
 def names(types: str) -> tuple[str, ...]:
     """The names in the report of a server without drafts and of each mode."""
-    return tuple("llama-server" + f":{kind}" * (kind != "none") for kind, _ in modes(types))
+    return ("llama-server", *(f"llama-server:{kind}" for kind, _ in modes(types)[1:]))
 
 
 def start_llama_servers(
@@ -92,10 +96,9 @@ def start_llama_servers(
     server that does not start is reported through `log` and has a reason in `missing`."""
     servers = []
     for name, (kind, file) in zip(names(types), modes(types), strict=True):
-        options = [
-            f"--spec-type {kind}",
-            *([f"--spec-draft-model {shlex.quote(file)}"] * bool(file)),
-        ]
+        options = [f"--spec-type {kind}"]
+        if file:
+            options.append(f"--spec-draft-model {shlex.quote(file)}")
         command = (
             f"{shlex.quote(program)} --model {shlex.quote(model)} --threads {threads}"
             f" --ctx-size {CONTEXT} --parallel 1 --port {{port}} {' '.join(options)}"

@@ -132,12 +132,12 @@ def num_texts(rows: float, plain_rows: float, prompt_rows: float) -> int:
 def with_rows(
     rows: float, texts: int, prompt_rows: float, baseline: str, run: Callable[[str], Result]
 ) -> tuple[int, Result]:
-    """A baseline of as many texts as take so many rows: their number and the result. Texts that
-    begin alike share rows, so the number is corrected by what was computed.
+    """The number of texts with which a baseline computes about as many rows as a method, and its
+    result. Texts that begin alike share rows, so the number is corrected by what was computed.
 
     Args:
         rows: Rows of the method.
-        texts: The number of texts to begin with.
+        texts: The first number of texts that is tried.
         prompt_rows: Rows of the prompt.
         baseline: Its decoder, with `{n}` for the number of texts.
         run: Measures a decoder.

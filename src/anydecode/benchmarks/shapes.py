@@ -143,8 +143,8 @@ def random_blocks(
     if format == "TQ2_0":  # the code 3 is not used: it becomes 1
         data ^= (data & data >> 1 & 0x55) << 1
     if format == "Q4_0":  # the code 0, -8, becomes 0, which is 8: the others are symmetric
-        data |= np.where(data & 15, 0, 8).astype(np.uint8)
-        data |= np.where(data & 240, 0, 128).astype(np.uint8)
+        data[(data & 15) == 0] |= 8
+        data[(data & 240) == 0] |= 128
     if format in _BYTE_SCALES:
         count, scale = _BYTE_SCALES[format]
         data[:, :, :count] = scale
@@ -243,19 +243,25 @@ def bench_shapes(
     early_layers: Annotated[
         int,
         typer.Option(
-            "--early-layers", min=0, help="First layers behind which layers add less; 0: none do."
+            "--early-layers", min=0, help="First layers, behind which each adds less; 0: none does."
         ),
     ] = 0,
     change: Annotated[
         float,
         typer.Option(
-            "--change", min=0, max=1, help="With --early-layers: what the next layer adds."
+            "--change",
+            min=0,
+            max=1,
+            help="With --early-layers: what the next layer adds, relative to the first ones.",
         ),
     ] = 0.05,
     decay: Annotated[
         float,
         typer.Option(
-            "--decay", min=0, max=1, help="With --early-layers: what each later layer adds less."
+            "--decay",
+            min=0,
+            max=1,
+            help="With --early-layers: what each later layer adds, relative to the one before it.",
         ),
     ] = 0.7,
     json_file: JsonFile = None,
@@ -270,22 +276,23 @@ def bench_shapes(
             raise InvalidRequestError(
                 f"unknown {option} {value!r}; choose from {', '.join(allowed)}"
             )
-    sizes, exits = SHAPES[shape], None
+    name, sizes, exits = "random", SHAPES[shape], None
     if early_layers:
-        sizes, exits = replace(sizes, tied=False), EarlyExits(early_layers, change, decay)
-    if exits is not None and early_layers >= sizes.layers:
-        raise InvalidRequestError(
-            f"--early-layers {early_layers} leaves no layer of {shape}, which has {sizes.layers};"
-            " choose less"
-        )
-    if exits is not None and format not in _SCALES:
-        raise InvalidRequestError(
-            f"the scales of {format} are too coarse for --early-layers; choose from"
-            f" {', '.join(_SCALES)}"
-        )
+        if early_layers >= sizes.layers:
+            raise InvalidRequestError(
+                f"--early-layers {early_layers} leaves no layer of {shape}, which has"
+                f" {sizes.layers}; choose less"
+            )
+        if format not in _SCALES:
+            raise InvalidRequestError(
+                f"the scales of {format} are too coarse for --early-layers; choose from"
+                f" {', '.join(_SCALES)}"
+            )
+        # The head's weights are larger than those of the embedding.
+        name, sizes = "early", replace(sizes, tied=False)
+        exits = EarlyExits(early_layers, change, decay)
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"random-{shape}" if exits is None else f"early-{shape}"
-    path = folder / f"{name}.{format}.gguf"
+    path = folder / f"{name}-{shape}.{format}.gguf"
     size = write(path, sizes, format, exits)
     result = {"path": str(path), "format": format, "weight_bytes": size, **asdict(sizes)}
     write_report(result, json_file, lambda: print(f"{path}: {size / 1e9:.2f} GB of weights"))
