@@ -278,7 +278,16 @@ _OPT = _Layout(
     rows=_in_sequence,
     num_unused=2,
 )
-_GPT_NEO = _Layout(
+#: The modules of a layer of GPT-Neo that a layer of EXAONE 3 has too.
+_NEO_INNER = {
+    "ln_1": ("input_layernorm",),
+    "ln_2": ("post_attention_layernorm",),
+    **{f"attn.attention.{part}_proj": (f"self_attn.{part}_proj",) for part in "qkv"},
+    "attn.attention.out_proj": ("self_attn.o_proj",),
+    "mlp.c_proj": ("mlp.down_proj",),
+}
+_GPT_NEO = replace(
+    _GPT2,
     keys={
         "num_layers": "num_hidden_layers",
         "num_heads": "num_attention_heads",
@@ -289,48 +298,31 @@ _GPT_NEO = _Layout(
     },
     defaults={"hidden_act": "gelu_new", "tie_word_embeddings": True, "sliding_window": 256},
     fixed={},
-    prefixes=("transformer.", ""),
-    blocks="h",
-    outer={"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"},
-    inner={
-        "ln_1": ("input_layernorm",),
-        "ln_2": ("post_attention_layernorm",),
-        **{f"attn.attention.{part}_proj": (f"self_attn.{part}_proj",) for part in "qkv"},
-        "attn.attention.out_proj": ("self_attn.o_proj",),
-        "mlp.c_fc": ("mlp.up_proj",),
-        "mlp.c_proj": ("mlp.down_proj",),
-    },
+    inner={**_NEO_INNER, "mlp.c_fc": ("mlp.up_proj",)},
     qkv="",
-    rows=_in_sequence,
+    is_transposed=False,
 )
 _GPT_BIGCODE = replace(
     _GPT2,
     defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     fixed={"scale_attn_weights": True, "add_cross_attention": False},
+    rows=_by_group,
     is_transposed=False,
 )
-_EXAONE = _Layout(
+_EXAONE = replace(
+    _GPT_NEO,
     keys={
         "num_layers": "num_hidden_layers",
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "rms_norm_eps",
     },
     defaults={"rms_norm_eps": 1e-5},
-    fixed={},
-    prefixes=("transformer.", ""),
-    blocks="h",
     outer={"wte": "embed_tokens", "ln_f": "norm"},
     inner={
-        "ln_1": ("input_layernorm",),
-        "ln_2": ("post_attention_layernorm",),
-        **{f"attn.attention.{part}_proj": (f"self_attn.{part}_proj",) for part in "qkv"},
-        "attn.attention.out_proj": ("self_attn.o_proj",),
+        **_NEO_INNER,
         "mlp.c_fc_0": ("mlp.gate_proj",),
         "mlp.c_fc_1": ("mlp.up_proj",),
-        "mlp.c_proj": ("mlp.down_proj",),
     },
-    qkv="",
-    rows=_in_sequence,
     has_key_heads=True,
 )
 _INTERNLM2 = _Layout(
@@ -408,11 +400,8 @@ def to_hf_layout(
         inner |= _complete_falcon(usual)
     if config["model_type"] == "mpt":
         _complete_mpt(usual)
-    if config["model_type"] == "gpt_bigcode":
-        if not bool_value(usual, "multi_query", True):
-            layout = replace(layout, rows=_by_group)
-        else:
-            usual["num_key_value_heads"] = 1
+    if config["model_type"] == "gpt_bigcode" and bool_value(usual, "multi_query", True):
+        usual["num_key_value_heads"] = 1
     if not bool_value(usual, "do_layer_norm_before", True):
         inner |= _SUM_NORMS
     if config["model_type"] in ("gptj", "codegen"):
