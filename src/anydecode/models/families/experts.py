@@ -161,7 +161,10 @@ class _ExpertReader:
         elif self._reader.has(self._stacked[0]):
             weights = self._stacks()
         elif self._reader.has(f"{self._block}.gate_proj.weight"):
-            weights = ExpertWeights(*self._stacks_by_kind(f"{self._block}.{{}}_proj.weight"))
+            gate, up, down = (
+                self._stack(f"{self._block}.{kind}_proj.weight", kind) for kind in _NAMES
+            )
+            weights = ExpertWeights(gate, up, down)
         else:
             gate, up, down = map(self._modules, _NAMES)
             weights = ExpertWeights(gate, up, down)
@@ -175,21 +178,16 @@ class _ExpertReader:
         if not self._reader.has(f"{self._name}.up_proj"):
             up, down = map(self._modules, kinds)
             return ExpertWeights([], up, down)
-        _, up, down = self._stacks_by_kind(f"{self._name}.{{}}_proj", kinds)
+        up, down = (self._stack(f"{self._name}.{kind}_proj", kind) for kind in kinds)
         return ExpertWeights([], up, down)
 
-    def _stacks_by_kind(
-        self, name: str, kinds: tuple[str, ...] = tuple(_NAMES)
-    ) -> tuple[list[Weight], list[Weight], list[Weight]]:
-        """Gates, ups and downs (none of what is not in `kinds`), one stack each: the tensors `name`
-        with the kind in place of {}."""
-        found: dict[str, list[Weight]] = {kind: [] for kind in _NAMES}
-        for kind in kinds:
-            parts = self._reader.stacked(name.format(kind), (self._count, *self._shapes[kind]))
-            found[kind] = [
-                self._convert(plain_weight(part), kind, e) for e, part in enumerate(parts)
-            ]
-        return found["gate"], found["up"], found["down"]
+    def _stack(self, name: str, kind: str) -> list[Weight]:
+        """The matrices of one kind, stored as one stack `[experts, out, in]`."""
+        return self._parts(self._reader.stacked(name, (self._count, *self._shapes[kind])), kind)
+
+    def _parts(self, stack: np.ndarray, kind: str) -> list[Weight]:
+        """The matrices of a stack `[experts, out, in]`."""
+        return [self._convert(plain_weight(part), kind, e) for e, part in enumerate(stack)]
 
     def _modules(self, kind: str) -> list[Weight]:
         """The matrices of one kind, stored as one module per expert."""
@@ -205,7 +203,7 @@ class _ExpertReader:
         count, hidden, inner = self._count, self._hidden, self._inner
         is_interleaved = self._moe.is_interleaved
         is_transposed = is_interleaved or self._moe.is_transposed
-        if self._moe.may_be_transposed:
+        if is_transposed is None:
             is_transposed = self._reader.shape(self._stacked[1]) == (count, inner, hidden)
         shape = (count, hidden, 2 * inner) if is_transposed else (count, 2 * inner, hidden)
         gate_up = self._reader.stacked(self._stacked[0], shape)
@@ -217,12 +215,9 @@ class _ExpertReader:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:
             gate, up = gate_up[:, :inner], gate_up[:, inner:]
-        stacks = {"gate": gate, "up": up, "down": down}
-        gates, ups, downs = (
-            [self._convert(plain_weight(part), kind, e) for e, part in enumerate(parts)]
-            for kind, parts in stacks.items()
+        return ExpertWeights(
+            self._parts(gate, "gate"), self._parts(up, "up"), self._parts(down, "down")
         )
-        return ExpertWeights(gates, ups, downs)
 
     def _packed_stacks(self) -> ExpertWeights:
         """Experts in MXFP4: codes `[experts, out, blocks, 16]` and exponents `[experts, out,

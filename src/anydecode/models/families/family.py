@@ -21,9 +21,8 @@ class MixtureOfExperts:
         is_interleaved: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
             and up alternating (gpt-oss).
         is_transposed: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
-            before those of up (Llama 4).
-        may_be_transposed: Whether some files have stacked matrices in that layout, and others have
-            `[experts, out, in]` (Qwen3-VL). The shape of the last stack says which.
+            before those of up (Llama 4), and not `[experts, out, in]`. None: the shape of the last
+            stack says which (Qwen3-VL).
         scoring: See `Routing.scoring`.
         has_selection_bias: See `ExpertWeights.selection_bias`; its tensor is `expert_bias` of the
             block or of the router, or `e_score_correction_bias`.
@@ -46,8 +45,7 @@ class MixtureOfExperts:
     is_normalised: bool = True
     has_biases: bool = False
     is_interleaved: bool = False
-    is_transposed: bool = False
-    may_be_transposed: bool = False
+    is_transposed: bool | None = False
     scoring: str = "softmax"
     has_selection_bias: bool = False
     shared_module: str | None = None

@@ -9,6 +9,6 @@ FAMILIES = {
     "qwen3_vl_moe_text": family_like(
         "qwen3_moe",
         "Qwen3VLMoeForConditionalGeneration",
-        moe=MixtureOfExperts(may_be_transposed=True),
+        moe=MixtureOfExperts(is_transposed=None),
     )
 }
