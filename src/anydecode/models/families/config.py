@@ -92,8 +92,8 @@ _MULTIMODAL = (
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
-    "Step3VLForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "Step3VLForConditionalGeneration",
 )
 
 
