@@ -133,6 +133,19 @@ def test_several_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"score {score:.4f}" in printed.err for score in scores)
 
 
+def test_passes_of_several_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The texts of one search, and copies of a greedy text, have the passes of the first one."""
+    arguments = ["generate", "abc", "--max-tokens", "4", "--ignore-eos", "--samples", "3"]
+    shared = ["4", "no further", "no further"]
+    for given, expected in (
+        (["--decoder", "beam"], shared),
+        (["--decoder", "autoregressive"], shared),
+        (["--decoder", "autoregressive", "--temperature", "1"], ["4"] * 3),
+    ):
+        assert invoke(*arguments, *given) == 0
+        assert re.findall(r"\), (.*?) passes,", capsys.readouterr().err) == expected
+
+
 def test_streamed_text_equals_json_text(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "abc", "--max-tokens", "8", "--temperature", "0.9", "--seed", "3"]
     invoke(*arguments, "--json")

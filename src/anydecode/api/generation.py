@@ -14,7 +14,8 @@ class Stats:
     """Statistics of one generation.
 
     Attributes:
-        passes: Number of target forward passes with rows of this sequence.
+        passes: Number of target forward passes with rows of this sequence. Where several texts come
+            from one search, or are the same greedy text, all passes and rows count with the first.
         num_tokens: Number of generated tokens.
         num_prompt_tokens: Number of prompt tokens.
         seconds: Time from submission to the last token.
@@ -23,7 +24,8 @@ class Stats:
         num_cached_tokens: Prompt tokens taken from the prefix cache instead.
         num_accepted_predictions: Tokens drafted from `prediction` that were accepted.
         num_rejected_predictions: Tokens drafted from `prediction` that were rejected.
-        num_first_tokens: Number of tokens that came together with the first one.
+        num_first_tokens: Number of tokens that came at `time_to_first_token`, the first one
+            included.
     """
 
     passes: int

@@ -189,26 +189,30 @@ def stream(chunks: Iterable[StreamChunk]) -> Generation:
 
 def print_samples(generation: Generation) -> None:
     """Write each sample to stdout and its summary to stderr."""
-    for sample in generation.samples:
+    for number, sample in enumerate(generation.samples):
         write_now(sample.text + "\n")
         score = "" if sample.score is None else f", score {sample.score:.4f}"
-        note(summary(sample) + score)
+        note(summary(sample, is_first=number == 0) + score)
 
 
-def summary(generation: Generation) -> str:
+def summary(generation: Generation, is_first: bool = True) -> str:
     """The summary line of a generation; its speed is computed from the tokens and seconds as
     printed:
 
     `128 tokens in 0.841 s: 152.2 tokens/s (prompt included; first token after 0.020 s), 40 passes,
     length`
+
+    Args:
+        generation: The generation.
+        is_first: Whether it is the first sample, with which the passes of a search count.
     """
     stats = generation.stats
+    passes = f"{stats.passes} passes" if is_first or stats.passes else "no further passes"
     seconds = max(round(stats.seconds, 3), 0.001)
     return (
         f"{stats.num_tokens} tokens in {seconds:.3f} s: {stats.num_tokens / seconds:.1f} tokens/s"
         f" (prompt included; first token after {stats.time_to_first_token:.3f} s),"
-        f" {stats.passes} passes,"
-        f" {generation.finish_reason}"
+        f" {passes}, {generation.finish_reason}"
     )
 
 
