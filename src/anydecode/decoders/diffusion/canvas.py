@@ -295,22 +295,23 @@ class Canvas:
         Sources are positions of the same range, each at most once; what is no source is dropped.
         """
         stop = first + len(sources)
-        kept = [source for source in sources if source is not None]
-        dropped = np.delete(np.arange(first, stop), np.array(kept, int) - first)
+        moved = {source: p for p, source in enumerate(sources, first) if source is not None}
+        kept, positions = list(moved), list(moved.values())
+        dropped = [position for position in range(first, stop) if position not in moved]
         self.meter.committed -= int((self.committed[dropped] >= 0).sum())
-        moved = [first + index for index, source in enumerate(sources) if source is not None]
         for values, empty in (
             (self.tokens, self.mask),
             (self.committed, MASKED),
             (self.confidence, 0.0),
         ):
-            old = values[kept].copy()
+            kept_values = values[kept]
             values[first:stop] = empty
-            values[moved] = old
-        entries = [self.logprobs.get(source) for source in kept]
-        outside = {p: entry for p, entry in self.logprobs.items() if not first <= p < stop}
-        inside = {p: entry for p, entry in zip(moved, entries, strict=True) if entry is not None}
-        self.logprobs = outside | inside
+            values[positions] = kept_values
+        self.logprobs = {
+            moved.get(position, position): entry
+            for position, entry in self.logprobs.items()
+            if position not in dropped
+        }
 
     def copy_tokens(self, positions: Iterable[int] = (), tokens: Iterable[int] = ()) -> np.ndarray:
         """A copy of the tokens with `tokens` at `positions`: a draft canvas."""

@@ -10,7 +10,7 @@ choice of these five parts, or a subclass that changes one step of the loop.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -273,23 +273,29 @@ class Denoiser(Decoder):
         `tokens` are their tokens (default: the sampled ones). `trace_fields` are added to the trace
         record.
         """
-        if tokens is not None:
-            self._compute_logprobs(
-                sequence, canvas, predictions, chosen, tokens, predictions.sampler
-            )
-        elif sequence.sampler.is_stateful:
+        if tokens is None and sequence.sampler.is_stateful:
             chosen, tokens = self._sample_in_order(sequence, canvas, predictions, chosen)
+            canvas.commit(chosen, tokens, predictions.probabilities_drawn(chosen, tokens))
         else:
-            tokens = predictions.tokens(chosen).tolist()
-            self._compute_logprobs(
-                sequence, canvas, predictions, chosen, tokens, predictions.sampler
-            )
-        confidence = [
-            predictions.probability_drawn(position, token)
-            for position, token in zip(chosen, tokens, strict=True)
-        ]
-        canvas.commit(chosen, tokens, confidence)
+            tokens = predictions.tokens(chosen).tolist() if tokens is None else tokens
+            self.write(sequence, canvas, predictions, chosen, tokens, canvas.commit)
         self.finish_step(sequence, canvas, predictions, chosen, **trace_fields)
+
+    def write(
+        self,
+        sequence: Sequence,
+        canvas: Canvas,
+        predictions: Predictions,
+        positions: Seq[int] | np.ndarray,
+        tokens: list[int],
+        change: Callable[[Any, list[int], np.ndarray], None],
+    ) -> None:
+        """Unmask positions (`change` is `canvas.commit`) or replace their tokens (`canvas.edit`),
+        with the probabilities and the log-probabilities of the tokens."""
+        self._compute_logprobs(
+            sequence, canvas, predictions, positions, tokens, predictions.sampler
+        )
+        change(positions, tokens, predictions.probabilities_drawn(positions, tokens))
 
     def finish_step(
         self,

@@ -184,10 +184,7 @@ class GrammaticalDenoiser(Denoiser):
         token: int,
     ) -> None:
         """Commit a token; after an end of text, also commit it to all later masks."""
-        self._compute_logprobs(
-            sequence, canvas, predictions, [position], [token], predictions.sampler
-        )
-        canvas.commit([position], [token], [predictions.probability_drawn(position, token)])
+        self.write(sequence, canvas, predictions, [position], [token], canvas.commit)
         if sequence.stops_at(token):
             later = np.flatnonzero(canvas.committed[position:] == MASKED) + position
             canvas.commit(later, [token] * len(later), [1.0] * len(later))

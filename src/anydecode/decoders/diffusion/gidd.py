@@ -104,7 +104,8 @@ class Interpolating(RevisingDenoiser):
         changed = ~was_masked & ~is_masked & (drawn != canvas.tokens[positions])
         remasked = positions[~was_masked & is_masked]
         canvas.remask(remasked)
-        self._edit(sequence, canvas, predictions, positions[changed], drawn[changed])
+        edited, tokens = positions[changed], drawn[changed].tolist()
+        self.write(sequence, canvas, predictions, edited, tokens, canvas.edit)
         filled = was_masked & ~is_masked
         self.commit(
             sequence,
@@ -113,7 +114,7 @@ class Interpolating(RevisingDenoiser):
             positions[filled],
             drawn[filled].tolist(),
             remasked=remasked.tolist(),
-            edited=positions[changed].tolist(),
+            edited=edited.tolist(),
         )
 
     def _uniform(self, sequence: Sequence) -> float:
@@ -144,26 +145,9 @@ class Interpolating(RevisingDenoiser):
         is_changed = bool(scores.any()) and state[_STALE] < PATIENCE
         state[IS_SETTLED] = not is_changed or corrected >= self.corrections
         chosen = [int(scores.argmax())] if is_changed else []
-        self._edit(sequence, canvas, predictions, positions[chosen], drawn[chosen])
-        edited = positions[chosen].tolist()
-        self.commit(sequence, canvas, predictions, positions[:0], [], edited=edited)
-
-    def _edit(
-        self,
-        sequence: Sequence,
-        canvas: Canvas,
-        predictions: Predictions,
-        positions: np.ndarray,
-        tokens: np.ndarray,
-    ) -> None:
-        confidence = [
-            predictions.probability_drawn(position, int(token))
-            for position, token in zip(positions, tokens, strict=True)
-        ]
-        canvas.edit(positions, tokens, confidence)
-        self._compute_logprobs(
-            sequence, canvas, predictions, positions, tokens.tolist(), predictions.sampler
-        )
+        edited = positions[chosen]
+        self.write(sequence, canvas, predictions, edited, drawn[chosen].tolist(), canvas.edit)
+        self.commit(sequence, canvas, predictions, positions[:0], [], edited=edited.tolist())
 
 
 def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:

@@ -16,13 +16,13 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.caches import DEVIATIONS, BlockCausalCache
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.predictions import Predictions
-from anydecode.decoders.diffusion.rankings import best_first
 from anydecode.decoders.diffusion.revising import (
     IS_SETTLED,
     STATEFUL,
     RevisedBlocks,
     RevisingDenoiser,
 )
+from anydecode.decoders.diffusion.unmasking import top_k
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
@@ -139,9 +139,8 @@ class LevenshteinEditing(RevisingDenoiser):
         is_sure: np.ndarray = is_mask & (confidence > self.threshold)
         if np.count_nonzero(is_sure) >= count:
             return is_sure
-        masks = np.flatnonzero(is_mask)
         result = np.zeros(len(is_mask), bool)
-        result[masks[best_first(confidence[masks])[:count]]] = True
+        result[is_mask] = top_k(confidence[is_mask], count)
         return result
 
     def _escape(
@@ -193,11 +192,7 @@ class LevenshteinEditing(RevisingDenoiser):
         edited = [position for position in values if canvas.committed[position] >= 0]
         for group, change in ((filled, canvas.commit), (edited, canvas.edit)):
             tokens = [values[position] for position in group]
-            self._compute_logprobs(
-                sequence, canvas, predictions, np.array(group, int), tokens, predictions.sampler
-            )
-            pairs = zip(group, tokens, strict=True)
-            change(group, tokens, [predictions.probability_drawn(*pair) for pair in pairs])
+            self.write(sequence, canvas, predictions, group, tokens, change)
         if deleted or split:
             self._rearrange(canvas, deleted, split)
         self.finish_step(

@@ -183,6 +183,11 @@ class Predictions:
         scores, tokens = self._confidence_scores(int(position))
         return self.statistics(position).probability_of(Distribution(tokens, scores).score(token))
 
+    def probabilities_drawn(self, positions: Iterable[int], tokens: Iterable[int]) -> np.ndarray:
+        """The probability of a token at each position before sampling noise, float64."""
+        pairs = zip(positions, tokens, strict=True)
+        return np.array([self.probability_drawn(*pair) for pair in pairs], np.float64)
+
     def _confidence_scores(self, position: int) -> tuple[np.ndarray, np.ndarray | None]:
         if (
             self._confidence_sampler.is_temperature_only

@@ -154,27 +154,15 @@ class SelfVerified(Denoiser):
             canvas.open(*block)
             self.unmask.on_block_opened(canvas)
         done = run[: len(accepted)]
-        if sequence.compute_logprobs is not None:
-            self._compute_logprobs(
-                sequence, canvas, verification, done, accepted, predictions.sampler
-            )
-        confidence = [
-            verification.probability_drawn(position, token)
-            for position, token in zip(done, accepted, strict=True)
-        ]
-        canvas.commit(done, accepted, confidence)
+        self.write(sequence, canvas, verification, done, accepted, canvas.commit)
         assert isinstance(self.unmask, ThresholdOrSchedule)
         num_missing = self.unmask.schedule.quota(canvas) - len(accepted)
         remaining = canvas.masked(*block)
         if self.complete and num_missing > 0 and len(remaining):
             order = np.argsort(-self.ranking.rank(canvas, predictions, remaining), kind="stable")
             more = np.sort(remaining[order[:num_missing]])
-            if sequence.compute_logprobs is not None:
-                chosen = predictions.tokens(more).tolist()
-                self._compute_logprobs(
-                    sequence, canvas, predictions, more, chosen, predictions.sampler
-                )
-            canvas.commit(more, predictions.tokens(more), predictions.confidence(more))
+            chosen = predictions.tokens(more).tolist()
+            self.write(sequence, canvas, predictions, more, chosen, canvas.commit)
             done = np.union1d(done, more)
         self._record(canvas, context, True, canvas.meter.committed - num_committed)
         self.finish_step(sequence, canvas, predictions, done, verified=len(accepted))

@@ -79,11 +79,8 @@ class TokenEditing(RevisingDenoiser):
         canvas.policy_state[IS_SETTLED] = (
             not len(edited) or canvas.policy_state[_POST_STEPS] >= self.max_post_steps
         )
-        tokens = predictions.tokens(edited)
-        canvas.edit(edited, tokens, predictions.confidence(edited))
-        self._compute_logprobs(
-            sequence, canvas, predictions, edited, tokens.tolist(), predictions.sampler
-        )
+        tokens = predictions.tokens(edited).tolist()
+        self.write(sequence, canvas, predictions, edited, tokens, canvas.edit)
         chosen = self.choose(canvas, predictions, masks) if len(masks) else masks
         self.commit(sequence, canvas, predictions, chosen, edited=edited.tolist())
 
