@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-import numpy as np
-
 from anydecode.api.embedding_reward import EmbeddingReward
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
+from anydecode.models.classification import sigmoid
 from anydecode.models.sentence_diffusion import EmbeddingClassifier
 from anydecode.rewards.reward import SampledText
 
@@ -48,5 +47,5 @@ class Attribute(EmbeddingReward):
             )
 
     def values(self, prompt: str, texts: Seq[SampledText]) -> list[float]:
-        logits = self.classifier.logits(self.embeddings([one.text for one in texts]))
-        return [0.5 + 0.5 * float(np.tanh(0.5 * one)) for one in logits]
+        embeddings = self.embeddings([text.text for text in texts])
+        return [float(value) for value in sigmoid(self.classifier.logits(embeddings))]

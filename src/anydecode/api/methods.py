@@ -30,8 +30,7 @@ MAX_LEARNED_BYTES = 256 << 20
 
 class Methods:
     """The decoders in use; safe for threads. A decoder keeps what it learns from requests,
-    separately per namespace. Where a
-    file that a parameter names has changed, the decoder is built anew.
+    separately per namespace. It is built again when a file that a parameter names has changed.
 
     Args:
         drafting: Limits how much all decoders together may draft, or None.

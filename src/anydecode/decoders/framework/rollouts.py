@@ -202,7 +202,10 @@ class Rollouts:
     def open_branches(self) -> list[Sequence]:
         """Open the branches of a group that is not extended itself: other groups continue them.
         Nothing is scored."""
-        self._branches = [self._branch(self.sequence, rollout) for rollout in self.rollouts]
+        self._branches = [
+            self._branch(self._origins.get(number, self.sequence), rollout)
+            for number, rollout in enumerate(self.rollouts)
+        ]
         return self._branches
 
     def branch(self, number: int) -> Sequence:
@@ -229,23 +232,16 @@ class Rollouts:
         """Score what is unscored of the sequence and open the branches. Rollouts without tokens
         sample their first."""
         if not self.sequence.unscored(self.runner):  # then all rollouts have tokens
-            self._branches = self._opened()
+            self.open_branches()
             return
         scores: Scores = yield self.sequence.score(runner=self.runner)
         row = scores.row(-1).copy()
-        self._branches = self._opened()
+        self.open_branches()
         for number, rollout in enumerate(self.rollouts):
             if not rollout.tokens:
                 branch = self._branches[number]
                 scores.show_hidden(branch.sampler, -1)
                 self._sample(number, row)
-
-    def _opened(self) -> list[Sequence]:
-        """A branch of each rollout."""
-        return [
-            self._branch(self._origins.get(number, self.sequence), rollout)
-            for number, rollout in enumerate(self.rollouts)
-        ]
 
     def _branch(self, origin: Sequence, rollout: Rollout) -> Sequence:
         """A branch with the tokens of `rollout`, of which `origin` may have the first ones."""

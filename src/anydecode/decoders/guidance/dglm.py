@@ -147,12 +147,13 @@ class Dglm(Decoder):
                 "dglm needs guidance of at least 0, and level and variance from 0 to 1, not"
                 f" {guidance:g}, {level:g} and {variance:g}"
             )
-        if guidance and classifier is None and without is None:
+        is_guided = classifier is not None or without is not None
+        if guidance and not is_guided:
             raise InvalidRequestError(
                 "dglm has guidance but no classifier: `anydecode train classifier` makes one, and"
                 " dglm:classifier=FILE reads it"
             )
-        if not guidance and not (classifier is None and without is None):
+        if is_guided and not guidance:
             raise InvalidRequestError(
                 "dglm has a classifier but no guidance: give guidance= above 0, such as 20"
             )
@@ -285,7 +286,7 @@ class Dglm(Decoder):
                 pull_backs.append((weight, pull_back))
         start = signal * state - spread * velocity
         added = spread * state + signal * velocity
-        if not self.classifiers or not self.guidance:
+        if not self.classifiers:
             return start, added
         points = noise.normal(NUM_POINTS * size, step, _POINTS).reshape(NUM_POINTS, size)
         by_start = self._gradient(parts, start + spread / signal * points)
