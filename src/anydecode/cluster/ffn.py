@@ -13,7 +13,6 @@ import queue
 import secrets
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -37,6 +36,7 @@ from anydecode.models.ffn_split import (
 )
 from anydecode.models.network import Network
 from anydecode.models.transformer import Executor
+from anydecode.server.event_loop import EventLoopThread
 from anydecode.version import __version__
 
 #: Maximum size of the hidden states of one frame, in bytes.
@@ -162,12 +162,8 @@ class FfnClient:
     ) -> None:
         self._locate, self._facts, self._hidden = locate, facts, hidden
         self._rows_per_frame = max(1, MAX_FRAME_BYTES // (4 * hidden))
-        self._loop = asyncio.new_event_loop()
+        self._events = EventLoopThread("anydecode-ffn")
         self._connection: Connection | None = None
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="anydecode-ffn", daemon=True
-        )
-        self._thread.start()
         atexit.register(self.close)  # of models that nobody closes
 
     def connect(self) -> str:
@@ -184,8 +180,7 @@ class FfnClient:
         # Those of the connection: late entries of one that broke are not those of the next.
         self._results: queue.SimpleQueue[tuple[Frame, bytes] | FleetConnectionError]
         self._results = queue.SimpleQueue()
-        opened = asyncio.run_coroutine_threadsafe(self._open(host, port, secret), self._loop)
-        self._connection = opened.result()
+        self._connection = self._events.run(self._open(host, port, secret))
         self._send({"facts": self._facts}, b"")
         welcome, _ = self._next()
         if welcome["different"]:
@@ -226,7 +221,7 @@ class FfnClient:
             except FleetConnectionError as error:
                 results.put(error)
 
-        self._loop.call_soon_threadsafe(write)
+        self._events.loop.call_soon_threadsafe(write)
 
     def receive(self, layer: int, count: int) -> np.ndarray:
         """The hidden states after `layer` of the oldest micro-batch that was sent and not received,
@@ -256,7 +251,7 @@ class FfnClient:
 
     def _drop(self) -> None:
         if self._connection is not None:
-            asyncio.run_coroutine_threadsafe(self._end(self._connection), self._loop).result()
+            self._events.run(self._end(self._connection))
             self._connection = None
 
     async def _end(self, connection: Connection) -> None:
@@ -267,11 +262,9 @@ class FfnClient:
     def close(self) -> None:
         """End the connection."""
         atexit.unregister(self.close)
-        if self._thread.is_alive():
+        if self._events.is_running:
             self._drop()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._events.close()
 
 
 class AttentionExecutor:

@@ -60,6 +60,7 @@ from anydecode.sampling.params import SamplingParams
 from anydecode.scoring.media import Encoder, Media
 from anydecode.scoring.state import StateKey
 from anydecode.server import logs
+from anydecode.server.event_loop import EventLoopThread
 
 #: The task of a sample, and what its worker has reported at its end.
 _TASK: StateKey[Task] = StateKey("cluster", "task")
@@ -106,21 +107,17 @@ class FleetDriver(Driver):
         self._jobs: dict[int, Job] = {}
         self._connections: dict[str, Connection] = {}
         self._progress = threading.Condition()
-        self._events = asyncio.new_event_loop()
-        self._events_thread = threading.Thread(
-            target=self._events.run_forever, name="anydecode-fleet", daemon=True
-        )
-        self._events_thread.start()
+        self._events = EventLoopThread("anydecode-fleet")
         try:
-            self._server = self._call(asyncio.start_server(self._serve, host, port))
+            self._server = self._events.run(asyncio.start_server(self._serve, host, port))
         except OSError as error:
-            self._stop_loop()
+            self._events.close()
             raise InvalidRequestError(
                 f"workers cannot connect to {host}:{port}: {error.strerror}; choose another"
                 " --fleet-host or --fleet-port"
             ) from None
         self.port: int = self._server.sockets[0].getsockname()[1]
-        self._ticks = asyncio.run_coroutine_threadsafe(self._tick(), self._events)
+        self._ticks = asyncio.run_coroutine_threadsafe(self._tick(), self._events.loop)
 
     @property
     def num_running(self) -> int:
@@ -146,12 +143,12 @@ class FleetDriver(Driver):
                 "a fleet of workers generates text only: serve embeddings, reranking and scores"
                 " with `anydecode serve`"
             )
-        self._events.call_soon_threadsafe(self._submit, job)
+        self._events.loop.call_soon_threadsafe(self._submit, job)
 
     def cancel(self, job: Job) -> None:
         """End a job, and its task on the worker."""
         if not job.done and not self._closed:
-            self._events.call_soon_threadsafe(self._cancel, job)
+            self._events.loop.call_soon_threadsafe(self._cancel, job)
 
     def advance(self, until: Callable[[], bool]) -> None:
         """Wait until `until()` is true, which depends on the progress of jobs."""
@@ -169,21 +166,13 @@ class FleetDriver(Driver):
         if self._closed:
             return
         self._closed = True
-        self._call(self._close())
-        self._stop_loop()
+        self._events.run(self._close())
+        self._events.close()
         self.engine.close()
 
     def status(self) -> Frame:
         """The workers, tasks and counters."""
-        return self._call(self._status())
-
-    def _call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._events).result()
-
-    def _stop_loop(self) -> None:
-        self._events.call_soon_threadsafe(self._events.stop)
-        self._events_thread.join()
-        self._events.close()
+        return self._events.run(self._status())
 
     async def _close(self) -> None:
         self._ticks.cancel()

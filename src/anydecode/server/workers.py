@@ -15,7 +15,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 import anydecode
 from anydecode.server.errors import ApiError
+from anydecode.server.event_loop import EventLoopThread
 from anydecode.server.jobs import Limits
 from anydecode.server.logs import log
 from anydecode.server.worker import LENGTH, Outcome
@@ -256,22 +256,18 @@ class WorkerPool:
     """The worker processes, driven by an event loop on a thread of its own."""
 
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._events = EventLoopThread("anydecode-workers")
         self._turns = Turns(num_workers)
         self._idle = [_Worker() for _ in range(num_workers)]
         self._workers = list(self._idle)
         self._threads = ThreadPoolExecutor(num_workers, "anydecode-prepare")
         self._payloads: WeakKeyDictionary[Any, tuple[str, bytes]] = WeakKeyDictionary()
         self._num_objects = 0
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="anydecode-workers", daemon=True
-        )
-        self._thread.start()
 
     def start(self) -> None:
         """Start the processes now, so that no job waits for it."""
         for worker in self._workers:
-            asyncio.run_coroutine_threadsafe(worker.start(), self._loop).result()
+            self._events.run(worker.start())
 
     async def run(
         self,
@@ -307,12 +303,13 @@ class WorkerPool:
                     key, payload = self._payload(using)
                     message = _pickled((job[0], key, job[1], limits), what)
                     result = await worker.run(key, payload, message, limits, what)
-                return await self._loop.run_in_executor(self._threads, finish, result)
+                return await self._events.loop.run_in_executor(self._threads, finish, result)
             finally:
                 self._idle.append(worker)
                 self._turns.release(client)
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(in_turn(), self._loop))
+        done = asyncio.run_coroutine_threadsafe(in_turn(), self._events.loop)
+        return await asyncio.wrap_future(done)
 
     @property
     def process_ids(self) -> list[int]:
@@ -322,13 +319,11 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the processes."""
-        if self._loop.is_closed():
+        if not self._events.is_running:
             return
         for worker in self._workers:
-            asyncio.run_coroutine_threadsafe(worker.stop(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._events.run(worker.stop())
+        self._events.close()
         self._threads.shutdown(wait=False)
 
     def _payload(self, using: Any) -> tuple[str, bytes]:
