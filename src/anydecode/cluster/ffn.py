@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import queue
 import secrets
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -20,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from anydecode.cluster.connection import Connection, FleetConnectionError
+from anydecode.cluster.launcher import start_process
 from anydecode.cluster.ledger import Frame
-from anydecode.cluster.secret import VARIABLE
 from anydecode.errors import FleetError, UnsupportedCombinationError
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import KeyValues, Output, OutputSpec, Rows
@@ -380,19 +378,8 @@ class LocalFfn:
         """
         self.close()
         secret = secrets.token_hex(32)
-        command = [sys.executable, "-m", "anydecode", "cluster", "ffn", *self._arguments]
-        try:
-            self._process = subprocess.Popen(
-                [*command, "--port", "0", "--single"],
-                env={**os.environ, VARIABLE: secret},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,  # Ctrl-C ends the attention process, and so this one
-            )
-        except OSError as error:
-            raise FleetError(f"no process could be started: {error.strerror}") from None
+        arguments = ["ffn", *self._arguments, "--port", "0", "--single"]
+        self._process = start_process(arguments, secret, has_output=True)
         assert self._process.stdout is not None
         last = "it wrote nothing"
         for line in self._process.stdout:

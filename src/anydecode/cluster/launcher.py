@@ -95,6 +95,34 @@ class Starter(Protocol):
         ...
 
 
+def start_process(
+    arguments: Sequence[str], secret: str, *, has_output: bool = False
+) -> subprocess.Popen[str]:
+    """Start `anydecode cluster` as a process of this machine. Ctrl-C does not reach it: the process
+    that has started it ends it.
+
+    Args:
+        arguments: The subcommand and its arguments.
+        secret: The secret of the fleet.
+        has_output: Whether what it writes can be read from `stdout` of the result.
+
+    Raises:
+        FleetError: It could not be started.
+    """
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "anydecode", "cluster", *arguments],
+            env={**os.environ, VARIABLE: secret},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if has_output else None,
+            stderr=subprocess.STDOUT if has_output else None,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise FleetError(f"no process could be started: {error.strerror}") from None
+
+
 class LocalWorkers:
     """Starts workers as processes of this machine.
 
@@ -104,20 +132,11 @@ class LocalWorkers:
     """
 
     def __init__(self, arguments: Sequence[str], secret: bytes) -> None:
-        self._arguments = list(arguments)
-        self._environment = {**os.environ, VARIABLE: secret.decode()}
+        self._arguments, self._secret = list(arguments), secret.decode()
 
     def __call__(self, place: Place) -> WorkerProcess:
-        command = [sys.executable, "-m", "anydecode", "cluster", "worker", *self._arguments]
-        try:
-            return subprocess.Popen(
-                [*command, "--name", place.name, "--role", place.role],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C ends the proxy, which ends its workers
-            )
-        except OSError as error:
-            raise FleetError(f"no process could be started: {error.strerror}") from None
+        own = ["--name", place.name, "--role", place.role]
+        return start_process(["worker", *self._arguments, *own], self._secret)
 
 
 @dataclass(eq=False)
