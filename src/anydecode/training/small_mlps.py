@@ -194,7 +194,3 @@ class SmallMlpRun(AnswerRun):
 
     def _write(self) -> None:
         self.mlps_of_layers().save(self.path)
-
-    def results(self) -> list[dict[str, float]]:
-        """The losses of held-out answers, in the order in which they were measured."""
-        return [entry["held_out"] for entry in self.history if "held_out" in entry]

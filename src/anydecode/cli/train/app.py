@@ -122,6 +122,16 @@ def report(
     print(path)
 
 
+def held_out_lines(run: LossRun, text: str, unit: str = "") -> list[str]:
+    """A line for each held-out loss of a run, with the first value and the last; `text` has
+    `{name}` where its name stands."""
+    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
+    return [
+        f"{text.format(name=name)}: {first[name]:.3f} -> {loss:.3f}{unit}"
+        for name, loss in last.items()
+    ]
+
+
 def shares_line(text: str, shares: Iterable[float]) -> str:
     """A text and shares behind it."""
     return f"{text} " + " ".join(f"{share:.3f}" for share in shares)

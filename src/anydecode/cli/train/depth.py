@@ -23,6 +23,7 @@ from anydecode.cli.train.app import (
     Steps,
     Threads,
     app,
+    held_out_lines,
     minutes_or_default,
     positive,
     report,
@@ -538,16 +539,10 @@ def train_small_mlps(
         seed=seed,
     )
     run = trained(lambda: SmallMlpRun(load_checkpoint(model), out, recipe), "small MLPs", threads)
-    first, *_, last = run.results()
     report(
         run,
         run.path,
-        [
-            *(
-                f"held-out answers, {name}: {first[name]:.3f} -> {last[name]:.3f} nats per token"
-                for name in first
-            )
-        ],
+        held_out_lines(run, "held-out answers, {name}", " nats per token"),
         lambda log, file: curve.draw_held_out(
             log, file, "Training of small MLPs", "nats per token"
         ),

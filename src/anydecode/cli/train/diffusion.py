@@ -18,6 +18,7 @@ from anydecode.cli.train.app import (
     Steps,
     Threads,
     app,
+    held_out_lines,
     minutes_or_default,
     positive,
     report,
@@ -332,17 +333,10 @@ def train_adapter(
             merged,
             model,
         )
-    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
     report(
         run,
         out,
-        [
-            *(
-                f"{name}: {first[name]:.3f} -> {last[name]:.3f} nats per masked token"
-                for name in last
-            ),
-            f"{run.step} steps",
-        ],
+        [*held_out_lines(run, "{name}", " nats per masked token"), f"{run.step} steps"],
         curve.draw_held_out,
         plot,
         json,

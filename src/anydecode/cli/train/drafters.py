@@ -22,6 +22,7 @@ from anydecode.cli.train.app import (
     Steps,
     Threads,
     app,
+    held_out_lines,
     minutes_or_default,
     positive,
     report,
@@ -80,14 +81,10 @@ def train_nested_draft(
         exits=exit_fractions(exits),
     )
     run = trained(lambda: NestedRun(load_checkpoint(model), out, settings), "draft model", threads)
-    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
     report(
         run,
         out,
-        [
-            f"nats per token of held-out answers behind {name}: {first[name]:.3f} -> {loss:.3f}"
-            for name, loss in last.items()
-        ],
+        held_out_lines(run, "nats per token of held-out answers behind {name}"),
         partial(curve.draw_held_out, title="Training of a draft model", unit="nats per token"),
         plot,
         json,

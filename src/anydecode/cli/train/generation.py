@@ -23,6 +23,7 @@ from anydecode.cli.train.app import (
     Steps,
     Threads,
     app,
+    held_out_lines,
     minutes_or_default,
     positive,
     report,
@@ -315,16 +316,10 @@ def train_rewriter(
             return search_rewritings(llm, instructions, method, max_tokens=tokens, seed=seed)
 
     run = trained(lambda: RewriterRun(checkpoint, out, recipe, rewritings), "rewriter", threads)
-    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
     report(
         run,
         out,
-        [
-            *(
-                f"{name} of held-out rewritings: {first[name]:.3f} -> {last[name]:.3f}"
-                for name in last
-            )
-        ],
+        held_out_lines(run, "{name} of held-out rewritings"),
         curve.draw_held_out,
         plot,
         json,
@@ -389,11 +384,10 @@ def train_dglm(
     checkpoint = load_checkpoint(model)
     with LLM(encoder, draft="none") as reading:
         run = trained(lambda: SentenceRun(checkpoint, reading, out, recipe, texts), "dglm", threads)
-    first, *_, last = [entry["held_out"] for entry in run.history if "held_out" in entry]
     report(
         run,
         out,
-        [*(f"loss of held-out {name}: {first[name]:.3f} -> {last[name]:.3f}" for name in last)],
+        held_out_lines(run, "loss of held-out {name}"),
         curve.draw_held_out,
         plot,
         json,
