@@ -341,7 +341,7 @@ class ReferenceBackend(Backend):
     ) -> torch.Tensor:
         bias = weights.selection_bias
         vector = None if bias is None else self._vector(bias)
-        blocks = None if routing.block_experts is None else self._row_blocks()
+        blocks = None if routing.block_experts is None else self.shared(_SEEN, self._row_blocks)
         shares = expert_shares(router, routing, vector, blocks)
         if weights.factors is not None:
             shares = shares * self._vector(weights.factors)

@@ -14,7 +14,7 @@ typedef struct {
   float *weight;            /* [n * top_k] */
   float *score, *choice;    /* [experts], of one row */
   float *group;             /* [groups], of one row */
-  float *block;             /* [experts], the largest choice scores of rows that see the same */
+  float *block;             /* [experts], 0 for those that a block may choose from, or -inf */
   float *x, *gate, *up, *y; /* [slots, ...] */
   Activations *quantised;
 } ExpertScratch;
@@ -146,21 +146,26 @@ static float choice_scores(const Op *op, const float *router, const ExpertScratc
 }
 
 /* Whether two rows see the same positions of the same text. */
-static int see_the_same(const Pass *pass, int one, int other) {
-  return pass->table[one] == pass->table[other] && pass->prefix[one] == pass->prefix[other] &&
-         pass->tail_start[one] == pass->tail_start[other] &&
-         pass->tail_length[one] == pass->tail_length[other];
+static int see_the_same(const Pass *pass, int row, int other) {
+  return pass->table[row] == pass->table[other] && pass->prefix[row] == pass->prefix[other] &&
+         pass->tail_start[row] == pass->tail_start[other] &&
+         pass->tail_length[row] == pass->tail_length[other];
 }
 
-/* Compute the largest choice scores of rows first to last - 1. */
-static void choice_limits(const Op *op, const float *router, int first, int last,
-                         const ExpertScratch *scratch) {
+/* Set `block` to 0 for the experts with the largest choice scores of any of the rows first to
+ * last - 1, from which these rows may choose, and to -inf for the others. */
+static void choose_for_block(const Op *op, const float *router, int first, int last,
+                             const ExpertScratch *scratch) {
+  int count = op->count, top = op->routing->block_experts;
+  float *choice = scratch->choice, *block = scratch->block;
   for (int r = first; r < last; r++) {
-    choice_scores(op, router + (int64_t)r * op->count, scratch);
-    for (int e = 0; e < op->count; e++)
-      if (r == first || scratch->choice[e] > scratch->block[e])
-        scratch->block[e] = scratch->choice[e];
+    choice_scores(op, router + (int64_t)r * count, scratch);
+    for (int e = 0; e < count; e++)
+      if (r == first || choice[e] > block[e]) block[e] = choice[e];
   }
+  for (int e = 0; e < count; e++)
+    choice[e] = is_among_largest(block, count, e, top) ? 0.0f : -INFINITY;
+  memcpy(block, choice, (size_t)count * 4);
 }
 
 /* Choose the experts of one row, in order of id, and compute their weights. */
@@ -178,8 +183,7 @@ static void route(const Op *op, const float *router, const ExpertScratch *scratc
     return;
   }
   float sum = choice_scores(op, router, scratch);
-  for (int e = 0; e < count && routing->block_experts; e++)
-    if (!is_among_largest(scratch->block, count, e, routing->block_experts)) choice[e] = -INFINITY;
+  for (int e = 0; e < count && routing->block_experts; e++) choice[e] += scratch->block[e];
   if (routing->num_groups > 1) drop_groups(count, routing, choice, scratch->group);
   for (int e = 0; e < count && chosen < top; e++) {
     if (!is_among_largest(choice, count, e, top)) continue;
@@ -267,7 +271,7 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
       for (int r = 0, stop = 0; r < n; r++) {
         if (op->routing->block_experts && r == stop) {
           while (++stop < n && see_the_same(pass, r, stop)) {}
-          choice_limits(op, router, r, stop, &scratch);
+          choose_for_block(op, router, r, stop, &scratch);
         }
         route(op, router + (int64_t)r * op->count, &scratch, scratch.expert + r * op->groups,
               scratch.weight + r * op->groups);
