@@ -229,6 +229,46 @@ def test_resumed_run_equals_an_uninterrupted_one(folder: Path, tmp_path: Path) -
         block_adapter.AdapterRun(source, tmp_path / "cut", replace(recipe, rank=3))
 
 
+@pytest.mark.slow
+def test_training_starts_from_an_adapter(folder: Path, tmp_path: Path) -> None:
+    source, first, second = load_checkpoint(folder), tmp_path / "first", tmp_path / "second"
+    recipe = AdapterRecipe(steps=40, block=4, rank=2, batch=4, rate=2e-2, longest=64)
+    last = block_adapter.train_block_adapter(source, first, recipe)
+    assert last.best == last.history[-1]["held_out"]["tasks"] < last.history[0]["held_out"]["tasks"]
+
+    wider = replace(recipe, steps=3, rank=3)
+    run = block_adapter.train_block_adapter(source, second, wider, start=first)
+    begin = run.history[0]["held_out"]["tasks"]
+    assert begin == pytest.approx(last.best, abs=0.02)  # its matrices were rounded to bfloat16
+    assert run.best < last.history[0]["held_out"]["tasks"] - 0.3
+    resumed = block_adapter.AdapterRun(source, second, wider, start=first)
+    assert resumed.step == 3, "a run is resumed from its own state"
+    for one, other in zip(run.trainable, resumed.trainable, strict=True):
+        assert torch.equal(one, other)
+
+    config = json.loads((first / "adapter_config.json").read_text())
+    (first / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1e-9}))
+    unadapted = block_adapter.AdapterRun(source, tmp_path / "zero", wider, start=first)
+    losses = last.history[0]["held_out"]
+    assert unadapted.evaluate() == pytest.approx(losses), "the scale is that of its config"
+
+
+@pytest.mark.slow
+def test_start_of_another_kind_is_refused(folder: Path, tmp_path: Path) -> None:
+    source, first = load_checkpoint(folder), tmp_path / "first"
+    recipe = AdapterRecipe(steps=1, block=4, rank=2, batch=1, longest=64)
+    block_adapter.train_block_adapter(source, first, recipe)
+    for other, problem in (
+        ({"block": 8}, "its block_size is 4, that of the run is 8"),
+        ({"shift": True}, "its right_shift_logits is False, that of the run is True"),
+        ({"rank": 1}, "another model or of a rank above that of the run, 1"),
+    ):
+        with pytest.raises(InvalidRequestError, match=problem):
+            block_adapter.AdapterRun(source, tmp_path / "b", replace(recipe, **other), start=first)
+    with pytest.raises(InvalidRequestError, match="its mask_token_id is"):
+        block_adapter.AdapterRun(source, tmp_path / "b", recipe, EOS_ID, start=first)
+
+
 @pytest.mark.parametrize("shift", [False, True])
 def test_engine_denoises_as_the_training_transformer(
     folder: Path, tmp_path: Path, shift: bool

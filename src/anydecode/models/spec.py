@@ -359,6 +359,9 @@ class ModelSpec:
     # Of a model with blocks: rows of the prompt and of finished blocks attend to what is before
     # them only, and blocks start at the end of the prompt.
     has_causal_context: bool = False
+    # Whether rows of a causal context predict the next token, so that the last one before a block
+    # predicts its first position, though the rows of blocks predict their own (Nemotron-Labs).
+    context_predicts_next: bool = False
     # Of a model with blocks: the prompt is one block, and the others start at its end (RemeDi).
     has_prompt_block: bool = False
     # Whether rows of the block that is being denoised run as the variant `CANVAS`: with scales of

@@ -10,7 +10,7 @@ predicted by the clean block before it. A token that texts do not use is the mas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +30,9 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import text_config
 from anydecode.models.families.values import head_dim
+from anydecode.models.files import read_json
 from anydecode.models.loading.llada import INNER_NAMES
+from anydecode.models.lora import Factors, read_factors
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.tasks.tasks import TASKS, examples, lengths, make_example
@@ -50,6 +52,8 @@ MASK_RATES = (0.3, 0.8)
 OWN_FRACTION = 0.25
 #: Maximum number of texts per forward pass: few, so that their lengths are similar.
 _MICRO_BATCH = 8
+#: alpha / rank, the factor of the low-rank updates.
+_SCALE = 2.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Pair = tuple[list[int], list[int]]
 
@@ -121,7 +125,7 @@ class TextBatch:
 
 
 class LowRankLinear(nn.Module):
-    """A frozen matrix with a trainable low-rank update: x A^T B^T, scaled by alpha / rank = 2."""
+    """A frozen matrix with a trainable low-rank update: x A^T B^T, scaled by alpha / rank."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -132,11 +136,11 @@ class LowRankLinear(nn.Module):
     @property
     def merged(self) -> torch.Tensor:
         """The matrix with the update added."""
-        return (self.frozen.weight + 2.0 * self.up @ self.down).detach()
+        return (self.frozen.weight + _SCALE * self.up @ self.down).detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         down, up = self.down.to(x), self.up.to(x)
-        output: torch.Tensor = self.frozen(x) + 2.0 * ((x @ down.T) @ up.T)
+        output: torch.Tensor = self.frozen(x) + _SCALE * ((x @ down.T) @ up.T)
         return output
 
 
@@ -333,8 +337,9 @@ class AdapterRun(LossRun):
     """A training run of an adapter in a folder, from which it can be resumed.
 
     It trains on the tasks, and on `own` answers of the model itself; `base` is the name of the
-    model. `state.pt` is the state to resume from, `log.json` the history. The adapter in the folder
-    has the averaged weights that were best on held-out texts so far.
+    model. A new run starts from the adapter in the folder `start`, if there is one. `state.pt` is
+    the state to resume from, `log.json` the history. The adapter in the folder has the averaged
+    weights that were best on held-out texts so far.
     """
 
     def __init__(
@@ -345,6 +350,7 @@ class AdapterRun(LossRun):
         mask: int | None = None,
         own: int = 0,
         base: str | None = None,
+        start: Path | None = None,
     ) -> None:
         tokenizer = checkpoint.tokenizer
         if tokenizer is None or not tokenizer.eos_ids:
@@ -354,8 +360,11 @@ class AdapterRun(LossRun):
         super().__init__(folder, recipe)
         self.tokenizer, self.recipe = tokenizer, recipe
         self.base, self.end = base or str(checkpoint.path), min(tokenizer.eos_ids)
-        self.mask = choose_mask_token(tokenizer) if mask is None else mask
         state = load_state(folder / "state.pt")
+        self.mask = choose_mask_token(tokenizer) if mask is None else mask
+        factors = None
+        if state is None and start is not None:
+            factors = _starting_factors(start, self._settings())
         if state is None:
             self.own = self_pairs(checkpoint, own, recipe.seed) if own else []
             self.held_out = {"tasks": held_out_pairs(tokenizer, recipe.seed)}
@@ -364,6 +373,8 @@ class AdapterRun(LossRun):
         torch.manual_seed(recipe.seed)
         self.model = open_llama(checkpoint)
         self.trainable = add_low_rank(self.model, recipe.rank)
+        if start is not None and factors is not None:
+            set_factors(self.model, start, factors)
         for name, buffer in [*self.model.named_buffers(), *self.model.named_parameters()]:
             if not name.endswith((".down", ".up")):
                 buffer.data = buffer.data.to(DTYPES[recipe.dtype])
@@ -420,12 +431,7 @@ class AdapterRun(LossRun):
                 self.best = _mean([*losses.values()])
                 self.best_weights = [weight.clone() for weight in self.average]
                 save_adapter(self.folder, self.model, self.recipe.rank, self.base)
-                settings = {
-                    "block_size": self.recipe.block,
-                    "mask_token_id": self.mask,
-                    "right_shift_logits": self.recipe.shift,
-                }
-                save_json(self.folder / "block.json", settings)
+                save_json(self.folder / "block.json", self._settings())
         save_json(self.folder / "log.json", self.log())
         tensors = {
             "learned": [weight.data for weight in self.trainable],
@@ -435,6 +441,14 @@ class AdapterRun(LossRun):
         numbers = {name: getattr(self, name) for name in _STATE_FIELDS}
         state = {**tensors, "optimizer": self.optimizer.state_dict(), **numbers}
         save_state(self.folder / "state.pt", state)
+
+    def _settings(self) -> dict[str, Any]:
+        """What `block.json` says of the adapter."""
+        return {
+            "block_size": self.recipe.block,
+            "mask_token_id": self.mask,
+            "right_shift_logits": self.recipe.shift,
+        }
 
     @contextmanager
     def using_weights(self, weights: Sequence[torch.Tensor]) -> Iterator[Transformer]:
@@ -484,13 +498,15 @@ def train_block_adapter(
     report: Callable[[float, float], None] = lambda *_: None,
     merged: Path | None = None,
     base: str | None = None,
+    start: Path | None = None,
 ) -> AdapterRun:
-    """Train an adapter for `checkpoint`, or resume the run in the folder `out`. With `merged`, also
-    write a block-diffusion model with the best adapter merged into its weights."""
+    """Train an adapter for `checkpoint`, from zero or from the adapter in the folder `start`, or
+    resume the run in the folder `out`. With `merged`, also write a block-diffusion model with the
+    best adapter merged into its weights."""
     tokenizer = checkpoint.tokenizer
     if merged is not None and not isinstance(tokenizer, HFTokenizer):
         raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be saved; leave out merged")
-    run = AdapterRun(checkpoint, out, recipe, mask, own, base)
+    run = AdapterRun(checkpoint, out, recipe, mask, own, base, start)
     run.train(report)
     if merged is not None and isinstance(tokenizer, HFTokenizer):
         with run.using_weights(run.best_weights) as model:
@@ -498,6 +514,50 @@ def train_block_adapter(
         block = {"block_size": recipe.block, "right_shift_logits": recipe.shift}
         save_block_llama(merged, weights, model.shape, tokenizer, run.mask, block)
     return run
+
+
+def _starting_factors(start: Path, settings: dict[str, Any]) -> dict[str, Factors]:
+    """The factors of the adapter in the folder `start`.
+
+    Raises:
+        CheckpointError: Its files are missing or corrupt.
+        InvalidRequestError: It is not for the blocks, the mask or the shift of `settings`.
+    """
+    found = read_json(start / "block.json")
+    for key, value in settings.items():
+        if found.get(key) != value:
+            raise InvalidRequestError(
+                f"{start}: its {key} is {found.get(key)}, that of the run is {value}:"
+                " give the run the options with which the adapter was trained"
+            )
+    return read_factors(start)[1]
+
+
+def set_factors(model: Transformer, path: Path, factors: Mapping[str, Factors]) -> None:
+    """Set the adapters of `model` to those read from `path`. If their rank is lower, the further
+    rows of A stay as they are and the further columns of B zero, so that the updates are equal.
+
+    Raises:
+        InvalidRequestError: They are those of another model, or of a higher rank.
+    """
+    for index, layer in enumerate(model.blocks):
+        for name, target in INNER_NAMES.items():
+            if name.endswith("norm"):
+                continue
+            adapted, given = getattr(layer, name), factors.get(f"model.layers.{index}.{target}")
+            rank = 0 if given is None else len(given.down)
+            if (
+                given is None
+                or rank > len(adapted.down)
+                or given.down.shape[1] != adapted.down.shape[1]
+                or given.up.shape[0] != adapted.up.shape[0]
+            ):
+                raise InvalidRequestError(
+                    f"{path} is an adapter of another model or of a rank above that of the run,"
+                    f" {len(adapted.down)}"
+                )
+            adapted.down.data[:rank] = torch.from_numpy(given.down)
+            adapted.up.data[:, :rank] = torch.from_numpy(given.up) * (given.scale / _SCALE)
 
 
 def held_out_pairs(tokenizer: Tokenizer, seed: int, count: int = 2) -> list[Pair]:
@@ -551,7 +611,7 @@ def save_adapter(out: Path, model: Transformer, rank: int, base: str) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
-        "lora_alpha": 2 * rank,
+        "lora_alpha": round(_SCALE * rank),
         "target_modules": sorted(modules),
         "bias": "none",
     }

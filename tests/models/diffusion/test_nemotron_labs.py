@@ -96,7 +96,7 @@ TINY = Tiny(
     names=NAMES,
     frequencies=yarn(),
     query_factor=growth,
-    decoder="sdar:threshold=0.9",
+    decoder="fast-dllm-v2:sub_block=32,threshold=0.9",
 )
 
 
@@ -129,6 +129,53 @@ def test_wrong_references_differ(tmp_path: Path) -> None:
     ]
     for wrong in wrongs:
         assert largest_difference(replace(TINY, **wrong), tensors, passes[-1:], 21) > 1e-3, wrong
+
+
+def generated(
+    tensors: dict[str, torch.Tensor], prompt: list[int], num_blocks: int, threshold: float
+) -> tuple[list[int], int]:
+    """The answer of the published loop, and its passes: the last causal row before a block gives
+    its first token, and each further pass the masks above the threshold, or the best one."""
+    canvas, passes = list(prompt), 0
+
+    def probabilities() -> torch.Tensor:
+        logits = forward(TINY, tensors, canvas, len(prompt))
+        logits[:, MASK] = -torch.inf
+        return logits.softmax(-1)
+
+    for _ in range(num_blocks):
+        start = len(canvas)
+        canvas += [MASK] * 8
+        canvas[start] = int(probabilities()[start - 1].argmax())
+        passes += 1
+        while MASK in canvas:
+            confidence, best = probabilities().max(-1)
+            masked = [position for position, token in enumerate(canvas) if token == MASK]
+            chosen = [position for position in masked if confidence[position] > threshold]
+            for position in chosen or [max(masked, key=lambda one: float(confidence[one]))]:
+                canvas[position] = int(best[position])
+            passes += 1
+    return canvas[len(prompt) :], passes
+
+
+@pytest.mark.parametrize("prompt_length", [8, 21])
+def test_the_causal_row_before_a_block_gives_its_first_token(
+    prompt_length: int, tmp_path: Path
+) -> None:
+    tensors = write(TINY, tmp_path)
+    prompt = [(5 * i + 2) % 60 for i in range(prompt_length)]
+    expected, passes = generated(tensors, prompt, 3, 0.5)
+    assert 6 < passes < 24
+    with LLM(str(tmp_path), cache_positions=256, threads=1) as llm:
+        decoder = "fast-dllm-v2:sub_block=32,threshold=0.5"
+        answer = llm.generate(prompt, decoder=decoder, max_tokens=24, ignore_eos=True)
+        assert answer.tokens == expected and answer.stats.passes == passes
+        masks_alone = llm.generate(
+            prompt, decoder="sdar:threshold=0.5", max_tokens=24, ignore_eos=True
+        )
+        assert masks_alone.tokens != expected
+        verified = llm.generate(prompt, decoder="s2d2", max_tokens=24, ignore_eos=True)
+        assert verified.tokens[0] == expected[0] != masks_alone.tokens[0]
 
 
 @pytest.mark.parametrize("says", ["family", "class"])

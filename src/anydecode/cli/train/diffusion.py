@@ -248,6 +248,13 @@ def train_adapter(
             "--out", help="Output folder of the adapter, or one of an interrupted run to resume."
         ),
     ] = Path("block-adapter"),
+    init: Annotated[
+        str | None,
+        typer.Option(
+            "--init",
+            help="Adapter to start from: a folder, or smollm2-135m-blocks. Default: a new one.",
+        ),
+    ] = None,
     merged: Annotated[
         Path | None,
         typer.Option(
@@ -302,7 +309,7 @@ def train_adapter(
 
     Example: anydecode train block-adapter --minutes 60 --own 100 --shift --out smollm2-blocks
     """
-    from anydecode.models.loading import load_checkpoint
+    from anydecode.models.loading import load_checkpoint, resolve
     from anydecode.training import curve
     from anydecode.training.block_adapter import AdapterRecipe, train_block_adapter
     from anydecode.training.diffusion import limit_threads
@@ -332,6 +339,7 @@ def train_adapter(
             lambda done, loss: bar.update(done, detail=f"loss {loss:.3f}"),
             merged,
             model,
+            None if init is None else resolve(init),
         )
     report(
         run,

@@ -20,6 +20,10 @@ class BlockPolicy(ABC):
         """The end of the block that this pass opens, at most `window_end`."""
         return self.window_end(canvas)
 
+    def logit_shift(self, canvas: Canvas) -> int:
+        """The shift of the rows that predict the positions of the next pass."""
+        return canvas.logit_shift
+
     def should_close(self, canvas: Canvas) -> bool:
         """Whether to close the block after this step."""
         assert canvas.block is not None

@@ -69,6 +69,7 @@ class Canvas:
         later_blocks: From the first of these positions on, blocks have the second as their size.
         has_causal_context: Whether rows before the block that is being unmasked see up to
             themselves only.
+        context_predicts_next: See `ModelSpec.context_predicts_next`.
         has_prompt_block: Whether the positions before `origin` are one block.
         max_length: The largest number of positions.
         is_fixed_length: No masks may be appended, as in infilling.
@@ -92,6 +93,7 @@ class Canvas:
     origin: int = 0
     later_blocks: tuple[int, int] | None = None
     has_causal_context: bool = False
+    context_predicts_next: bool = False
     has_prompt_block: bool = False
     max_length: int = 1 << 31
     is_fixed_length: bool = False

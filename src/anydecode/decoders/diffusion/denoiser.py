@@ -215,7 +215,7 @@ class Denoiser(Decoder):
         for span in spans[len(spans) - num_canvases :]:
             span.capture_layers = self.captured_layers(sequence)
         scores = yield score_canvas(
-            sequence, TARGET, spans, num_canvases, positions, canvas.logit_shift
+            sequence, TARGET, spans, num_canvases, positions, self.blocks.logit_shift(canvas)
         )
         self._record_pass(canvas, spans, "verify" if canvases is not None else "")
         self.cache.on_pass(canvas, block)
@@ -374,6 +374,7 @@ class Denoiser(Decoder):
                 block_size=self.cache.block_size(spec),
                 origin=len(sequence.prompt) if starts_at_prompt_end else 0,
                 has_causal_context=spec.has_causal_context,
+                context_predicts_next=spec.context_predicts_next,
                 has_prompt_block=spec.has_prompt_block,
                 max_length=min(pool.num_slots, spec.max_positions),
             )

@@ -29,7 +29,8 @@ CACHES = ("none", "dual")
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             *DEVIATIONS,
-            "with logits in place, the first position of a block is predicted like the others",
+            "with logits in place, the first position of a block is predicted like the others,"
+            " unless the context before the block predicts next tokens",
         ),
         remote={
             "block": Range(1, 4096),

@@ -19,7 +19,7 @@ from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.sdar import BlockSchedule
-from anydecode.decoders.diffusion.sub_blocks import SeededCache, is_first_of_block
+from anydecode.decoders.diffusion.sub_blocks import SeededCache, is_first_of_block, shift_of_rows
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule
 from anydecode.decoders.framework.canvas_spans import CausalSpan, causal_span, score_canvas
 from anydecode.decoders.framework.rejection import rejection_steps
@@ -42,12 +42,15 @@ _BINS = 2
 
 
 class VerifiedBlocks(FixedBlocks):
-    """`FixedBlocks`; with shifted logits, the first position of a block is a block of its own, as a
-    row of the block before predicts it."""
+    """`FixedBlocks`; with shifted logits, and behind a context that predicts next tokens, the first
+    position of a block is a block of its own, as the row before the block predicts it."""
 
     def window_end(self, canvas: Canvas) -> int:
         first = canvas.frontier
         return first + 1 if is_first_of_block(canvas, first) else super().window_end(canvas)
+
+    def logit_shift(self, canvas: Canvas) -> int:
+        return shift_of_rows(canvas)
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ from anydecode.scoring.span import Span
 class SubBlocks(BlockPolicy):
     """Parts of the model's blocks, from left to right.
 
-    With shifted logits, the first position of a block is a part of its own: a row of the block
-    before it predicts it.
+    With shifted logits, and behind a context that predicts next tokens, the first position of a
+    block is a part of its own: a row before the block predicts it.
 
     Args:
         size: Positions per part.
@@ -35,6 +35,9 @@ class SubBlocks(BlockPolicy):
         start = self.start(canvas, first)
         return min(start + self.size, canvas.block_end(first), len(canvas))
 
+    def logit_shift(self, canvas: Canvas) -> int:
+        return shift_of_rows(canvas)
+
     def start(self, canvas: Canvas, position: int) -> int:
         """The first position of the part that `position` is in."""
         start = canvas.block_start(position)
@@ -42,8 +45,14 @@ class SubBlocks(BlockPolicy):
 
 
 def is_first_of_block(canvas: Canvas, position: int) -> bool:
-    """Whether a row of the block before predicts `position`."""
-    return canvas.logit_shift > 0 and position == canvas.block_start(position) > 0
+    """Whether the row before the block predicts `position`."""
+    has_row = canvas.logit_shift > 0 or canvas.context_predicts_next
+    return has_row and position == canvas.block_start(position) > 0
+
+
+def shift_of_rows(canvas: Canvas) -> int:
+    """`BlockPolicy.logit_shift` of policies that predict the first position of a block alone."""
+    return 1 if is_first_of_block(canvas, canvas.frontier) else canvas.logit_shift
 
 
 class SeededCache(BlockCausalCache):

@@ -207,6 +207,7 @@ def spec_from_config(
         edit_tokens=_edit_tokens(config, denoising),
         has_canvas=denoising is not None and denoising.has_canvas,
         has_causal_context=denoising is not None and denoising.context == "causal",
+        context_predicts_next=denoising is not None and denoising.context_predicts_next,
         has_prompt_block=denoising is not None and denoising.context == "prompt",
         residual_scale=scales.residual,
         norm=family.norm,

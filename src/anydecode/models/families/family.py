@@ -79,6 +79,7 @@ class Denoising:
             them only, and blocks are counted from the end of the prompt; "order", what is before
             it in an order that the decoder chooses (WeDLM); "prompt", its own block and the blocks
             before it, where the prompt is one block and the others are counted from its end.
+        context_predicts_next: See `ModelSpec.context_predicts_next`.
         shift: 1 if row r predicts position r + 1, 0 if it predicts r; `right_shift_logits` in a
             config says otherwise.
         block_size: The config's key for the block size; None for models without blocks.
@@ -98,6 +99,7 @@ class Denoising:
 
     models: str
     context: str = "canvas"
+    context_predicts_next: bool = False
     shift: int = 0
     block_size: str | None = None
     default_block_size: int | None = None

@@ -1,5 +1,5 @@
 """Nemotron-Labs-Diffusion 3B and 8B: the layers of Ministral 3, trained to fill blocks behind a
-causal context and to predict the next token.
+causal context and to predict the next token, which is how the first token of a block is found.
 
 The same weights open as a causal model with `family="nemotron_labs_diffusion_ar"`, or where the
 config has the class `NemotronLabsDiffusionForCausalLM`.
@@ -33,10 +33,11 @@ FAMILIES = {
         denoising=Denoising(
             "Nemotron-Labs-Diffusion 3B, 8B",
             context="causal",
+            context_predicts_next=True,
             block_size="block_size",
             needs_block_size=True,
             mask_token=100,
-            decoder="sdar:threshold=0.9",
+            decoder="fast-dllm-v2:sub_block=32,threshold=0.9",
         ),
         derived=_checked,
     ),
