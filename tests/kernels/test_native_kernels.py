@@ -740,6 +740,26 @@ def test_layer_ranges_compose(library: Library) -> None:
     assert np.array_equal(rest.logits[0], executor.head(x[[2]])[0])
 
 
+def test_calls_between_the_parts_of_a_pass_change_nothing(library: Library) -> None:
+    """Nor does a pass before it, with other slots for as many rows."""
+    network, every = Network(3, "Q8_0"), np.arange(9)
+    executor, tables = network.executor(), (every, every[::-1].copy())
+    rows, whole = sequence_rows(every, every), network.cache(9)
+    logits = executor.run(rows, whole, OutputSpec(ints([0, 8]))).logits.copy()
+    for table in tables:
+        cache = network.cache(9)
+        executor.begin(sequence_rows(every, table), cache)
+        x = executor.layers(executor.embed(rows.tokens), every, 0, 1)
+        executor.head(x[[4]])
+        executor.embed(ints([1, 2]))
+        y = executor.layers(x, every, 1, 2)
+        assert np.array_equal(executor.layers(x[[3]], np.array([3]), 1, 2), y[[3]])
+        assert np.array_equal(executor.layers(x, every, 1, 2), y)
+        assert np.array_equal(executor.head(y[[0, 8]]), logits)
+        for layer in range(2):
+            assert np.array_equal(cache.keys[layer][table], whole.keys[layer])
+
+
 def delta(name: str, out: int, width: int, seed: int) -> tuple[str, LowRank]:
     return name, LowRank(small_weight(3, width, seed), small_weight(out, 3, seed + 1), 0.8)
 

@@ -183,6 +183,7 @@ class NativeExecutor:
         self.cache_format = "float16" if self.packer.has_quantised else "float32"
         self._cache_ends: tuple[Any, Any] = (None, None)  # of the bound cache
         self._rows: Rows | None = None
+        self._bound_rows: bytes | None = None  # indices of the rows that `layers` has bound
         self._states: PassStates | None = None  # of the recurrences, in the current pass
         self._pass = Pass(
             num_layers=num_layers, head_size=num_logits, hidden_size=self._hidden_size
@@ -343,7 +344,7 @@ class NativeExecutor:
 
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         """Start a pass: the following `layers` calls belong to it."""
-        self._rows, self._cache_in_use = rows, cache
+        self._rows, self._cache_in_use, self._bound_rows = rows, cache, None
         if cache.inputs:
             self._begin_states(rows, cache)
 
@@ -356,6 +357,7 @@ class NativeExecutor:
         """Scaled embeddings float32 `[m, hidden_size]` of int32 `tokens` `[m]`."""
         count = len(tokens)
         self._reserve(count, 0)
+        self._bound_rows = None
         self._buffers.ints[0, :count] = tokens
         self._pass.embed, self._pass.inputs = 1, None
         self._pass.num_rows, self._pass.num_captures = count, 0
@@ -377,7 +379,14 @@ class NativeExecutor:
         """
         if self._rows is None:
             raise RuntimeError("`layers` was called before `begin`")
-        self._bind(self._rows, self._cache_in_use, active)
+        indices = active.astype(np.int64).tobytes()
+        if indices == self._bound_rows:  # a pass in many parts: only the program may be another
+            self._select_program(self._rows)
+            self._pass.num_rows, self._pass.adapters = len(active), None
+        else:
+            self._bind(self._rows, self._cache_in_use, active)
+            if self._states is None and self._rows.adapters is None:
+                self._bound_rows = indices
         self._pass.embed, self._pass.num_captures = 0, 0
         inputs = self._rows.inputs
         self._set_inputs(None if inputs is None else inputs[active], len(active))
@@ -442,6 +451,7 @@ class NativeExecutor:
         """Grow the buffers to this many rows and logits."""
         b, p = self._buffers, self._pass
         if rows > b.rows:
+            self._bound_rows = None
             b.grow_rows(rows, self._hidden_size)
             for index, name in enumerate(_INT_FIELDS):
                 setattr(p, name, address_of(b.ints[index]))
@@ -458,6 +468,7 @@ class NativeExecutor:
     def _bind(self, rows: Rows, cache: KeyValues, active: np.ndarray | None) -> None:
         """Set the rows (or those of index `active`), their tables and the cache in the pass."""
         count = len(rows) if active is None else len(active)
+        self._bound_rows = None
         self._select_program(rows)
         self._reserve(count, 0)
         p, ints = self._pass, self._buffers.ints
