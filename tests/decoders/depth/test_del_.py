@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
+from anydecode.benchmarks.depth import measure
 from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.depth import del_
 from anydecode.decoders.depth.del_ import LayerRates, head_cost
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import AnydecodeError, InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from certificates import assert_certified, assert_rejected, replace_defaults
 
@@ -65,9 +66,25 @@ def test_the_cost_of_a_head_is_in_layers() -> None:
     assert head_cost(ScriptedModel()) == 0.0
 
 
+def test_fewer_exits_and_rounds_of_evidence_compute_fewer_rows_of_the_head() -> None:
+    """And the text stays that of plain decoding."""
+    methods = ["del:head=0.0", "del:head=0.0,interval=2", "del:head=0.0,interval=2,every=4"]
+    model = tiny_model(layers=8, residual=0.05)
+    with LLM(model, tokenizer=ByteTokenizer(), prefix_cache=False) as llm:
+        _, every, half, eighth = measure(llm, methods, ["the cat sat", "ab"], 30, 1)
+    assert every.free == half.free == eighth.free == 1.0
+    assert min(one.drafted or 0 for one in (every, half, eighth)) > 0.5
+    assert half.heads < 0.7 * every.heads and eighth.heads < 0.8 * half.heads
+
+
 def test_bad_parameters_and_models_are_refused_in_one_line() -> None:
     with LLM(ScriptedModel(num_layers=1), tokenizer=ByteTokenizer()) as llm:
         with pytest.raises(InvalidRequestError, match="at least two layers"):
             llm.generate("a", decoder="del")
         with pytest.raises(InvalidRequestError, match="0 < memory <= 1"):
             llm.generate("a", decoder="del:memory=2")
+    with LLM(ScriptedModel(num_layers=4), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(AnydecodeError, match="interval is 0|interval >= 1"):
+            llm.generate("a", decoder="del:interval=0")
+        with pytest.raises(InvalidRequestError, match="interval=4 leaves no exit"):
+            llm.generate("a", decoder="del:interval=4")

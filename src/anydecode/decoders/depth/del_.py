@@ -82,8 +82,8 @@ class _Session(DepthSession):
     def __init__(self, sequence: Sequence, method: Del) -> None:
         super().__init__(sequence)
         self.method, self.num_layers = method, sequence.num_layers
-        self.exits = list(range(1, self.num_layers))
-        self.plain_layers = tuple(self.exits)
+        self.exits = method.exits(self.num_layers)
+        self.num_rounds, self.is_observed = 0, True
         self.rates = LayerRates(self.exits, method.memory)
         self.model: Any = sequence.kv_cache().pool.model
         self.head = head_cost(self.model) if method.head is None else method.head
@@ -91,6 +91,9 @@ class _Session(DepthSession):
         self.states: list[dict[int, np.ndarray]] = []  # of the drafts' rows, by layer
 
     def size(self) -> int:
+        self.is_observed = self.num_rounds % self.method.every == 0
+        self.num_rounds += 1
+        self.plain_layers = tuple(self.exits) if self.is_observed else ()
         self.chosen = self.rates.best(self.num_layers, self.method.size, self.head)
         return self.chosen[1]
 
@@ -109,7 +112,7 @@ class _Session(DepthSession):
         drafts: list[int] = []
         self.states = []
         while len(drafts) < size:
-            hidden = tuple(range(1, layers + 1))
+            hidden = tuple(one for one in self.exits if one <= layers and self.is_observed)
             scores = yield sequence.score([token], layers=(0, layers), hidden=hidden)
             self.states.append({layer: scores.hidden[layer].copy() for layer in hidden})
             row = scores.row(0)
@@ -123,10 +126,13 @@ class _Session(DepthSession):
 
     def verification(self, drafts: list[int]) -> ScoreRequest:
         layers = self.exits[self.chosen[0]]
-        return self.sequence.complete(drafts[-1:], hidden=tuple(range(layers + 1, self.num_layers)))
+        hidden = tuple(one for one in self.exits if one > layers and self.is_observed)
+        return self.sequence.complete(drafts[-1:], hidden=hidden)
 
     def observe(self, drafts: list[int], num_accepted: int, scores: Scores) -> None:
         """Positions up to the first rejected draft are evidence."""
+        if not self.is_observed:
+            return
         rows = min(num_accepted + 1, len(drafts))
         states = {
             layer: np.concatenate([one[layer] for one in self.states[:rows]])
@@ -183,7 +189,13 @@ def head_cost(model: Any) -> float:
             " round's last draft is not, since its states of the first layers are not kept",
             "evidence of a prompt's positions from the prefix cache is missing",
         ),
-        remote={"size": Range(0, 64), "memory": Range(0, 1), "head": Range(0, 1024)},
+        remote={
+            "size": Range(0, 64),
+            "memory": Range(0, 1),
+            "head": Range(0, 1024),
+            "interval": Range(1, 1024),
+            "every": Range(1, 1024),
+        },
     )
 )
 class Del(SelfSpeculative):
@@ -194,13 +206,40 @@ class Del(SelfSpeculative):
         memory: Decay of the evidence per round, above 0 and at most 1.
         head: The cost of the head, in layers; None: from the model's shapes. The paper leaves it
             out.
+        interval: Layers between exits. The head reads the states of each exit, which takes most of
+            the time in models with large vocabularies.
+        every: One round of so many is evidence.
     """
 
-    def __init__(self, size: int = 17, memory: float = 0.95, head: float | None = None) -> None:
+    def __init__(
+        self,
+        size: int = 17,
+        memory: float = 0.95,
+        head: float | None = None,
+        interval: int = 1,
+        every: int = 1,
+    ) -> None:
         super().__init__()
         if size < 0 or not 0 < memory <= 1 or (head is not None and head < 0):
             raise InvalidRequestError("del needs size >= 0, 0 < memory <= 1 and head >= 0")
+        if interval < 1 or every < 1:
+            raise InvalidRequestError(
+                f"del needs interval >= 1 and every >= 1, not interval={interval}, every={every}"
+            )
         self.size, self.memory, self.head = size, memory, head
+        self.interval, self.every = interval, every
+
+    def exits(self, num_layers: int) -> list[int]:
+        """Numbers of layers after which a draft may leave."""
+        return list(range(self.interval, num_layers, self.interval))
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        if not self.exits(sequence.num_layers):
+            raise InvalidRequestError(
+                f"interval={self.interval} leaves no exit before the last of"
+                f" {sequence.num_layers} layers"
+            )
 
     def open(self, sequence: Sequence) -> DepthSession:
         return _Session(sequence, self)
