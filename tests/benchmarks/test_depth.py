@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from anydecode import LLM
+from anydecode import LLM, catalogue
+from anydecode.benchmarks import reasoning, reasoning_tasks, speculative_answers
 from anydecode.benchmarks.depth import counted, measure
 from anydecode.certification.agreement import teacher_forced
+from anydecode.certification.certify import small_model
+from anydecode.certification.oracles.depth.skipped_parts import PartialForward
 from anydecode.certification.tiny import predicting_model, tiny_model
 from anydecode.cli.main import app
 from anydecode.decoders.depth.del_ import head_cost
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.tasks import spec_bench
 
 
 def measured(*methods: str, layers: int = 6) -> dict[str, Any]:
@@ -97,6 +102,23 @@ def test_drafts_of_a_draft_model_count_as_layers() -> None:
     assert never.cost == pytest.approx((16 + head + 4 + head) / (16 + head))
 
 
+def test_the_perplexity_is_that_of_the_full_model_s_text() -> None:
+    """Of an exact method it is the full model's own."""
+    method = "skipdecode:max_layers=3,min_layers=3"
+    plain, exact, lossy = measured("layerskip", method).values()
+    model = tiny_model(layers=6, residual=0.1)
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        nats = []
+        for prompt in ("the cat sat", "ab"):
+            text = llm.generate(prompt, decoder="autoregressive", max_tokens=20, ignore_eos=True)
+            forward = PartialForward(model.network)
+            logits = [forward.step(token) for token in [*prompt.encode(), *text.tokens]]
+            for row, token in zip(logits[len(prompt) - 1 :], text.tokens, strict=False):
+                nats.append(np.logaddexp.reduce(row) - row[token])
+    assert plain.perplexity == pytest.approx(np.exp(np.mean(nats)), rel=1e-4)
+    assert exact.perplexity == plain.perplexity < lossy.perplexity
+
+
 def test_a_text_that_the_method_would_not_write_is_forced() -> None:
     with LLM(tiny_model(layers=6), tokenizer=ByteTokenizer()) as llm:
         text = [97, 98, 99, 100]
@@ -126,3 +148,23 @@ def test_the_command_prints_a_table_and_json() -> None:
     assert table.exit_code == 0 and "layerskip" in table.output
     found = CliRunner().invoke(app, [*arguments, "--json"])
     assert [one["method"] for one in json.loads(found.stdout)] == ["autoregressive", "layerskip"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [card.key for card in catalogue.cards("depth")])
+def test_the_other_benchmarks_take_methods_of_the_family(key: str) -> None:
+    """`bench speculative` and `bench reasoning`, on the small model of the key's certificate."""
+    card = catalogue.find(key).card
+    _, open_llm = small_model(card, catalogue.build(key).requirements)
+    with open_llm() as llm:
+        asked = [spec_bench.Question("a", "one two one two")]
+        timed = list(speculative_answers.run(llm, asked, [key], [0.0], 12, warm=False))
+        asked_too = reasoning_tasks.Question(llm.encode("one two"), lambda text: len(text) > 0)
+        plain, found = (
+            reasoning.measure(llm, name, [asked_too], 12, 0.0) for name in (reasoning.GREEDY, key)
+        )
+    assert [one.method for one in timed] == ["autoregressive", key, "multi-step"]
+    assert timed[1].num_tokens > 1 and timed[1].passes > 0
+    assert found.questions == 1 and found.tokens > 0
+    if card.exactness != "lossy":
+        assert timed[1].same_text and found.tokens == plain.tokens

@@ -4,6 +4,7 @@ tokens, or draft with them."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -47,6 +48,8 @@ class DepthResult:
             ones behind the text before them, with the method's own keys and values; of an exact
             method, `free`; None if the method takes no constraints (CEED). Draft trees are then
             right: their paths may leave elsewhere than in free-running text.
+        perplexity: Of the full model's text under the method, as `agreement`: the exponential of
+            the mean negative logarithm of the tokens' probabilities.
         free: The share of positions where the text that the method generates has the token of the
             full model's text.
         first: The mean number of tokens before the first other one, of the generated text.
@@ -63,6 +66,7 @@ class DepthResult:
     accepted: float | None
     cost: float
     agreement: float | None
+    perplexity: float | None
     free: float
     first: float
     milliseconds: float
@@ -172,11 +176,12 @@ def measure(
     options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
     texts = [llm.generate(prompt, decoder=PLAIN, **options).tokens for prompt in prompts]
     drafter, plain = _draft_model(llm), None
+    exact_nats: float | None = None  # of the texts under the full model
     for method in (PLAIN, *methods):
         entry = lookup(method.partition(":")[0])
         is_exact = entry is not None and entry.card.exactness != "lossy"
         can_force = entry is None or "constraints" in entry.card.works_with
-        layers = heads = drafts = cost = equal = free = first = 0.0
+        layers = heads = drafts = cost = equal = nats = free = first = 0.0
         num_rounds = num_drafting = num_drafts = num_accepted = 0
         times: list[float] = []
         for prompt, text in zip(prompts, texts, strict=True):
@@ -199,8 +204,10 @@ def measure(
             free, first = free + sum(is_same), first + (*is_same, False).index(False)
             if is_exact:
                 equal += sum(is_same)
-            elif can_force:
-                equal += teacher_forced(llm, method, prompt, text).num_equal
+            if not is_exact and can_force or exact_nats is None:
+                forced = teacher_forced(llm, method, prompt, text)
+                nats += forced.nats
+                equal += 0 if is_exact else forced.num_equal
             layers, heads = layers + work.layers, heads + work.heads
             cost += work.total
             if by_draft is not None:
@@ -215,6 +222,8 @@ def measure(
         total = num_tokens - len(prompts)  # the first one is that of the prompt
         cost = (cost + drafts) / total
         plain = plain or (cost, median(times))
+        exact_nats = nats if exact_nats is None else exact_nats
+        nats = exact_nats if is_exact else nats
         yield DepthResult(
             method,
             layers / total,
@@ -224,6 +233,7 @@ def measure(
             num_accepted / num_drafts if num_drafts else None,
             cost / plain[0],
             equal / num_tokens if is_exact or can_force else None,
+            math.exp(nats / num_tokens) if is_exact or can_force else None,
             free / num_tokens,
             first / len(prompts),
             median(times),
@@ -280,8 +290,8 @@ def bench_depth(
 ) -> None:
     """Layers per token, agreement with the full model, and time of methods that run fewer layers.
     "drafted" is the share of rounds with drafts, "accepted" that of drafts that are accepted;
-    "agreement" is that on the full model's text, "free" that of the generated text, and "first" the
-    tokens of it before another one.
+    "agreement" and "perplexity" are those of the full model's text, "free" the agreement of the
+    generated text, and "first" the tokens of it before another one.
 
     Example: anydecode bench depth --methods "layerskip:layers=8;ffn-skip" --limit 2
     """
@@ -293,15 +303,16 @@ def bench_depth(
     if as_json:
         print(json.dumps([asdict(one) for one in results]))
         return
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = table_console()
     console.print(
         f"{name}, {num_layers} layers, a row of the head costs {head:.1f} layers; {cpu_name()},"
         f" {usable_cores()} cores"
     )
-    names = ["method", "layers", "heads", "draft", "drafted", "accepted", "cost", "agreement"]
-    shown = Table(*names, "free", "first", "ms/token", "speed", box=None)
+    names = ["layers", "heads", "draft", "drafted", "accepted", "cost", "agreement", "perplexity"]
+    names += ["free", "first", "ms/token", "speed"]
+    shown = Table(Column("method", overflow="fold"), *names, box=None)
     for one in results:
         shown.add_row(
             one.method,
@@ -312,6 +323,7 @@ def bench_depth(
             _share(one.accepted),
             f"{one.cost:.2f}x",
             _share(one.agreement),
+            "-" if one.perplexity is None else f"{one.perplexity:.3f}",
             f"{one.free:.1%}",
             f"{one.first:.0f}",
             f"{one.milliseconds:.1f}",

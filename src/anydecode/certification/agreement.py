@@ -1,4 +1,5 @@
-"""How often the most probable token of a lossy method is the next one of the full model's text."""
+"""How often the most probable token of a lossy method is the next one of the full model's text, and
+how probable that one is."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ from anydecode.sampling.processor import LogitsProcessor
 
 
 class _Forced(LogitsProcessor):
-    """Makes the next token that of a text, and notes which one was the most probable."""
+    """Makes the next token that of a text. Notes, per token, which one was the most probable, and
+    the negative logarithm of the text's own probability at temperature 1."""
 
     is_stateful = True
 
-    def __init__(self, text: Seq[int], found: dict[int, int], count: int = 0) -> None:
+    def __init__(self, text: Seq[int], found: dict[int, tuple[int, float]], count: int = 0) -> None:
         self.text, self.found, self.count = text, found, count
 
     def apply(self, candidates: Candidates) -> Candidates:
-        best = int(candidates.scores.argmax())
-        self.found[self.count] = best if candidates.tokens is None else int(candidates.tokens[best])
+        scores, best = candidates.scores.astype(np.float64), candidates.argmax()
         index, _ = candidates.positions(np.array([self.text[self.count]]))
+        nats = np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[index[0]]
+        self.found[self.count] = best, float(nats)
         return candidates.keep(index)
 
     def advance(self, token: int) -> None:
@@ -42,18 +45,20 @@ class Agreement:
     Attributes:
         num_tokens: Tokens of the text.
         num_equal: Where the method's most probable token is the text's.
+        nats: The sum of the negative logarithms of the tokens' probabilities under the method.
         generation: The method's pass over the text, with its trace and times.
     """
 
     num_tokens: int
     num_equal: int
+    nats: float
     generation: Generation
 
 
 def teacher_forced(llm: LLM, decoder: Any, prompt: str | Seq[int], text: Seq[int]) -> Agreement:
     """Run `decoder` over `text`, the greedy text of the full model behind `prompt`, token by token
     with its own keys and values."""
-    found: dict[int, int] = {}
+    found: dict[int, tuple[int, float]] = {}
     generation = llm.generate(
         prompt,
         decoder=decoder,
@@ -62,5 +67,6 @@ def teacher_forced(llm: LLM, decoder: Any, prompt: str | Seq[int], text: Seq[int
         trace=True,
         logits_processors=[_Forced(text, found)],
     )
-    num_equal = sum(found[index] == token for index, token in enumerate(text))
-    return Agreement(len(text), num_equal, generation)
+    num_equal = sum(found[index][0] == token for index, token in enumerate(text))
+    nats = sum(found[index][1] for index in range(len(text)))
+    return Agreement(len(text), num_equal, nats, generation)
