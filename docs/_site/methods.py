@@ -114,8 +114,9 @@ def method_page(card: Card, figures: list[str]) -> str:
         lines += ["## Differences from the paper", ""]
         lines += [f"- {escaped(one)}" for one in card.deviations] + [""]
     lines += certificate(card)
-    if figures:
-        lines += ["## Measured", "", *figures]
+    if card.measured or figures:
+        results = [*(f"- {escaped(one)}" for one in card.measured), ""] if card.measured else []
+        lines += ["## Measured", "", *results, *figures]
     lines += ["## Citation", "", "```bibtex", card.citation or card.paper, "```", ""]
     return "\n".join(lines)
 

@@ -157,6 +157,8 @@ class Card:
         use: How a method that is no decoder, sampler or constraint is selected.
         missing: The parts of the paper's distinguishing idea that are not implemented. With any,
             the method is partial; without, it is complete.
+        measured: What the method saves or costs, with the model, the machine and the command, where
+            the paper's gain depends on them.
         bounds: The numbers that anyone may set parameters to, where they differ from the default.
             By default integers of `remote` have its lower bound, and 16 times its upper bound, at
             least 1024; other integers may be 0 to 2**20; and other numbers any finite number.
@@ -175,6 +177,7 @@ class Card:
     works_with: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
     use: str = ""
     bounds: Mapping[str, Range] = field(default_factory=dict, hash=False)
     remote: Mapping[str, Bounds] = field(default_factory=dict, hash=False)

@@ -88,7 +88,7 @@ def test_a_page_fits_80_columns_and_has_the_whole_card(
     shown = "".join(page.split())
     card = catalogue.entries()[key].card
     for text in (card.summary, card.exactness, card.use, card.paper, *card.needs, *card.works_with,
-                 *card.missing, *card.deviations, card.citation):  # fmt: skip
+                 *card.missing, *card.deviations, *card.measured, card.citation):  # fmt: skip
         assert "".join(text.split()) in shown
     assert ("\npartial: not implemented\n" in page) == bool(card.missing)
     for one in catalogue.parameters(key):

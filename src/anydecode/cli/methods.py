@@ -116,6 +116,10 @@ def print_card(card: Card, parameters: Sequence[Parameter]) -> None:
         print("\ndifferences from the paper")
     for deviation in card.deviations:
         print(wrapped(deviation, width, "  - "))
+    if card.measured:
+        print("\nmeasured")
+    for result in card.measured:
+        print(wrapped(result, width, "  - "))
     if card.citation:
         print("\ncitation")
     for line in card.citation.splitlines():

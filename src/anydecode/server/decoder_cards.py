@@ -48,5 +48,6 @@ def _card(card: catalogue.Card) -> dict[str, Any]:
         "works_with": card.works_with,
         "deviations": card.deviations,
         "missing": card.missing,
+        "measured": card.measured,
         "parameters": [asdict(one) for one in catalogue.parameters(card.key)],
     }

@@ -38,6 +38,7 @@ function facts(card) {
     ["Works with", [card.works_with.join(", ")]],
     ["Differs from the paper", card.deviations.length ? [list(card.deviations)] : ["in nothing"]],
   ];
+  if (card.measured.length) entries.push(["Measured", [list(card.measured)]]);
   if (card.missing.length) entries.unshift(["Partial: not implemented", [list(card.missing)]]);
   if (card.reason) entries.unshift(["Cannot run here", withCode(card.reason)]);
   return make("dl", { class: "card-facts" }, ...entries.flatMap(([name, parts]) => [make("dt", { textContent: name }), make("dd", {}, ...parts)]));
