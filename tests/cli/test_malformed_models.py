@@ -70,6 +70,7 @@ COMMANDS = {
     "train masks": "--model MODEL --out OUT --steps 1 --answers 2 --mask 1",
     "train prompts": "--model MODEL --out OUT --steps 1 --answers 2",
     "train routers": "--model MODEL --out OUT --answers 2",
+    "train accelerators": "--model MODEL --out OUT --answers 2 --steps 1",
     "train layer-routers": "--model MODEL --out OUT --answers 2 --steps 1",
     "train consistency": "--model MODEL --out OUT --answers 2 --steps 1",
     "train layer-adapter": "--model MODEL --routers TEXT --out OUT --steps 1",

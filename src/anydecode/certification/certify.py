@@ -202,6 +202,8 @@ def small_model(card: Card, needs: Requirements) -> tuple[str, Callable[[], LLM]
         from anydecode.certification.tiny import routed_model as open_llm
     elif needs.reads_exit_predictors:
         from anydecode.certification.tiny import predicting_model as open_llm
+    elif needs.reads_accelerators:
+        from anydecode.certification.tiny import accelerated_model as open_llm
     elif needs.reads_layer_routers:
         from anydecode.certification.tiny import layer_routed_model as open_llm
     elif needs.reads_future_masks:

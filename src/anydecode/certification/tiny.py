@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
+from anydecode.models.accelerators import Accelerators
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model, find_loader
 from anydecode.models.exit_files import model_fingerprint
@@ -265,6 +266,31 @@ def layer_routed_model(**options: Any) -> LLM:
     bias = random.standard_normal(len(layers), np.float32) / 4
     model.layer_routers = LayerRouters(layers, weight, bias, model_fingerprint(model.network))
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
+
+
+def accelerated_model(**options: Any) -> LLM:
+    """An engine over a tiny model with random accelerators of its second to fourth layers, which
+    add little, so that the accelerated stream often agrees with the model; `options` are those of
+    `LLM`."""
+    model = tiny_model(layers=8, residual=0.1)
+    add_accelerators(model, range(1, 4))
+    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
+
+
+def add_accelerators(model: Any, layers: Seq[int], rank: int = 6) -> None:
+    """Give a model random accelerators of these layers; see `accelerated_model`."""
+    matrix, hidden = random_matrices(7), model.spec.hidden_size
+    shapes = {one: model.spec.layers[one].attention for one in layers}
+    sizes = {one: shape.num_heads * shape.head_dim for one, shape in shapes.items()}
+    model.accelerators = Accelerators(
+        query_down={one: 3 * matrix(rank, hidden) for one in layers},
+        query_up={one: 3 * matrix(size, rank) for one, size in sizes.items()},
+        output_down={one: matrix(rank, size) for one, size in sizes.items()},
+        output_up={one: 0.3 * matrix(hidden, rank) for one in layers},
+        mlp_down={one: matrix(rank, hidden) for one in layers},
+        mlp_up={one: 0.3 * matrix(hidden, rank) for one in layers},
+        fingerprint=model_fingerprint(model.network),
+    )
 
 
 def longspec_checkpoint(target: Network, *, seed: int = 0, window: int = 7) -> Checkpoint:

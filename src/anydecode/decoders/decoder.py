@@ -37,6 +37,7 @@ class Requirements:
         reads_exit_routers: Whether the method needs exit routers of the target (TIDE, DYNAMAX).
         reads_exit_predictors: Whether it needs exit predictors of the target (SpecEE).
         reads_layer_routers: Whether it needs layer routers of the target (FiRST).
+        reads_accelerators: Whether it needs accelerators of the target (M2R2).
         reads_future_masks: Whether it needs trained mask tokens of the target (mtp-future).
         reads_sentence_diffusion: Whether it needs a diffusion model of sentence embeddings that was
             trained for the target, and as the draft model its encoder (DGLM).
@@ -73,6 +74,7 @@ class Requirements:
     reads_exit_routers: bool = False
     reads_exit_predictors: bool = False
     reads_layer_routers: bool = False
+    reads_accelerators: bool = False
     reads_future_masks: bool = False
     reads_sentence_diffusion: bool = False
     reads_hidden_transfer: bool = False

@@ -22,6 +22,7 @@ from anydecode.kernels.interface import OWN_FORMATS
 from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.kernels.packing import Packer
 from anydecode.models import (
+    accelerators,
     exit_predictors,
     exit_routers,
     future_masks,
@@ -50,6 +51,7 @@ BACKENDS = ("native", "torch", "triton")
 _TRAINED_PARTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "exit_routers": (exit_routers.FILE_NAME, exit_routers.ExitRouters.load),
     "exit_predictors": (exit_predictors.FILE_NAME, exit_predictors.ExitPredictors.load),
+    "accelerators": (accelerators.FILE_NAME, accelerators.Accelerators.load),
     "layer_routers": (layer_routers.FILE_NAME, layer_routers.LayerRouters.load),
     "mlp_routers": (mlp_routers.FILE_NAME, mlp_routers.MlpRouters.load),
     "future_masks": (future_masks.FOLDER_NAME, future_masks.FutureMasks.load),

@@ -30,6 +30,7 @@ from anydecode.kernels.interface import (
     Variant,
 )
 from anydecode.kernels.routes import Route, RoutedPass, part_of
+from anydecode.models.accelerators import Accelerators
 from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.exit_predictors import ExitPredictors
@@ -125,6 +126,7 @@ class Transformer:
         self.reranker: Classifier | YesNo | None = None  # of a cross-encoder
         self.exit_routers: ExitRouters | None = None  # of its folder
         self.exit_predictors: ExitPredictors | None = None  # of its folder
+        self.accelerators: Accelerators | None = None  # of its folder
         self.layer_routers: LayerRouters | None = None  # of its folder
         self.mlp_routers: MlpRouters | None = None  # of its folder
         self.future_masks: FutureMasks | None = None  # of its folder

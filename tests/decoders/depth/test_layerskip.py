@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import LLM
 from anydecode.decoders.depth.layerskip import LayerSkip
+from anydecode.errors import AnydecodeError
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.sequence_data import SequenceData
@@ -57,3 +60,12 @@ def test_single_drafts_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     build = LayerSkip.__init__
     monkeypatch.setattr(LayerSkip, "__init__", lambda self: build(self, size=1))
     assert_rejected("layerskip")
+
+
+@pytest.mark.parametrize("layers", [0, 4, 99])
+def test_an_exit_beyond_the_depth_is_refused_in_one_line(layers: int) -> None:
+    with LLM(ScriptedModel(num_layers=4), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(AnydecodeError) as caught:
+            llm.generate("a", decoder=f"layerskip:layers={layers}")
+    expected = "leaves none to verify with: the model has 4" if layers else "layers is 0; allowed"
+    assert expected in str(caught.value) and "\n" not in str(caught.value)

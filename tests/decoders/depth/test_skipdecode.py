@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from anydecode import LLM
+from anydecode import LLM, catalogue
+from anydecode.certification.certify import small_model
 from anydecode.certification.tiny import tiny_model
 from anydecode.decoders.depth.skipdecode import SkipDecode
 from anydecode.errors import AnydecodeError
@@ -68,3 +69,14 @@ def test_bad_parameters_are_refused_in_one_line() -> None:
         for options in ("max_layers=6", "min_layers=4,max_layers=3", "warm_up=2,min_layers=2"):
             with pytest.raises(AnydecodeError, match="must rise in this order"):
                 llm.generate("a", decoder=f"skipdecode:{options}")
+
+
+@pytest.mark.parametrize("key", ["skipdecode", "ffn-skip", "tide", "dynamax", "first-router"])
+def test_samplers_that_read_inner_layers_are_refused_in_one_line(key: str) -> None:
+    """Layers that a token may not have run."""
+    _, open_llm = small_model(catalogue.find(key).card, catalogue.build(key).requirements)
+    with LLM(tiny_model(layers=16), tokenizer=ByteTokenizer()) as plain, open_llm() as llm:
+        own = llm if key in ("tide", "dynamax", "first-router") else plain
+        with pytest.raises(AnydecodeError, match="read inner layers") as caught:
+            own.generate("a", decoder=key, sampler="dola:layers=low")
+    assert "\n" not in str(caught.value)

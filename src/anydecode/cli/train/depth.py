@@ -258,6 +258,71 @@ def train_exit_heads(
     )
 
 
+@app.command("accelerators")
+def train_accelerators(
+    model: LlamaModel = options.DEFAULT_MODEL,
+    out: Out = Path("trained-accelerators"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    first: Annotated[
+        int, typer.Option("--first", min=1, help="The first layer that has an adapter, from 0.")
+    ] = 1,
+    exit: Annotated[
+        int | None,
+        typer.Option(
+            "--exit", help="Number of layers of a draft. Default: an eighth of the model's."
+        ),
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the adapters.")] = 16,
+    answers: Answers = 256,
+    batch: Batch = 4,
+    rate: Rate = 1e-3,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train the accelerators with which m2r2 drafts, on the model's own answers. The model stays as
+    it is. A run with the same --out is resumed. They are in the file "accelerators.safetensors" of
+    --out.
+
+    Example: anydecode train accelerators --minutes 60 --out my-accelerators --plot curve.svg
+    """
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.training import curve
+    from anydecode.training.accelerators import AcceleratorRecipe, AcceleratorRun
+
+    recipe = AcceleratorRecipe(
+        minutes_or_default(minutes, steps),
+        steps,
+        answers=answers,
+        batch=batch,
+        rate=rate,
+        first=first,
+        exit=exit,
+        rank=rank,
+        seed=seed,
+    )
+    run = trained(
+        lambda: AcceleratorRun(load_checkpoint(model), out, recipe), "accelerators", threads
+    )
+    (before, own), *_, (after, _) = run.agreements()
+    report(
+        run,
+        run.file,
+        [
+            "tokens of held-out answers that are the last layer's:"
+            f" {before:.3f} -> {after:.3f} by the accelerated stream, {own:.3f} by the model's own"
+            f" after {run.layers[-1] + 1} layers"
+        ],
+        lambda log, file: curve.draw_held_out(
+            log, file, "Training of accelerators", "nats per token"
+        ),
+        plot,
+        json,
+    )
+
+
 ExitSteps = Annotated[
     int | None,
     typer.Option(

@@ -51,7 +51,7 @@ def exit_checks(
         with with_drafter(make, cache_positions=1024, prefix_cache=False) as llm:
             target: Network = llm.model.network  # type: ignore[attr-defined]
             ran, drafter_ran = (
-                _recorded(llm.engine.runners[name].model) for name in ("target", "draft")
+                recorded(llm.engine.runners[name].model) for name in ("target", "draft")
             )
             trace = rounds(llm, decoder, PROMPT, LENGTH, temperature=temperature)
         where = f"{decoder}, T={temperature}"
@@ -82,7 +82,7 @@ def exit_checks(
         )
 
 
-def _recorded(model: Any) -> list[Row]:
+def recorded(model: Any) -> list[Row]:
     """The rows that the model runs from now on."""
     ran: list[Row] = []
     run = model.run
