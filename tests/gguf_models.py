@@ -169,12 +169,8 @@ def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf
     return writer
 
 
-def writer_with(
-    path: Path, architecture: str, metadata: dict[str, Any], vocab: int
-) -> gguf.GGUFWriter:
-    """A writer with the metadata of an architecture, without those that are None, and `vocab`
-    tokens."""
-    writer = gguf.GGUFWriter(path, architecture)
+def add_metadata(writer: gguf.GGUFWriter, architecture: str, metadata: dict[str, Any]) -> None:
+    """Add the metadata of an architecture, without those that are None."""
     for key, value in metadata.items():
         name = f"{architecture}.{key}"
         if isinstance(value, list):
@@ -187,6 +183,15 @@ def writer_with(
             writer.add_uint32(name, value)
         elif value is not None:
             writer.add_float32(name, value)
+
+
+def writer_with(
+    path: Path, architecture: str, metadata: dict[str, Any], vocab: int
+) -> gguf.GGUFWriter:
+    """A writer with the metadata of an architecture, without those that are None, and `vocab`
+    tokens."""
+    writer = gguf.GGUFWriter(path, architecture)
+    add_metadata(writer, architecture, metadata)
     tokens = ["<unk>", "<s>", "</s>", *(chr(200 + i) for i in range(vocab - 3))]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)

@@ -62,6 +62,9 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
             is_other = case.architecture in OTHER_REFERENCES
             kind = case.architecture if is_other else model_type(case.family)
             yield kind, case.architecture, key not in module.NOT_OF_LLAMA_CPP
+    for case in parity_module("test_gguf_encoders").CASES.values():
+        is_gemma = case.architecture == "gemma-embedding"
+        yield "embedding_gemma" if is_gemma else model_type(case.family), case.architecture, True
     for architecture, (family, *_) in parity_module("test_gguf_experts").FAMILIES.items():
         yield model_type(family), architecture, True
     deepseek = parity_module("test_gguf_deepseek")

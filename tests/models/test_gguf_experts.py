@@ -150,6 +150,29 @@ FAMILIES["hunyuan-moe"] = (
         **{f"mlp.shared_mlp.{key}": name for key, name in SHARED.items()},
     },
 )
+FAMILIES["afmoe"] = (
+    "Afmoe",
+    {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+        "rms_norm_eps": 1e-5,
+    },
+    {
+        **FAMILIES["glm4moe"][2],
+        "self_attn.gate_proj": "attn_gate",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "mlp.router.gate": "ffn_gate_inp",
+    },
+)
 COMMON = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -216,6 +239,13 @@ def write(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
+    if architecture == "afmoe":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.route_scale)
+        writer.add_expert_weights_norm(True)
     if architecture == "glm4moe":
         writer.add_nextn_predict_layers(num_extra)
         writer.add_rope_dimension_count(sizes["head_dim"] // 2)
@@ -241,7 +271,7 @@ def write(
             add(f"blk.{layer}.ffn_up_exps.weight", tensor[:, half:])
         elif rest == "mlp.experts.down_proj":
             add(f"blk.{layer}.ffn_down_exps.weight", tensor)
-        elif rest.endswith("e_score_correction_bias"):
+        elif rest.endswith(("e_score_correction_bias", "expert_bias")):
             add(f"blk.{layer}.exp_probs_b.bias", tensor)
         else:
             module, leaf = rest.rsplit(".", 1)

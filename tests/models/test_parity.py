@@ -300,6 +300,25 @@ RECURRENT_GEMMA: dict[str, Any] = {
     "num_key_value_heads": 1,
     "logits_soft_cap": 3.0,
 }
+HY_3: dict[str, Any] = {
+    "head_dim": 12,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "router_scaling_factor": 1.7,
+}
+AFMOE: dict[str, Any] = {
+    "head_dim": 12,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+    "num_hidden_layers": 4,
+    "global_attn_every_n_layers": 2,
+    "sliding_window": 6,
+    "route_scale": 1.7,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -776,6 +795,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 4,
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
+        },
+    ),
+    "hy3": ("HYV3", HY_3),
+    "hy3 dense layers": (
+        "HYV3",
+        {
+            **HY_3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_shared_experts": 2,
+            "attention_bias": True,
+        },
+    ),
+    "afmoe": ("Afmoe", AFMOE),
+    "afmoe odd": (
+        "Afmoe",
+        {
+            **AFMOE,
+            "mup_enabled": True,
+            "attention_bias": True,
+            "num_shared_experts": 2,
+            "num_dense_layers": 0,
         },
     ),
     "minimax m2": ("MiniMaxM2", MINIMAX_M2),

@@ -195,6 +195,16 @@ def test_pre_tokenizer_splits() -> None:
     assert words("deepseek-llm", text) == found
     assert words("deepseek-coder", text) == [*found[:3], *"1234", *found[4:]]
     assert words("hunyuan-dense", "日本x 1234-y") == ["日本", "x", " ", "123", "4", "-y"]
+    assert words("afmoe", "x12345 日本y") == ["x", "12", "345", " ", "日本", "y"]
+    assert words("tiny_aya", "x 12345") == ["x", " ", "12", "345"]
+    assert words("superbpe", "a b 12345") == ["a b ", "12", "345"]
+    assert words("minimax-m2", "aB 1234") == ["a", "B", " ", "123", "4"]
+    assert words("viking", "it's, 12") == ["it's", ",", " ", "1", "2"]
+    assert words("youtu", "日本。x 12") == ["日本", "。", "x", " ", "1", "2"]
+    assert words("exaone-moe", "I am here; 12") == ["I am here", ";", " ", "1", "2"]
+    assert words("laguna", "a  \n\nb") == ["a", "  ", "\n\n", "b"]
+    assert words("minicpm5", "x 12345") == ["x", " ", "123", "45"]
+    assert words("chameleon", "a  b1") == ["a", "  ", "b", "1"]
 
 
 #: The pattern that OpenAI publishes for o200k (in tiktoken, `o200k_base`).

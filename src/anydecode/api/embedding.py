@@ -20,7 +20,7 @@ from anydecode.errors import ContextLengthError, InvalidRequestError, Unsupporte
 from anydecode.models.classification import Classifier, sigmoid
 from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.models.yes_no import YesNo
+from anydecode.models.yes_no import JudgePrompt, YesNo
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import TARGET, Sequence
 
@@ -191,9 +191,9 @@ def cross_encoder(model: Any) -> Classifier | YesNo | None:
     return reranker
 
 
-def pair_template(reranker: Classifier | YesNo) -> YesNo | None:
-    """The prompt of a model that answers yes or no; None for one with a classifier."""
-    return reranker if isinstance(reranker, YesNo) else None
+def pair_template(reranker: Classifier | YesNo) -> JudgePrompt | None:
+    """The prompt of a model that answers yes or no; None for one that reads pairs of texts."""
+    return reranker if isinstance(reranker, YesNo) else reranker.prompt
 
 
 def relevance_decoder(reranker: Classifier | YesNo, types: Seq[int]) -> RelevanceDecoder:
@@ -256,7 +256,7 @@ def text_tokens(tokenizer: Tokenizer, texts: Seq[str], max_tokens: int | None) -
 
 def pair_tokens(
     tokenizer: Tokenizer,
-    template: YesNo | None,
+    template: JudgePrompt | None,
     pairs: Seq[tuple[str, str]],
     instruction: str | None,
     max_tokens: int | None,
@@ -265,7 +265,7 @@ def pair_tokens(
 
     Args:
         tokenizer: The model's tokenizer.
-        template: The prompt of a model that answers yes or no; None for one with a classifier.
+        template: The prompt of a model that answers yes or no; None for one that reads pairs.
         pairs: Queries with documents. A document is cut where a pair has more than `max_tokens`.
         instruction: What a document is searched for, for models that read it.
         max_tokens: The number of tokens that a pair is cut to; None: it is not cut.
@@ -291,7 +291,7 @@ def pair_tokens(
 
 def _yes_no_tokens(
     tokenizer: Tokenizer,
-    template: YesNo,
+    template: JudgePrompt,
     query: str,
     document: str,
     instruction: str | None,

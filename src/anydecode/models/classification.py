@@ -14,6 +14,7 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.limits import refusal
 from anydecode.models.spec import ModelSpec
+from anydecode.models.yes_no import JudgePrompt
 
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -41,6 +42,7 @@ class Classifier:
         pooling: Which states it reads: "cls", "mean" or "last", see `Pooling`.
         score: The function of the logits: "sigmoid", "softmax" or "identity". One label has no
             softmax: its function is then the sigmoid.
+        prompt: The prompt around a pair of texts; None: the tokenizer's special tokens.
     """
 
     output: np.ndarray
@@ -52,6 +54,7 @@ class Classifier:
     activation: str = "tanh"
     pooling: str = "cls"
     score: str = "sigmoid"
+    prompt: JudgePrompt | None = None
 
     @property
     def num_labels(self) -> int:
@@ -116,6 +119,7 @@ def read_classifier(checkpoint: Checkpoint, spec: ModelSpec) -> Classifier | Non
         options["activation"],
         options["pooling"],
         _score(checkpoint.config, len(output)),
+        JudgePrompt() if options.get("prompt") == "qwen3-reranker" else None,
     )
     shapes = {
         "output": (classifier.output, (len(output), hidden)),

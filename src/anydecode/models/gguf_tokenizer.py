@@ -13,9 +13,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import ByteLevel as ByteLevelProcessor
 from tokenizers.processors import Sequence as ProcessorSequence
-from tokenizers.processors import TemplateProcessing
 
 from anydecode.errors import CheckpointError
+from anydecode.models.gguf_word_tokenizers import (
+    encoder_tokens,
+    plain_words,
+    text_and_pair,
+    unigram,
+    word_piece,
+)
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
@@ -61,62 +67,97 @@ _DEEPSEEK_LLM = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
 # Chinese characters are words of their own.
 _KIMI_K2 = r"\p{Han}+|" + _O200K.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace("/]", "]")
+#: Digits are grouped by three from the end of a number.
+_LAST_THREE = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_AFMOE = (
+    _LAST_THREE,
+    "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+    _DEEPSEEK_V3[2],
+)
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    _O200K.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+#: Phrases of several words are split together.
+_EXAONE_MOE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_SUPERBPE = (r"\p{N}+", r"(?=(\d{3})+(?!\d))")
+_CHAMELEON = (
+    r"<sentinel:[0-9]+>",
+    r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
 
 #: The names of Llama 3's pre-tokenizer.
-_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
+_LLAMA_3 = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"),
+    "jina-v5-nano",
+)
 #: Name of the pre-tokenizer -> regular expressions, each applied to the result of the one before.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     **dict.fromkeys(
-        ("gpt-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"), (_GPT2,)
-    ),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        _SINGLE_DIGITS,
+        (
+            *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"),
+            *("gigachat", "a.x-4.0", "mellum", "modern-bert", "roberta-bpe", "jina-v1-en"),
+            *("jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
+        ),
+        (_GPT2,),
     ),
     **dict.fromkeys(
         (
-            *_LLAMA_3,
-            "dbrx",
-            "smaug-bpe",
-            "chatglm-bpe",
-            "glm4",
+            *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+            "mellum2",
         ),
-        (_CL100K,),
+        _SINGLE_DIGITS,
     ),
+    **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_CL100K,)),
+    "minicpm5": (r"\p{N}{1,3}", _CL100K.replace("{1,3}", "+")),
     "qwen35": (_QWEN_35,),
     **dict.fromkeys(
         (
-            "qwen2",
-            "stablelm2",
-            "deepseek-r1-qwen",
-            "megrez",
-            "hunyuan",
-            "bailingmoe",
-            "bailingmoe2",
-            "llada-moe",
+            *("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "kormo", "f2llmv2"),
+            *("bailingmoe", "bailingmoe2", "llada-moe", "solar-open", "grok-2"),
         ),
         (_CL100K_SINGLE_DIGITS,),
     ),
+    "laguna": (r"[^\n]+|[\n]+", _CL100K_SINGLE_DIGITS),
     "seed-coder": (_SEED,),
     "falcon": _FALCON,
     **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), (_BLOOM,)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
+    "viking": (_BLOOM, r"\p{N}"),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
     "kimi-k2": (_KIMI_K2,),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "granite-embed-multi-97m"),
+        (_O200K,),
+    ),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", _O200K)),
+    "youtu": _YOUTU,
+    "exaone-moe": (_EXAONE_MOE,),
+    "afmoe": _AFMOE,
+    "superbpe": _SUPERBPE,
+    "chameleon": _CHAMELEON,
 }
 #: Pre-tokenizers with which a word that is itself a token skips the merges.
-_IGNORE_MERGES = (*_LLAMA_3, "tekken")
+_IGNORE_MERGES = (*_LLAMA_3, "tekken", "youtu", "minicpm5", "granite-embed-multi-97m")
 #: Pre-tokenizers whose tokenizer normalizes text to NFC first.
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
 #: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
-_BOS_FIRST = (*_LLAMA_3, "tekken")
+_BOS_FIRST = (*_LLAMA_3, "tekken", "chameleon")
+#: Pre-tokenizers of files that call these tokenizers "gpt2": merges of characters, not of bytes.
+_OF_CHARACTERS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 
 #: Maximum length of a token: every split of a token in two is looked up.
 MAX_TOKEN_CHARACTERS = 1 << 12
@@ -149,16 +190,26 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise CheckpointError(
             f"{source}: a token has {longest} characters; allowed are up to {MAX_TOKEN_CHARACTERS}"
         )
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _merged_characters}
+    builders = {
+        "gpt2": _byte_level,
+        "llama": _sentencepiece,
+        "gemma4": _merged_characters,
+        "bert": word_piece,
+        "t5": unigram,
+    }
     if not isinstance(kind, str) or kind not in builders:
         raise CheckpointError(f"{source}: tokenizers of kind {kind!r} are not supported")
+    if kind == "bert":
+        tokens = plain_words(tokens, types)
     try:
         tokenizer = builders[kind](metadata, tokens, types, source)
         _add_tokens(tokenizer, tokens, types)
-        _add_post_processor(tokenizer, metadata, kind, len(tokens))
+        _add_post_processor(tokenizer, metadata, kind, tokens)
     except CheckpointError:
         raise
-    except Exception as error:  # the library raises bare Exceptions
+    except BaseException as error:  # the library raises bare Exceptions, and panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{source}: the tokenizer is corrupt: {reason}") from None
     return tokenizer
@@ -168,6 +219,8 @@ def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
 ) -> Tokenizer:
     name = metadata.get("tokenizer.ggml.pre", "default")
+    if name in _OF_CHARACTERS:
+        return _merged_characters(metadata, tokens, types, source)
     if name not in PATTERNS:
         raise CheckpointError(
             f"{source}: pre-tokenizer {name!r} is not supported; supported are"
@@ -179,7 +232,7 @@ def _byte_level(
         ignore_merges=name in _IGNORE_MERGES,
     )
     tokenizer = Tokenizer(model)
-    if name in _NFC:
+    if metadata.get("tokenizer.ggml.normalizer.nfc", name in _NFC):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = make_pre_tokenizer(PATTERNS[name])
     tokenizer.decoder = decoders.ByteLevel()
@@ -303,29 +356,25 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
 
 
 def _add_post_processor(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], kind: str, size: int
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], kind: str, tokens: list[str]
 ) -> None:
-    """Add BOS and EOS around a prompt as the metadata say."""
+    """Add the tokens before and after a text as the metadata say."""
     bos_default = kind in ("llama", "gemma4") or metadata.get("tokenizer.ggml.pre") in _BOS_FIRST
-    flags = {
+    is_added = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_default),
-        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", kind == "t5"),
     }
-    tokens: dict[str, tuple[str, int]] = {}
-    for name, is_added in flags.items():
+    around: dict[str, tuple[str, int]] = {}
+    for name in ("bos", "eos"):
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if is_added and isinstance(token, int) and 0 <= token < size:
+        if is_added[name] and isinstance(token, int) and 0 <= token < len(tokens):
             text = tokenizer.id_to_token(token)
             if text is not None:
-                tokens[name] = (text, token)
-    parts = [tokens["bos"][0]] if "bos" in tokens else []
-    parts.append("$A")
-    if "eos" in tokens:
-        parts.append(tokens["eos"][0])
+                around[name] = text, token
+    if kind == "bert":
+        around = encoder_tokens(metadata, tokens)
+    processor = text_and_pair(around.get("bos"), around.get("eos"))
     steps: list[Any] = [ByteLevelProcessor(trim_offsets=False)] if kind == "gpt2" else []
-    if tokens:
-        steps.append(
-            TemplateProcessing(single=" ".join(parts), special_tokens=list(tokens.values()))
-        )
+    steps += [] if processor is None else [processor]
     if steps:
         tokenizer.post_processor = ProcessorSequence(steps)

@@ -20,17 +20,22 @@ _TITLE = "qwen3-reranker"
 
 
 @dataclass(frozen=True)
-class YesNo:
-    """The tokens of the two answers."""
-
-    yes_id: int
-    no_id: int
+class JudgePrompt:
+    """The prompt that asks for the answer."""
 
     def texts(self, query: str, document: str, instruction: str | None) -> tuple[str, str, str]:
         """What is before, in and after the user's part of the prompt. Each is tokenised alone."""
         wanted = _INSTRUCTION if instruction is None else instruction
         middle = f"<Instruct>: {wanted}\n<Query>: {query}\n<Document>: {document}"
         return _SYSTEM, middle, _ANSWER
+
+
+@dataclass(frozen=True)
+class YesNo(JudgePrompt):
+    """The tokens of the two answers."""
+
+    yes_id: int
+    no_id: int
 
 
 def read_yes_no(checkpoint: Checkpoint) -> YesNo | None:

@@ -22,7 +22,7 @@ from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measure
 from anydecode.constraints.constraint import Constraint
 from anydecode.errors import InvalidRequestError
 from anydecode.models.chat import SlowTemplateError, time_limit
-from anydecode.models.yes_no import YesNo
+from anydecode.models.yes_no import JudgePrompt
 from anydecode.sampling.banned_words import BannedWordTable
 from anydecode.server import jobs
 from anydecode.server.jobs import Compiled, Limits, TokenTable
@@ -162,7 +162,7 @@ class Preparation:
     async def pair_tokens(
         self,
         state: dict[str, Any],
-        template: YesNo | None,
+        template: JudgePrompt | None,
         pairs: Sequence[tuple[str, str]],
         instruction: str | None,
         max_tokens: int | None,

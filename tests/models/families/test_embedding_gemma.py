@@ -68,6 +68,18 @@ def test_states_equal_those_of_transformers(backend: str, tmp_path: Path) -> Non
     assert np.abs(hf_states(causal, TOKENS)[-1] - hf_states(model, TOKENS)[-1]).max() > 1e-2
 
 
+def test_the_base_of_layers_with_windows_is_a_key_of_published_configs(tmp_path: Path) -> None:
+    """Configs without `rope_parameters` have the bases of the two types of layers as two keys."""
+    bases = {"full_attention": 5000.0, "sliding_attention": 7.0}
+    ropes = {kind: {"rope_type": "default", "rope_theta": x} for kind, x in bases.items()}
+    model = hf_encoder("Gemma3Text", **SETTINGS, rope_parameters=ropes)
+    older = {"rope_parameters": None, "rope_theta": 5000.0, "rope_local_base_freq": 7.0}
+    declare_pooling(save_encoder(model, tmp_path, **older), "lasttoken", is_normalized=False)
+    with LLM(tmp_path, threads=1) as llm:
+        found = np.array(llm.embed(TOKENS))
+    assert np.abs(found - hf_states(model, TOKENS)[-1]).max() < 1e-4
+
+
 def test_dense_modules_follow_the_pooling(tmp_path: Path) -> None:
     model = hf_encoder("Gemma3Text", **SETTINGS)
     first, second = saved(tmp_path, model)

@@ -333,8 +333,15 @@ class _LayerReader:
         layer.mlp.gate.scale, layer.mlp.down.scale = multipliers(config, "mlp_multipliers", 2)
 
     def _read_gated_attention(self, layer: LayerWeights, shape: Attention) -> None:
-        """Read attention whose query matrix has, head by head, the rows of query and gate."""
+        """Read attention whose query matrix has, head by head, the rows of query and gate, if the
+        gate has no matrix of its own."""
         bias = bool_value(self._config, "attention_bias")
+        gate = self._full("self_attn.gate_proj")
+        if self._reader.has(f"{gate}.weight"):
+            layer.query, layer.key, layer.value, layer.output = self._attention(shape)
+            size = shape.num_heads * shape.head_dim
+            layer.attention_gate = self._reader.linear(gate, (size, self._hidden), False)
+            return
         size = shape.num_heads * shape.head_dim
         order = np.arange(2 * size).reshape(shape.num_heads, 2, -1)
         name, full = self._full("self_attn.q_proj"), (2 * size, self._hidden)

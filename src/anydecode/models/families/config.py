@@ -600,7 +600,7 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
     theta = value_or(config, "rope_theta", 10_000.0)
     if layer_type in parameters:
         rope = mapping_value(parameters, layer_type)
-    elif config["model_type"] in ("gemma3_text", "gemma3n_text") and layer_type == SLIDING:
+    elif layer_type == SLIDING and config.get("rope_local_base_freq") is not None:  # Gemma 3
         rope, theta = {}, config["rope_local_base_freq"]
     elif config["model_type"] == "olmo3" and layer_type == SLIDING:
         rope = {}  # only full attention has a scaling

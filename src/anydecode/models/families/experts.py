@@ -20,6 +20,7 @@ from anydecode.models.network import ExpertNorms, Experts, GatedMlp, PlainMlp
 _ROUTERS = (
     "mlp.gate",
     "mlp.gate.wg",
+    "mlp.router.gate",
     "mlp.router",
     "block_sparse_moe.gate",
     "block_sparse_moe.router",
@@ -55,6 +56,7 @@ def read_experts(
     has_bias = family.moe.has_biases
     bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
     module = router.removesuffix(".layer").removesuffix(".proj").removesuffix(".wg")
+    module = module.replace(".router.gate", ".router")
     block = module.rpartition(".")[0]
     inner, is_plain = int_value(config, family.moe.inner_size), family.mlp == "plain"
     latent = int_value(config, "moe_latent_size", shape[1])
@@ -75,6 +77,8 @@ def read_experts(
         name = f"{block}.{family.moe.shared_module}"
         if reader.has_module(f"{layer}.{family.moe.shared_module}"):
             name = f"{layer}.{family.moe.shared_module}"
+        elif reader.has_module(f"{block}.shared_mlp"):  # Hy3 as published
+            name = f"{block}.shared_mlp"
         if is_plain:
             experts.shared = _read_plain(reader, config, name, (size, hidden))
         else:

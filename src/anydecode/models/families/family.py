@@ -155,7 +155,7 @@ class Family:
         recurrent: Its recurrent sublayers, if it has some: those of the layers whose type is one of
             `RECURRENT_TYPES`.
         has_attention_gate: See `LayerSpec.has_attention_gate`; the query matrix has the rows of
-            both, head by head.
+            both, head by head, if `self_attn.gate_proj` is no module of its own.
         multipliers: Whether the config has factors of the attention's and the MLP's products
             (Falcon-H1).
         has_single_sublayers: Whether each layer is attention, a recurrence or an MLP alone

@@ -363,6 +363,11 @@ def dense_layers(config: Config) -> dict[str, Any]:
     return {"first_k_dense_replace": 0, "mlp_only_layers": dense}
 
 
+def listed_dense_layers(config: Config) -> dict[str, Any]:
+    """The layers without experts, if the config lists them."""
+    return {} if config.get("mlp_layer_types") is None else dense_layers(config)
+
+
 def ernie_layers(config: Config) -> dict[str, Any]:
     """ERNIE 4.5 with experts: the layers after the last one that has some."""
     last, count = value_or(config, "moe_layer_end_index", -1), num_layers(config)

@@ -17,7 +17,9 @@ from anydecode.models.families.config import spec_from_config
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config
 from anydecode.models.loading.gguf_config import config_from_gguf
+from anydecode.models.loading.gguf_encoder import classifier_of, is_beside_network, pooling_of
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
+from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_names import (
     EXPERTS,
     FLAT,
@@ -61,12 +63,19 @@ def load_gguf(path: Path) -> Checkpoint:
     for info in file.tensors.values():
         if info.name in IN_CONFIG or info.name.endswith(".attn_rot_embd"):
             continue
+        if is_beside_network(info.name):
+            continue
         for name, shape, reader in _convert(file, info, architecture, config):
             readers[name], shapes[name] = reader, shape
     if architecture == "apertus":
         for name, tensor in xielu_tensors(file, config["num_hidden_layers"]).items():
             readers[name], shapes[name] = partial(np.array, tensor), tensor.shape
     check_shapes(path, architecture, config, shapes)
+    keys = Keys(file)
+    options, classifier = classifier_of(keys)
+    if classifier:
+        config["classifier"] = options
+        readers |= classifier
     is_rwkv = file.metadata.get("tokenizer.ggml.model") == "rwkv"
     kind = RwkvTokenizer if is_rwkv else HFTokenizer
     tokenizer = kind.from_gguf(file.metadata, str(path))
@@ -85,6 +94,7 @@ def load_gguf(path: Path) -> Checkpoint:
         tensors=LazyTensors(path, readers),
         tokenizer=tokenizer,
         generation_config=generation,
+        pooling=pooling_of(keys),
     )
 
 
@@ -327,7 +337,7 @@ def matrix_tensors(file: GGUFFile) -> dict[str, tuple[str, np.ndarray]]:
     architecture: str = file.metadata["general.architecture"]
     found: dict[str, tuple[str, np.ndarray]] = {}
     for info in file.tensors.values():
-        if len(info.shape) != 2 or info.name in IN_CONFIG:
+        if len(info.shape) != 2 or info.name in IN_CONFIG or is_beside_network(info.name):
             continue
         converted = _convert(file, info, architecture, config)
         if len(converted) != 1:

@@ -31,7 +31,9 @@ from anydecode.models.loading.gguf_dense import (
     starcoder2,
 )
 from anydecode.models.loading.gguf_diffusion import denoising, dream, llada_moe, rnd1
+from anydecode.models.loading.gguf_encoder import bert, modern_bert, nomic_bert
 from anydecode.models.loading.gguf_experts import (
+    afmoe,
     bailing_moe,
     deepseek,
     dots1,
@@ -46,7 +48,13 @@ from anydecode.models.loading.gguf_experts import (
     qwen3_moe,
 )
 from anydecode.models.loading.gguf_file import GGUFFile
-from anydecode.models.loading.gguf_gemma import gemma2, gemma3, gemma3n, gemma4
+from anydecode.models.loading.gguf_gemma import (
+    embedding_gemma,
+    gemma2,
+    gemma3,
+    gemma3n,
+    gemma4,
+)
 from anydecode.models.loading.gguf_keys import ARCHITECTURES, Keys
 from anydecode.models.loading.gguf_recurrent import (
     falcon_h1,
@@ -117,12 +125,17 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "bailingmoe2": bailing_moe,
         "glm4moe": glm4_moe,
         "dots1": dots1,
+        "afmoe": afmoe,
         "minimax-m2": minimax_m2,
         "hunyuan-moe": hunyuan_moe,
         "ernie4_5-moe": ernie_moe,
         "lfm2": lfm2,
         "deepseek2": deepseek,
         "lfm2moe": lfm2_moe,
+        "bert": bert,
+        "nomic-bert": nomic_bert,
+        "modern-bert": modern_bert,
+        "gemma-embedding": embedding_gemma,
         "mamba": mamba,
         "llada": denoising,
         "llada-moe": llada_moe,

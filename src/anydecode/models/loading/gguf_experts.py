@@ -7,7 +7,7 @@ from typing import Any
 from anydecode.errors import CheckpointError
 from anydecode.models.limits import MAX_EXPERTS, refusal
 from anydecode.models.loading.gguf_keys import Keys
-from anydecode.models.loading.gguf_rope import partial_rotary
+from anydecode.models.loading.gguf_rope import partial_rotary, windows
 
 #: The values of `expert_gating_func`; 0 is none.
 _SOFTMAX, _SIGMOID = 1, 2
@@ -66,6 +66,14 @@ def dots1(keys: Keys, config: dict[str, Any]) -> None:
     _require_sigmoid(keys)
     _experts_beside_shared(keys, config)
     config["use_sliding_window"] = False
+
+
+def afmoe(keys: Keys, config: dict[str, Any]) -> None:
+    """AFMoE."""
+    _require_sigmoid(keys)
+    _experts_beside_shared(keys, config)
+    windows(keys, config)
+    config["mup_enabled"] = True  # as published; the file does not store it
 
 
 def minimax_m2(keys: Keys, config: dict[str, Any]) -> None:

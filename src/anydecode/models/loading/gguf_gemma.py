@@ -47,6 +47,12 @@ def gemma3(keys: Keys, config: dict[str, Any]) -> None:
     config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 0.0) or None
 
 
+def embedding_gemma(keys: Keys, config: dict[str, Any]) -> None:
+    """EmbeddingGemma: files have the size of the whole window, as configs do."""
+    gemma3(keys, config)
+    config["use_bidirectional_attention"] = True
+
+
 def gemma4(keys: Keys, config: dict[str, Any]) -> None:
     """Gemma 4."""
     windows(keys, config)

@@ -60,6 +60,7 @@ ARCHITECTURES = {
     "bailingmoe2": ("bailing_moe_v2", "BailingMoeV2ForCausalLM"),
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "dots1": ("dots1", "Dots1ForCausalLM"),
+    "afmoe": ("afmoe", "AfmoeForCausalLM"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "hunyuan-moe": ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
@@ -81,6 +82,10 @@ ARCHITECTURES = {
     "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
+    "bert": ("bert", "BertModel"),
+    "nomic-bert": ("nomic_bert", "NomicBertModel"),
+    "modern-bert": ("modernbert", "ModernBertModel"),
+    "gemma-embedding": ("embedding_gemma", "Gemma3TextModel"),
 }
 
 

@@ -13,7 +13,10 @@ OUTER = {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 #: Modules outside the layers that have another meaning in one architecture.
-OWN_OUTER = dict.fromkeys(("bloom", "rwkv7"), {"token_embd_norm": "model.embed_norm"})
+OWN_OUTER = dict.fromkeys(
+    ("bloom", "rwkv7", "bert", "nomic-bert", "modern-bert"),
+    {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
+)
 LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -89,6 +92,12 @@ _SHORT_CONV = {
 }
 
 
+_SUM_NORMS = {
+    "attn_output_norm": "post_attention_layernorm",
+    "layer_output_norm": "post_feedforward_layernorm",
+}
+
+
 def _shared(module: str) -> dict[str, str]:
     """The router, and the matrices of an MLP that every token runs through."""
     parts = {f"ffn_{part}_shexp": f"mlp.{module}.{part}_proj" for part in ("gate", "up", "down")}
@@ -99,6 +108,7 @@ _QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_e
 OVERRIDES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma-embedding": _SANDWICH,
     "gemma3n": {**_SANDWICH, **_PER_LAYER, **_STREAMS},
     "gemma4": {
         **_SANDWICH,
@@ -108,6 +118,9 @@ OVERRIDES = {
         "post_ffw_norm_1": "post_feedforward_layernorm_1",
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
     },
+    "bert": _SUM_NORMS,
+    "nomic-bert": {**_SUM_NORMS, "attn_qkv": "self_attn.qkv_proj"},
+    "modern-bert": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "olmo2": _POST_NORMS,
     "exaone4": _POST_NORMS,
     "glm4": {**_SANDWICH, "ffn_up": "mlp.gate_up_proj"},
@@ -176,6 +189,7 @@ OVERRIDES = {
     },
     "dots1": _shared("shared_experts"),
     "bailingmoe2": {**_shared("shared_experts"), "attn_qkv": "self_attn.qkv_proj"},
+    "afmoe": {**_SANDWICH, "attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
     "minimax-m2": {"ffn_gate_inp": "mlp.gate"},
     "hunyuan-moe": _shared("shared_mlp"),
     "llama4": {**_shared("shared_expert"), "ffn_gate_inp": "feed_forward.router"},
@@ -211,7 +225,7 @@ EXPERTS = {
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
-            "bailingmoe2",
+            *("bailingmoe2", "afmoe"),
         ),
         _MLP_EXPERTS,
     ),
@@ -272,7 +286,10 @@ INTERLEAVED = (
     *("llada", "olmo", "arcee", "internlm2"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
-ONE_ADDED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
+ONE_ADDED = (
+    *("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron"),
+    *("qwen3next", "qwen35", "qwen35moe"),
+)
 
 
 def is_own_vector(architecture: str, name: str) -> bool:

@@ -36,16 +36,18 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
     family = FAMILIES[config["model_type"]]
     yield f"model.{family.names.get('embed_tokens', 'embed_tokens')}.weight", (vocab, hidden), True
     norm = f"model.{family.names.get('norm', 'norm')}"
-    if family.has_norm_weights:
+    if family.has_norm_weights and family.has_final_norm:
         yield f"{norm}.weight", (hidden,), True
     yield "lm_head.weight", (vocab, hidden), False
     yield "lm_head.bias", (vocab,), False
-    if family.has_norm_bias:
+    if family.has_norm_bias and family.has_final_norm:
         yield f"{norm}.bias", (hidden,), True
     if family.has_embedding_norm:
         name = family.names.get("embed_norm", "embed_norm")
-        for leaf in ("weight", "bias"):
+        for leaf in ("weight", "bias") if family.has_norm_bias else ("weight",):
             yield f"model.{name}.{leaf}", (hidden,), True
+    if family.has_segments:
+        yield "model.embed_segments.weight", (config["type_vocab_size"], hidden), False
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True
@@ -129,7 +131,7 @@ def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
         return {}
     is_shared = family.shares_norm and config.get("use_parallel_residual", True)
     names = [] if family.mlp == "none" or is_shared else ["post_attention_layernorm"]
-    if family.norms != "post":
+    if family.norms not in ("post", "sum") and (family.has_first_norm or layer > 0):
         names.append("input_layernorm")
     if family.norms != "pre":
         names.append("post_feedforward_layernorm")
@@ -151,10 +153,16 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
     hidden, head = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     matrices: dict[str, Shape] = {"self_attn.o_proj": (hidden, q)}
-    if family.has_attention_gate:
+    overrides, gate, fused = (
+        OVERRIDES.get(architecture, {}),
+        "self_attn.gate_proj",
+        "self_attn.qkv_proj",
+    )
+    if overrides.get("attn_gate") == gate:
+        matrices[gate] = (q, hidden)
+    elif family.has_attention_gate:
         q *= 2
-    fused = "self_attn.qkv_proj"
-    if OVERRIDES.get(architecture, {}).get("attn_qkv") == fused:
+    if overrides.get("attn_qkv") == fused:
         matrices[fused] = (q + 2 * kv, hidden)
     else:
         for part, rows in (("q", q), ("k", kv), ("v", kv)):
@@ -203,7 +211,7 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 
 def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if architecture in ("phi3", "glm4", "chatglm"):
+    if architecture in ("phi3", "glm4", "chatglm", "modern-bert"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
     family = FAMILIES[config["model_type"]]
     if family.mlp == "none":

@@ -3,21 +3,15 @@ of sublayers."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from anydecode.models.families.family import MixtureOfExperts
 from anydecode.models.families.like import family_like
-from anydecode.models.families.patterns import FULL, dense_layers, hybrid_pattern
+from anydecode.models.families.patterns import FULL, hybrid_pattern, listed_dense_layers
 from anydecode.models.families.values import Config
 
 
 def _layer_types(config: Config) -> list[str]:
     """Those of EXAONE 4, but the last layer attends to all positions."""
     return [*hybrid_pattern(config)[:-1], FULL]
-
-
-def _dense_layers(config: Config) -> dict[str, Any]:
-    return {} if config.get("mlp_layer_types") is None else dense_layers(config)
 
 
 FAMILIES = {
@@ -27,7 +21,7 @@ FAMILIES = {
         layer_types=_layer_types,
         norms="pre",
         keys={"num_shared_experts": ("n_shared_experts",)},
-        derived=_dense_layers,
+        derived=listed_dense_layers,
         defaults={
             "rms_norm_eps": 1e-5,
             "sliding_window": 4096,

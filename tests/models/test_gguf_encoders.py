@@ -1,0 +1,335 @@
+"""Encoders in GGUF files as llama.cpp's converter writes them, against the same models in
+`transformers`, against llama.cpp, and against the tokenizers of their repositories."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from anydecode import LLM
+from anydecode.errors import CheckpointError
+from anydecode.models.tokenizers import HFTokenizer
+from encoder_models import hf_states
+from gguf_encoders import CASES, Case, original, write_encoder
+from gguf_models import finish, tensor_names, usual_metadata, writer_with
+from llama_cpp_logits import GELU_MARGIN, llama_cpp_embedding, llama_cpp_tokens
+from tiny_models import hf_model
+
+pytestmark = pytest.mark.slow
+
+TOKENS = [int(token) for token in np.random.default_rng(0).integers(5, 57, 40)]
+MEAN, CLS, LAST, RANK = 1, 2, 3, 4
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    found: np.ndarray = vector / np.linalg.norm(vector)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Rejects windows of another size, positions that are off by the padding token's id, swapped
+    gates, and the base of the other type of layers."""
+    case = CASES[name]
+    model = original(case)
+    path = write_encoder(tmp_path / "tiny.gguf", case, model)
+    with LLM(path, threads=1) as llm:
+        for tokens in (TOKENS, TOKENS[:9], TOKENS[:1]):
+            expected = unit(hf_states(model, tokens)[-1])
+            assert np.abs(np.array(llm.embed(tokens)) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_embeddings_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    path = write_encoder(tmp_path / "tiny.gguf", case, original(case))
+    expected = unit(llama_cpp_embedding(path, TOKENS))
+    with LLM(path, threads=1) as llm:
+        found = np.array(llm.embed(TOKENS))
+    assert np.abs(found - expected).max() < GELU_MARGIN
+
+
+@pytest.mark.parametrize(("pooling", "rows"), [(MEAN, slice(None)), (CLS, [0]), (LAST, [-1])])
+def test_the_pooling_is_that_of_the_file(pooling: int, rows: Any, tmp_path: Path) -> None:
+    model = original(CASES["bert"])
+    path = write_encoder(tmp_path / "tiny.gguf", CASES["bert"], model, pooling=pooling)
+    with LLM(path, threads=1) as llm:
+        tokens = llm.encode("ab c")
+        assert tokens == [2, 5, 32, 7, 3]
+        expected = unit(hf_states(model, tokens)[rows].mean(0))
+        assert np.abs(np.array(llm.embed("ab c")) - expected).max() < 1e-4
+
+
+def test_dense_modules_follow_the_pooling(tmp_path: Path) -> None:
+    model = original(CASES["embedding gemma"])
+    random = np.random.default_rng(1)
+    first = random.standard_normal((80, 48), np.float32) / 7
+    second = random.standard_normal((48, 80), np.float32) / 7
+    extra = {"dense_2.weight": first, "dense_3.weight": second}
+    case = CASES["embedding gemma"]
+    path = write_encoder(tmp_path / "tiny.gguf", case, model, pooling=MEAN, extra=extra)
+    expected = unit(second @ (first @ hf_states(model, TOKENS).mean(0)))
+    with LLM(path, threads=1) as llm:
+        assert np.abs(np.array(llm.embed(TOKENS)) - expected).max() < 1e-4
+    write_encoder(path, case, model, pooling=MEAN, extra={"dense_2.weight": first})
+    with pytest.raises(CheckpointError, match="have 80 outputs; allowed are 48"):
+        LLM(path)
+
+
+HEADS = {
+    "xlm-roberta": Case(
+        "XLMRoberta",
+        "bert",
+        {"num_labels": 1, "pad_token_id": 1, "type_vocab_size": 1},
+        head="ForSequenceClassification",
+    ),
+    "modernbert": Case(
+        "ModernBert",
+        "modern-bert",
+        {**CASES["modernbert"].settings, "num_labels": 1},
+        CASES["modernbert"].metadata,
+        head="ForSequenceClassification",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_scores_of_cross_encoders_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = original(HEADS[name])
+    path = write_encoder(tmp_path / "tiny.gguf", HEADS[name], model, pooling=RANK)
+    with LLM(path, threads=1) as llm:
+        tokens, types = llm.tokenizer.encode_pair("ab", "cde fg")  # type: ignore[attr-defined]
+        assert (tokens.count(3), types.count(1)) == (2, 6)
+        with torch.inference_mode():
+            logit = model(torch.tensor([tokens])).logits[0]
+        [score] = llm.relevance("ab", ["cde fg"])
+        assert abs(score - float(torch.sigmoid(logit)[0])) < 1e-4
+
+
+QWEN: dict[str, Any] = {
+    "vocab_size": 131, "head_dim": 16, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}  # fmt: skip
+
+
+def qwen3(path: Path, model: Any, metadata: dict[str, Any], *, is_reranker: bool = False) -> Path:
+    """A GGUF file of Qwen3; of a reranker it has the rows of two tokens, not the head."""
+    config = model.config.to_dict()
+    usual = usual_metadata(config, config["num_hidden_layers"])
+    writer = writer_with(path, "qwen3", {**usual, **metadata}, config["vocab_size"])
+    names = tensor_names("qwen3", config["num_hidden_layers"])
+    for name, parameter in model.state_dict().items():
+        if is_reranker and name == "lm_head.weight":
+            writer.add_tensor("cls.output.weight", parameter.numpy()[[7, 9]].copy())
+            continue
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(target, parameter.numpy())
+    finish(writer)
+    return path
+
+
+def test_a_causal_model_with_a_pooling_embeds(tmp_path: Path) -> None:
+    model = hf_model("Qwen3", **QWEN)
+    path = qwen3(tmp_path / "tiny.gguf", model, {"pooling_type": LAST})
+    with LLM(path, threads=1) as llm:
+        expected = unit(hf_states(model.model, TOKENS)[-1])
+        assert np.abs(np.array(llm.embed(TOKENS)) - expected).max() < 1e-4
+
+
+def test_the_reranker_compares_yes_with_no(tmp_path: Path) -> None:
+    """Rejects the two rows swapped, and a score of one row alone."""
+    model = hf_model("Qwen3", **QWEN)
+    path = qwen3(
+        tmp_path / "tiny.gguf",
+        model,
+        {"pooling_type": RANK, "classifier.output_labels": ["yes", "no"]},
+        is_reranker=True,
+    )
+    with LLM(path, threads=1) as llm:
+        [score] = llm.relevance("È", ["ÉÊ"], instruction="Ë")
+        prompt = llm.model.reranker.prompt.texts("È", "ÉÊ", "Ë")
+        tokens = [token for text in prompt for token in llm.encode(text, special=False)]
+        states = hf_states(model.model, tokens)[-1].astype(np.float64)
+        head = model.lm_head.weight.detach().numpy().astype(np.float64)
+        assert abs(score - 1 / (1 + np.exp((head[9] - head[7]) @ states))) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"pooling_type": 9}, "pooling_type is 9; allowed is one of 0, 1, 2, 3, 4"),
+        ({"attention.layer_norm_epsilon": None}, "layer_norm_epsilon is missing"),
+    ],
+)
+def test_invalid_metadata_end_in_one_line(
+    metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    case = CASES["bert"]
+    path = write_encoder(tmp_path / "tiny.gguf", case, original(case), metadata=metadata)
+    with pytest.raises(CheckpointError, match=message) as error:
+        LLM(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_tensor_ends_in_one_line(tmp_path: Path) -> None:
+    case = CASES["bert"]
+    model = original(case)
+    with pytest.MonkeyPatch.context() as patch:
+        add = gguf.GGUFWriter.add_tensor
+
+        def without(writer: Any, name: str, tensor: Any, **options: Any) -> None:
+            if name != "blk.1.layer_output_norm.bias":
+                add(writer, name, tensor, **options)
+
+        patch.setattr(gguf.GGUFWriter, "add_tensor", without)
+        path = write_encoder(tmp_path / "tiny.gguf", case, model)
+    with pytest.raises(CheckpointError, match="post_feedforward_layernorm.bias' is missing"):
+        LLM(path)
+
+
+ALPHABET = "abcdefgh ABC éÉß日本ع́12.,!?-'/\t\n\u00a0"
+CORPUS = [
+    "".join(random.Random(seed).choices(ALPHABET + "      abcdefgh", k=200)) for seed in range(40)
+]
+
+
+def texts() -> Iterator[str]:
+    """A thousand strings of letters, marks, digits, signs and spaces of several scripts."""
+    generator = random.Random(1)
+    for _ in range(1000):
+        yield "".join(generator.choices(ALPHABET, k=generator.randrange(1, 40)))
+
+
+def word_piece(is_cased: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    return tokenizer
+
+
+def word_piece_metadata(tokenizer: Tokenizer) -> dict[str, Any]:
+    ids = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    types = [3 if index < 5 else 1 for _, index in ids]
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [
+            word if index < 5 else word[2:] if word.startswith("##") else f"▁{word}"
+            for word, index in ids
+        ],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.seperator_token_id": 3,
+        "tokenizer.ggml.mask_token_id": 4,
+    }
+
+
+def unigram_metadata(tokenizer: Tokenizer) -> dict[str, Any]:
+    vocab = json.loads(tokenizer.to_str())["model"]["vocab"]
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [word for word, _ in vocab],
+        "tokenizer.ggml.scores": [score for _, score in vocab],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [1] * (len(vocab) - 4),
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+
+
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_word_pieces_are_those_of_the_repository(is_cased: bool) -> None:
+    """Rejects words whose parts are marked the other way round, another casing, and token types
+    that are all 0."""
+    tokenizer = word_piece(is_cased)
+    rebuilt = HFTokenizer.from_gguf(word_piece_metadata(tokenizer))
+    for text in texts():
+        assert rebuilt.encode(text) == tokenizer.encode(text).ids
+    pair = tokenizer.encode("abc d", "e")
+    assert rebuilt.encode_pair("abc d", "e") == (pair.ids, pair.type_ids)
+
+
+def test_unigrams_are_those_of_the_repository() -> None:
+    """Rejects a missing first space, and spaces that are not merged."""
+    tokenizer = unigram()
+    rebuilt = HFTokenizer.from_gguf(unigram_metadata(tokenizer))
+    for text in texts():
+        text = text.strip(" ")
+        assert rebuilt.encode(text) == tokenizer.encode(text).ids, text
+    pair = tokenizer.encode("abc d", "e")
+    assert rebuilt.encode_pair("abc d", "e") == (pair.ids, pair.type_ids)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_tokens_equal_those_of_llama_cpp(kind: str, tmp_path: Path) -> None:
+    metadata = (
+        word_piece_metadata(word_piece(False)) if kind == "bert" else unigram_metadata(unigram())
+    )
+
+    def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+        for key, value in metadata.items():
+            if isinstance(value, list):
+                writer.add_array(key, value)
+            elif isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            else:
+                writer.add_string(key, value)
+
+    case = CASES["bert"]
+    size = len(metadata["tokenizer.ggml.tokens"])
+    case = Case("Bert", "bert", {"vocab_size": size})
+    path = write_encoder(tmp_path / "tiny.gguf", case, original(case), tokenizer=add_tokenizer)
+    rebuilt = HFTokenizer.from_gguf(metadata)
+    strings = [text for text in texts() if "\u0301" not in text]  # a mark that it keeps
+    for text, tokens in zip(strings, llama_cpp_tokens(path, strings), strict=True):
+        assert rebuilt.encode(text) == tokens, text
