@@ -65,7 +65,8 @@ class Adapter(nn.Module):
             {part: nn.Linear(*size, bias=False) for part, size in sizes.items()}
         )
         for part in ("output_up", "mlp_up"):
-            self.maps[part].weight.data.zero_()
+            for weight in self.maps[part].parameters():
+                nn.init.zeros_(weight)
 
     def forward(
         self,
