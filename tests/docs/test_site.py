@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,14 @@ def test_a_figure_takes_the_colours_of_the_page(site: Any) -> None:
     svg = "<svg><style>a{b:c}@media(prefers-color-scheme:dark){a{b:d}}</style><g/></svg>"
     expected = "#f{a{b:c}}[data-md-color-scheme=slate] #f{a{b:d}}"
     assert f"<style>{expected}</style><g/>" in site("markup").scoped(svg, "f")
+
+
+def test_speeds_on_cards_stand_in_the_tables_of_measurements() -> None:
+    lines = (SITE.parent / "performance.md").read_text().splitlines()
+    speeds = 0
+    for card in catalogue.cards():
+        rows = [line for line in lines if re.match(rf"\| `{re.escape(card.key)}[`:]", line)]
+        for speed in re.findall(r"(\d+\.\d+) times", " ".join(card.measured)):
+            assert any(f"| {speed}x |" in row for row in rows), (card.key, speed)
+            speeds += 1
+    assert speeds > 10

@@ -27,6 +27,11 @@ from anydecode.scoring.tree import TokenTree
             "actions of a robot: blocks are text, and training has no labels of the truth in place"
             " of those that are far from it",
         ),
+        measured=(
+            "0.52 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1) without"
+            " consistency training, with 12.8% of tokens as the full model (AMD EPYC with AVX2, 2"
+            " cores; `anydecode bench depth`, docs/performance.md)",
+        ),
         deviations=(
             "`anydecode train consistency` trains an adapter on blocks of the model's own answers"
             " at temperature 0; the weight of the loss of their tokens is not published: 1",
