@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
@@ -38,7 +39,7 @@ MAX_WALL_SECONDS = 300.0
 #: first third.
 MAX_CASE_BYTES, MAX_GROWTH = 512 << 20, 64 << 20
 #: Memory is sampled so often in a run.
-NUM_SAMPLES = 12
+NUM_SAMPLES = 18
 #: Most data of a process without sanitizers, in bytes: larger allocations fail.
 MAX_DATA_BYTES = 1 << 30
 #: A surface ends after so many crashes.
@@ -104,15 +105,19 @@ class Fuzzer:
         self.known: set[Any] = set()
         self.report: dict[str, Any] = {"cases": 0, "findings": [], "longest": 0.0}
 
-    def fuzz(self, seconds: float) -> None:
-        """Run cases for so many seconds of processor time."""
+    def fuzz(self, seconds: float, wall_seconds: float = math.inf) -> None:
+        """Run cases for so many seconds of processor time, or so many in all if these end first."""
+        start, wall_start = processor_seconds(), time.monotonic()
         for case in self.seeds:
             self.try_case(case)
-        start = processor_seconds()
-        sizes: list[int] = []
-        while (used := processor_seconds() - start) < seconds:
-            if used > seconds / 3 + len(sizes) * seconds / NUM_SAMPLES:
-                sizes.append(unlimited_bytes())
+        samples: list[tuple[float, int]] = []
+        while True:
+            used, wall_used = processor_seconds() - start, time.monotonic() - wall_start
+            done = max(used / seconds, wall_used / wall_seconds)
+            if done >= (len(samples) + 1) / NUM_SAMPLES:
+                samples.append((done, unlimited_bytes()))
+            if done >= 1:
+                break
             case = self.surface.mutate(
                 self.random, self.random.choice(self.corpus), self.surface.tokens
             )
@@ -121,7 +126,7 @@ class Fuzzer:
             if self.report["cases"] % 20 == 0:
                 self.report["resident"] = resident_bytes() >> 20
                 self._write_report()
-        sizes.append(unlimited_bytes())
+        sizes = [size for at, size in samples if at >= 1 / 3]
         if sizes[-1] > sizes[0] + MAX_GROWTH:
             grown = f"memory grew from {sizes[0] >> 20} to {sizes[-1] >> 20} MiB"
             self.report["findings"].append(grown)
@@ -163,7 +168,7 @@ class Fuzzer:
         self.current.with_suffix(".json").write_text(json.dumps(self.report))
 
 
-def fuzz_here(name: str, seconds: float, seed: int, current: Path) -> None:
+def fuzz_here(name: str, seconds: float, wall_seconds: float, seed: int, current: Path) -> None:
     """Fuzz one surface in this process."""
     sys.path[:0] = [str(TESTS), str(ROOT / "src")]
     from fuzz.surfaces import SURFACES
@@ -178,17 +183,22 @@ def fuzz_here(name: str, seconds: float, seed: int, current: Path) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     with ExitStack() as stack:
         run = stack.enter_context(surface.open())
-        Fuzzer(name, run, surface, current, seed).fuzz(seconds)
+        Fuzzer(name, run, surface, current, seed).fuzz(seconds, wall_seconds)
 
 
-def fuzz_in_process(name: str, seconds: float, seed: int, is_native: bool) -> list[str]:
+def fuzz_in_process(
+    name: str, seconds: float, seed: int, is_native: bool, wall_seconds: float = math.inf
+) -> list[str]:
     """Fuzz one surface in processes, again after a crash; print a line, and return the findings."""
     findings: list[str] = []
     cases, used, longest, sizes = 0, 0.0, 0.0, []
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for attempt in range(MAX_CRASHES):
             current = Path(folder) / f"case-{attempt}"
+            wall_left = max(1.0, wall_seconds - (time.monotonic() - start))
             command = [sys.executable, __file__, name, "--seconds", str(max(1.0, seconds - used)),
+                       "--wall-seconds", str(wall_left),
                        "--seed", str(seed + attempt), "--here", str(current)]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             if is_native:
@@ -238,6 +248,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("surfaces", nargs="*", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--seconds", type=float, default=10.0, help="processor time per surface")
+    parser.add_argument(
+        "--wall-seconds",
+        type=float,
+        default=math.inf,
+        help="seconds per surface in all, after which it ends even if processor time is left",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -246,13 +262,17 @@ def main() -> int:
             f"unknown surfaces {', '.join(sorted(unknown))}: choose from {', '.join(names)}"
         )
     if options.here is not None:
-        fuzz_here(options.surfaces[0], options.seconds, options.seed, options.here)
+        fuzz_here(
+            options.surfaces[0], options.seconds, options.wall_seconds, options.seed, options.here
+        )
         return 0
     native = {"gguf", "folders", "adapters", "drafters"}
     found = [
         finding
         for name in options.surfaces or names
-        for finding in fuzz_in_process(name, options.seconds, options.seed, name in native)
+        for finding in fuzz_in_process(
+            name, options.seconds, options.seed, name in native, options.wall_seconds
+        )
     ]
     return 1 if found else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from random import Random
 
@@ -80,6 +81,15 @@ def test_the_time_of_an_ended_process_is_not_that_of_the_case_in_which_it_ends(
     start = run.processor_seconds()
     fuzzer.try_case(b"")
     assert run.processor_seconds() - start > 0.5 > fuzzer.report["longest"]
+
+
+def test_a_run_that_gets_little_processor_time_ends_with_a_verdict_on_memory(tmp_path: Path) -> None:
+    def wait(case: bytes) -> None:
+        time.sleep(0.01)
+
+    fuzzer = run.Fuzzer("patterns", wait, SURFACES["patterns"], tmp_path / "case", seed=0)
+    fuzzer.fuzz(1e6, wall_seconds=0.5)
+    assert fuzzer.report["memory"] and not fuzzer.report["findings"]
 
 
 def test_the_input_of_a_process_that_dies_is_kept(
