@@ -124,6 +124,31 @@ def test_compiled_grammars_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch)
     assert 0 < len(binding._templates) < 20 and 0 < len(json_schema._COMPILED) < 20
 
 
+def test_nobody_waits_for_another_tokenizer_to_be_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    make = guidance_engine.TokenizerBinding.__init__
+
+    def wait(*arguments: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        make(*arguments)
+
+    known = tokenizer_binding(TOKENIZER, SIZE)
+    monkeypatch.setattr(guidance_engine.TokenizerBinding, "__init__", wait)
+    slow = threading.Thread(target=tokenizer_binding, args=(ByteTokenizer(), SIZE))
+    slow.start()
+    assert begun.wait(60)
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(tokenizer_binding(TOKENIZER, SIZE)))
+    other.start()
+    other.join(10)
+    assert found == [known]
+    may_end.set()
+    slow.join()
+
+
 def test_values_that_grow_in_use_are_counted_as_grown() -> None:
     cache: ByteCache[str, object] = ByteCache(3 * ENTRY_BYTES + 1000)
     values = {key: object() for key in "abc"}

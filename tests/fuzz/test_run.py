@@ -83,7 +83,9 @@ def test_the_time_of_an_ended_process_is_not_that_of_the_case_in_which_it_ends(
     assert run.processor_seconds() - start > 0.5 > fuzzer.report["longest"]
 
 
-def test_a_run_that_gets_little_processor_time_ends_with_a_verdict_on_memory(tmp_path: Path) -> None:
+def test_a_run_that_gets_little_processor_time_ends_with_a_verdict_on_memory(
+    tmp_path: Path,
+) -> None:
     def wait(case: bytes) -> None:
         time.sleep(0.01)
 

@@ -208,6 +208,20 @@ def test_constraints_are_compiled_on_threads_that_nobody_waits_for(
     assert not [one for one in threads if one[0] == "anydecode" or one[1]], threads
 
 
+async def test_the_first_constraint_finds_the_tokenizer_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To prepare it blocks the interpreter, and so the answers of other clients."""
+    model = ScriptedModel(vocab_size=257, seed=1)
+    with LLM(model, tokenizer=text_tokenizer(TEXT)) as llm:
+        preparation = Preparation(llm, Settings())
+        preparation.warm()
+        monkeypatch.setattr(TokenizerBinding, "__init__", None)  # none is made from now on
+        state = {"namespace": None, "client": "here"}
+        make = constraint_factory(formatted(SMALL), None)
+        assert (await preparation.constraint(state, make)).report().engine == "llguidance"
+
+
 async def test_an_accepted_constraint_is_tried_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

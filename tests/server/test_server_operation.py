@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,16 @@ def test_metrics_need_an_api_key_if_configured(llm: Any, open_metrics: bool) -> 
                 key = {"authorization": "Bearer one"}
                 assert http.get(path, headers=key).status_code == 200
             assert [http.get(path).status_code for path in ("/", "/health")] == [200, 200]
+
+
+def test_later_collections_leave_out_the_objects_of_the_server(llm: Any) -> None:
+    """Each would block all threads for as long as it looks at them."""
+    with LiveServer(llm, Settings(port=0)):
+        end = time.monotonic() + 60
+        while not gc.get_freeze_count() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert gc.get_freeze_count() > 10_000
+    assert not gc.get_freeze_count()
 
 
 def test_requests_are_recorded_as_spans(llm: Any) -> None:

@@ -402,15 +402,30 @@ class TokenizerBinding:
 
 _bindings: weakref.WeakKeyDictionary[Any, dict[int, TokenizerBinding]] = weakref.WeakKeyDictionary()
 _bindings_lock = threading.Lock()
+#: Held while a binding is made, so that nobody waits for that of another tokenizer.
+_making_lock = threading.Lock()
 
 
 def tokenizer_binding(tokenizer: Tokenizer, vocab_size: int) -> TokenizerBinding:
-    """Returns the binding of `tokenizer`, cached for the lifetime of the tokenizer."""
+    """Returns the binding of `tokenizer`, cached for the lifetime of the tokenizer.
+
+    It is made on first use, for much of which llguidance holds the interpreter lock: about a
+    quarter of a second for 50,000 tokens. Call this before requests are served.
+    """
+    binding = _known_binding(tokenizer, vocab_size)
+    if binding is None:
+        with _making_lock:
+            binding = _known_binding(tokenizer, vocab_size)
+            if binding is None:
+                binding = TokenizerBinding(tokenizer, vocab_size)
+                with _bindings_lock:
+                    _bindings.setdefault(tokenizer, {})[vocab_size] = binding
+    return binding
+
+
+def _known_binding(tokenizer: Tokenizer, vocab_size: int) -> TokenizerBinding | None:
     with _bindings_lock:
-        bindings = _bindings.setdefault(tokenizer, {})
-        if vocab_size not in bindings:
-            bindings[vocab_size] = TokenizerBinding(tokenizer, vocab_size)
-        return bindings[vocab_size]
+        return _bindings.get(tokenizer, {}).get(vocab_size)
 
 
 def clear_templates() -> None:

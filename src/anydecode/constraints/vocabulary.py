@@ -29,7 +29,7 @@ class Vocabulary:
         self.token_bytes = [tokenizer.token_bytes(token) for token in range(num_tokens)] + [b""] * (
             size - num_tokens
         )
-        self._order = sorted(range(num_tokens), key=lambda token: (self.token_bytes[token], token))
+        self._order = sorted(range(num_tokens), key=self.token_bytes.__getitem__)
         self._sorted = [self.token_bytes[token] for token in self._order]
         self._longest = max(map(len, self._sorted), default=0)
         self._bytes = np.frombuffer(b"".join(self._sorted), np.uint8)

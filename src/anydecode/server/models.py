@@ -135,6 +135,11 @@ class ServedModels:
         return [served.service for served in self._states.values() if served.service is not None]
 
     @property
+    def can_unload(self) -> bool:
+        """Whether any of the models can be unloaded."""
+        return any(served.model.load is not None for served in self._states.values())
+
+    @property
     def error(self) -> EngineStoppedError | None:
         """Why an engine has stopped; None if all run."""
         return next((error for one in self.loaded if (error := one.llm.driver.error)), None)
@@ -205,7 +210,7 @@ class ServedModels:
 
     def watch(self) -> None:
         """Start to unload idle models, if any can be unloaded."""
-        if all(served.model.load is None for served in self._states.values()):
+        if not self.can_unload:
             return
         self._watching = asyncio.ensure_future(self._watch())
 
@@ -256,6 +261,7 @@ class ServedModels:
                 if served is not self.first:
                     settings = replace(settings, name=served.model.name, decoder=None)
                 served.service = Service(llm, settings, self.metrics, can_be_unloaded=True)
+                self._start(asyncio.to_thread(served.service.preparation.warm))
                 served.num_bytes, served.last_used = memory_of(llm), time.monotonic()
                 seconds = round(time.monotonic() - start, 2)
                 logs.event("load", model=served.model.name, seconds=seconds)

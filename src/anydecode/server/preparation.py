@@ -20,6 +20,7 @@ from anydecode.api.llm import LLM
 from anydecode.api.words import word_table
 from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import Constraint
+from anydecode.constraints.guidance_engine import tokenizer_binding
 from anydecode.errors import InvalidRequestError
 from anydecode.models.chat import SlowTemplateError, time_limit
 from anydecode.models.yes_no import JudgePrompt
@@ -63,9 +64,12 @@ class Preparation:
         self._pool = worker_pool()
 
     def warm(self) -> None:
-        """Start the worker processes and read the vocabulary, so that no request waits for it."""
+        """Start the worker processes, read the vocabulary and prepare it for constraints, so that
+        no request waits for it."""
         self._pool.start()
         self._token_table()
+        if self._tokenizer.eos_ids:  # else there are no constraints
+            tokenizer_binding(self._tokenizer, self._vocab_size)
 
     def _token_table(self) -> TokenTable:
         with self._tokens_lock:

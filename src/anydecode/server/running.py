@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -40,8 +41,16 @@ class _Server(uvicorn.Server):
         await state.batches.resume()
         state.models.watch()
         # Afterwards, so that the server accepts requests sooner.
-        for service in state.models.loaded:
-            threading.Thread(target=service.warm, name="anydecode-warm", daemon=True).start()
+        self._warming = asyncio.ensure_future(self._warm(state.models))
+
+    async def _warm(self, models: ServedModels) -> None:
+        for service in models.loaded:
+            await asyncio.to_thread(service.warm)
+        if not models.can_unload:
+            # Each collection of all objects blocks all threads, for about 0.1 s with those of a
+            # server without requests. Those of a model that is unloaded would never be freed.
+            gc.collect()
+            gc.freeze()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state = self.config.app.app.state  # type: ignore[union-attr]
@@ -49,6 +58,8 @@ class _Server(uvicorn.Server):
         await asyncio.gather(super().shutdown(sockets), responses.drain(), batches.drain())
         await responses.close()
         await state.models.stop()
+        self._warming.cancel()
+        gc.unfreeze()
 
     async def on_tick(self, counter: int) -> bool:
         admission: AdmissionMiddleware = self.config.app  # type: ignore[assignment]

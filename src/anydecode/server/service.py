@@ -72,7 +72,7 @@ class Service:
 
     def warm(self) -> None:
         """Do what the first requests of a kind would wait for: start the processes that prepare
-        requests, read the vocabulary, and import all methods."""
+        requests, prepare the tokenizer for constraints, and import all methods."""
         self.preparation.warm()
         catalogue.entries()
 
