@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
+import os
 import pickle
 import sys
 import threading
@@ -147,6 +149,43 @@ def test_nobody_waits_for_another_tokenizer_to_be_prepared(
     assert found == [known]
     may_end.set()
     slow.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which prepares a tokenizer, or uses a cache."""
+    begun, may_end = threading.Event(), threading.Event()
+    make = guidance_engine.TokenizerBinding.__init__
+    cache: ByteCache[str, int] = ByteCache(1 << 20)
+
+    def wait(*arguments: Any) -> None:
+        with cache._lock:
+            begun.set()
+            assert may_end.wait(60)
+        make(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guidance_engine.TokenizerBinding, "__init__", wait)
+        slow = threading.Thread(target=tokenizer_binding, args=(ByteTokenizer(), SIZE))
+        slow.start()
+        assert begun.wait(60)
+    context = multiprocessing.get_context("fork")
+
+    def use() -> None:
+        cache.put("a", 1, 1)
+        JsonSchema({"type": "boolean"}).start(ByteTokenizer(), SIZE)
+
+    child = context.Process(target=use)
+    child.start()
+    child.join(30)
+    is_waiting = child.is_alive()
+    if is_waiting:
+        child.kill()
+        child.join()
+    may_end.set()
+    slow.join()
+    assert not is_waiting and child.exitcode == 0
 
 
 def test_values_that_grow_in_use_are_counted_as_grown() -> None:

@@ -101,6 +101,16 @@ class ByteCache(Generic[Key, Value]):
             self._counted -= entry[1]
 
 
+def _renew_locks() -> None:
+    """Called in a fork, which does not have the thread that would release a lock."""
+    for kept in list(_caches):
+        kept._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
 def cached_bytes() -> int:
     """The bytes of all values that caches of this process keep, as these count them."""
     return sum(kept.num_bytes for kept in list(_caches))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import weakref
@@ -404,6 +405,16 @@ _bindings: weakref.WeakKeyDictionary[Any, dict[int, TokenizerBinding]] = weakref
 _bindings_lock = threading.Lock()
 #: Held while a binding is made, so that nobody waits for that of another tokenizer.
 _making_lock = threading.Lock()
+
+
+def _renew_locks() -> None:
+    """Called in a fork, which does not have the thread that would release a lock."""
+    global _bindings_lock, _making_lock
+    _bindings_lock, _making_lock = threading.Lock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def tokenizer_binding(tokenizer: Tokenizer, vocab_size: int) -> TokenizerBinding:
