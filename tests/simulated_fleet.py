@@ -49,7 +49,7 @@ class SimulatedWorker:
         self.ledger = Ledger(facts.incarnation, facts.max_running, facts.positions)
         self.running: dict[Key, int] = {}  # position of the next token
         self.prefilling: list[Key] = []  # and encoding
-        self.num_passes = 0
+        self.num_passes = self.num_preemptions = 0
 
     def progress(self, now: float) -> None:
         """One pass."""
@@ -156,7 +156,9 @@ class World:
     def advance(self, seconds: float) -> None:
         self.now += seconds
         for worker in self.workers.values():
-            worker.ledger.beat(self.now, passes=worker.num_passes)
+            worker.ledger.beat(
+                self.now, passes=worker.num_passes, preemptions=worker.num_preemptions
+            )
         self.fleet.tick(self.now)
         self.act()
 

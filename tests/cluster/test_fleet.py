@@ -94,6 +94,13 @@ class FleetMachine(RuleBasedStateMachine):
     def crash(self, data: st.DataObject) -> None:
         self.world.crash(data.draw(st.sampled_from(sorted(self.world.workers))))
 
+    @precondition(lambda self: self.world.workers)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """The cache of a worker is too small for its answers."""
+        chosen = data.draw(st.sampled_from(sorted(self.world.workers)))
+        self.world.workers[chosen].num_preemptions += 1
+
     @precondition(lambda self: len(self.world.workers) < 4)
     @rule(role=st.sampled_from(["mixed", "encode", "prefill", "decode"]))
     def join(self, role: str) -> None:
@@ -372,6 +379,32 @@ def test_an_answer_that_no_other_worker_can_run_stays_at_a_drained_worker() -> N
     assert world.fleet.counts["restarts"] == 0
     assert world.received[number] == text(number)
     assert world.fleet.members[first].is_stopped
+
+
+@pytest.mark.parametrize(
+    ("is_resumable", "positions", "has_room"),
+    [(True, 300, True), (True, 299, False), (False, 300, False)],
+)
+def test_an_answer_leaves_a_worker_that_preempts_for_one_with_room(
+    is_resumable: bool, positions: int, has_room: bool
+) -> None:
+    """An answer of 11 tokens to a prompt of 33, beside another one: 300 positions have room for it
+    and for the tokens that are expected."""
+    world = World()
+    home = world.join()
+    first, second = (world.submit(num_blocks=2, is_resumable=is_resumable) for _ in range(2))
+    task = world.fleet.tasks[second]
+    task.generated = [1] * 11
+    other = world.join(positions=positions)
+    for num_preemptions in (0, 1):
+        assert task.worker == home and world.fleet.counts["migrations"] == 0
+        world.workers[home].num_preemptions = num_preemptions
+        world.advance(0.5)
+        while world.frames:
+            world.deliver(0)
+    assert (task.worker == other) == has_room
+    assert world.fleet.tasks[first].worker == home
+    assert world.fleet.counts["migrations"] == has_room
 
 
 def test_a_prompt_is_computed_under_the_namespace_of_its_request() -> None:

@@ -75,6 +75,16 @@ def test_the_machine_of_an_engine() -> None:
 
 
 @pytest.mark.slow
+def test_two_streams_are_measured_by_number_of_threads() -> None:
+    with LLM("tiny-autoregressive", threads=2, cache_positions=2048, schedule="nexus") as llm:
+        machine = measured(llm, engine={"schedule": "nexus"})
+    assert machine.thread_costs is not None and set(machine.thread_costs.tables) == {1, 2}
+    loose = Limits(60.0, 60.0)
+    [found] = plan(trace(6), loose, 1, machine, Link(), PlacementSearch(max_probes=1))
+    assert found.goodput > 0
+
+
+@pytest.mark.slow
 def test_strict_limits_to_the_first_token_want_several_encode_workers_for_a_prompt() -> None:
     """Two images of 0.6 s each, and a pass of 0.32 s at most for the prompt."""
     machine = Machine(COSTS, positions=8192, encode_seconds=0.02)

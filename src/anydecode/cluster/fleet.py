@@ -236,6 +236,7 @@ class Member:
     scenario: int | None = None  # whose tasks it runs; None: all
     next_role: str | None = None  # once its prompts are computed; it gets no new task before
     prefilled_at: float = 0.0  # when its last prompt was computed for another worker
+    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.role = self.role or self.facts.role
@@ -251,6 +252,11 @@ class Member:
     @property
     def num_positions(self) -> int:
         return sum(task.num_positions for task in self.tasks.values())
+
+    @property
+    def num_free(self) -> int:
+        """Positions that its tasks do not use, if they share nothing."""
+        return self.facts.positions - sum(task.length for task in self.tasks.values())
 
 
 @dataclass(frozen=True)
@@ -336,6 +342,7 @@ class Fleet:
                 "quarantines",
                 "refusals",
                 "role_changes",
+                "migrations",
             ),
             0,
         )
@@ -512,6 +519,35 @@ class Fleet:
             is_leased = owner is not None and owner.lease == (member.facts.incarnation, attempt)
             if not (is_running or is_leased):
                 self._send_cancel(member, number, attempt, now)
+        if frame.get("preemptions", 0) > member.num_preemptions:
+            member.num_preemptions = frame["preemptions"]
+            self._relieve(member, now)
+
+    def _relieve(self, member: Member, now: float) -> None:
+        """Let the answer that has begun last at a worker whose cache is too small for its answers
+        go on at the worker with the most room, if one has enough."""
+        answers = [
+            one
+            for one in member.tasks.values()
+            if one.state is TaskState.DECODING and one.is_resumable and not one.is_quarantined
+        ]
+        if len(answers) < 2:
+            return
+        task = max(answers, key=lambda one: (one.started, one.number))
+        ready = [
+            one
+            for one in self._able(task)
+            if one is not member
+            and one.role in _GENERATING
+            and self._may_get_tasks(one, now)
+            and self._can_run(task, one, now)
+            and one.num_free >= task.length + EXPECTED_TOKENS
+        ]
+        if ready:
+            self._release(task, now)
+            self._requeue(task)
+            self.counts["migrations"] += 1
+            self._run(task, max(ready, key=lambda one: (one.num_free, one.facts.name)), now)
 
     def _on_refused(self, member: Member, task: Task, frame: Frame, now: float) -> None:
         self.counts["refusals"] += 1

@@ -22,6 +22,7 @@ _COUNTS = {
     "quarantines": "Samples that ran alone on a worker, because others were lost under them.",
     "refusals": "Tasks that a worker refused.",
     "role_changes": "Changes of the role of a worker, or of its scenario.",
+    "migrations": "Answers that went on at a worker with a larger free cache.",
 }
 #: By name of the metric: the name in `Fleet.status`, and the help text.
 _GAUGES = {

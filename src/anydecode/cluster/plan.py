@@ -27,13 +27,15 @@ from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals, rep
 from anydecode.engine.costs import measure
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.patch_encoder import PatchEncoder
-from anydecode.scoring.cost import CostTable
+from anydecode.scoring.cost import CostTable, ThreadCosts
 from anydecode.scoring.sequence import TARGET
 
 #: Numbers of rows, and of positions that they attend to, at which the passes of a model are
 #: measured for a plan: more than a schedule needs, since whole prompts are simulated.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (256, 1024, 2048)
+#: The numbers of rows of these passes that are measured with each number of threads.
+THREAD_ROWS = (1, 16, 128, 512)
 #: Larger fleets are simulated in leap mode.
 MAX_EXACT_WORKERS = 64
 #: A plan of a larger fleet compares all placements of so many workers, and the best ones at the
@@ -64,6 +66,7 @@ class Machine:
         answer_seconds: The same for each sequence of a pass.
         encode_seconds: The time to encode an image, per embedding.
         embedding_bytes: Size of one embedding.
+        thread_costs: The costs of passes by number of threads, if the schedule runs two at a time.
     """
 
     costs: CostTable
@@ -76,6 +79,7 @@ class Machine:
     answer_seconds: float = 0.0
     encode_seconds: float = 0.0
     embedding_bytes: int = 0
+    thread_costs: ThreadCosts | None = None
 
 
 def measured(llm: LLM, **options: Any) -> Machine:
@@ -86,23 +90,60 @@ def measured(llm: LLM, **options: Any) -> Machine:
         llm: The model and its engine.
         **options: Of `Machine`.
     """
-    pool = llm.engine.runners[TARGET].pool
-    size = sum(one.nbytes // one.shape[0] for one in pool.cache.arrays if one.shape[0])
     hidden_size = llm.model.spec.hidden_size
-    costs = measure(llm.model, ROWS, CONTEXTS, max_seconds=float("inf"))
+    thread_costs = _thread_costs(llm)
+    costs = measure(_alone(llm), ROWS, CONTEXTS, max_seconds=float("inf"))
     few, many = (_seconds_besides(llm, costs, num) for num in (1, _NUM_ANSWERS))
     each = max(0.0, (many - few) / (_NUM_ANSWERS - 1))
     return Machine(
         costs,
-        pool.num_slots,
-        size,
+        llm.engine.runners[TARGET].pool.num_slots,
+        position_bytes(llm),
         llm.model.spec.num_layers,
         pass_seconds=max(0.0, few - each),
         answer_seconds=each,
         encode_seconds=_encode_seconds(PatchEncoder(hidden_size)),
         embedding_bytes=4 * hidden_size,
+        thread_costs=thread_costs,
         **options,
     )
+
+
+def position_bytes(llm: LLM) -> int:
+    """Size of the keys and values of one position in the cache of `llm`."""
+    arrays = llm.engine.runners[TARGET].pool.cache.arrays
+    return sum(one.nbytes // one.shape[0] for one in arrays if one.shape[0])
+
+
+def _alone(llm: LLM) -> Any:
+    """The model that runs a pass with all threads."""
+    model: Any = llm.engine.runners[TARGET].model
+    if llm.engine.runners[TARGET].prompts is not None:
+        model.executor.threads_in_use = model.executor.threads
+    return model
+
+
+def _thread_costs(llm: LLM) -> ThreadCosts | None:
+    """The costs of passes with 1, 2, 4, ... and all threads, if prompts run in passes of their own.
+    They are measured by the wall clock, as the threads of the executor that wait use the
+    processor."""
+    runner = llm.engine.runners[TARGET]
+    if runner.prompts is None:
+        return None
+    model: Any = runner.model
+    executor = model.executor
+    counts = {executor.threads, *(1 << i for i in range(executor.threads.bit_length()))}
+    tables = {}
+    for count in sorted(counts):
+        executor.threads_in_use = count
+        tables[count] = measure(
+            model,
+            THREAD_ROWS,
+            CONTEXTS[:1],
+            clock=lambda model: perf_counter(),
+            max_seconds=float("inf"),
+        )
+    return ThreadCosts(tables)
 
 
 def _seconds_besides(llm: LLM, costs: CostTable, num: int) -> float:
@@ -269,6 +310,7 @@ def worker_plan(role: str, machine: Machine) -> WorkerPlan:
         machine.pass_seconds,
         machine.answer_seconds,
         encode_seconds=machine.encode_seconds,
+        thread_costs=machine.thread_costs,
     )
 
 

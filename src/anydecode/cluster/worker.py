@@ -208,6 +208,7 @@ class Worker:
             "used": self._runner.pool.num_used,
             "hits": self._runner.prefixes.num_hits,
             "restored": self._runner.prefixes.num_restored,
+            "preemptions": self.llm.engine.num_preemptions,
         }
 
     @property

@@ -3,6 +3,8 @@ handed over."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from anydecode import LLM
 from anydecode.cluster.fleet import MIN_BLOCKS
+from anydecode.cluster.simulator.hollow import TableSeconds, VirtualClock
 from anydecode.cluster.simulator.simulation import (
     Arrival,
     Link,
@@ -20,7 +23,7 @@ from anydecode.cluster.simulator.simulation import (
 )
 from anydecode.engine.plan import Plan
 from anydecode.memory.prefix import BLOCK
-from anydecode.scoring.cost import CostTable
+from anydecode.scoring.cost import CostTable, ThreadCosts
 
 COSTS = CostTable({256: {1: 0.010, 16: 0.018}, 1024: {1: 0.012, 16: 0.024}})
 SCHEDULES = [
@@ -123,6 +126,58 @@ def replay(real: RealRun, schedule: str | None, **changed: Any) -> list[list[Any
 def test_passes_are_those_of_a_real_engine(schedule: str | None) -> None:
     real = RealRun(schedule, trace(1))
     assert replay(real, schedule) == real.passes
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_two_streams_are_those_of_a_real_engine(threads: int) -> None:
+    """All requests arrive at once, and both engines have the same clock."""
+    slower = {256: {1: 0.030, 16: 0.054}, 1024: {1: 0.036, 16: 0.072}}
+    half = {256: {1: 0.016, 16: 0.028}, 1024: {1: 0.019, 16: 0.037}}
+    tables = {1: CostTable(slower), 2: CostTable(half), 4: COSTS}
+    thread_costs = ThreadCosts({n: one for n, one in tables.items() if n <= threads})
+    costs, schedule = tables[threads], "nexus:row_budget=48,steps=8"
+    requests = [Arrival(0.0, one.prompt, one.num_tokens) for one in trace(3)]
+    clock = VirtualClock(TableSeconds(costs), thread_costs)
+    with LLM(
+        "tiny-autoregressive", threads=threads, cache_positions=8192, schedule=schedule
+    ) as llm:
+        llm.engine.clock, llm.engine.on_pass = clock, None
+        if threads > 2:
+            llm.engine.runners["target"].thread_cost = thread_costs.seconds
+        numbers = {}
+        for number, one in enumerate(requests):
+            [job] = llm.request(
+                one.prompt, decoder="autoregressive", max_tokens=one.num_tokens, ignore_eos=True
+            ).jobs
+            numbers[id(job.sequence)] = number
+            llm.engine.submit(job)
+        while llm.engine.has_work:
+            llm.engine.step()
+        num_layers = llm.model.spec.num_layers
+    real = [
+        (
+            seconds,
+            [
+                (numbers[id(score.sequence.root)], rows, span.start, span.stop)
+                for score, span, rows in plan.scheduled
+            ],
+        )
+        for plan, seconds in clock.launched
+    ]
+    worker = WorkerPlan(
+        "mixed",
+        costs,
+        8192,
+        num_layers=num_layers,
+        engine={"schedule": schedule},
+        thread_costs=thread_costs,
+    )
+    passes = simulate(requests, [worker]).passes
+    assert [(one.seconds, one.rows) for one in passes] == real
+    assert any(later.start < one.start + one.seconds for one, later in pairwise(passes))
+    shares = simulate(requests, [replace(worker, thread_costs=None)]).passes
+    assert [one.rows for one in shares] != [rows for _, rows in real]
+    assert all(later.start >= one.start + one.seconds for one, later in pairwise(shares))
 
 
 def test_another_schedule_or_cache_has_other_passes() -> None:

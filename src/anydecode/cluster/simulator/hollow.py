@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,9 +13,17 @@ from anydecode.engine.plan import Plan
 from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.scripted import BYTE_VOCABULARY
 from anydecode.models.spec import LayerSpec, ModelSpec
-from anydecode.scoring.cost import CostTable
+from anydecode.scoring.cost import CostTable, ThreadCosts
 
 _HIDDEN_SIZE = 1
+
+
+@dataclass
+class HollowExecutor:
+    """The threads of a hollow model."""
+
+    threads: int
+    threads_in_use: int
 
 
 class HollowModel:
@@ -23,9 +33,16 @@ class HollowModel:
         costs: The costs of passes, which schedules are told.
         num_layers: The number of layers.
         max_positions: The context length.
+        threads: The number of threads. With two or more, two passes can run at the same time.
     """
 
-    def __init__(self, costs: CostTable, num_layers: int = 1, max_positions: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        costs: CostTable,
+        num_layers: int = 1,
+        max_positions: int = 1 << 20,
+        threads: int = 1,
+    ) -> None:
         self.spec = ModelSpec(
             architecture="hollow",
             vocab_size=BYTE_VOCABULARY,
@@ -36,6 +53,16 @@ class HollowModel:
         )
         self.name = "hollow"
         self.cost_table = costs
+        self.executor = HollowExecutor(threads, threads)
+
+    def beside(self, team: int) -> HollowModel | None:
+        """This model with a choice of threads of its own, whose passes run at the same time as
+        those of another team; None with one thread."""
+        if self.executor.threads == 1:
+            return None
+        other = copy(self)
+        other.executor = copy(self.executor)
+        return other
 
     def new_cache(self, num_slots: int) -> KeyValues:
         """A cache of one number per slot, which all layers share."""
@@ -92,19 +119,29 @@ class VirtualClock:
     """The clock of an engine in virtual time.
 
     Args:
-        seconds: The duration of passes.
+        seconds: The duration of passes that run alone.
+        thread_costs: The costs of passes by number of threads. A pass beside another one takes
+            longer in the ratio of those of its threads and of all; None: equally long.
 
     Attributes:
-        plan: The last pass.
-        last: Its duration.
+        launched: The passes that have begun, with their durations in seconds; the caller empties
+            the list.
     """
 
-    def __init__(self, seconds: PassSeconds) -> None:
-        self._seconds = seconds
-        self.plan: Plan | None = None
-        self.last = 0.0
+    def __init__(self, seconds: PassSeconds, thread_costs: ThreadCosts | None = None) -> None:
+        self._seconds, self._thread_costs = seconds, thread_costs
+        self.launched: list[tuple[Plan, float]] = []
 
     def seconds(self, runner: ModelRunner, plan: Plan) -> float:
         """The virtual duration of a pass."""
-        self.plan, self.last = plan, self._seconds(plan)
-        return self.last
+        seconds = self._seconds(plan)
+        if self._thread_costs is not None and not plan.is_alone:
+            executor: Any = runner.model.executor  # type: ignore[attr-defined]
+            rows, context = len(plan.rows), int(plan.rows.prefix.mean())
+            of_threads, of_all = (
+                self._thread_costs.seconds(rows, context, threads)
+                for threads in (executor.threads_in_use, executor.threads)
+            )
+            seconds *= of_threads / of_all
+        self.launched.append((plan, seconds))
+        return seconds

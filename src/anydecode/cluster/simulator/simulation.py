@@ -30,6 +30,7 @@ from anydecode.cluster.fleet import (
 )
 from anydecode.cluster.leases import MAX_LEASED_BYTES, Key
 from anydecode.cluster.ledger import (
+    Abort,
     Frame,
     Ledger,
     Pull,
@@ -43,7 +44,7 @@ from anydecode.cluster.simulator.hollow import HollowModel, PassSeconds, TableSe
 from anydecode.errors import FleetError
 from anydecode.memory.prefix import BLOCK
 from anydecode.models.scripted import ByteTokenizer
-from anydecode.scoring.cost import CostTable
+from anydecode.scoring.cost import CostTable, ThreadCosts
 from anydecode.scoring.sequence import TARGET
 
 
@@ -132,6 +133,8 @@ class WorkerPlan:
         answer_seconds: The same for each sequence of a pass.
         seconds: The durations of its passes; None: the sum of these.
         encode_seconds: The time to encode an image, per embedding. Passes go on meanwhile.
+        thread_costs: The costs of its passes by number of threads, the largest of which is that of
+            the worker. With two or more, schedules may run two passes at a time, such as `nexus`.
     """
 
     role: str
@@ -144,6 +147,7 @@ class WorkerPlan:
     answer_seconds: float = 0.0
     seconds: PassSeconds | None = None
     encode_seconds: float = 0.0
+    thread_costs: ThreadCosts | None = None
 
 
 @dataclass
@@ -209,18 +213,21 @@ class _Worker:
             name, name, plan.role, "group", (name, 0), plan.max_running, plan.positions
         )
         self.ledger = Ledger(name, plan.max_running, plan.positions)
+        threads = 1 if plan.thread_costs is None else max(plan.thread_costs.tables)
         self.llm = LLM(
-            HollowModel(plan.costs, plan.num_layers),
+            HollowModel(plan.costs, plan.num_layers, threads=threads),
             tokenizer=ByteTokenizer(),
             cache_positions=plan.positions,
             **plan.engine,
         )
         self.engine = self.llm.engine
         runner = self.engine.runners[TARGET]
+        if plan.thread_costs is not None and threads > 2:  # as `LLM.add_runner` does
+            runner.thread_cost = plan.thread_costs.seconds
         self.blocks = PromptBlocks(runner, MAX_LEASED_BYTES)
         self.kept: dict[Key, list[bytes]] = {}
         table = TableSeconds(plan.costs, plan.pass_seconds, plan.answer_seconds)
-        self.clock = VirtualClock(plan.seconds or table)
+        self.clock = VirtualClock(plan.seconds or table, plan.thread_costs)
         self.engine.clock = self.clock
         self._correct, self.engine.on_pass = self.engine.on_pass, None
         self.requests: dict[Key, Request] = {}
@@ -254,21 +261,34 @@ class _Worker:
         self.requests[key], self.num_sent[key] = request, 0
         self.engine.submit(request.jobs[0])
 
-    def step(self, now: float) -> Pass | None:
-        """Begin a pass, and compute what it will have computed at its end. None: there is none."""
+    def abort(self, key: Key) -> None:
+        """End a task, whose answer goes on at another worker."""
+        if key in self.requests:
+            self.engine.cancel(self.requests[key].jobs[0])
+            self._forget(key)
+
+    def step(self, now: float) -> list[Pass]:
+        """Begin passes, and compute what the engine will have computed at `engine.now`, when the
+        first of those under way ends. Returns those that begin."""
         numbers = {id(one.jobs[0].sequence): key[0] for key, one in self.requests.items()}
-        self.engine.now, self.clock.plan = now, None
+        self.engine.now = now
         self.engine.step()
-        plan = self.clock.plan
-        if plan is None:
-            return None
-        if self._correct is not None:
-            self._correct(plan, self.clock.last)
-        rows = [
-            (numbers[id(score.sequence.root)], num_rows, span.start, span.stop)
-            for score, span, num_rows in plan.scheduled
+        launched, self.clock.launched = self.clock.launched, []
+        for plan, seconds in launched:
+            if self._correct is not None and plan.is_alone:
+                self._correct(plan, seconds)
+        return [
+            Pass(
+                self.number,
+                now,
+                seconds,
+                [
+                    (numbers[id(score.sequence.root)], num_rows, span.start, span.stop)
+                    for score, span, num_rows in plan.scheduled
+                ],
+            )
+            for plan, seconds in launched
         ]
-        return Pass(self.number, now, self.clock.last, rows)
 
     def report(self, now: float) -> None:
         """Tell the ledger what the pass has computed that ends now."""
@@ -372,7 +392,8 @@ class _Simulation:
         """The beats of all workers, which come as long as there are tasks."""
         for worker in self._workers.values():
             passes = worker.engine.runners[TARGET].num_passes + len(worker.images)
-            worker.ledger.beat(self._now, passes=passes)
+            preemptions = worker.engine.num_preemptions
+            worker.ledger.beat(self._now, passes=passes, preemptions=preemptions)
         self._act()
         self._fleet.tick(self._now)
         self._at(self._now + BEAT_SECONDS, self._beat_again)
@@ -384,12 +405,11 @@ class _Simulation:
             self._beat()
 
     def _begin(self, worker: _Worker) -> None:
-        found = worker.step(self._now)
-        if found is None:
+        self._passes += worker.step(self._now)
+        if worker.engine.now > self._now:
+            self._at(worker.engine.now, self._end, worker)
+        else:  # there was no pass
             self._end(worker)
-            return
-        self._passes.append(found)
-        self._at(worker.engine.now, self._end, worker)
 
     def _end(self, worker: _Worker) -> None:
         worker.is_busy = False
@@ -449,7 +469,11 @@ class _Simulation:
             self._fleet.receive(worker.facts.incarnation, action.frame, self._now)
         elif isinstance(action, Start):
             frame = action.frame
-            self._begin_task(worker, action.key, frame["prompt"], frame["max_tokens"], frame)
+            tokens = [*frame["prompt"], *frame["generated"]]
+            num_tokens = frame["max_tokens"] - len(frame["generated"])
+            self._begin_task(worker, action.key, tokens, num_tokens, frame)
+        elif isinstance(action, Abort):
+            worker.abort(action.key)
         elif isinstance(action, StartPrefill):
             self._begin_task(worker, action.key, action.frame["tokens"], 1, action.frame)
         elif isinstance(action, StartEncode):
