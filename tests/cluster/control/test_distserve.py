@@ -93,3 +93,22 @@ def test_parameters_out_of_range_are_refused(options: dict[str, float]) -> None:
 def test_a_placement_in_words() -> None:
     assert str(Placement(mixed=2)) == "2 mixed"
     assert str(Placement(prefill=1, decode=3)) == "1 prefill, 3 decode"
+
+
+def test_the_limit_that_is_missed_is_known() -> None:
+    """Above 8 requests per second, a quarter of the requests have late tokens, one in ten begins
+    late, and both are counted at the lowest rate that is too high."""
+
+    def serve(placement: Placement, rate: float) -> list[tuple[float, float]]:
+        late, slow = (4, 10) if rate > 8 else (0, 0)
+        if rate > 12:
+            late, slow = 40, 40
+        return [(2.0 if n < late else 0.1, 2.0 if n >= 40 - slow else 0.1) for n in range(40)]
+
+    found = PlacementSearch().goodput(Placement(mixed=1), Limits(1.0, 1.0), serve, 1.0)
+    assert found.missed == (0.1, 0.25)
+    assert 7.5 <= found.goodput <= 8
+    unbounded = PlacementSearch(max_probes=2).goodput(
+        Placement(mixed=1), Limits(1.0, 1.0), serve, 1.0
+    )
+    assert unbounded.missed is None

@@ -54,6 +54,15 @@ class Limits:
     ttft: float
     tpot: float
 
+    def missed(self, latencies: Sequence[Latency]) -> tuple[float, float]:
+        """The shares of requests above the limit of the time to the first token, and above that of
+        the time between tokens."""
+        num = max(1, len(latencies))
+        return (
+            sum(first > self.ttft for first, _ in latencies) / num,
+            sum(each > self.tpot for _, each in latencies) / num,
+        )
+
     def share(self, latencies: Sequence[Latency]) -> float:
         """The share of requests that are within both limits."""
         within = sum(first <= self.ttft and each <= self.tpot for first, each in latencies)
@@ -68,11 +77,14 @@ class Found:
         placement: The placement.
         goodput: The highest rate of the probes within the limits, in requests per second.
         probes: The rates that were tried, and the share of requests within the limits, by rate.
+        missed: At the lowest rate that is too high, the shares of requests above the limit of the
+            time to the first token, and above that of the time between tokens; None: there is none.
     """
 
     placement: Placement
     goodput: float
     probes: tuple[tuple[float, float], ...]
+    missed: tuple[float, float] | None = None
 
     @property
     def goodput_per_worker(self) -> float:
@@ -192,20 +204,22 @@ class PlacementSearch:
         rate = min(rate, max_rate)
         low, high, min_rate = 0.0, float("inf"), rate / MAX_FALL
         probes: dict[float, float] = {}
+        missed = None
         while (
             len(probes) < self.max_probes
             and high > low * (1 + self.precision)
             and min_rate <= rate <= max_rate
         ):
-            probes[rate] = limits.share(serve(placement, rate))
+            latencies = serve(placement, rate)
+            probes[rate] = limits.share(latencies)
             if probes[rate] >= self.attainment:
                 low = rate
             else:
-                high = rate
+                high, missed = rate, limits.missed(latencies)
             if low == 0:
                 rate = high / 2
             elif high == float("inf"):
                 rate = low * 2
             else:
                 rate = (low + high) / 2
-        return Found(placement, low, tuple(sorted(probes.items())))
+        return Found(placement, low, tuple(sorted(probes.items())), missed)
