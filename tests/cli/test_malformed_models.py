@@ -51,6 +51,7 @@ COMMANDS = {
     "bench diffusion-batches": "--models MODEL --rounds 1 --requests 1",
     "bench parallelbench": "--model MODEL",
     "bench neighbour": "--model MODEL",
+    "bench fleet": "--model MODEL",
     "train drafter": "--model MODEL --out OUT --steps 1",
     "train distil": "--method cd4lm --model MODEL --out OUT --steps 1",
     "train filter": "--model MODEL --out OUT --prompts 10 --epochs 1",

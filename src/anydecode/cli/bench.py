@@ -116,6 +116,10 @@ BENCHES = {
         "anydecode.benchmarks.serving.overhead:bench_overhead",
         "Time that the server adds to the engine's, per request and per streamed token.",
     ),
+    "fleet": Bench(
+        "anydecode.benchmarks.fleet:bench_fleet",
+        "Hand-overs between workers, the proxy, and fleets beside one process on all cores.",
+    ),
     "neighbour": Bench(
         "anydecode.benchmarks.serving.neighbour:bench_neighbour",
         "The time between a client's tokens, alone and while others attack the server.",
