@@ -19,6 +19,8 @@ import httpx
 import pytest
 
 from anydecode import LLM
+from anydecode.cluster.connection import Connection
+from anydecode.cluster.fleet import Fleet
 from anydecode.cluster.launcher import Launcher, LocalWorkers, Place
 from anydecode.cluster.proxy import FleetLLM
 from waiting import wait_for
@@ -126,6 +128,68 @@ def test_kills_at_random_times_lose_and_change_nothing(
         status = fleet.status()
     assert found == expected
     assert status["running"] == status["waiting"] == 0
+
+
+class KillAt:
+    """Ends a worker with `kill -9` when a frame of a type is sent to a worker, or has come from
+    one. `transition`: "sent" or "received", the type, and the role of the worker to kill."""
+
+    def __init__(self, fleet: FleetLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.transition: tuple[str, str, str] | None = None
+        self._members = fleet.driver.fleet.members
+        receive, send = Fleet.receive, Connection.send
+
+        def received(of: Fleet, incarnation: str, frame: Any, now: float) -> None:
+            self._reach("received", frame["type"])
+            receive(of, incarnation, frame, now)
+
+        def sent(connection: Connection, frame: Any, payload: bytes = b"") -> None:
+            send(connection, frame, payload)
+            self._reach("sent", frame["type"])
+
+        monkeypatch.setattr(Fleet, "receive", received)
+        monkeypatch.setattr(Connection, "send", sent)
+
+    def _reach(self, direction: str, frame_type: str) -> None:
+        if self.transition is None or self.transition[:2] != (direction, frame_type):
+            return
+        role, self.transition = self.transition[2], None
+        found = [one for one in self._members.values() if one.role == role]
+        victim = next((one for one in found if one.tasks), found[0])
+        assert victim.facts.pid is not None
+        os.kill(victim.facts.pid, signal.SIGKILL)
+
+
+def test_a_kill_at_any_transition_loses_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt is computed, offered, pulled and continued, one request for each transition."""
+    transitions = [
+        ("sent", "prefill", "prefill"),
+        ("received", "offered", "prefill"),
+        ("sent", "run", "prefill"),  # which keeps the blocks that are pulled
+        ("sent", "run", "decode"),
+        ("received", "tokens", "prefill"),
+        ("received", "tokens", "decode"),
+        ("received", "ended", "prefill"),
+        ("received", "ended", "decode"),
+    ]
+    prompts = [[65 + (5 * n + i) % 26 for i in range(257)] for n in range(len(transitions))]
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    with LLM(MODEL, **OPTIONS) as llm:
+        expected = [llm.generate(one, seed=n, **options).tokens for n, one in enumerate(prompts)]
+    with running_fleet("prefill", "decode", "decode") as fleet:
+        killer = KillAt(fleet, monkeypatch)
+        for number, (transition, prompt) in enumerate(zip(transitions, prompts, strict=True)):
+            killer.transition = transition
+            found = fleet.generate(prompt, seed=number, **options).tokens
+            assert (transition, found) == (transition, expected[number])
+            wait_for(partial(has_lost, fleet, number + 1))
+            wait_for(lambda: len(fleet.status()["workers"]) == 3)
+        wait_for(lambda: not any(one["leases"] for one in fleet.status()["workers"]))
+        status = fleet.status()
+    assert status["running"] == status["waiting"] == 0
+    assert all(one["tasks"] == 0 for one in status["workers"])
 
 
 def test_a_stopped_process_is_given_up_and_joins_again() -> None:
