@@ -73,7 +73,7 @@ from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.scoring.cost import CostModel
-from anydecode.scoring.media import Media
+from anydecode.scoring.media import Encoder, Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import TARGET
 
@@ -133,6 +133,7 @@ class LLM:
     Attributes:
         finds_draft: Whether the first request of a method that drafts with a module of the model's
             own checkpoint (`mtp`) opens it; see `open_own_draft`.
+        image_encoder: The encoder of images in prompts; None: prompts have no images.
 
     Raises:
         ModelNotFoundError: If there is no such model.
@@ -142,6 +143,7 @@ class LLM:
 
     #: What `request` returns.
     request_type: ClassVar[type[Request]] = Request
+    image_encoder: Encoder | None = None
 
     def __init__(
         self,

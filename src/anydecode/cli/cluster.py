@@ -223,6 +223,7 @@ def up(
         api_keys=keys,
         max_requests=max_requests,
         decoder=decoder,
+        accepts_images=encode > 0,
     )
     secret = read_secret(secret_file, can_create=True)
     if cache_positions is None and cache_memory is None:
@@ -652,9 +653,12 @@ def plan(
             )
         )
         return
-    typer.echo("placement             requests/s  per worker")
+    typer.echo("placement             requests/s  per worker  missed above: ttft   tpot")
     for one in found:
-        note = "" if one.is_bounded else "  or more"
+        note = "  or more"
+        if one.missed is not None:
+            ttft, tpot = one.missed
+            note = f"{ttft:20.0%} {tpot:6.0%}"
         figures = f"{one.goodput:10.3g}  {one.goodput_per_worker:10.3g}{note}"
         typer.echo(f"{one.placement!s:20}  {figures}")
     if not best.goodput:

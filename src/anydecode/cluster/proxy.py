@@ -477,9 +477,9 @@ class FleetLLM(LLM):
         control = None if ratio is None else build_as(ratio, RoleControl)
         super().__init__(model, **options)
         self._numbers = count()
-        self._encoder = encoder or PatchEncoder(self.model.spec.hidden_size)
+        self.image_encoder: Encoder = encoder or PatchEncoder(self.model.spec.hidden_size)
         self.driver: FleetDriver = FleetDriver(
-            self.engine, facts(self, self._encoder), secret, fleet_host, fleet_port, control
+            self.engine, facts(self, self.image_encoder), secret, fleet_host, fleet_port, control
         )
 
     @property
@@ -504,7 +504,7 @@ class FleetLLM(LLM):
                 " Media"
             )
         if media:
-            options["prompt_embeds"] = [one.placeholder(self._encoder) for one in media]
+            options["prompt_embeds"] = [one.placeholder(self.image_encoder) for one in media]
         request = super().request(prompt, **options)
         message = to_message(request, {**options, "prompt_embeds": media or None})
         assert isinstance(request, FleetRequest)

@@ -17,6 +17,7 @@ from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.logprobs import TokenLogprobs
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
+from anydecode.server.images import ConversationImages
 from anydecode.server.options import check_tools, engine_options
 from anydecode.server.parsers import Parser
 from anydecode.server.prompts import (
@@ -64,19 +65,25 @@ class Answer:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-async def render(service: Service, body: ChatRequest, state: dict[str, Any]) -> str:
+async def render(
+    service: Service,
+    body: ChatRequest,
+    state: dict[str, Any],
+    images: ConversationImages | None = None,
+) -> str:
     """The prompt: the conversation of `body`, rendered with the chat template.
 
     Args:
         service: The served model.
         body: The request.
         state: The `state` of the ASGI scope.
+        images: Gets the images of the conversation; None: it may have none.
 
     Raises:
         ApiError: The request is invalid, or its last message cannot be continued.
     """
     service.llm.resources.check_generates()
-    messages = conversation(body.messages)
+    messages = conversation(body.messages, images)
     is_continued = bool(body.continue_final_message)
     mark = uuid4().hex
     if is_continued:
@@ -143,7 +150,8 @@ async def start_chat(
     options["logprobs"] = num_logprobs
     options["prompt_logprobs"] = body.prompt_logprobs
     tools, required = select_tools(body.tools, body.tool_choice)
-    text = await render(service, body, state)
+    images = service.conversation_images()
+    text = await render(service, body, state, images)
     prompt_end = text[-64:]
     if body.continue_final_message:
         prompt_end = service.end_of_partial(text_of(body.messages[-1].content)) or prompt_end
@@ -176,7 +184,17 @@ async def start_chat(
         options["constraint"] = service.after_reasoning(
             constraint, prompt_end, has_tools=bool(tools)
         )
-    tokens = await service.preparation.encode(state, text, special=False)
+    if images is None:
+        tokens = await service.preparation.encode(state, text, special=False)
+    else:
+        texts = images.split(text)
+        pieces = [await service.preparation.encode(state, one, special=False) for one in texts]
+        pixels = await service.preparation.images(state, images.files)
+        tokens, placed = images.place(pieces, pixels, placeholder=0)
+        if placed:
+            options["prompt_embeds"] = placed
+            if not body.decoder:
+                options["decoder"] = "autoregressive"  # as without a server
     run = await service.run([tokens], options, state, streamed=streamed)
     return ChatRun(service, run, partial(service.parser, prompt_end, parse))
 

@@ -132,9 +132,10 @@ def _unread_fields(body: ChatRequest, template: str | None) -> Iterator[str]:
 
 
 def _unread_of_parts(content: str | list[dict[str, Any]] | None) -> Iterator[str]:
-    """Fields of the text parts of a content besides their texts."""
+    """Fields of the parts of a content besides their texts and images."""
     for part in content if isinstance(content, list) else ():
-        yield from (name for name in part.keys() - {"type", "text"} if part[name])
+        read = "image_url" if part.get("type") == "image_url" else "text"
+        yield from (name for name in part.keys() - {"type", read} if part[name])
 
 
 def _unread_of_choice(body: Options) -> Iterator[str]:

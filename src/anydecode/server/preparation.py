@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from anydecode.api.embedding import pair_tokens, text_tokens
 from anydecode.api.llm import LLM
 from anydecode.api.words import word_table
@@ -26,6 +28,7 @@ from anydecode.models.chat import SlowTemplateError, time_limit
 from anydecode.models.yes_no import JudgePrompt
 from anydecode.sampling.banned_words import BannedWordTable
 from anydecode.server import jobs
+from anydecode.server.images import read_images
 from anydecode.server.jobs import Compiled, Limits, TokenTable
 from anydecode.server.settings import Settings
 from anydecode.server.workers import worker_pool
@@ -147,6 +150,15 @@ class Preparation:
         tokens = await self._run(state, "the prompt", jobs.encode, text, special)
         result: list[int] = tokens.tolist()
         return result
+
+    async def images(self, state: dict[str, Any], files: Sequence[bytes]) -> list[np.ndarray]:
+        """The pixels of PNG files, uint8 `[height, width, 3]` each."""
+        if not files:
+            return []
+        if not self._is_shared:
+            return await asyncio.to_thread(read_images, self._tokenizer, files)
+        pixels: list[np.ndarray] = await self._run(state, "the images", read_images, files)
+        return pixels
 
     async def word_table(
         self, state: dict[str, Any], words: Sequence[str | Sequence[int]]

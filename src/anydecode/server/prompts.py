@@ -9,6 +9,7 @@ from anydecode.constraints.tools.formats import ToolFormat
 from anydecode.models.chat import CallArguments
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.server.errors import ApiError
+from anydecode.server.images import ConversationImages
 from anydecode.server.protocol import ChatRequest, Message, Tool
 
 _TOOL_NOTE = (
@@ -19,10 +20,19 @@ _TOOL_NOTE = (
 _REFUSED = {"audio": "messages are text", "function_call": "send tool_calls"}
 
 
-def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+def conversation(
+    messages: list[Message], images: ConversationImages | None = None
+) -> list[dict[str, Any]]:
     """Messages in the form that chat templates expect: content as one text, arguments as objects.
-    Raises `ApiError` for messages with audio or a `function_call`, and for those without content
-    that are not the assistant's."""
+
+    Args:
+        messages: The messages.
+        images: Gets the images, whose marks stand for them in the texts; None: there may be none.
+
+    Raises:
+        ApiError: A message has audio or a `function_call`, or has no content and is not the
+            assistant's; or it has an image, and `images` is None or refuses it.
+    """
     result = []
     for number, message in enumerate(messages):
         plain = message.model_dump(exclude_none=True)
@@ -35,7 +45,7 @@ def conversation(messages: list[Message]) -> list[dict[str, Any]]:
             reason = f"{field} is required: a message of the role {message.role} has a text"
             raise ApiError(400, reason, code="invalid_body", param=field)
         plain["role"] = "system" if message.role == "developer" else message.role
-        plain["content"] = text_of(message.content)
+        plain["content"] = text_of(message.content, images=images)
         if message.tool_calls is not None:
             plain["tool_calls"] = [_call(call) for call in message.tool_calls]
         result.append(plain)
@@ -79,15 +89,23 @@ def _cannot_continue(reason: str) -> ApiError:
     return ApiError(400, message, param="continue_final_message")
 
 
-def text_of(content: str | list[dict[str, Any]] | None, param: str = "messages") -> str:
-    """The text of a message's content. Raises `ApiError` for parts that are not text. `param` is
-    the field of the request that has the content."""
+def text_of(
+    content: str | list[dict[str, Any]] | None,
+    param: str = "messages",
+    images: ConversationImages | None = None,
+) -> str:
+    """The text of a message's content, with marks of `images` for its images. Raises `ApiError` for
+    other parts that are not text, and for images if it is None. `param` is the field of the request
+    that has the content."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
+        if images is not None and part.get("type") == "image_url":
+            texts.append(images.mark(part, param))
+            continue
         if part.get("type") not in ("text", "input_text", "output_text"):
             kind = f"has type {part['type']!r}" if "type" in part else "has no type"
             message = f"a content part {kind}; this model accepts text only"

@@ -21,6 +21,7 @@ from anydecode.constraints.tools.stream import Steps, TextStream
 from anydecode.errors import InvalidRequestError
 from anydecode.server.decoder_cards import decoder_cards
 from anydecode.server.events import compact
+from anydecode.server.images import ConversationImages
 from anydecode.server.logprob_budget import LogprobBudget, max_logprobs
 from anydecode.server.metrics import Metrics
 from anydecode.server.options import check_choices, check_prompt, ignored_fields
@@ -143,6 +144,13 @@ class Service:
         self.logprob_budget.check(count)
         state.setdefault("release", []).append(self.logprob_budget.hold(count))
         return self.build_run(requests, state, bool(streamed))
+
+    def conversation_images(self) -> ConversationImages | None:
+        """For the images of a conversation; None if it may have none."""
+        encoder = self.llm.image_encoder
+        if encoder is None or not self.settings.accepts_images:
+            return None
+        return ConversationImages(encoder)
 
     def build_run(
         self, requests: list[Request], state: dict[str, Any], streamed: bool = False

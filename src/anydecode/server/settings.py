@@ -53,6 +53,7 @@ class Settings:
         file_bytes: Maximum size of the files of batches, in bytes.
         max_batches: Most batches of one API key that have not ended.
         batch_lines: Most requests of batches that run at once.
+        accepts_images: Whether conversations may have images, which a fleet encodes.
         open_metrics: Whether /metrics and /live need no key although keys are configured.
     """
 
@@ -76,6 +77,7 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     allowed_decoders: tuple[str, ...] = ()
     allowed_logits_processors: tuple[str, ...] = ()
+    accepts_images: bool = False
     open_metrics: bool = False
     store: str = "memory"
     store_bytes: int = 64 << 20

@@ -27,7 +27,6 @@ STAGES = ("encode", "prefill", "decode")
         " goes to the stage with the longest queue.",
         missing=(
             "encoders of published vision models: a small encoder with random weights stands in",
-            "images in HTTP requests: they are given from Python (`FleetLLM`, `Media`)",
             "encode workers without the language model, which saves their memory: here every worker"
             " has the model and the encoder, and can take any role",
         ),
