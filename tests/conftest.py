@@ -30,21 +30,22 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-#: What the names of tests begin with that check a certificate itself: it must fail for a method
-#: with a fault. They are many, and of use when a certificate or an oracle changes.
-CONTROLS = ("test_certificate_rejects", "test_other_defaults_are_rejected")
+#: What the names of tests begin with that run a certificate, or check that it fails for a method
+#: with a fault. They are many, and each checks in trials what the other tests of its method check
+#: in one case.
+CERTIFICATES = ("test_certificate", "test_other_defaults_are_rejected")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse names of tests that hold an address, since parallel runs compare them across
-    processes; before tests are selected, mark the negative controls of certificates as slow, and
-    the cases that `one_in` leaves out."""
+    processes; before tests are selected, mark certificates as slow, and the cases that `one_in`
+    leaves out."""
     num_cases: Counter[Any] = Counter()
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"Pass ids=, this differs by process: {item.nodeid}")
-        if item.name.startswith(CONTROLS):
+        if item.name.startswith(CERTIFICATES):
             item.add_marker("slow")
         if marker := item.get_closest_marker("one_in"):
             test = item.nodeid.partition("[")[0]

@@ -18,7 +18,7 @@ from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected, replace_class_default
 
 
-def test_the_certificate() -> None:
+def test_certificate() -> None:
     assert_certified("distserve")
 
 

@@ -25,7 +25,7 @@ from simulated_fleet import World, text
 
 
 @pytest.mark.slow
-def test_the_certificate() -> None:
+def test_certificate() -> None:
     assert_certified("epd")
 
 

@@ -12,7 +12,7 @@ from certificates import assert_certified, assert_rejected
 from simulated_fleet import World, text
 
 
-def test_the_certificate() -> None:
+def test_certificate() -> None:
     assert_certified("pd-serve")
 
 

@@ -36,7 +36,7 @@ MODEL = "tiny-autoregressive"
 
 
 @pytest.mark.slow
-def test_the_certificate() -> None:
+def test_certificate() -> None:
     assert_certified("step-3")
 
 
