@@ -35,16 +35,16 @@ test: $(VENV)/.test
 
 # The server's users: OpenAI's newest client and a browser, and the clients of environments of their own.
 test-clients: $(VENV)/.test $(VENV)-clients/.npm $(VENV)-inspect/.test
-	$(PYTEST) -m clients --ignore tests/clients $(PYTEST_ARGS)
+	$(PYTEST) -m clients tests/server $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(VENV)-clients/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(VENV)-inspect/bin/python -m pytest tests/clients/test_inspect.py $(PYTEST_ARGS)
 
 test-full: $(VENV)/.test
 	$(PYTEST) $(PYTEST_ARGS)
 
-# The same tests without torch: what needs it is skipped.
+# Tests without torch: all where code chooses by whether it is installed, one of each other file (tests/conftest.py).
 test-core: $(VENV)-core/.test
-	OMP_NUM_THREADS=1 $(VENV)-core/bin/python -m pytest -m "not slow and not clients" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-core/bin/python -m pytest --core $(PYTEST_ARGS)
 
 # The wheel, installed into an empty environment.
 test-wheel: $(VENV)/.venv

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,14 +32,51 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-#: What the names of tests begin with that run a certificate, or check that it fails for a method
-#: with a fault. They are many, and each checks in trials what the other tests of its method check
-#: in one case.
+#: The functions of `certificates.py` that tests call to run a certificate, or to check that it
+#: fails for a method with a fault, and what the names of tests begin with that do so otherwise.
+#: These are many, and check in trials what the other tests of their method check in one case.
+CERTIFY = ("assert_certified", "assert_rejected")
 CERTIFICATES = ("test_certificate", "test_other_defaults_are_rejected")
+
+#: The folders whose tests all run without torch too, as do those of no folder: what they test
+#: opens models, and chooses kernels, by whether torch is installed. Of each other file one test
+#: shows that the modules which it tests are imported and run without torch.
+CORE = ("api", "cli", "engine", "integrations")
+
+
+def runs_certificate(item: pytest.Item) -> bool:
+    """Whether a test runs a certificate."""
+    if item.name.startswith(CERTIFICATES):
+        return True
+    function = getattr(item, "function", None)
+    called = getattr(getattr(function, "__code__", None), "co_names", ())
+    found = [function.__globals__.get(name) for name in CERTIFY if name in called]
+    return any(one.__module__ == "certificates" for one in found if one)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-core`."""
+    parser.addoption(
+        "--core",
+        action="store_true",
+        help=f"the fast tests of {', '.join(CORE)}, and the first of each other file",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave modules and collected tests, a million objects that stay, out of garbage collection:
+    it would take a fifth of the time of collecting the tests, and later a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse names of tests that hold an address, since parallel runs compare them across
     processes; before tests are selected, mark certificates as slow, and the cases that `one_in`
     leaves out."""
@@ -45,13 +84,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"Pass ids=, this differs by process: {item.nodeid}")
-        if item.name.startswith(CERTIFICATES):
+        if runs_certificate(item):
             item.add_marker("slow")
         if marker := item.get_closest_marker("one_in"):
             test = item.nodeid.partition("[")[0]
             if num_cases[test] % marker.args[0]:
                 item.add_marker("slow")
             num_cases[test] += 1
+    if config.getoption("core"):
+        items[:] = core_tests(items)
+
+
+def core_tests(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The fast tests of `--core`."""
+    kept = []
+    seen: set[Path] = set()
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("clients"):
+            continue
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        if folder in CORE or folder == item.path.name or item.path not in seen:
+            kept.append(item)
+        seen.add(item.path)
+    return kept
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -90,6 +90,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.slow
 def test_types_of_results_and_of_options(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(CONFIG)
     (tmp_path / "use.py").write_text(USE)

@@ -16,6 +16,7 @@ PROMPT = "Change x to y in this text: "
 DRAFTING = ("auto", "prompt-lookup", "copyspec", "suffix", "aggressive")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("decoder", DRAFTING)
 def test_a_prediction_takes_fewer_passes_and_changes_nothing(

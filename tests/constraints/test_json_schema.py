@@ -181,6 +181,7 @@ def test_strings_with_escapes_and_keys_that_look_like_values():
         assert walk(constraint, TOKENIZER, json.dumps(value)) == fits, value
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("schema", [
     {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "uniqueItems": True},

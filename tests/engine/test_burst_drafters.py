@@ -140,6 +140,7 @@ def test_the_text_is_that_without_drafts_and_the_drafts_those_outside_bursts(
 
 @pytest.mark.usefixtures("_fixed_records")
 @DRAFTERS
+@pytest.mark.slow
 def test_drafts_with_the_noise_of_samples_are_right_more_often_than_likely_ones(
     drafter: Callable[..., Any],
 ) -> None:

@@ -83,7 +83,7 @@ def test_training_raises_acceptance_over_the_untrained_twin(
     assert last["accepted_by_depth"][0] > first["accepted_by_depth"][0] + 0.05
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_interrupted_run_is_resumed_bit_by_bit(
     recipe: str, model: Path, data: Path, tmp_path: Path

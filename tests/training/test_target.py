@@ -81,7 +81,7 @@ def test_texts_end_behind_their_ends(target: TorchTarget) -> None:
     assert is_cut
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), [(9.0, 1.0), (14.0, 0.6)])
 def test_samples_follow_the_distribution(
     reference: Any, target: TorchTarget, temperature: float, top_p: float
@@ -121,6 +121,7 @@ def test_everything_of_a_drafter_moves_to_the_device(recipe: str, model: Path) -
         assert all(tensor.is_meta for tensor in tensors)
 
 
+@pytest.mark.slow
 def test_prompts_are_chats(target: TorchTarget) -> None:
     prompts = target.prompts(10, 3)
     assert prompts

@@ -279,6 +279,7 @@ def test_command_trains_and_writes_the_curve(
     assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_bundled_adapter_denoises(default_model_path: Path, tmp_path: Path) -> None:
     folder = resolve("smollm2-135m-blocks")
@@ -296,7 +297,13 @@ def test_bundled_adapter_denoises(default_model_path: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny-diffusion", "tiny-autoregressive", "tiny-blocks", "tiny-uniform"]
+    "name",
+    [
+        "tiny-diffusion",
+        "tiny-autoregressive",
+        "tiny-blocks",
+        pytest.param("tiny-uniform", marks=pytest.mark.slow),
+    ],
 )
 def test_bundled_models_load_by_name_and_answer(name: str) -> None:
     folder = resolve(name)

@@ -102,6 +102,7 @@ def test_loss_of_one_pass_equals_loss_block_by_block(
     assert float(found) != pytest.approx(wrong, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_adapter_starts_at_zero_and_trains(folder: Path, tmp_path: Path) -> None:
     source = load_checkpoint(folder)
     model = block_adapter.open_llama(source)
