@@ -416,6 +416,7 @@ def test_keys_take_turns() -> None:
     assert order == ["a0", "c", "a1", "d", "a2", "a3"]
 
 
+@pytest.mark.slow
 def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     path = str(tmp_path / "store.db")
     with scripted_llm() as llm:

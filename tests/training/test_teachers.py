@@ -191,6 +191,7 @@ def test_other_layers_denoise_as_in_the_engine(other: tuple[Tiny, Path]) -> None
     assert [answer.tokens for answer in found] == expected
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", ["cd4lm", "dparallel"])
 def test_other_layers_are_distilled(method: str, other: tuple[Tiny, Path], tmp_path: Path) -> None:
     _, folder = other

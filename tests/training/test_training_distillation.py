@@ -143,6 +143,7 @@ def test_certainty_loss_applies_only_to_right_predictions() -> None:
     assert float(forced) > float(plain)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", distillation.METHODS)
 def test_distillation_writes_a_changed_checkpoint_reproducibly(
     method: str, folder: Path, tmp_path: Path
