@@ -300,6 +300,19 @@ RECURRENT_GEMMA: dict[str, Any] = {
     "num_key_value_heads": 1,
     "logits_soft_cap": 3.0,
 }
+MELLUM: dict[str, Any] = {
+    "head_dim": 12,
+    "num_local_experts": 5,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 HY_3: dict[str, Any] = {
     "head_dim": 12,
     "num_experts": 5,
@@ -796,6 +809,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "routed_scaling_factor": 2.5,
         },
+    ),
+    "mellum": ("Mellum", MELLUM),
+    "mellum odd": (
+        "Mellum",
+        {
+            **MELLUM,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "jais2": ("Jais2", {"head_dim": 12}),
+    "jais2 odd": (
+        "Jais2",
+        {"head_dim": 16, "attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-3},
     ),
     "hy3": ("HYV3", HY_3),
     "hy3 dense layers": (

@@ -93,7 +93,17 @@ def internlm2(folder: Path, model: Any, **changes: Any) -> Path:
     return folder
 
 
+def iquestcoder(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model as IQuest-Coder."""
+    own = {"model_type": "iquestcoder", "architectures": ["IQuestCoderForCausalLM"]}
+    save_file(renamed(model, {}), folder / "model.safetensors")
+    config = {**model.config.to_dict(), **own, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 SETTINGS: dict[Any, dict[str, Any]] = {
+    iquestcoder: {"head_dim": 16},
     exaone: {"rms_norm_eps": 1e-5},
     internlm2: {"attention_bias": True},
 }

@@ -145,7 +145,9 @@ GROUP = "anydecode.families"
 
 #: The families by `model_type` of their configs.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(("LlamaForCausalLM",), all_full),
+    "llama": Family(
+        ("LlamaForCausalLM", "IQuestCoderForCausalLM"), all_full, model_types=("iquestcoder",)
+    ),
     "mistral": Family(("MistralForCausalLM",), all_sliding, defaults={"sliding_window": 4096}),
     "mixtral": Family(
         ("MixtralForCausalLM",),
