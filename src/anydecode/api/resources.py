@@ -138,7 +138,9 @@ class Resources:
                 )
         further = self.draft_runners(needs) if "draft" in needs.attention_only else ()
         for runner in {*needs.attention_only, *further} & self.engine.runners.keys():
-            if self.engine.runners[runner].model.spec.recurrences:
+            spec = self.engine.runners[runner].model.spec
+            has_states = any(shape.state_shape for shape in spec.recurrences.values())
+            if spec.recurrences and (spec.causal or has_states):
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} edits the {runner} model's key-value cache, which a model"
                     " with recurrent layers does not allow"

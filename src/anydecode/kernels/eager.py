@@ -171,7 +171,7 @@ class EagerExecutor(TorchExecutor):
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         self._pass = rows, cache
         if cache.inputs:
-            check_rows(rows)
+            check_rows(rows, cache.states is not None)
         self._states = None if cache.states is None else cache.states.begin(rows)
 
     def embed(self, tokens: np.ndarray) -> torch.Tensor:

@@ -350,7 +350,7 @@ class NativeExecutor:
 
     def _begin_states(self, rows: Rows, cache: KeyValues) -> None:
         """Check the rows of a pass with recurrent layers, and choose the states it uses."""
-        check_rows(rows)
+        check_rows(rows, cache.states is not None)
         self._states = None if cache.states is None else cache.states.begin(rows)
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:

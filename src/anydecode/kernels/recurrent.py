@@ -39,20 +39,28 @@ def branch_state(number: int) -> int:
     return -2 - number
 
 
-def check_rows(rows: Rows) -> None:
+def check_rows(rows: Rows, has_states: bool) -> None:
     """Check that each row sees every earlier position and itself, as a recurrence needs.
+
+    Args:
+        rows: The rows of a pass.
+        has_states: Whether a recurrence has a state. If all are convolutions alone, a row may see
+            later positions too, which no convolution reads.
 
     Raises:
         UnsupportedCombinationError: A row does not.
     """
     prefix, tails = rows.prefix, rows.tail_length
-    is_valid = bool((prefix + tails == rows.positions + 1).all() and (rows.slots >= 0).all())
+    is_last = prefix + tails == rows.positions + 1
+    if not has_states:
+        is_last |= (tails == 0) & (prefix > rows.positions)
+    is_valid = bool(is_last.all() and (rows.slots >= 0).all())
     for number, table in enumerate(rows.tables):
         own = rows.table == number
         longest = int(prefix[own].max(initial=0))
         is_valid = is_valid and table.ndim == 1 and bool((table[:longest] >= 0).all())
         ends = own & (tails == 0)
-        is_valid = is_valid and bool((table[prefix[ends] - 1] == rows.slots[ends]).all())
+        is_valid = is_valid and bool((table[rows.positions[ends]] == rows.slots[ends]).all())
     has_tail = tails > 0
     if is_valid and has_tail.any():
         last = rows.tails[rows.tail_start[has_tail] + tails[has_tail] - 1]
@@ -77,7 +85,7 @@ def windows(rows: Rows, index: np.ndarray, size: int) -> np.ndarray:
     size]`; -1 before the first position."""
     found = np.full((len(index), size), -1, np.int64)
     for i, row in enumerate(index):
-        slots = path_slots(rows, row)[-size:]
+        slots = path_slots(rows, row)[: rows.positions[row] + 1][-size:]
         found[i, size - len(slots) :] = slots
     return found
 

@@ -38,7 +38,7 @@ from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
-from anydecode.models.self_conditioning import SelfConditioning
+from anydecode.models.self_conditioning import PlainSelfConditioning, SelfConditioning
 from anydecode.models.spec import (
     LatentSpec,
     LayerSpec,
@@ -48,7 +48,11 @@ from anydecode.models.spec import (
 )
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
-from anydecode.models.time_conditioning import TimeConditioning
+from anydecode.models.time_conditioning import (
+    InputModulation,
+    SharedTimeConditioning,
+    TimeConditioning,
+)
 from anydecode.models.time_mix import TimeMixWeights
 
 
@@ -261,6 +265,7 @@ class LayerWeights:
     # sublayers, float32 [hidden_size].
     attention_factors: np.ndarray | None = None
     mlp_factors: np.ndarray | None = None
+    input_modulation: InputModulation | None = None  # the same for whole layers
     # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
     mlp_mix: np.ndarray | None = None
     xielu: Xielu | None = None  # the activation of the MLP, where it is "xielu"
@@ -300,11 +305,11 @@ class ModelWeights:
     per_layer: PerLayerEmbeddings | None = None
     streams: StreamProjections | None = None
     states: StateWeights | None = None  # of a drafter that reads its target's states
-    self_conditioning: SelfConditioning | None = None
+    self_conditioning: SelfConditioning | PlainSelfConditioning | None = None
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
     block_heads: BlockHeads | None = None  # of a drafter that predicts blocks
     unmasking: UnmaskingHead | None = None
-    time: TimeConditioning | None = None
+    time: TimeConditioning | SharedTimeConditioning | None = None
 
     def at_time(self, value: float) -> ModelWeights:
         """The same matrices with the norms and factors of another time of the diffusion; the
@@ -423,7 +428,13 @@ class Network:
             return self._layer_of_streams(backend, x, index)
         if self.spec.memory_size:
             return self._layer_with_memory(backend, x, index)
-        return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
+        modulation = self.weights.layers[index].input_modulation
+        if modulation is None:
+            return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
+        y = backend.add_positions(backend.multiply(x, modulation.scale), modulation.shift)
+        output = self._add_blocks(backend, y, self._mixer_block(backend, y, index), index)
+        change = backend.add(output, backend.scale(y, -1.0))
+        return backend.add(x, backend.multiply(change, modulation.gate))
 
     def _layer_with_memory(self, backend: Backend, x: Any, index: int) -> Any:
         """The same where a memory follows the hidden states: the layer may read or replace it."""

@@ -1,5 +1,5 @@
 """Self-conditioning: what a diffusion model predicted in the last pass is an input of the next one
-(Chen et al., "Analog Bits", arXiv:2208.04202; here as in DiffusionGemma)."""
+(Chen et al., "Analog Bits", arXiv:2208.04202; here as in DiffusionGemma and LFM2)."""
 
 from __future__ import annotations
 
@@ -41,21 +41,55 @@ class SelfConditioning:
             _transposed(linear.weight) for linear in (self.gate, self.up, self.down)
         )
 
-    def inputs(self, embedded: np.ndarray, expected: np.ndarray, spec: ModelSpec) -> np.ndarray:
+    def inputs(
+        self, embedded: np.ndarray, expected: np.ndarray | None, spec: ModelSpec
+    ) -> np.ndarray:
         """The inputs of the first layer.
 
         Args:
             embedded: The embeddings of the canvas's tokens, float32 `[rows, hidden_size]`.
-            expected: The expected embeddings of the last pass; zeros in the first one.
+            expected: The expected embeddings of the last pass; None in the first one.
             spec: The architecture.
 
         Returns:
             float32 `[rows, hidden_size]`.
         """
         rows = RowArithmetic()
+        expected = np.zeros_like(embedded) if expected is None else expected
         normed = rows.rms_norm(expected, self.norm, spec.norm_eps)
         gated = _gelu_tanh(normed @ self._gate) * (normed @ self._up)
         result: np.ndarray = rows.rms_norm(embedded + gated @ self._down, None, spec.norm_eps)
+        return result
+
+
+@dataclass(eq=False)
+class PlainSelfConditioning:
+    """Two matrices with SiLU between them, whose output for the expected embeddings of the last
+    pass is added to the embeddings of the canvas (LFM2's diffusion models).
+
+    Attributes:
+        norm: Of the expected embeddings, float32 `[hidden_size]`.
+        first: `[hidden_size, hidden_size]`.
+        second: `[hidden_size, hidden_size]`.
+    """
+
+    norm: np.ndarray
+    first: Linear
+    second: Linear
+
+    def __post_init__(self) -> None:
+        self._first, self._second = _transposed(self.first.weight), _transposed(self.second.weight)
+
+    def inputs(
+        self, embedded: np.ndarray, expected: np.ndarray | None, spec: ModelSpec
+    ) -> np.ndarray:
+        """See `SelfConditioning.inputs`. The first pass adds nothing."""
+        if expected is None:
+            return embedded
+        y = RowArithmetic().rms_norm(expected, self.norm, spec.norm_eps) @ self._first
+        if self.first.bias is not None:
+            y = y + self.first.bias
+        result: np.ndarray = embedded + (y / (1 + np.exp(-y))) @ self._second
         return result
 
 

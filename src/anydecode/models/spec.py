@@ -53,12 +53,15 @@ class TimeSpec:
             read, the share of tokens that are not noise at time 1.
         uniform: The largest share of random tokens in the noise (GIDD); 0: one of the two kinds of
             noise only.
+        modulates_inputs: Whether the time changes the inputs and the outputs of whole layers (see
+            `InputModulation`), not those of their sublayers.
     """
 
     size: int
     reads_noise: bool
     margin: float
     uniform: float = 0.0
+    modulates_inputs: bool = False
 
     def value(self, time: float) -> float:
         """What the embedding of times receives at `time`."""
@@ -370,6 +373,9 @@ class ModelSpec:
     has_canvas: bool = False
     time: TimeSpec | None = None  # of a diffusion model whose layers depend on the time
     mask_token: int | None = None  # of a diffusion model, if its config or its family says
+    # Of a diffusion model whose noise is random tokens: the noise and the text have the tokens
+    # before this one only. None: all.
+    num_noise_tokens: int | None = None
     decoder: str | None = None  # the one that a diffusion model was published with
     # Of a diffusion model that edits: the token that removes a position, and the one that puts a
     # mask before a position (LLaDA2.2).

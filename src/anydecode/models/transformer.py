@@ -290,7 +290,6 @@ class Transformer:
         `expected_embeddings` of the last pass, None in the first one."""
         weights, embedded = self.network.weights.self_conditioning, self.embed(tokens)
         assert weights is not None, "a model with a canvas"
-        expected = np.zeros_like(embedded) if expected is None else expected
         return weights.inputs(embedded, expected, self.spec)
 
     def add_adapter(self, path: str | Path) -> int:

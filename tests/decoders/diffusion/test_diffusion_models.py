@@ -450,7 +450,6 @@ def test_the_default_decoders(tmp_path: Path) -> None:
         ({"model_type": "edlm", "auto_map": {"AutoModel": "m.Edlm"}}, "'edlm' .Edlm."),
         ({"model_type": "qwen3", "auto_map": {"AutoModel": "m.Odd"}}, "architecture Odd"),
         ({"model_type": "diffusion_gemma"}, "model type 'diffusion_gemma'"),
-        ({"model_type": "lfm2_diffusion"}, "model type 'lfm2_diffusion'"),
         ({"model_type": "Dream", "architectures": ["DreamForCausalLM"]}, "lacks 'block_size'"),
         ({"model_type": "sdar", "architectures": ["SDARV2ForCausalLM"]}, "SDARV2ForCausalLM"),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLME"),

@@ -209,8 +209,9 @@ class Denoiser(Decoder):
         )
         num_canvases = 1 if canvases is None else len(canvases)
         reads = sequence.kv_cache().pool.model.spec.time
-        if reads is not None:
-            for span in spans:
+        if reads is not None:  # finished blocks and a causal context are at time 0
+            first = len(spans) - num_canvases if canvas.has_causal_context else 0
+            for span in spans[first:]:
                 span.variant = AtTime(reads.value(self.time(canvas)))
         for span in spans[len(spans) - num_canvases :]:
             span.capture_layers = self.captured_layers(sequence)
@@ -383,7 +384,11 @@ class Denoiser(Decoder):
                     "this model denoises random tokens behind finished blocks: use"
                     " decoder=diffusion-gemma:cache=block or duo:cache=block"
                 )
-            if spec.time is not None and not isinstance(self.cache, NoCache):
+            if (
+                spec.time is not None
+                and not spec.has_canvas
+                and not isinstance(self.cache, NoCache)
+            ):
                 raise UnsupportedCombinationError(
                     "the layers of this model depend on the time of the diffusion, so that every"
                     " pass computes all rows: use cache=none"

@@ -11,17 +11,16 @@ from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
-from anydecode.decoders.diffusion.posteriors import (
-    NoiseLevel,
-    clean_distribution,
-    draw,
-    posterior,
-)
+from anydecode.decoders.diffusion.posteriors import NoiseLevel, draw, posterior
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.uniform import STATEFUL, UniformDenoiser
 from anydecode.decoders.diffusion.unmasking import check_steps
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.sequence import Sequence
+
+#: The last time of a schedule with a step that reads out the text (LFM2).
+_EPS = 1e-3
 
 
 class Duo(UniformDenoiser):
@@ -29,6 +28,33 @@ class Duo(UniformDenoiser):
     of the posterior at time 0."""
 
     kappa = 1.0
+    read_out = False
+    #: Of the first and of the last step; None: that of the request.
+    temperatures: tuple[float, float] | None = None
+
+    def time(self, canvas: Canvas) -> float:
+        if not self.read_out:
+            return super().time(canvas)
+        return self._time(canvas, 0 if canvas.block is None else canvas.block_step)
+
+    def _time(self, canvas: Canvas, step: int) -> float:
+        """The time of a step if the last one reads out the text: from 1 to `_EPS`."""
+        return _EPS + (1 - _EPS) * (1 - step / max(1, self.num_steps(canvas) - 1))
+
+    def _share(self, canvas: Canvas, step: int) -> float:
+        """The share of tokens that are not noise at the time of a step."""
+        if self.read_out:
+            return 1 - (1 - _EPS) * self._time(canvas, step)
+        return step / self.num_steps(canvas)
+
+    def _sampler(self, canvas: Canvas, predictions: Predictions) -> Sampler:
+        """The sampler of the model's predictions in this step."""
+        if self.temperatures is None:
+            return predictions.sampler
+        first, last = self.temperatures
+        progress = canvas.block_step / max(1, self.num_steps(canvas) - 1 - self.read_out)
+        temperature = first + min(1.0, progress) * (last - first)
+        return Sampler(temperature, predictions.sampler.pre_temperature)
 
     def denoise(
         self,
@@ -38,19 +64,27 @@ class Duo(UniformDenoiser):
         positions: np.ndarray,
         is_last: bool,
     ) -> tuple[np.ndarray, bool]:
-        size = len(predictions.logits(positions[0]))
-        num_tokens = size - (0 <= canvas.mask < size)
-        steps = self.num_steps(canvas)
+        if self.read_out and is_last:
+            best = [int(predictions.logits(position).argmax()) for position in positions]
+            return np.array(best), True
+        spec = sequence.kv_cache().pool.model.spec
+        size = spec.num_noise_tokens or len(predictions.logits(positions[0]))
+        mask = canvas.mask if canvas.mask < size else -1
+        num_tokens = size - (mask >= 0)
         now, later = (
             NoiseLevel(share, 0.0, (1 - share) / num_tokens)
-            for share in (canvas.block_step / steps, (canvas.block_step + 1) / steps)
+            for share in (self._share(canvas, canvas.block_step + later) for later in (0, 1))
         )
-        clean = [clean_distribution(predictions, position) for position in positions]
+        sampler = self._sampler(canvas, predictions)
+        clean = [
+            sampler.distribution(predictions.logits(position)[:size]).dense(size)
+            for position in positions
+        ]
         self.predicted(sequence, canvas, positions, clean)
         tokens = [
             draw(
                 sequence,
-                self._distribution(int(canvas.tokens[position]), row, now, later, canvas.mask),
+                self._distribution(int(canvas.tokens[position]), row, now, later, mask),
                 int(position),
                 predictions.step,
             )
@@ -79,8 +113,8 @@ class Duo(UniformDenoiser):
         needs=("uniform-state diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "time runs from 1 to 0 in equal steps over each block; the released code stops at 1e-5,"
-            " and at time 1 one of 1000 tokens is not noise",
+            "time runs from 1 to 0 in equal steps over each block, or to 0.001 with read_out; the"
+            " released code stops at 1e-5, and at time 1 one of 1000 tokens is not noise",
             "kappa is constant over time",
             "discrete consistency distillation (train distil --method duo) is for models without a"
             " time input, and does not average the weights over the training",
@@ -89,6 +123,8 @@ class Duo(UniformDenoiser):
         remote={
             "steps": Range(1, 4096),
             "kappa": Range(0, 1),
+            "first_temperature": Range(0, 10),
+            "last_temperature": Range(0, 10),
             "block": Range(0, 4096),
             "cache": EXACT_WORDS,
         },
@@ -97,6 +133,9 @@ class Duo(UniformDenoiser):
 def duo(
     steps: int | None = None,
     kappa: float = 1.0,
+    read_out: bool = False,
+    first_temperature: float | None = None,
+    last_temperature: float | None = None,
     block: int = 0,
     cache: str = "none",
     mask: int | None = None,
@@ -107,13 +146,25 @@ def duo(
         steps: Steps per block (default: one per position).
         kappa: 1: ancestral sampling. Below 1, positions are with this probability drawn from the
             posterior, else their token is predicted and covered with fresh noise (the psi-sampler).
+        read_out: Whether the last step takes the likeliest tokens, and is no sampling step.
+        first_temperature: The temperature in the first step of a block, in place of the request's.
+        last_temperature: The temperature in the last step that samples; it changes evenly.
         block: Positions per block (0: the model's blocks, or the whole canvas).
         cache: "none", or "block" with a model that has blocks.
         mask: A token that is neither noise nor predicted (default: the tokenizer's mask token).
     """
     if not 0 <= kappa <= 1:
         raise InvalidRequestError(f"kappa must be between 0 and 1, not {kappa}")
+    if (first_temperature is None) != (last_temperature is None):
+        raise InvalidRequestError("first_temperature and last_temperature go together")
+    if min(first_temperature or 0.0, last_temperature or 0.0) < 0:
+        raise InvalidRequestError(
+            "first_temperature and last_temperature must be 0 or more, not"
+            f" {first_temperature} and {last_temperature}"
+        )
     check_steps(steps)
     decoder = Duo(FixedBlocks(block), cache=cache_named(cache, EXACT_CACHES), mask=mask)
-    decoder.steps, decoder.kappa = steps, kappa
+    decoder.steps, decoder.kappa, decoder.read_out = steps, kappa, read_out
+    if first_temperature is not None and last_temperature is not None:
+        decoder.temperatures = first_temperature, last_temperature
     return decoder

@@ -44,6 +44,11 @@ class UniformDenoiser(Denoiser):
         mask = super().mask_token(sequence)
         return -1 if mask is None else mask
 
+    def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
+        spec = sequence.kv_cache().pool.model.spec
+        unused = range(spec.num_noise_tokens or spec.vocab_size, spec.vocab_size)
+        return (*super().banned(sequence, canvas), *unused)
+
     def num_steps(self, canvas: Canvas) -> int:
         """The number of steps of the block (default: one per position)."""
         return self.steps or canvas.block_masks
@@ -99,7 +104,8 @@ class UniformDenoiser(Denoiser):
         probabilities = np.zeros((stop - first, model.spec.vocab_size), np.float32)
         probabilities[np.arange(stop - first), canvas.tokens[first:stop]] = 1.0
         for position, row in zip(positions, rows, strict=True):
-            probabilities[position - first] = row
+            probabilities[position - first] = 0.0
+            probabilities[position - first, : len(row)] = row
         canvas.policy_state[_EXPECTED] = first, model.expected_embeddings(probabilities)
 
     @abstractmethod
@@ -118,7 +124,8 @@ class UniformDenoiser(Denoiser):
         self, sequence: Sequence, canvas: Canvas, position: int, coin: int = _LATER_COIN
     ) -> int:
         """A random token for `position`, by the noise of the position and step."""
-        size = sequence.kv_cache().pool.model.spec.vocab_size
+        spec = sequence.kv_cache().pool.model.spec
+        size = spec.num_noise_tokens or spec.vocab_size
         has_mask = 0 <= canvas.mask < size
         drawn = sequence.noise.with_purpose("unmask").coin(position, canvas.step, coin)
         token = int(drawn * (size - has_mask))

@@ -86,9 +86,12 @@ class CanvasSpan(Span):
 
     def _windowed(self, table: np.ndarray) -> np.ndarray:
         """The table of each layer, without what its window leaves out: int32
-        `[num_layers, positions]`."""
+        `[num_layers, positions]`, or `[positions]` if no layer has a window."""
         assert self.windowed_from is not None
         layers = self.kv_cache.pool.model.spec.layers
+        attentions = [layer.attention for layer in layers if layer.attention is not None]
+        if all(attention.window is None for attention in attentions):
+            return table
         tables = np.repeat(table[None], len(layers), 0)
         for layer, layer_table in zip(layers, tables, strict=True):
             if layer.attention is not None and layer.attention.window is not None:

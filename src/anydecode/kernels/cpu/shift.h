@@ -5,9 +5,9 @@
 #include "layout.h"
 #include "simd.h"
 
-/* The slots of the last `count` positions that a row sees; -1 before the first position. */
+/* The slots of the last `count` positions up to that of a row; -1 before the first position. */
 static void last_slots(const Pass *pass, int row, int count, int32_t *slots) {
-  int prefix = pass->prefix[row], length = prefix + pass->tail_length[row];
+  int prefix = pass->prefix[row], length = pass->positions[row] + 1;
   const int32_t *table = pass->tables[pass->table[row]];
   const int32_t *tail = pass->tails + pass->tail_start[row];
   for (int j = 0; j < count; j++) {

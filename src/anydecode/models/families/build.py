@@ -34,7 +34,7 @@ from anydecode.models.network import (
     UnmaskingHead,
 )
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
-from anydecode.models.self_conditioning import SelfConditioning
+from anydecode.models.self_conditioning import PlainSelfConditioning, SelfConditioning
 from anydecode.models.spec import LayerSpec, ModelSpec, TimeSpec
 from anydecode.models.streams import StreamBlock, StreamProjections
 from anydecode.models.time_conditioning import (
@@ -42,6 +42,7 @@ from anydecode.models.time_conditioning import (
     LAYER_PARTS,
     WAVES,
     Affine,
+    SharedTimeConditioning,
     TimeConditioning,
 )
 from anydecode.models.time_mix import TimeMixWeights
@@ -131,8 +132,10 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) ->
         weights.streams = _read_streams(reader, spec)
     if any(layer.memory == "side" for layer in spec.layers):
         weights.unmasking = _read_unmasking(reader, spec)
-    if spec.has_canvas:
+    if spec.has_canvas and spec.time is None:
         weights.self_conditioning = _read_self_conditioning(reader, spec, config)
+    elif spec.has_canvas:
+        weights.self_conditioning = _read_plain_self_conditioning(reader, spec, config)
     if spec.time is not None:
         weights = _with_time(reader, spec, spec.time, weights)
     return weights
@@ -148,12 +151,21 @@ def _with_time(
         return Affine(weight, reader.vector(f"{name}.bias", outputs))
 
     hidden, size = spec.hidden_size, time.size
+    assert weights.final_norm is not None
+    if time.modulates_inputs:
+        weights.time = SharedTimeConditioning(
+            affine("sigma_embed.mlp.0", size, WAVES),
+            affine("sigma_embed.mlp.2", size, size),
+            affine("adaln_proj.1", 3 * hidden, size),
+            reader.tensor("adaln_block_emb", (spec.num_layers, 3 * hidden)),
+            weights.final_norm,
+        )
+        return weights.at_time(time.value(0.0))
     layers = (f"layers.{index}.modulation" for index in range(spec.num_layers))
     norms = []
     for layer in weights.layers:
         assert layer.attention_norm is not None and layer.mlp_norm is not None
         norms.append((layer.attention_norm, layer.mlp_norm))
-    assert weights.final_norm is not None
     weights.time = TimeConditioning(
         affine("time_embedding.first", size, WAVES),
         affine("time_embedding.second", size, size),
@@ -193,6 +205,18 @@ def _read_self_conditioning(
     )
     norm = reader.vector("self_conditioning.pre_norm.weight", hidden)
     return SelfConditioning(norm, gate, up, down)
+
+
+def _read_plain_self_conditioning(
+    reader: TensorReader, spec: ModelSpec, config: Config
+) -> PlainSelfConditioning:
+    shape = (spec.hidden_size, spec.hidden_size)
+    has_bias = bool_value(config, "selfcond_ffn_bias", True)
+    return PlainSelfConditioning(
+        reader.vector("selfcond_norm.weight", spec.hidden_size),
+        reader.linear("selfcond_ffn.0", shape, has_bias),
+        reader.linear("selfcond_ffn.2", shape, False),
+    )
 
 
 def _read_streams(reader: TensorReader, spec: ModelSpec) -> StreamProjections:
@@ -264,7 +288,7 @@ class _LayerReader:
         if self._spec.has_scale:
             name = f"{self._name}.layer_scalar"  # GGUF files may lack it
             layer.scale = float(self._reader.vector(name, 1)[0]) if self._reader.has(name) else 1.0
-        if self._has_canvas:  # the scales of the layers' two roles
+        if self._has_canvas and self._spec.has_scale:  # the scales of the layers' two roles
             layer.canvas_scale, name = layer.scale, f"context.{self._name}.layer_scalar"
             layer.scale = float(self._reader.vector(name, 1)[0])
         if self._family.multipliers:

@@ -203,6 +203,7 @@ def spec_from_config(
         block_size=_block_size(config, denoising),
         time=_time(config, denoising),
         mask_token=_mask_token(config, denoising),
+        num_noise_tokens=_num_noise_tokens(config, denoising),
         decoder=None if denoising is None else denoising.decoder,
         edit_tokens=_edit_tokens(config, denoising),
         has_canvas=denoising is not None and denoising.has_canvas,
@@ -266,6 +267,7 @@ def _time(config: Config, denoising: Denoising | None) -> TimeSpec | None:
         reads_noise=denoising.time == "noise",
         margin=number("t_eps", value_or(config, "t_eps", denoising.time_margin), 1e-9, 0.1),
         uniform=number("p_uniform", value_or(config, "p_uniform", 0.0), 0.0, 0.9),
+        modulates_inputs=denoising.time_modulates_inputs,
     )
 
 
@@ -278,6 +280,12 @@ def _mask_token(config: Config, denoising: Denoising | None) -> int | None:
         return int_value(config, "mask_token_id", low=0, high=size - 1)
     token = denoising.mask_token
     return token if token is not None and token < size else None
+
+
+def _num_noise_tokens(config: Config, denoising: Denoising | None) -> int | None:
+    """`ModelSpec.num_noise_tokens`: that of the published models, if the table is longer."""
+    count = None if denoising is None else denoising.num_noise_tokens
+    return count if count is not None and count < int_value(config, "vocab_size") else None
 
 
 def _architecture(config: Config) -> str | None:

@@ -90,8 +90,10 @@ class Denoising:
         time: What the layers' embedding of times receives: the "time", or the "noise"
             (`TimeSpec.reads_noise`); None: layers do not depend on the time.
         time_margin: `TimeSpec.margin` of the published models, if their configs lack `t_eps`.
+        time_modulates_inputs: See `TimeSpec.modulates_inputs`.
         mask_token: The mask token of the published models, if neither their tokenizers nor their
             configs name it.
+        num_noise_tokens: See `ModelSpec.num_noise_tokens`: that of the published models.
         decoder: The decoder with the parameters that the models were published with; None: the one
             that fits what a row sees and predicts.
         edit_tokens: See `ModelSpec.edit_tokens`: the config's keys for them; None: it has none.
@@ -107,7 +109,9 @@ class Denoising:
     has_canvas: bool = False
     time: str | None = None
     time_margin: float = 1e-4
+    time_modulates_inputs: bool = False
     mask_token: int | None = None
+    num_noise_tokens: int | None = None
     decoder: str | None = None
     edit_tokens: tuple[str, str] | None = None
 

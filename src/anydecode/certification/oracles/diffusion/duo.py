@@ -69,6 +69,25 @@ def ancestral(steps: int, kappa: float) -> Rule:
     return rule
 
 
+def reading_out(steps: int) -> Rule:
+    """Times from 1 to 0.001, then the likeliest tokens."""
+
+    def rule(state: Revision) -> bool:
+        k = state.block_step
+        if k + 1 == steps:
+            for i in state.cells:
+                state.canvas[i] = int(state.clean(i).argmax())
+            return True
+        times = (0.001 + 0.999 * (1 - j / (steps - 1)) for j in (k, k + 1))
+        a_t, a_s = (1 - 0.999 * time for time in times)
+        new = {i: posterior(state.canvas[i], state.clean(i), a_t, a_s) for i in state.cells}
+        for i, row in new.items():
+            state.canvas[i] = sampled(state, row / row.sum(), i)
+        return False
+
+    return rule
+
+
 @oracle_test("duo")
 def duo() -> Iterator[Check]:
     """Every canvas equals the oracle's: ancestral and psi-sampling, blocks, greedy and sampled."""
@@ -78,6 +97,7 @@ def duo() -> Iterator[Check]:
         Case("duo:steps=5,block=8", ancestral(5, 1.0), 8, 20),
         Case("duo:steps=6,kappa=0.3", ancestral(6, 0.3), 10, 10),
         Case("duo:steps=4,kappa=0", ancestral(4, 0.0), 10, 10),
+        Case("duo:steps=5,read_out=true", reading_out(5), 10, 10),
     ]
     num_changes = yield from equal_canvases(scripts, cases, begin=noised)
     yield Check("tokens change", num_changes > 50, f"{num_changes} changes")

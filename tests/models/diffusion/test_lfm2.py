@@ -1,0 +1,333 @@
+"""LFM2.5's diffusion model in its published layout, against a forward pass in plain torch: layers
+that depend on the time of each row, self-conditioning, short convolutions behind a causal context;
+and its schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from safetensors.torch import save_file
+
+from anydecode import LLM
+from anydecode.decoders.diffusion.canvas import Canvas
+from anydecode.decoders.diffusion.duo import duo
+from anydecode.decoders.diffusion.predictions import Predictions
+from anydecode.decoders.diffusion.uniform import UniformDenoiser
+from anydecode.errors import AnydecodeError, CheckpointError
+from anydecode.kernels.library import load_library
+from anydecode.models.families import spec_from_config
+from anydecode.scoring.sequence import Sequence
+from diffusion_checkpoints import write_tokenizer
+
+D, HEADS, KV, HEAD, WIDE, V, COND, BLOCK, KERNEL = 32, 4, 2, 8, 48, 64, 16, 8, 3
+LAYERS = ["conv", "full_attention", "conv"]
+THETA, EPS, TIME_EPS = 1000.0, 1e-5, 1e-3
+#: The published fields with small sizes.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["Lfm2ForBlockDiffusion"],
+    "model_type": "lfm2_diffusion",
+    "adaln_conditioning": True,
+    "block_auto_adjust_ff_dim": False,
+    "bos_token_id": 1,
+    "conv_L_cache": KERNEL,
+    "conv_bias": False,
+    "diffusion_block_size": BLOCK,
+    "eos_token_id": 7,
+    "hidden_size": D,
+    "intermediate_size": WIDE,
+    "layer_types": LAYERS,
+    "max_position_embeddings": 256,
+    "norm_eps": EPS,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": len(LAYERS),
+    "num_key_value_heads": KV,
+    "pad_token_id": 0,
+    "rope_theta": THETA,
+    "self_conditioning": True,
+    "selfcond_ffn_bias": True,
+    "sigma_cond_dim": COND,
+    "sigma_freq_embedding_size": 256,
+    "tie_embedding": True,
+    "vocab_size": V,
+}
+PROMPT = [(5 * i + 2) % 60 for i in range(13)]
+Tensors = dict[str, torch.Tensor]
+
+
+def write(folder: Path) -> Tensors:
+    """Write a random checkpoint, and return its tensors."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    tensors = {
+        "model.embed_tokens.weight": random(V, D) * 3,
+        "model.embedding_norm.weight": 1 + random(D),
+        "model.sigma_embed.mlp.0.weight": random(COND, 256),
+        "model.sigma_embed.mlp.0.bias": random(COND),
+        "model.sigma_embed.mlp.2.weight": random(COND, COND) * 3,
+        "model.sigma_embed.mlp.2.bias": random(COND),
+        "model.adaln_proj.1.weight": random(3 * D, COND),
+        "model.adaln_proj.1.bias": random(3 * D),
+        "model.adaln_block_emb": random(len(LAYERS), 3 * D),
+        "model.selfcond_norm.weight": 1 + random(D),
+        "model.selfcond_ffn.0.weight": random(D, D),
+        "model.selfcond_ffn.0.bias": random(D),
+        "model.selfcond_ffn.2.weight": random(D, D),
+    }
+    for index, kind in enumerate(LAYERS):
+        prefix = f"model.layers.{index}."
+        tensors[f"{prefix}operator_norm.weight"] = 1 + random(D)
+        tensors[f"{prefix}ffn_norm.weight"] = 1 + random(D)
+        tensors[f"{prefix}feed_forward.w1.weight"] = random(WIDE, D)
+        tensors[f"{prefix}feed_forward.w3.weight"] = random(WIDE, D)
+        tensors[f"{prefix}feed_forward.w2.weight"] = random(D, WIDE)
+        if kind == "conv":
+            tensors[f"{prefix}conv.in_proj.weight"] = random(3 * D, D)
+            tensors[f"{prefix}conv.conv.weight"] = random(D, 1, KERNEL) * 3
+            tensors[f"{prefix}conv.out_proj.weight"] = random(D, D)
+            continue
+        for part, heads in (("q", HEADS), ("k", KV), ("v", KV)):
+            tensors[f"{prefix}self_attn.{part}_proj.weight"] = random(heads * HEAD, D)
+        tensors[f"{prefix}self_attn.out_proj.weight"] = random(D, HEADS * HEAD)
+        for part in ("q", "k"):
+            tensors[f"{prefix}self_attn.{part}_layernorm.weight"] = 1 + random(HEAD)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(PUBLISHED))
+    write_tokenizer(folder, "w61")  # a tokenizer without a mask token
+    return tensors
+
+
+@dataclass
+class Wrong:
+    """What a wrong reference does: the time of all rows is that of the canvas; convolutions see
+    none of the context; the canvas is causal; no self-conditioning."""
+
+    one_time: bool = False
+    fresh_convolution: bool = False
+    causal: bool = False
+    unconditioned: bool = False
+
+
+def forward(
+    tensors: Tensors,
+    tokens: Any,
+    first: int,
+    sigma: float,
+    belief: torch.Tensor | None,
+    wrong: Wrong | None = None,
+) -> torch.Tensor:
+    """The logits of the canvas, the rows from `first` on, float64 `[rows, vocab]`: those before it
+    are a causal context at sigma 0. `belief`: the distributions of the last pass."""
+    wrong = wrong or Wrong()
+    weights = {name.removeprefix("model."): tensor.double() for name, tensor in tensors.items()}
+    silu = torch.nn.functional.silu
+    count = len(tokens)
+    at = torch.arange(count)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weights[f"{name}.weight"]
+
+    sigmas = torch.full((count,), sigma, dtype=torch.float64)
+    if not wrong.one_time:
+        sigmas[:first] = 0.0
+    rates = torch.exp(-math.log(10000) * torch.arange(128).double() / 128)
+    angles = sigmas[:, None] * rates
+    waves = torch.cat([angles.cos(), angles.sin()], -1)
+    time = linear(silu(linear(waves, "sigma_embed.mlp.0")), "sigma_embed.mlp.2")
+    shared = linear(silu(time), "adaln_proj.1")
+
+    x = weights["embed_tokens.weight"][torch.tensor([int(token) for token in tokens])]
+    if belief is not None and not wrong.unconditioned:
+        states = norm(belief @ weights["embed_tokens.weight"], "selfcond_norm")
+        added = linear(silu(linear(states, "selfcond_ffn.0")), "selfcond_ffn.2")
+        x = torch.cat([x[:first], x[first:] + added])
+    for index, kind in enumerate(LAYERS):
+        prefix = f"layers.{index}."
+        scale, shift, gate = (shared + weights["adaln_block_emb"][index]).chunk(3, -1)
+        modulated = x * (1 + scale) + shift
+        y = norm(modulated, f"{prefix}operator_norm")
+        if kind == "conv":
+            b, c, z = linear(y, f"{prefix}conv.in_proj").chunk(3, -1)
+            inputs = b * z
+            padded = torch.cat([torch.zeros(KERNEL - 1, D, dtype=torch.float64), inputs])
+            taps = weights[f"{prefix}conv.conv.weight"][:, 0]
+            mixed = sum(padded[k : k + count] * taps[:, k] for k in range(KERNEL))
+            if wrong.fresh_convolution:
+                own = torch.cat([torch.zeros(KERNEL - 1, D, dtype=torch.float64), inputs[first:]])
+                rows = sum(own[k : k + count - first] * taps[:, k] for k in range(KERNEL))
+                mixed = torch.cat([mixed[:first], rows])
+            mixed = linear(c * mixed, f"{prefix}conv.out_proj")
+        else:
+            attention = f"{prefix}self_attn."
+            q = linear(y, f"{attention}q_proj").view(count, HEADS, HEAD)
+            k = linear(y, f"{attention}k_proj").view(count, KV, HEAD)
+            v = linear(y, f"{attention}v_proj").view(count, KV, HEAD)
+            q, k = norm(q, f"{attention}q_layernorm"), norm(k, f"{attention}k_layernorm")
+            turns = at[:, None, None] * THETA ** (-torch.arange(0, HEAD, 2).double() / HEAD)
+            cos, sin = turns.cos(), turns.sin()
+            q, k = (
+                torch.cat([p * cos - r * sin, r * cos + p * sin], -1)
+                for p, r in (q.chunk(2, -1), k.chunk(2, -1))
+            )
+            k, v = (part.repeat_interleave(HEADS // KV, 1) for part in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD**0.5
+            hidden = at[:, None] < at
+            if not wrong.causal:
+                hidden[first:] = False
+            shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            mixed = linear(
+                torch.einsum("hqk,khd->qhd", shares, v).flatten(1), f"{attention}out_proj"
+            )
+        output = modulated + mixed
+        y = norm(output, f"{prefix}ffn_norm")
+        gated = silu(linear(y, f"{prefix}feed_forward.w1")) * linear(y, f"{prefix}feed_forward.w3")
+        output = output + linear(gated, f"{prefix}feed_forward.w2")
+        x = x + (1 + gate) * (output - modulated)
+    return norm(x, "embedding_norm")[first:] @ weights["embed_tokens.weight"].T
+
+
+@dataclass
+class Pass:
+    """What a pass read and predicted."""
+
+    tokens: np.ndarray
+    first: int
+    step: int
+    logits: torch.Tensor
+    temperature: float
+
+
+def schedule(step: int, steps: int) -> tuple[float, float]:
+    """The published sigma and temperature of a step: times from 1 to `TIME_EPS`, temperatures from
+    0.8 to 0.4 in all steps but the last one."""
+    time = TIME_EPS + (1 - TIME_EPS) * (1 - step / (steps - 1))
+    return -math.log(1 - (1 - TIME_EPS) * time), 0.8 - 0.4 * min(1.0, step / (steps - 2))
+
+
+def decoded(folder: Path, steps: int = 5, length: int = 20, **options: Any) -> list[Pass]:
+    """The passes of an answer of the published loop."""
+    passes: list[Pass] = []
+    decoder: Any = duo(
+        steps, read_out=True, first_temperature=0.8, last_temperature=0.4, cache="block"
+    )
+    plain = decoder.denoise
+
+    def denoise(
+        sequence: Sequence,
+        canvas: Canvas,
+        predictions: Predictions,
+        positions: np.ndarray,
+        is_last: bool,
+    ) -> Any:
+        logits = np.stack([predictions.logits(i).copy() for i in positions])
+        assert canvas.block is not None
+        temperature = decoder._sampler(canvas, predictions).temperature
+        step = canvas.tokens.copy(), canvas.block[0], canvas.block_step
+        passes.append(Pass(*step, torch.from_numpy(logits).double(), temperature))
+        tokens, is_final = plain(sequence, canvas, predictions, positions, is_last)
+        if is_last:
+            assert is_final and tokens.tolist() == logits.argmax(-1).tolist()
+        return tokens, is_final
+
+    decoder.denoise = denoise
+    with LLM(folder, threads=1, cache_positions=128, **options) as llm:
+        llm.generate([PROMPT], decoder=decoder, max_tokens=length, ignore_eos=True)
+        assert llm.engine is not None
+        llm.engine.check_integrity()
+    return passes
+
+
+def largest_difference(
+    tensors: Tensors, passes: list[Pass], steps: int = 5, wrong: Wrong | None = None
+) -> float:
+    """Of the logits of the passes from those of the reference."""
+    worst, belief = 0.0, None
+    for one in passes:
+        sigma, temperature = schedule(one.step, steps)
+        belief = None if one.step == 0 else belief
+        tokens = one.tokens[: one.first + BLOCK]
+        expected = forward(tensors, tokens, one.first, sigma, belief, wrong)
+        worst = max(worst, float((expected - one.logits).abs().max()))
+        belief = (one.logits / temperature).softmax(-1)
+    return worst
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_every_pass_equals_the_reference(tmp_path: Path, backend: str) -> None:
+    if backend == "native" and load_library() is None:
+        pytest.skip("no compiler")
+    tensors = write(tmp_path)
+    passes = decoded(tmp_path, backend=backend)
+    assert [one.first for one in passes] == [13] * 5 + [21] * 5 + [29] * 5
+    assert largest_difference(tensors, passes) < 2e-3
+    for one in passes:
+        assert one.step == 4 or one.temperature == pytest.approx(schedule(one.step, 5)[1])
+    assert any((one.tokens[:29] != passes[5].tokens[:29]).any() for one in passes[6:10])
+
+
+def test_wrong_references_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = write(tmp_path)
+    passes = decoded(tmp_path, backend="torch")
+    for name in ("one_time", "fresh_convolution", "causal", "unconditioned"):
+        assert largest_difference(tensors, passes, wrong=Wrong(**{name: True})) > 0.01, name
+    monkeypatch.setattr(UniformDenoiser, "predicted", lambda *arguments: None)
+    assert largest_difference(tensors, decoded(tmp_path, backend="torch")) > 0.01
+
+
+def test_opens_with_the_published_decoder(tmp_path: Path) -> None:
+    write(tmp_path)
+    prompts = [PROMPT, [3, 9], list(range(2, 9))]
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 4}
+    with LLM(tmp_path, threads=1, backend="torch") as llm:
+        spec = llm.model.spec
+        assert (spec.block_size, spec.has_causal_context, spec.mask_token) == (BLOCK, True, None)
+        alone = [llm.generate([one], **options)[0] for one in prompts]
+        assert [one.tokens for one in llm.generate(prompts, **options)] == [
+            one.tokens for one in alone
+        ]
+        assert alone[0].stats.passes == 2 * 8
+        for decoder in ("duo", "diffusion-gemma"):
+            with pytest.raises(AnydecodeError, match="random tokens behind finished blocks"):
+                llm.generate([PROMPT], decoder=decoder, max_tokens=8)
+
+
+def test_unused_rows_of_the_embedding_are_no_noise_and_no_text(tmp_path: Path) -> None:
+    spec = spec_from_config({**PUBLISHED, "vocab_size": 65536})
+    assert spec.num_noise_tokens == 64400 == spec.mask_token
+    write(tmp_path)
+    with LLM(tmp_path, threads=1, backend="torch") as llm:
+        object.__setattr__(llm.model.spec, "num_noise_tokens", 20)
+        decoder = "duo:cache=block,steps=3"
+        tokens = llm.generate(
+            [PROMPT], decoder=decoder, max_tokens=24, ignore_eos=True, temperature=5.0
+        )[0].tokens
+    assert max(tokens) < 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sigma_cond_dim": None}, "sigma_cond_dim"),
+        ({"adaln_conditioning": False}, "adaln_conditioning is False"),
+        ({"self_conditioning": False}, "self_conditioning is False"),
+    ],
+)
+def test_other_kinds_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec_from_config({**PUBLISHED, **change})
