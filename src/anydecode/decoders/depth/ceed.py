@@ -29,8 +29,8 @@ from anydecode.scoring.tree import TokenTree
         ),
         measured=(
             "0.52 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1) without"
-            " consistency training, with 12.8% of tokens as the full model (AMD EPYC with AVX2, 2"
-            " cores; `anydecode bench depth`, docs/performance.md)",
+            " consistency training, with 12.8% of tokens as the full model (AMD EPYC, 2 cores;"
+            " `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(
             "`anydecode train consistency` trains an adapter on blocks of the model's own answers"

@@ -68,7 +68,7 @@ def cosines(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         measured=(
             "0.70 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 77.1%"
             " of tokens as the full model: states are compared between the calls of each layer"
-            " (AMD EPYC with AVX2, 2 cores; `anydecode bench depth`, docs/performance.md)",
+            " (AMD EPYC, 2 cores; `anydecode bench depth`, docs/performance.md)",
             "1.51 times the speed of plain decoding on early-8b.Q4_0 with first=14, last=1,"
             " count=99 and warm_up=0, with 97.9% of tokens as the full model (random weights whose"
             " exits agree often; AMD EPYC with AVX2, 2 cores; `anydecode bench depth`,"

@@ -44,8 +44,8 @@ class _Session(DepthSession):
         works_with=("constraints", "samplers", "batches", "adapters"),
         measured=(
             "0.21 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), whose first"
-            " layers do not predict what all do (AMD EPYC with AVX2, 2 cores; `anydecode bench"
-            " depth`, docs/performance.md)",
+            " layers do not predict what all do (AMD EPYC, 2 cores; `anydecode bench depth`,"
+            " docs/performance.md)",
             "2.23 times the speed of plain decoding on early-8b.Q4_0 with layers=8 and size=6,"
             " and 1.25 times on early-1b.Q4_0 with layers=4 (random weights whose exits agree"
             " often; AMD EPYC with AVX2, 2 cores; `anydecode bench depth`, docs/performance.md)",

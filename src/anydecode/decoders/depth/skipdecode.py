@@ -22,11 +22,12 @@ from anydecode.scoring.sequence import Sequence
         works_with=("constraints", "samplers", "batches"),
         measured=(
             "1.88 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 9.7% of"
-            " tokens as the full model (AMD EPYC with AVX2, 2 cores; `anydecode bench depth`,"
+            " tokens as the full model (AMD EPYC, 2 cores; `anydecode bench depth`,"
             " docs/performance.md)",
-            "1.28 times the speed of plain decoding on early-8b.Q4_0 with 22 of 32 layers, with"
-            " 100% of 48 tokens as the full model (random weights whose exits agree often; AMD"
-            " EPYC with AVX2, 2 cores; `anydecode bench depth`, docs/performance.md)",
+            "1.56 times the speed of plain decoding on early-8b.Q4_0 with 22 of 32 layers, with"
+            " 99.2% of tokens as the full model (random weights whose exits agree often,"
+            " `--change 0.15`; AMD EPYC with AVX2, 2 cores; `anydecode bench depth`,"
+            " docs/performance.md)",
         ),
         deviations=(
             "texts of a model that was not trained on the schedule fall apart: `anydecode train"

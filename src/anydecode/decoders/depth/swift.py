@@ -149,7 +149,7 @@ def _branch(sequence: Sequence) -> Iterator[Sequence]:
         works_with=("constraints", "samplers", "batches"),
         measured=(
             "0.27 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), the search"
-            " included (AMD EPYC with AVX2, 2 cores; `anydecode bench depth`, docs/performance.md)",
+            " included (AMD EPYC, 2 cores; `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(
             "verification samples with the target's own noise instead of comparing argmax tokens or"

@@ -25,7 +25,7 @@ from anydecode.models.exit_routers import ExitRouters
         measured=(
             "0.89 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 77.8%"
             " of tokens as the full model: a full head costs as much as 8.0 of its layers (AMD"
-            " EPYC with AVX2, 2 cores; `anydecode bench depth`, docs/performance.md)",
+            " EPYC, 2 cores; `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(
             "a token that leaves runs no further layer; the released code runs all layers and then"
