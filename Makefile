@@ -44,7 +44,7 @@ test-full: $(VENV)/.test
 
 # Tests without torch: all where code chooses by whether it is installed, one of each other file (tests/conftest.py).
 test-core: $(VENV)-core/.test
-	OMP_NUM_THREADS=1 $(VENV)-core/bin/python -m pytest --core $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-core/bin/python -m pytest --core -m "not slow and not clients" $(PYTEST_ARGS)
 
 # The wheel, installed into an empty environment.
 test-wheel: $(VENV)/.venv

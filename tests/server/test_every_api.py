@@ -96,6 +96,7 @@ def streamed(client: Client, path: str, text: str, max_tokens: int, **options: A
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", [FILL_IN, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE])
 def test_every_constraint_reaches_the_other_apis(client: Client, path: str, kind: str) -> None:
