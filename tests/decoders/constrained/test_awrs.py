@@ -55,6 +55,7 @@ def test_certificate_rejects_rejection_without_the_second_test(
     assert_rejected("awrs")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("likeliest", [0.3, 0.9], ids=["recursive", "geometric"])
 @pytest.mark.parametrize("is_valid", [True, False], ids=["likely is valid", "likely is not"])
 def test_weights_are_unbiased_with_few_tests(likeliest: float, is_valid: bool) -> None:
