@@ -32,6 +32,7 @@ COMMANDS = {
     "cluster up": "MODEL --workers 1 --port 0",
     "certify": "--model MODEL",
     "quantize": "MODEL OUT",
+    "export-drafter": "MODEL OUT --draft MODEL",
     "cluster worker": "MODEL --secret-file TEXT --patience 0",
     "cluster ffn": "MODEL --secret-file TEXT --port 0 --single",
     "bench constrained": "--data SCHEMAS --model MODEL",

@@ -222,6 +222,23 @@ def test_the_command_trains_and_measures(
 
 
 @pytest.mark.slow
+def test_a_distilled_model_is_the_target_of_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, command = tmp_path / "target", "draft-model --answers 8 --steps 2 --tokens 8 --recipe"
+    train_command(capsys, f"{command} distillspec:layers=2", out=target)
+    model = target / "draft"
+    train_command(capsys, f"{command} distillspec:layers=1", model, out=tmp_path / "draft")
+    with LLM(model, draft=tmp_path / "draft" / "draft") as llm:
+        texts = [
+            llm.generate("Question", decoder=decoder, max_tokens=8, trace=True)
+            for decoder in ("autoregressive", "speculative-sampling")
+        ]
+    assert texts[0].tokens == texts[1].tokens
+    assert any(event["drafted"] for event in texts[1].trace or ())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "jsd", "tv"])
 def test_distillation_raises_the_acceptance(
     divergence: str, target: Checkpoint, tmp_path: Path

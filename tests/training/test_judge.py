@@ -4,6 +4,7 @@ tests the judge."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,11 +13,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from anydecode.certification.oracles.speculative.judge import Read
 from anydecode.certification.rounds import blurred, scripted, wordy
-from anydecode.certification.tiny_judge import judged_model
+from anydecode.certification.tiny_judge import judged_model, judged_network
 from anydecode.errors import InvalidRequestError
 from anydecode.models.judge import Judge
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
 from anydecode.rewards import answers
 from anydecode.tasks.word_problems import word_problem
 from anydecode.training.block_adapter import open_llama
@@ -28,12 +31,16 @@ from anydecode.training.judge import (
     JudgeRun,
     Labels,
     LabelSearch,
+    MarkedAnswer,
+    MarkedLabels,
     fit_judge,
+    marked_labels,
     own_questions,
     probabilities,
     threshold_of,
 )
 from anydecode.training.nested import first_layers
+from anydecode.training.pairs import read_marked
 from interrupted_runs import trained
 from train_commands import train_command
 
@@ -114,6 +121,79 @@ def test_questions_searched_together_have_the_labels_of_each_alone() -> None:
 
         prompts = ["abcabd", "the cab", "h"]
         assert labels(prompts) == [labels([prompt])[0] for prompt in prompts]
+
+
+def state_of(network: Network, text: list[int]) -> np.ndarray:
+    """The last state at the end of a text, from a forward pass position by position."""
+    return Read(network).state(text)
+
+
+def test_states_are_those_of_both_models_at_the_draft() -> None:
+    target, draft = judged_network(), judged_network(2)
+    with judged_model(prefix_cache=False) as llm:
+        decoder = LabelSearch(ending, llm.tokenizer.decode, frozenset(), 10, "both")
+        prompt = llm.encode("a bad cab")
+        answer = llm.generate(prompt, decoder=decoder, max_tokens=10, temperature=0.0)
+    assert len(decoder.states) > 2 and decoder.states[0].shape == (128,)
+    reader = Read(draft)
+    first = next(
+        index
+        for index, token in enumerate(answer.tokens)
+        if int(reader.logits([*prompt, *answer.tokens[:index]]).argmax()) != token
+    )
+    before = [*prompt, *answer.tokens[:first]]
+    text = [*before, int(reader.logits(before).argmax())]
+    expected = np.concatenate([state_of(target, text), state_of(draft, text)])
+    np.testing.assert_allclose(decoder.states[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("states", ["target", "both"])
+def test_marked_answers_are_labels_without_a_search(states: str) -> None:
+    with judged_model(prefix_cache=False) as llm:
+        prompt, answer = llm.encode("the cat"), llm.encode("bad cab")
+        known = marked_labels(answer, [(1, 3)], llm.tokenizer.decode)
+        assert known == [None, False, False, None, None, None, None]
+        assert marked_labels(answer, [], llm.tokenizer.decode) == [True] * 7
+        decoder = MarkedLabels(answer, known, states)
+        llm.generate(prompt, decoder=decoder, max_tokens=7, temperature=0.0)
+        llm.engine.check_integrity()
+    assert decoder.is_right == [False, False]
+    networks = [judged_network(), judged_network(2)][: 1 if states == "target" else 2]
+    for end, state in zip((2, 3), decoder.states, strict=True):
+        text = [*prompt, *answer[:end]]
+        expected = np.concatenate([state_of(network, text) for network in networks])
+        np.testing.assert_allclose(state, expected, atol=1e-4)
+
+
+def test_a_run_learns_from_marked_answers_with_both_states(tmp_path: Path) -> None:
+    questions = [
+        MarkedAnswer(prompt, answer, ((0, 1),) if answer == "bad" else ())
+        for prompt, _ in QUESTIONS[:12]
+        for answer in ("bad", "cab", "feed")
+    ]
+    recipe = replace(RECIPE, states="both")
+    with judged_model() as llm:
+        run = trained(JudgeRun(llm, tmp_path, recipe, questions, ending))
+        assert run.judge is not None and run.judge.draft_weights is not None
+        assert [len(one.is_right) for one in run.labels[:3]] == [1, 3, 4]
+        judge = Judge.load(run.path)
+        judge.check_draft(llm.engine.runners["draft"].model.network)
+        assert run.tested["labels"] == run.of_part("test").states.shape[0]
+
+
+def test_files_of_marked_answers_are_read_and_bad_ones_refused(tmp_path: Path) -> None:
+    file = tmp_path / "marked.jsonl"
+    line = {"prompt": "1 + 1", "answer": "It is 3.", "mistakes": [[6, 7]]}
+    file.write_text(json.dumps(line) + "\n" + json.dumps({**line, "mistakes": []}))
+    assert read_marked(file) == [
+        ("1 + 1", "It is 3.", ((6, 7),)),
+        ("1 + 1", "It is 3.", ()),
+    ]
+    for wrong in ({"mistakes": [[3, 9]]}, {"mistakes": [[3, 3]]}, {"mistakes": 4}, {"answer": ""}):
+        file.write_text(json.dumps({**line, **wrong}))
+        with pytest.raises(InvalidRequestError, match="marked") as refusal:
+            read_marked(file)
+        assert "\n" not in str(refusal.value)
 
 
 def test_questions_without_a_result_have_no_labels() -> None:
@@ -236,6 +316,8 @@ def test_labels_of_one_kind_are_kept_and_refused(tmp_path: Path) -> None:
 def test_bad_recipes_and_too_few_questions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="precision"):
         JudgeRecipe(precision=1.5)
+    with pytest.raises(InvalidRequestError, match="target, both"):
+        JudgeRecipe(states="draft")
     with scripted(TARGET, DRAFT) as llm, pytest.raises(Exception, match="needs a transformer"):
         JudgeRun(llm, tmp_path, RECIPE, QUESTIONS, ending)
     with judged_model() as llm, pytest.raises(InvalidRequestError, match="4 or more"):

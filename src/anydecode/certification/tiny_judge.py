@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,16 @@ def judged_network(layers: int = 4) -> Network:
     return network
 
 
-def random_judge(network: Network) -> Judge:
-    """A judge that accepts about every third token."""
-    weights = np.random.default_rng(6).standard_normal(network.spec.hidden_size, np.float32) / 4
-    return Judge(weights, 0.25, 0.7, model_fingerprint(network))
+def random_judge(network: Network, draft: Network | None = None) -> Judge:
+    """A judge that accepts about every third token. With `draft` it reads the states of that draft
+    model too."""
+    random = np.random.default_rng(6)
+    weights = random.standard_normal(network.spec.hidden_size, np.float32) / 4
+    judge = Judge(weights, 0.25, 0.7, model_fingerprint(network))
+    if draft is None:
+        return judge
+    weights = random.standard_normal(draft.spec.hidden_size, np.float32) / 4
+    return replace(judge, draft_weights=weights, draft_fingerprint=model_fingerprint(draft))
 
 
 def with_judge(network: Network, backend: str | None = None) -> Transformer:
@@ -38,11 +45,14 @@ def with_judge(network: Network, backend: str | None = None) -> Transformer:
     return model
 
 
-def judged_model(**options: Any) -> LLM:
-    """An engine over `judged_network` with a judge; `options` are those of `LLM`."""
+def judged_model(*, reads_draft: bool = False, **options: Any) -> LLM:
+    """An engine over `judged_network` with a judge, which may read the draft model's states too;
+    `options` are those of `LLM`."""
     backend = options.pop("backend", None)
-    model = with_judge(judged_network(), backend)
-    draft = Transformer(judged_network(2), name="draft", executor=readable_executor(backend))
+    model, network = with_judge(judged_network(), backend), judged_network(2)
+    draft = Transformer(network, name="draft", executor=readable_executor(backend))
+    if reads_draft:
+        model.judge = random_judge(judged_network(), network)
     options = {"draft": draft, "cache_positions": 4096, **options}
     return LLM(model, tokenizer=ByteTokenizer(), **options)
 

@@ -18,6 +18,7 @@ from anydecode.cli import (
     chat,
     cluster,
     doctor,
+    export_drafter,
     generate,
     methods,
     pull,
@@ -47,6 +48,7 @@ for name, function in (
     ("certify", certify.certify_methods),
     ("score", score.score),
     ("quantize", quantize.quantize),
+    ("export-drafter", export_drafter.export_drafter),
     ("doctor", doctor.doctor),
 ):
     app.command(name)(function)

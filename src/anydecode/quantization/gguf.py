@@ -24,7 +24,7 @@ from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels import ptq161
 from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize, plain_weight, row_bytes
 from anydecode.kernels.interface import Weight
-from anydecode.models.loading.gguf_file import FORMAT_CODES, GGUFFile, TensorInfo
+from anydecode.models.loading.gguf_file import FORMAT_CODES, INTEGER_CODES, GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_names import is_own_vector
 from anydecode.quantization import encoders
 
@@ -48,7 +48,6 @@ _SMALL_BLOCKS = {
 }  # fmt: skip
 _FACTORS = (".scale", ".input_scale")
 _GROUP_VALUES = 1 << 18  # values that are encoded at once
-_UINT32 = 4  # of metadata
 
 Progress = Callable[[int, int, str], None]
 
@@ -211,16 +210,44 @@ def _header(
     file: GGUFFile, plan: dict[str, TensorInfo], format: str
 ) -> tuple[bytes, dict[str, int], int]:
     """The header, the offsets of tensors after it, and the size of the file."""
-    alignment: int = file.metadata.get("general.alignment", 32)
     entries = {key: file.entry(key) for key in file.metadata if not key.startswith("split.")}
     for key, number in (
         ("general.file_type", FORMATS[format]),
         ("general.quantization_version", 2),
     ):
-        entries[key] = _string(key) + struct.pack("<II", _UINT32, number)
+        entries[key] = entry(key, number)
+    return header_of(entries, plan, file.metadata.get("general.alignment", 32))
+
+
+def entry(key: str, value: str | bool | int | float | list[int]) -> bytes:
+    """The key and the value of one of the metadata as a file stores them."""
+    match value:
+        case bool():
+            stored = struct.pack("<I?", 7, value)
+        case int():
+            stored = struct.pack("<II", 4, value)
+        case float():
+            stored = struct.pack("<If", 6, value)
+        case str():
+            stored = struct.pack("<I", 8) + _string(value)
+        case _:
+            stored = struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
+    return _string(key) + stored
+
+
+def header_of(
+    entries: Mapping[str, bytes], plan: Mapping[str, TensorInfo], alignment: int = 32
+) -> tuple[bytes, dict[str, int], int]:
+    """The header of a file, the offsets of tensors after it, and the size of the file.
+
+    Args:
+        entries: The metadata as stored, by key.
+        plan: The tensors by name; their offsets are not read.
+        alignment: `general.alignment`, in bytes.
+    """
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(plan), len(entries)), *entries.values()]
     offsets, position = {}, 0
-    codes = {name: code for code, name in FORMAT_CODES.items()}
+    codes = {name: code for code, name in (FORMAT_CODES | INTEGER_CODES).items()}
     for name, info in plan.items():
         position = -(-position // alignment) * alignment
         offsets[name] = position

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from anydecode.kernels.routes import TreeRoute
 
 #: Parent index of the first level: the last token that is already part of the text.
@@ -32,6 +34,8 @@ class TokenTree:
         adapters: `adapters[node]` is the index of the LoRA adapter of a node; the others have that
             of the sequence.
         route: How the pass runs that verifies the tree; None: the layers as they are.
+        draft_states: The draft model's last hidden states at the nodes, after its final norm,
+            float32 `[nodes, hidden_size]`, for acceptance rules that read them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -43,6 +47,7 @@ class TokenTree:
     embeddings: dict[int, Any] = field(default_factory=dict)
     adapters: dict[int, int] = field(default_factory=dict)
     route: TreeRoute | None = None
+    draft_states: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self._children: dict[int, dict[int, int]] = {}
@@ -82,6 +87,7 @@ class TokenTree:
             embeddings={node: row for node, row in self.embeddings.items() if node < count},
             adapters={node: one for node, one in self.adapters.items() if node < count},
             route=self.route,
+            draft_states=None if self.draft_states is None else self.draft_states[:count],
         )
 
     def add(self, token: int, parent: int = ROOT) -> int:

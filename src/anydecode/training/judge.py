@@ -4,8 +4,10 @@ finds (Garipov et al., "AutoJudge: Judge Decoding Without Manual Annotation", ar
 The search takes the model's greedy answer to a question. Where the draft model would have written
 another token, that token is put in its place and the model continues behind it. If it comes to the
 same result again, the token is right, and the search goes on in the new answer; otherwise in the
-old one. The judge is a logistic regression of these labels on the model's last states at the
-tokens, with equal weights of both kinds.
+old one. Answers whose mistakes are marked, as in "Judge Decoding", need no search: without mistakes
+every token is right, and with some only the marked tokens are labels. The judge is a logistic
+regression of these labels on the model's last states at the tokens, or on both models' states, with
+equal weights of both kinds.
 
 A quarter of the questions is held out: half of these choose penalty and threshold, and on the other
 half the judge is tested.
@@ -16,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +38,7 @@ from anydecode.models.exit_files import model_fingerprint, network_of
 from anydecode.models.judge import FILE_NAME, Judge
 from anydecode.rewards.answers import AnswerFinder
 from anydecode.scoring.score import DecoderAction, Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.tasks.word_problems import word_problem
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.generated import rendered_prompt, run_requests
@@ -47,6 +50,22 @@ PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 
 #: A question and its right answer; "" if it is not known.
 Question = tuple[str, str]
+#: What a judge reads: the target's states, or the draft model's too.
+STATES = ("target", "both")
+
+
+class MarkedAnswer(NamedTuple):
+    """An answer to a question, in which someone has marked the mistakes.
+
+    Attributes:
+        prompt: The question.
+        answer: The answer.
+        mistakes: First character and end of each mistake.
+    """
+
+    prompt: str
+    answer: str
+    mistakes: tuple[tuple[int, int], ...]
 
 
 def own_questions(count: int, seed: int) -> list[Question]:
@@ -67,6 +86,7 @@ class JudgeRecipe:
         batch: Questions that are searched together, a step of the run.
         precision: Share of right ones among the held-out drafts that the judge accepts.
         size: Drafts per round of the test.
+        states: One of `STATES`.
         save_seconds: Seconds between saved states.
     """
 
@@ -74,6 +94,7 @@ class JudgeRecipe:
     batch: int = 8
     precision: float = 0.97
     size: int = 25
+    states: str = "target"
     save_seconds: float = 300.0
 
     def __post_init__(self) -> None:
@@ -81,24 +102,28 @@ class JudgeRecipe:
             raise InvalidRequestError(
                 "tokens, batch and size must be 1 or more, and precision above 0 and at most 1"
             )
+        if self.states not in STATES:
+            raise InvalidRequestError(f"states is {self.states!r}; choose from {', '.join(STATES)}")
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Draft tokens that were tried.
+    """Tokens that may stand where they stand, or not.
 
     Attributes:
-        states: The model's last states at them, after the final norm, float32 `[n, hidden_size]`.
-        is_right: Whether the model came to the same result, bool `[n]`.
+        states: The last states at them, after the final norm, float32 `[n, width]`: the model's, or
+            also the draft model's, behind it.
+        is_right: Whether the model came to the same result, or whether they are not marked as
+            mistakes, bool `[n]`.
     """
 
     states: np.ndarray
     is_right: np.ndarray
 
     @staticmethod
-    def joined(parts: Seq[Labels], hidden_size: int) -> Labels:
+    def joined(parts: Seq[Labels], width: int) -> Labels:
         """The labels of all parts."""
-        empty = Labels(np.zeros((0, hidden_size), np.float32), np.zeros(0, bool))
+        empty = Labels(np.zeros((0, width), np.float32), np.zeros(0, bool))
         every = [empty, *parts]
         return Labels(
             np.concatenate([one.states for one in every]),
@@ -106,21 +131,86 @@ class Labels:
         )
 
 
-class LabelSearch(Decoder):
-    """Searches the labels of one question, and generates the model's greedy answer.
+class Labelling(Decoder):
+    """Finds the labels of one question.
+
+    Attributes:
+        max_tokens: Maximum number of tokens of an answer.
+        states: The states at each token with a label, float32 `[width]`.
+        is_right: Whether it is right.
+    """
+
+    requirements = Requirements(runners=(DRAFT,))
+    max_tokens: int
+
+    def __init__(self) -> None:
+        self.states: list[np.ndarray] = []
+        self.is_right: list[bool] = []
+
+    def labels(self, width: int) -> Labels:
+        """What was found."""
+        states = np.array(self.states, np.float32).reshape(-1, width)
+        return Labels(states, np.array(self.is_right, bool))
+
+
+class MarkedLabels(Labelling):
+    """The labels of an answer whose mistakes are marked.
+
+    Args:
+        answer: Its tokens.
+        labels: Whether each is right; None for those without a label.
+        states: One of `STATES`.
+    """
+
+    def __init__(self, answer: list[int], labels: Seq[bool | None], states: str) -> None:
+        super().__init__()
+        self.answer, self.known, self.max_tokens = answer, labels, len(answer)
+        self.runners = (TARGET,) if states == "target" else (TARGET, DRAFT)
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        parts = []
+        for runner in self.runners:
+            kv_cache = sequence.kv_cache(runner)
+            truncate_to_prefix(kv_cache, sequence.prompt)
+            depth = kv_cache.pool.model.spec.num_layers
+            tokens = (sequence.prompt + self.answer)[kv_cache.length :]
+            count = len(self.answer)
+            scores = yield sequence.score(
+                tokens, runner=runner, rows=count, hidden=(depth,), logits=False
+            )
+            parts.append(np.array([scores.last_state(row) for row in range(count)]))
+            kv_cache.truncate(len(sequence.prompt))
+        rows = np.concatenate(parts, 1)
+        known = [index for index, label in enumerate(self.known) if label is not None]
+        self.states = [rows[index] for index in known]
+        self.is_right = [bool(self.known[index]) for index in known]
+
+
+def marked_labels(
+    tokens: Seq[int], mistakes: Seq[Seq[int]], decode_text: Callable[[list[int]], str]
+) -> list[bool | None]:
+    """The label of each token of an answer: right if there are no mistakes; else those with a
+    character of a mistake are wrong, and the others have none."""
+    ends = [len(decode_text(list(tokens[:count]))) for count in range(len(tokens) + 1)]
+    labels: list[bool | None] = []
+    for start, end in pairwise(ends):
+        is_marked = any(first < end and start < last for first, last in mistakes)
+        labels.append(False if is_marked else None if mistakes else True)
+    return labels
+
+
+class LabelSearch(Labelling):
+    """Searches the labels of one question, and generates the model's greedy answer: `states` are
+    those at the draft tokens that were tried, and `is_right` says whether the model came to the
+    same result behind them.
 
     Args:
         result: The result of a text; None if it has none.
         decode_text: The text of tokens.
         end_tokens: Tokens that end an answer.
         max_tokens: Maximum number of tokens of an answer.
-
-    Attributes:
-        states: The last state at each draft token that was tried, float32 `[hidden_size]`.
-        is_right: Whether the model came to the same result behind it.
+        states: One of `STATES`.
     """
-
-    requirements = Requirements(runners=(DRAFT,))
 
     def __init__(
         self,
@@ -128,16 +218,12 @@ class LabelSearch(Decoder):
         decode_text: Callable[[list[int]], str],
         end_tokens: frozenset[int],
         max_tokens: int,
+        states: str = "target",
     ) -> None:
+        super().__init__()
         self.result, self.decode_text = result, decode_text
         self.end_tokens, self.max_tokens = end_tokens, max_tokens
-        self.states: list[np.ndarray] = []
-        self.is_right: list[bool] = []
-
-    def labels(self, hidden_size: int) -> Labels:
-        """What was found."""
-        states = np.array(self.states, np.float32).reshape(-1, hidden_size)
-        return Labels(states, np.array(self.is_right, bool))
+        self.reads_draft = states == "both"
 
     def decode(self, sequence: Sequence) -> Decoding:
         self.states, self.is_right = [], []
@@ -151,6 +237,9 @@ class LabelSearch(Decoder):
                 break
             prefix = [*answer[:position], drafts[position]]
             other, state = yield from self._continued(sequence, prefix)
+            if self.reads_draft:
+                draft_state = yield from self._draft_state(sequence, prefix)
+                state = np.concatenate([state, draft_state])
             self.states.append(state)
             self.is_right.append(self._result_of(other) == result)
             start = position + 1
@@ -183,6 +272,19 @@ class LabelSearch(Decoder):
             if len(tokens) >= self.max_tokens or tokens[-1:] and tokens[-1] in self.end_tokens:
                 return tokens, state
             tokens.append(int(scores.logits[-1, :size].argmax()))
+
+    def _draft_state(
+        self, sequence: Sequence, prefix: list[int]
+    ) -> Generator[DecoderAction, Any, np.ndarray]:
+        """The draft model's last state at the end of a prefix of an answer."""
+        kv_cache, text = sequence.kv_cache(DRAFT), sequence.prompt + prefix
+        truncate_to_prefix(kv_cache, text)
+        depth = kv_cache.pool.model.spec.num_layers
+        scores = yield sequence.score(
+            text[kv_cache.length :], runner=DRAFT, hidden=(depth,), logits=False
+        )
+        state: np.ndarray = scores.last_state(-1).copy()
+        return state
 
     def _drafted(
         self, sequence: Sequence, answer: list[int], start: int
@@ -219,10 +321,15 @@ class Fit:
 
 
 def fit_judge(
-    labels: Labels, held_out: Labels, precision: float, fingerprint: str
+    labels: Labels,
+    held_out: Labels,
+    precision: float,
+    fingerprint: str,
+    hidden_size: int | None = None,
+    draft_fingerprint: str = "",
 ) -> tuple[Judge, Fit] | None:
     """A judge of the penalty with the least loss on held-out labels; None unless both have labels
-    of both kinds."""
+    of both kinds. Behind the first `hidden_size` numbers, states are the draft model's."""
     if any(len(set(one.is_right.tolist())) < 2 for one in (labels, held_out)):
         return None
     inputs = labels.states.astype(np.float64)
@@ -234,7 +341,10 @@ def fit_judge(
         )
         own = weights / scale
         # As the file has it.
-        judge = Judge(own.astype(np.float32), _rounded(bias - own @ mean), 1.0, fingerprint)
+        target, draft = np.split(own.astype(np.float32), [hidden_size or len(own)])
+        judge = Judge(target, _rounded(bias - own @ mean), 1.0, fingerprint)
+        if len(draft):
+            judge = replace(judge, draft_weights=draft, draft_fingerprint=draft_fingerprint)
         fit = Fit(
             len(inputs), balanced_loss(judge, labels), balanced_loss(judge, held_out), penalty
         )
@@ -252,7 +362,8 @@ def _rounded(number: float) -> float:
 
 def probabilities(judge: Judge, labels: Labels) -> np.ndarray:
     """The judge's probabilities, float64 `[n]`."""
-    return np.array([judge(state) for state in labels.states])
+    size = len(judge.weights)
+    return np.array([judge(state[:size], state[size:]) for state in labels.states])
 
 
 def cross_entropies(judge: Judge, labels: Labels) -> np.ndarray:
@@ -291,7 +402,7 @@ class JudgeRun(LossRun):
         llm: The model, a transformer, with a draft model.
         folder: The run's folder: new, or that of an interrupted run to resume.
         recipe: How to train.
-        questions: The questions.
+        questions: The questions; of a `MarkedAnswer` the marks are learned.
         result: The result of an answer; None if it has none.
 
     Attributes:
@@ -300,7 +411,8 @@ class JudgeRun(LossRun):
 
     Raises:
         InvalidRequestError: The folder holds another run, or there are fewer than 4 questions.
-        UnsupportedCombinationError: The model has no states for a judge.
+        UnsupportedCombinationError: The model has no states for a judge, or the draft model has
+            none and they are to be read.
     """
 
     def __init__(
@@ -308,10 +420,11 @@ class JudgeRun(LossRun):
         llm: LLM,
         folder: Path,
         recipe: JudgeRecipe,
-        questions: Seq[Question],
+        questions: Seq[Question | MarkedAnswer],
         result: AnswerFinder,
     ) -> None:
-        network = network_of(llm.model, "states for a judge, which needs a transformer")
+        lacks = "states for a judge, which needs a transformer"
+        network = network_of(llm.model, lacks)
         if len(questions) < 4:
             raise InvalidRequestError(
                 f"{len(questions)} questions were given; training a judge needs 4 or more, of which"
@@ -320,13 +433,18 @@ class JudgeRun(LossRun):
         steps = -(-len(questions) // recipe.batch)
         super().__init__(folder, _Steps(steps, recipe.save_seconds))
         self.llm, self.recipe, self.result = llm, recipe, result
-        self.questions = [list(one) for one in questions]
+        self.questions: list[list[Any]] = [list(one) for one in questions]
         self.fingerprint = model_fingerprint(network)
+        self.width, self.draft_fingerprint = llm.model.spec.hidden_size, ""
+        if recipe.states == "both":
+            draft = network_of(llm.engine.runners[DRAFT].model, lacks)
+            self.draft_fingerprint = model_fingerprint(draft)
+            self.width += draft.spec.hidden_size
         self.labels: list[Labels] = []
         self.judge: Judge | None = None
         self.tested: dict[str, Any] = {}
         self._num_fitted = 0
-        self._settings = [self.fingerprint, asdict(recipe), self.questions]
+        self._settings = [self.fingerprint, self.draft_fingerprint, asdict(recipe), self.questions]
         state = load_state(folder / "state.pt")
         if state is None:
             return
@@ -367,19 +485,18 @@ class JudgeRun(LossRun):
         return self._joined(parts[part])
 
     def _joined(self, parts: Seq[Labels]) -> Labels:
-        return Labels.joined(parts, self.llm.model.spec.hidden_size)
+        return Labels.joined(parts, self.width)
 
     def _update(self) -> float:
         """Search the labels of the next questions; returns the loss of the judge so far on them."""
-        recipe, first = self.recipe, self.step * self.recipe.batch
-        searches = [
-            LabelSearch(
-                self.result, self.llm.tokenizer.decode, self.llm.tokenizer.eos_ids, recipe.tokens
-            )
-            for _ in self.questions[first : first + recipe.batch]
-        ]
-        run_requests(self.llm, [self._request(i, one) for i, one in enumerate(searches, first)])
-        found = [one.labels(self.llm.model.spec.hidden_size) for one in searches]
+        first = self.step * self.recipe.batch
+        last = min(first + self.recipe.batch, len(self.questions))
+        searches = [self._labelling(index) for index in range(first, last)]
+        run_requests(
+            self.llm,
+            [self._request(i, one, one.max_tokens) for i, one in enumerate(searches, first)],
+        )
+        found = [one.labels(self.width) for one in searches]
         self.labels += found
         self.step += 1
         new = self._joined(found)
@@ -390,19 +507,33 @@ class JudgeRun(LossRun):
             self._fit()
         return loss
 
-    def _request(self, index: int, decoder: Decoder) -> Request:
+    def _labelling(self, index: int) -> Labelling:
+        """What finds the labels of a question."""
+        tokenizer, states = self.llm.tokenizer, self.recipe.states
+        _, answer, *marks = self.questions[index]
+        if marks:
+            tokens = tokenizer.encode(answer, special=False)
+            return MarkedLabels(tokens, marked_labels(tokens, marks[0], tokenizer.decode), states)
+        return LabelSearch(
+            self.result, tokenizer.decode, tokenizer.eos_ids, self.recipe.tokens, states
+        )
+
+    def _request(self, index: int, decoder: Decoder, max_tokens: int) -> Request:
         """The request for the greedy answer to a question."""
         return self.llm.request(
             rendered_prompt(self.llm.tokenizer, self.questions[index][0]),
             decoder=decoder,
-            max_tokens=self.recipe.tokens,
+            max_tokens=max_tokens,
             temperature=0.0,
         )
 
     def _fit(self) -> None:
         """Fit the judge to all labels so far, and record how well it does."""
         parts = self.of_part("training"), self.of_part("choice")
-        found = fit_judge(*parts, self.recipe.precision, self.fingerprint)
+        hidden_size = self.llm.model.spec.hidden_size
+        found = fit_judge(
+            *parts, self.recipe.precision, self.fingerprint, hidden_size, self.draft_fingerprint
+        )
         if found is None:
             return
         self.judge, fit = found
@@ -439,13 +570,16 @@ class JudgeRun(LossRun):
         results: dict[str, list[str | None]] = {}
         for name, rule in rules.items():
             decoder = Speculative(ModelDrafter(rule), self.recipe.size, rule)
-            requests = [self._request(index, decoder) for index in range(self.num_held_out)]
+            requests = [
+                self._request(index, decoder, self.recipe.tokens)
+                for index in range(self.num_held_out)
+            ]
             answers = run_requests(self.llm, requests)
             results[name] = [self.result(one.text) for one in answers]
             known = [
                 found == expected
-                for found, (_, answer) in zip(results[name], self.questions, strict=False)
-                if (expected := self.result(answer)) is not None
+                for found, (_, answer, *marks) in zip(results[name], self.questions, strict=False)
+                if (expected := self.result(answer)) is not None and not any(marks)
             ]
             passes = sum(one.stats.passes for one in answers)
             same = [a == b for a, b in zip(results[name], results["standard"], strict=True)]

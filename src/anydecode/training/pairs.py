@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from anydecode.errors import InvalidRequestError
 
@@ -49,6 +50,32 @@ def read_questions(path: Path) -> list[tuple[str, str]]:
             )
         pairs.append((prompt, answer))
     return pairs
+
+
+def read_marked(path: Path) -> list[tuple[str, str, tuple[tuple[int, int], ...]]]:
+    """The fields "prompt", "answer" and "mistakes" of every line, the last a list of [first
+    character, end] of the answer; empty if it is right.
+
+    Raises:
+        InvalidRequestError: The file cannot be read, or a line has other fields.
+    """
+    marked: list[tuple[str, str, tuple[tuple[int, int], ...]]] = []
+    fields = _fields(path, "prompt", "mistakes")
+    for (prompt, answer), (_, mistakes) in zip(read_questions(path), fields, strict=True):
+        if not answer:
+            raise InvalidRequestError(f"{path}: the answer to {prompt!r} is empty")
+        spans: list[tuple[int, int]] = []
+        for one in mistakes if isinstance(mistakes, list) else [mistakes]:
+            numbers: list[Any] = one if isinstance(one, list) else []
+            is_pair = [type(number) for number in numbers] == [int, int]
+            if not (is_pair and 0 <= numbers[0] < numbers[1] <= len(answer)):
+                raise InvalidRequestError(
+                    f"{path}: the mistake {one!r} is not [first character, end] within an answer"
+                    f" of {len(answer)} characters"
+                )
+            spans.append((numbers[0], numbers[1]))
+        marked.append((prompt, answer, tuple(spans)))
+    return marked
 
 
 def read_texts(path: Path) -> list[str]:

@@ -118,9 +118,28 @@ def test_stored_answers_are_bounded() -> None:
     decoder = Auto(memory=50)
     for _ in range(20):
         decoder._learn(list(range(9)))
-        assert len(decoder.past) <= 50
+        assert len(decoder.past) + len(decoder.older) <= 50
     decoder._learn(list(range(200)))
-    assert len(decoder.past) <= 50
+    assert len(decoder.past) + len(decoder.older) <= 50
+
+
+def test_the_last_answers_are_kept_where_the_memory_is_full() -> None:
+    """At least half of the memory; of pairs, the last ones."""
+    decoder = Auto(memory=60)
+    for number in range(40):
+        decoder.successors.learn(number, number, [1, 2])
+        decoder._learn([number] * 9)
+        kept = [answers.tokens for answers in (decoder.older, decoder.past)]
+        found = sorted({token for tokens in kept for token in tokens} - {SEPARATOR})
+        assert found == list(range(found[0], number + 1))
+        assert len(found) >= min(number + 1, 3)
+    assert len(found) < 7
+    successors = Successors()
+    for number in range(8):
+        successors.learn(number, number, [1, 2])
+    successors.limit(5)
+    assert len(successors) == 5
+    assert [successors.find(number, number)[0] for number in range(8)] == 3 * [2] + 5 * [0]
 
 
 def test_old_observations_decay() -> None:

@@ -18,13 +18,20 @@ from anydecode import Regex, catalogue
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative.judge import Rounds
 from anydecode.certification.rounds import plain_token, rounds
-from anydecode.certification.tiny_judge import judged_model, judged_network, random_judge
+from anydecode.certification.tiny_judge import (
+    judged_model,
+    judged_network,
+    random_judge,
+    with_judge,
+)
+from anydecode.decoders.framework import speculation
 from anydecode.decoders.framework.acceptance import AcceptanceResult
 from anydecode.decoders.framework.judging import JudgeAcceptance
 from anydecode.decoders.speculative import judge
 from anydecode.errors import AnydecodeError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.judge import Judge
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.network import Network
 from anydecode.models.opening import open_checkpoint
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
@@ -61,18 +68,39 @@ def test_certificate_rejects_other_rules(monkeypatch: Patch, other: str) -> None
 @pytest.mark.parametrize(
     "twin",
     [
-        lambda own, judge, state: 1 - own(judge, state),
-        lambda own, judge, state: 2 * judge.threshold - own(judge, state),
-        lambda own, judge, state: own(replace(judge, bias=0.0), state),
-        lambda own, judge, state: own(judge, state[::-1]),
+        lambda own, judge, state, draft: 1 - own(judge, state, draft),
+        lambda own, judge, state, draft: 2 * judge.threshold - own(judge, state, draft),
+        lambda own, judge, state, draft: own(replace(judge, bias=0.0), state, draft),
+        lambda own, judge, state, draft: own(judge, state[::-1], draft),
+        lambda own, judge, state, draft: own(replace(judge, draft_weights=None), state),
     ],
-    ids=["sign", "wrong side of the threshold", "without the bias", "order of the weights"],
+    ids=[
+        "sign",
+        "wrong side of the threshold",
+        "without the bias",
+        "order of the weights",
+        "the target's state alone",
+    ],
 )
 def test_certificate_rejects_other_judgements(
     monkeypatch: Patch, twin: Callable[..., float]
 ) -> None:
     own = Judge.__call__
-    monkeypatch.setattr(Judge, "__call__", lambda self, state: twin(own, self, state))
+    monkeypatch.setattr(
+        Judge, "__call__", lambda self, state, draft=None: twin(own, self, state, draft)
+    )
+    assert_rejected("judge")
+
+
+@pytest.mark.slow
+def test_certificate_rejects_states_of_the_drafts_before(monkeypatch: Patch) -> None:
+    own = speculation.draft_states
+
+    def shifted(*given: Any) -> Any:
+        states = yield from own(*given)
+        return np.roll(states, 1, 0)
+
+    monkeypatch.setattr(speculation, "draft_states", shifted)
     assert_rejected("judge")
 
 
@@ -97,7 +125,7 @@ def test_certificate_rejects_the_state_after_the_draft(monkeypatch: Patch) -> No
 
 @pytest.mark.slow
 def test_certificate_rejects_states_before_the_final_norm(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Scores, "last_state", lambda self, row: self.hidden[4][row])
+    monkeypatch.setattr(Scores, "last_state", lambda self, row: self.hidden[max(self.hidden)][row])
     assert_rejected("judge")
 
 
@@ -109,7 +137,9 @@ def test_certificate_rejects_drafts_that_both_rules_must_accept(monkeypatch: Pat
         accepted, token = self.standard.step(tree, scores, node, children)
         if accepted is not None:
             one = self.judge(scores.sequence)
-            if one(scores.last_state(scores.after(accepted))) <= one.threshold:
+            drafts = [None] * len(tree) if tree.draft_states is None else tree.draft_states
+            state = scores.last_state(scores.after(accepted))
+            if one(state, drafts[accepted]) <= one.threshold:
                 return None, token
         return accepted, token
 
@@ -151,10 +181,11 @@ def test_certificate_rejects_methods_that_draft_otherwise(monkeypatch: Patch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reads_draft", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_of_siblings_the_judge_takes_the_surest(temperature: float) -> None:
-    oracle, num_several = Rounds(), 0
-    with judged_model(prefix_cache=False) as llm:
+def test_of_siblings_the_judge_takes_the_surest(temperature: float, reads_draft: bool) -> None:
+    oracle, num_several = Rounds(reads_draft), 0
+    with judged_model(prefix_cache=False, reads_draft=reads_draft) as llm:
         trace = rounds(
             llm, "rsd:acceptance=judge", "the cat sat", 60, temperature=temperature, seed=5
         )
@@ -166,7 +197,7 @@ def test_of_siblings_the_judge_takes_the_surest(temperature: float) -> None:
             token = plain_token(oracle.target.logits(text), len(text), temperature)
             same = [child for child in children if one.tokens[child] == token]
             sure = {
-                child: float(oracle.judge.weights @ oracle.target.state([*text, one.tokens[child]]))
+                child: oracle.logit([*text, one.tokens[child]])
                 for child in children
                 if not same and oracle.is_right([*text, one.tokens[child]], 0.7)
             }
@@ -180,9 +211,10 @@ def test_of_siblings_the_judge_takes_the_surest(temperature: float) -> None:
     assert num_several > 0
 
 
+@pytest.mark.parametrize("reads_draft", [False, True])
 @pytest.mark.parametrize("key", ["speculative-sampling", "prompt-lookup"])
-def test_every_drafter_takes_the_rule(key: str) -> None:
-    with judged_model() as llm:
+def test_every_drafter_takes_the_rule(key: str, reads_draft: bool) -> None:
+    with judged_model(reads_draft=reads_draft) as llm:
         decoder = llm.decoder(f"{key}:acceptance=judge")
         assert decoder.exactness == "lossy" and decoder.requirements.reads_judge
         answer = llm.generate(
@@ -224,14 +256,17 @@ def test_forbidden_tokens_are_not_accepted() -> None:
         llm.engine.check_integrity()
 
 
-def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written, file = random_judge(judged_network()), tmp_path / "judge.safetensors"
+@pytest.mark.parametrize("draft", [None, judged_network(2)], ids=["target", "both"])
+def test_the_file_is_read_as_it_was_written(draft: Network | None, tmp_path: Path) -> None:
+    written, file = random_judge(judged_network(), draft), tmp_path / "judge.safetensors"
     written.save(file)
     read = Judge.load(file)
     assert np.array_equal(read.weights, written.weights) and read.bias == written.bias
     assert read.fingerprint == written.fingerprint
     assert read.threshold == pytest.approx(written.threshold)
-    with judged_model() as llm:
+    assert np.array_equal(read.draft_weights, written.draft_weights)
+    assert read.draft_fingerprint == written.draft_fingerprint
+    with judged_model(reads_draft=draft is not None) as llm:
         options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
         own = llm.generate("the cat", decoder="judge", **options)
         llm.model.judge = None  # type: ignore[attr-defined]
@@ -257,8 +292,9 @@ def test_the_file_of_a_models_folder_is_opened(tmp_path: Path) -> None:
         ("bias", np.zeros(2, np.float32)),
         ("threshold", np.array([1.5], np.float32)),
         ("threshold", None),
+        ("draft_weights", np.zeros((1, 64), np.float32)),
     ],
-    ids=["shape", "inf", "biases", "above 1", "missing"],
+    ids=["shape", "inf", "biases", "above 1", "missing", "shape of the draft's"],
 )
 def test_bad_files_are_refused_in_one_line(
     name: str, tensor: np.ndarray | None, tmp_path: Path
@@ -286,6 +322,15 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="those of another model"):
             llm.generate("abc", decoder="judge")
         llm.engine.check_integrity()
+    random_judge(judged_network(), judged_network(2)).save(file)
+    own, other = (with_judge(judged_network(layers)) for layers in (4, 3))
+    own.judge = Judge.load(file)
+    with LLM(own, tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(UnsupportedCombinationError, match="reads a draft model's states"):
+            llm.generate("abc", decoder="prompt-lookup:acceptance=judge")
+    with LLM(own, tokenizer=ByteTokenizer(), draft=other) as llm:
+        with pytest.raises(InvalidRequestError, match="those of another model"):
+            llm.generate("abc", decoder="judge")
     for wrong, message in (
         ({"threshold": 1.5}, "from 0 to 1"),
         ({"acceptance": "typical"}, "'token-exact' or 'rejection'"),

@@ -614,6 +614,23 @@ def train_judge(
             " Default: small problems in words.",
         ),
     ] = None,
+    marked: Annotated[
+        Path | None,
+        typer.Option(
+            "--marked",
+            metavar="FILE",
+            help="Instead of --data, JSON lines with the fields prompt, answer and mistakes: a list"
+            " of [first character, end] of the answer, empty if it is right.",
+        ),
+    ] = None,
+    states: Annotated[
+        str,
+        typer.Option(
+            "--states",
+            help='Whose states the judge reads: "target", or "both", which costs one more pass of'
+            " the draft model per round.",
+        ),
+    ] = "target",
     answer: Annotated[
         str,
         typer.Option("--answer", help="The result of an answer: last-number or last-line."),
@@ -637,9 +654,9 @@ def train_judge(
     json: options.Json = False,
 ) -> None:
     """Train the judge with which the decoder judge accepts drafts that do not change the result of
-    an answer. Labels come from a search in the model's own answers. A run with the same --out is
-    resumed. The judge is in the file "judge.safetensors" of --out, for --decoder judge:head=FILE
-    with the same --draft.
+    an answer. Labels come from a search in the model's own answers, or from answers whose mistakes
+    are marked. A run with the same --out is resumed. The judge is in the file "judge.safetensors"
+    of --out, for --decoder judge:head=FILE with the same --draft.
 
     Example: anydecode train judge --draft my-nested --out my-judge --plot curve.svg
     """
@@ -648,14 +665,26 @@ def train_judge(
     from anydecode.api.llm import LLM
     from anydecode.rewards.answers import build
     from anydecode.training import curve
-    from anydecode.training.judge import JudgeRecipe, JudgeRun, own_questions
-    from anydecode.training.pairs import read_questions
+    from anydecode.training.judge import (
+        JudgeRecipe,
+        JudgeRun,
+        MarkedAnswer,
+        Question,
+        own_questions,
+    )
+    from anydecode.training.pairs import read_marked, read_questions
 
-    recipe, result = JudgeRecipe(tokens, batch, precision, size), build(answer)
-    if data is None:
-        asked = own_questions(questions, seed)
+    recipe, result = JudgeRecipe(tokens, batch, precision, size, states), build(answer)
+    asked: list[Question | MarkedAnswer] = []
+    if data is not None and marked is not None:
+        raise InvalidRequestError("--data and --marked were given; give one of them")
+    if data is not None:
+        asked += read_questions(data)
+    elif marked is not None:
+        asked += [MarkedAnswer(*one) for one in read_marked(marked)]
     else:
-        asked = read_questions(data)
+        asked += own_questions(questions, seed)
+    if data or marked:
         Random(seed).shuffle(asked)
     with LLM(model, draft=draft, threads=threads or None) as llm:
         run = trained(

@@ -38,6 +38,11 @@ class Acceptance(ABC):
     def prepare(self, sequence: Sequence) -> None:
         """Raise `UnsupportedCombinationError` for a request that this rule cannot serve."""
 
+    def reads_draft_states(self, sequence: Sequence) -> bool:
+        """Whether it reads the draft model's last hidden states, which `TokenTree.draft_states`
+        must hold."""
+        return False
+
     @abstractmethod
     def walk(self, tree: TokenTree, scores: Scores) -> AcceptanceResult:
         """Return the accepted path of `tree` and the tokens to emit.

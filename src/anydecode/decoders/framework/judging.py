@@ -12,6 +12,7 @@ from anydecode.decoders.framework.acceptance import (
     TokenExact,
     untruncated_distribution,
 )
+from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.exit_files import network_of
 from anydecode.models.judge import Judge
@@ -23,7 +24,8 @@ from anydecode.scoring.tree import TokenTree
 
 class JudgeAcceptance(StepAcceptance):
     """Accept a draft if `standard` does, or if the judge's probability that it is right, from the
-    target's last hidden state at the draft, is above `threshold`. Of several siblings that only the
+    target's last hidden state at the draft, and from the draft model's if the judge reads that too,
+    is above `threshold`. Of several siblings that only the
     judge accepts, the one of the highest probability is taken. Tokens that the request forbids are
     not accepted.
 
@@ -56,6 +58,16 @@ class JudgeAcceptance(StepAcceptance):
             raise UnsupportedCombinationError(
                 "the judge has learned from the model without adapters; leave adapter out"
             )
+        if judge.draft_weights is not None:
+            if DRAFT not in sequence.optional_runners:
+                raise UnsupportedCombinationError(
+                    "this judge reads a draft model's states too: LLM(..., draft=...)"
+                )
+            draft = sequence.kv_cache(DRAFT).pool.model
+            judge.check_draft(network_of(draft, "states for a judge, which needs a transformer"))
+
+    def reads_draft_states(self, sequence: Sequence) -> bool:
+        return self.judge(sequence).draft_weights is not None
 
     def judge(self, sequence: SequenceData) -> Judge:
         """The judge. Raises `UnsupportedCombinationError` if there is none."""
@@ -79,7 +91,8 @@ class JudgeAcceptance(StepAcceptance):
         bound = judge.threshold if self.threshold is None else self.threshold
         for child in children:
             if allowed.score(tree.tokens[child]) > -np.inf:
-                probability = judge(scores.last_state(scores.after(child)))
+                draft_state = None if tree.draft_states is None else tree.draft_states[child]
+                probability = judge(scores.last_state(scores.after(child)), draft_state)
                 if probability > bound:
                     accepted, token, bound = child, tree.tokens[child], probability
         if accepted is not None:

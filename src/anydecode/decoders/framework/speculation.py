@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.prediction import CONTEXT
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
@@ -58,6 +61,8 @@ def verify_tree(
     start = perf_counter()
     if acceptance.reads_states:
         hidden = tuple(sorted({*hidden, sequence.num_layers}))
+        if len(tree) and acceptance.reads_draft_states(sequence):
+            tree.draft_states = yield from draft_states(sequence, tree)
     scores = yield sequence.verify(tree, optional=optional, hidden=hidden)
     if len(scores) <= len(tree):
         tree = tree.first(len(scores) - 1)
@@ -70,6 +75,20 @@ def verify_tree(
     if sequence.prediction is not None:
         sequence.prediction.record(text_end, tree, path[:num_taken])
     return SpeculationRound(sequence, tree, scores, result, draft_seconds, seconds)
+
+
+def draft_states(sequence: Sequence, tree: TokenTree) -> Generator[DecoderAction, Any, np.ndarray]:
+    """The draft model's last hidden states at the nodes of a tree, float32 `[nodes, hidden_size]`,
+    from a pass of their own: what drafted them has no state at the last one, and may be another
+    drafter."""
+    sequence.align(DRAFT)
+    kv_cache, count = sequence.kv_cache(DRAFT), len(tree) - len(tree.embeddings)
+    depth = kv_cache.pool.model.spec.num_layers
+    drafts = TokenTree(tree.tokens[:count], tree.parents[:count])
+    scores = yield sequence.verify(drafts, runner=DRAFT, hidden=(depth,))
+    states = [scores.last_state(scores.after(node)) for node in range(count)]
+    kv_cache.discard()
+    return np.array(states, np.float32)
 
 
 class DraftSession(ABC):
@@ -214,7 +233,10 @@ class Speculative(Decoder):
         self.size = size
         self.requirements = drafter.requirements
         if self.acceptance.reads_states:
-            self.requirements = replace(self.requirements, reads_judge=True)
+            optional = tuple({*self.requirements.optional_runners, DRAFT})
+            self.requirements = replace(
+                self.requirements, reads_judge=True, optional_runners=optional
+            )
         self._budget = budget
         # Rules that compare samples with the draft distribution must see every draft.
         self._is_token_exact = isinstance(self.acceptance, TokenExact)

@@ -94,8 +94,11 @@ class _Session:
         copy_rates, past_rates, successor_rates = decoder.rates[sequence.sampler.is_greedy]
         self.sources = [CopySource("copy", self.history, copy_rates)]
         self.predictor = SuccessorPredictor(decoder.successors, successor_rates)
-        if len(decoder.past):
-            self.sources.append(CopySource("past", decoder.past, past_rates))
+        self.sources += [
+            CopySource("past", answers, past_rates)
+            for answers in (decoder.past, decoder.older)
+            if len(answers)
+        ]
         if sequence.prediction is not None:
             predicted = NgramIndex(NGRAM_SIZES)
             predicted.extend([*sequence.prediction.history, SEPARATOR])
@@ -461,7 +464,7 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
-            "when earlier answers would exceed `memory` tokens, all of them are dropped",
+            "of earlier answers, the older half is dropped where they would exceed `memory` tokens",
         ),
         remote={"max_drafts": Range(1, 64), "max_model_drafts": Range(0, 64)},
     )
@@ -471,7 +474,7 @@ class Auto(Decoder):
 
     Args:
         max_drafts: Maximum number of drafts per pass.
-        memory: Number of tokens of earlier answers that are kept to copy from.
+        memory: Maximum number of tokens of earlier answers that are kept to copy from.
         max_model_drafts: Maximum number of tokens that a draft model drafts in a round; 0: it does
             not run.
     """
@@ -496,7 +499,8 @@ class Auto(Decoder):
 
     def clear(self) -> None:
         """Reset everything learned from earlier requests."""
-        self.past = NgramIndex(NGRAM_SIZES)
+        # Earlier answers, and those before them: each up to half of the memory.
+        self.past, self.older = NgramIndex(NGRAM_SIZES), NgramIndex(NGRAM_SIZES)
         self.successors = Successors()
         self.rates = {
             greedy: (
@@ -536,7 +540,7 @@ class Auto(Decoder):
 
     @property
     def num_bytes(self) -> int:
-        return _BYTES_PER_TOKEN * (len(self.past) + len(self.successors))
+        return _BYTES_PER_TOKEN * (len(self.past) + len(self.older) + len(self.successors))
 
     def decode(self, sequence: Sequence) -> Decoding:
         session = _Session(sequence, self)
@@ -559,9 +563,10 @@ class Auto(Decoder):
         self._learn(sequence.tokens)
 
     def _learn(self, answer: list[int]) -> None:
-        if len(self.past) + len(answer) >= self.memory:
-            self.past = NgramIndex(NGRAM_SIZES)
-        if len(self.successors) >= self.memory:
-            self.successors = Successors()
-        if len(answer) < self.memory:
-            self.past.extend([*answer, SEPARATOR])
+        self.successors.limit(self.memory)
+        room = self.memory // 2
+        if len(answer) >= room:
+            return
+        if len(self.past) + len(answer) >= room:
+            self.older, self.past = self.past, NgramIndex(NGRAM_SIZES)
+        self.past.extend([*answer, SEPARATOR])

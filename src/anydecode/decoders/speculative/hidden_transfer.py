@@ -77,8 +77,8 @@ class TransferDrafter(PlannedDrafter):
         summary="States predicted at middle layers run the layers above and draft the next tree.",
         needs=("maps of hidden states",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
-        missing=("passes on GPUs",),
         deviations=(
+            "on CPUs only: on GPUs, states that enter at a layer are refused",
             "verified token-exactly; acceptance='rejection' and 'typical' are other rules",
             "candidates and pseudo states stand where the measured accuracies promise the most"
             " tokens, as in ppd; the paper has a fixed tree, each node with all pseudo states",

@@ -2,8 +2,9 @@
 right though the target would not have sampled them (Bachmann et al., "Judge Decoding: Faster
 Speculative Sampling Requires Going Beyond Model Alignment", arXiv:2501.19309).
 
-The head learns from labels that a search finds (Garipov et al., "AutoJudge: Judge Decoding Without
-Manual Annotation", arXiv:2504.20039): `training/judge.py`.
+The head learns from answers whose mistakes are marked, or from labels that a search finds, and
+reads the target's state at a draft, or the draft model's too (Garipov et al., "AutoJudge: Judge
+Decoding Without Manual Annotation", arXiv:2504.20039): `training/judge.py`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,13 @@ from anydecode.models.judge import Judge
     Card(
         "judge",
         "speculative",
-        paper="Judge Decoding (arXiv:2501.19309); AutoJudge (arXiv:2504.20039), its labels",
+        paper="Judge Decoding (arXiv:2501.19309); AutoJudge (arXiv:2504.20039)",
         exactness="lossy",
         summary=(
-            "A linear head on the target's last state at a draft accepts it beside the standard"
-            " rule."
+            "A linear head on the last states at a draft accepts it beside the standard rule."
         ),
         needs=("draft model", "judge"),
         works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=(
-            "requests with adapters",
-            "training on answers whose mistakes people have marked (Judge Decoding)",
-            "features of the draft model's states beside the target's (AutoJudge)",
-        ),
         deviations=(
             "the standard rule is token-exact with shared noise; acceptance='rejection' is the"
             " papers'",
@@ -45,11 +40,14 @@ from anydecode.models.judge import Judge
             "25 drafts per round, which is for targets much slower than their draft models",
             "tokens that the request forbids are never accepted",
             "in draft trees, the sibling with the judge's highest probability is taken",
-            "the head learns only from drafts that differ from the target's greedy tokens, as"
-            " AutoJudge's does; Judge Decoding's learns from all tokens of its answers",
             "anydecode train judge labels a draft by whether the target, continuing behind it,"
-            " comes to its own result again, as AutoJudge does, and fits one head to all labels"
-            " with equal weights of both kinds",
+            " comes to its own result again, as AutoJudge does; --marked learns from answers as"
+            " Judge Decoding does, whose answers are not published",
+            "a logistic regression with equal weights of both kinds of labels",
+            "the head reads the target's states only, as Judge Decoding's does; with --states both"
+            " it reads the draft model's too, as AutoJudge's does by default, from one more pass of"
+            " the draft model per round",
+            "requests with adapters are refused, since the head has learned without them",
         ),
         remote={
             "size": Range(1, 64),

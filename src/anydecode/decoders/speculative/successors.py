@@ -8,6 +8,7 @@ Token Recycling", arXiv:2408.08696, which keeps single tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 #: Number of successors kept per pair and per token.
 NUM_SUCCESSORS = 2
@@ -27,6 +28,11 @@ class Successors:
     def learn(self, before: int, last: int, top_tokens: list[int]) -> None:
         """Store the most probable tokens after `last`, which the model scored after `before`."""
         self._pairs[before, last] = self._singles[last] = top_tokens
+
+    def limit(self, count: int) -> None:
+        """Forget the pairs that were learned first, up to the last `count`."""
+        for pair in list(islice(self._pairs, max(0, len(self._pairs) - count))):
+            del self._pairs[pair]
 
     def find(self, before: int, last: int) -> tuple[int, list[int]]:
         """The successors of the pair, else of the single token.

@@ -17,6 +17,8 @@ from anydecode.models.families.config import spec_from_config
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config
 from anydecode.models.loading.gguf_config import config_from_gguf
+from anydecode.models.loading.gguf_eagle3 import ARCHITECTURE as EAGLE3
+from anydecode.models.loading.gguf_eagle3 import load_eagle3
 from anydecode.models.loading.gguf_encoder import classifier_of, is_beside_network, pooling_of
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_keys import Keys
@@ -41,6 +43,7 @@ from anydecode.models.loading.gguf_names import (
     is_own_vector,
 )
 from anydecode.models.loading.gguf_recurrent_shapes import time_mix_vectors
+from anydecode.models.loading.gguf_rope import deinterleaved, half_order
 from anydecode.models.loading.gguf_shapes import Shape, check_shapes
 from anydecode.models.loading.gguf_xielu import xielu_tensors
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -55,6 +58,8 @@ def load_gguf(path: Path) -> Checkpoint:
         CheckpointError: The file is truncated, corrupt or unsupported. The message is one line.
     """
     file = GGUFFile(path)
+    if file.metadata.get("general.architecture") == EAGLE3:
+        return load_eagle3(file)
     config = config_from_gguf(file)
     spec_from_config(config)  # validated before lists of layers and experts are built
     architecture: str = file.metadata["general.architecture"]
@@ -161,7 +166,7 @@ def _convert(
         return [(name, row, partial(_as_shape, reader, row))]
     if architecture in INTERLEAVED and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-        reader = partial(_deinterleaved, reader, heads)
+        reader = partial(deinterleaved, reader, heads)
     is_norm = info.name.endswith("norm.weight") and part != "ssm_norm"
     if architecture in ONE_ADDED and is_norm:
         reader = partial(_minus_one, reader)
@@ -310,22 +315,6 @@ def _read(file: GGUFFile, info: TensorInfo, module: str) -> np.ndarray | Weight:
     return tensor
 
 
-def _deinterleaved(reader: Reader, num_heads: int) -> np.ndarray | Weight:
-    """Reorder the rows of interleaved rotary pairs (2i, 2i + 1) to pairs (i, i + half). Whole rows
-    are moved, so packed weights stay packed."""
-    tensor = reader()
-    data = tensor.data if isinstance(tensor, Weight) else tensor
-    moved = data[_half_order(len(data), num_heads)]
-    if isinstance(tensor, Weight):
-        return replace(tensor, data=moved)
-    return moved
-
-
-def _half_order(num_rows: int, num_heads: int) -> np.ndarray:
-    """The stored row of each row of `_deinterleaved`."""
-    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
-
-
 def matrix_tensors(file: GGUFFile) -> dict[str, tuple[str, np.ndarray]]:
     """The matrices that are stored as one tensor each.
 
@@ -344,8 +333,8 @@ def matrix_tensors(file: GGUFFile) -> dict[str, tuple[str, np.ndarray]]:
             continue
         name, _, reader = converted[0]
         order = np.arange(info.shape[0])
-        if isinstance(reader, partial) and reader.func is _deinterleaved:
-            order = _half_order(info.shape[0], reader.args[1])
+        if isinstance(reader, partial) and reader.func is deinterleaved:
+            order = half_order(info.shape[0], reader.args[1])
         found[name] = info.name, order
     return found
 

@@ -68,6 +68,8 @@ FORMAT_CODES = {
     40: "NVFP4",
     161: "PTQ161",  # not of GGUF: other programs refuse the file
 }
+#: Codes of vectors of integers, which are no weights.
+INTEGER_CODES = {27: "I64"}
 #: Names of unsupported formats, for error messages.
 _OTHER_FORMATS = {
     9: "Q8_1",
@@ -75,7 +77,6 @@ _OTHER_FORMATS = {
     24: "I8",
     25: "I16",
     26: "I32",
-    27: "I64",
     28: "F64",
     41: "Q1_0",
 }
@@ -158,6 +159,8 @@ class GGUFFile:
 
     def view(self, info: TensorInfo, weight_name: str = "") -> np.ndarray | Weight:
         raw = np.asarray(self._maps[info.part][info.offset : info.offset + info.num_bytes])
+        if info.format in INTEGER_CODES.values():
+            return raw.view(np.dtype(np.int64))
         if not is_packed(info.format):
             return raw.view(DTYPES[info.format]).reshape(info.shape)
         rows = math.prod(info.shape[:-1])
@@ -288,16 +291,17 @@ class _Header:
     def _tensor_info(
         self, name: str, shape: tuple[int, ...], code: int, base: int, offset: int, alignment: int
     ) -> TensorInfo:
-        format = FORMAT_CODES.get(code)
-        if format is None:
-            format_name = _OTHER_FORMATS.get(code, f"number {code}")
+        format = FORMAT_CODES.get(code) or INTEGER_CODES.get(code)
+        is_integer = code in INTEGER_CODES
+        if format is None or (is_integer and len(shape) > 1):
+            format_name = format or _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(
                 f"stores {name!r} in format {format_name}; supported are"
                 f" {', '.join(sorted(BLOCKS))}"
             )
         if 0 in shape or (format in BLOCKS and shape[-1] % BLOCKS[format][0]):
             raise self.fault(f"is corrupt: tensor {name!r} of shape {list(shape)} in {format}")
-        size = math.prod(shape[:-1]) * row_bytes(format, shape[-1])
+        size = 8 * shape[0] if is_integer else math.prod(shape[:-1]) * row_bytes(format, shape[-1])
         if offset % alignment:
             raise self.fault(f"is corrupt: tensor {name!r} is not aligned")
         if base + offset + size > len(self.buffer):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.interface import Weight
 from anydecode.models.families.values import rotary_share
 from anydecode.models.loading.gguf_keys import Keys
+from anydecode.models.loading.lazy import Reader
 
 
 def rope_scaling(keys: Keys) -> dict[str, Any] | None:
@@ -91,3 +94,26 @@ def windows(keys: Keys, config: dict[str, Any]) -> None:
     config["layer_types"] = [
         "sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern[:count]
     ]
+
+
+def deinterleaved(reader: Reader, num_heads: int) -> np.ndarray | Weight:
+    """Reorder the rows of interleaved rotary pairs (2i, 2i + 1) to pairs (i, i + half). Whole rows
+    are moved, so packed weights stay packed."""
+    tensor = reader()
+    data = tensor.data if isinstance(tensor, Weight) else tensor
+    moved = data[half_order(len(data), num_heads)]
+    if isinstance(tensor, Weight):
+        return replace(tensor, data=moved)
+    return moved
+
+
+def half_order(num_rows: int, num_heads: int) -> np.ndarray:
+    """The stored row of each row of `deinterleaved`."""
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+def interleaved(matrix: np.ndarray, num_heads: int) -> np.ndarray:
+    """The rows in the order in which files store them, from the order of `deinterleaved`."""
+    order = np.empty(len(matrix), np.int64)
+    order[half_order(len(matrix), num_heads)] = np.arange(len(matrix))
+    return matrix[order]

@@ -27,15 +27,13 @@ from anydecode.training.recipes.draft_recipe import DIVERGENCES, DraftRecipe
         needs=("draft model",),
         works_with=("every decoder with a draft model",),
         bounds={"layers": Range(1, 1024)},
-        missing=(
-            "distillation of a large target into a smaller one, for which the draft model is then"
-            " trained",
-        ),
         deviations=(
             "without --draft, the draft model begins as the first layers of the target and keeps"
             " its embedding and head; the paper's is a small model of the same family",
             "before the distillation, the tokens of the answers are learned for `warmup` of the"
             " budget, in place of the paper's fine-tuned draft model",
+            "a target is distilled from a larger one by a run of its own, with the smaller model as"
+            " --draft, and the draft model for it by a second run, whose target is the result",
             "both models' answers are sampled at temperature 1, the target's once, before the"
             " training",
             "the lenience of the paper's lossy mode is the key lenient-sampling, with its linear"

@@ -21,11 +21,9 @@ from anydecode.training.recipes.draft_recipe import DraftRecipe
         needs=("draft model",),
         works_with=("every decoder with a draft model",),
         bounds={"layers": Range(1, 1024), "width": Range(1, 65536)},
-        missing=(
-            "the paper's pre-training is of ten billion tokens; the texts and the code of two files"
-            " are learned here, for as long as the budget lasts",
-        ),
         deviations=(
+            "the texts and the code of two files are learned for as long as the budget lasts; the"
+            " paper's pre-training is of ten billion tokens",
             "the shape is given, not chosen by latency: by default 4 layers of width 256 with MLPs"
             " of 688, an embedding that is also the head, and heads of the target's size",
             "with --code, each step of the second half of the pre-training has as many parts of the"

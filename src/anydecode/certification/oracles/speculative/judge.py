@@ -1,6 +1,6 @@
 """Oracle test of judge (arXiv:2501.19309): every round follows from the logits and the last states
-of a forward pass position by position, and with a judge that accepts nothing samples follow the
-target under the rejection rule."""
+of a forward pass position by position, also with a judge of both models' states (arXiv:2504.20039),
+and with a judge that accepts nothing samples follow the target under the rejection rule."""
 
 from __future__ import annotations
 
@@ -51,22 +51,31 @@ class Read:
 class Rounds:
     """The expected rounds.
 
+    Args:
+        reads_draft: Whether the judge reads the draft model's states too.
+
     Attributes:
         num_judged: Drafts that the judge alone accepted.
         num_sampled: Drafts that it would have rejected, but the target samples.
         num_rejected: Drafts that were rejected.
     """
 
-    def __init__(self) -> None:
-        network = judged_network()
-        self.target, self.draft = Read(network), Read(judged_network(2))
-        self.judge = random_judge(network)
+    def __init__(self, reads_draft: bool = False) -> None:
+        network, draft = judged_network(), judged_network(2)
+        self.target, self.draft = Read(network), Read(draft)
+        self.judge = random_judge(network, draft if reads_draft else None)
         self.num_judged = self.num_sampled = self.num_rejected = 0
+
+    def logit(self, text: list[int]) -> float:
+        """What the judge makes of the last token of a text."""
+        logit = self.judge.weights.astype(np.float64) @ self.target.state(text) + self.judge.bias
+        if self.judge.draft_weights is not None:
+            logit += self.judge.draft_weights.astype(np.float64) @ self.draft.state(text)
+        return float(logit)
 
     def is_right(self, text: list[int], threshold: float) -> bool:
         """Whether the judge accepts the last token of a text."""
-        logit = self.judge.weights.astype(np.float64) @ self.target.state(text) + self.judge.bias
-        return bool(1 / (1 + np.exp(-logit)) > threshold)
+        return bool(1 / (1 + np.exp(-self.logit(text))) > threshold)
 
     def equal(self, one: TracedRound, size: int, threshold: float, temperature: float) -> bool:
         """Whether a round drafts so many tokens, keeps the first ones that either rule accepts, and
@@ -100,11 +109,16 @@ class Rounds:
 @oracle_test("judge")
 def judge() -> Iterator[Check]:
     """Rounds equal the oracle's; the rejection rule without a judge is exact."""
-    for key, size, threshold in (("judge", 25, 0.7), ("judge:size=5,threshold=0.5", 5, 0.5)):
+    for key, size, threshold, reads_draft in (
+        ("judge", 25, 0.7, False),
+        ("judge:size=5,threshold=0.5", 5, 0.5, False),
+        ("judge:threshold=0.9", 25, 0.9, True),
+    ):
         for temperature in (0.0, 0.8):
-            oracle, wrong, about = Rounds(), 0, f"{key} at T={temperature}"
+            oracle, wrong = Rounds(reads_draft), 0
+            about = f"{key}{' of both states' if reads_draft else ''} at T={temperature}"
             for prompt in PROMPTS:
-                with judged_model(prefix_cache=False) as llm:
+                with judged_model(prefix_cache=False, reads_draft=reads_draft) as llm:
                     trace = rounds(llm, key, prompt, 90, temperature=temperature)
                 # The last one may be shortened by the limit of tokens.
                 wrong += not all(
