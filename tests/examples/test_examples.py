@@ -93,6 +93,7 @@ def test_a_method_has_a_certificate(example: Any, module: str, name: str) -> Non
     assert certificate.exactness == getattr(sys.modules[module], name).card.exactness
 
 
+@pytest.mark.slow
 def test_the_oracle_test_of_another_package_runs_and_can_fail(
     example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,11 +87,13 @@ def test_no_token_is_drawn_if_none_is_allowed() -> None:
         assert found.token is None and found.log_weight == -np.inf
 
 
+@pytest.mark.slow
 def test_more_particles_come_closer_to_the_conditional_distribution() -> None:
     few, many = distance(awrs.Awrs(1), 150), distance(awrs.Awrs(12), 120)
     assert many < 0.15 < 0.3 < few
 
 
+@pytest.mark.slow
 def test_the_evidence_is_unbiased_for_every_number_of_particles() -> None:
     for particles in (1, 3):
         decoder, values, num_tests = awrs.Awrs(particles), [], 0
