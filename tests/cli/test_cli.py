@@ -313,6 +313,7 @@ def test_invalid_input_has_one_line_errors(
     assert captured.err.strip().count("\n") == 0 and captured.out == ""
 
 
+@pytest.mark.slow
 def test_unknown_model_error_in_a_child_process(tmp_path: Path) -> None:
     done = child("generate", "x", "--model", "nonsense", env={**os.environ, "HOME": str(tmp_path)})
     assert done.returncode == main.USAGE_ERROR

@@ -131,6 +131,7 @@ def test_answers_have_the_distribution_of_rewinds(decoder: str) -> None:
     assert found.passed, found
 
 
+@pytest.mark.slow
 def test_the_noise_of_the_removed_text_gives_another_distribution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,6 +139,7 @@ def test_the_noise_of_the_removed_text_gives_another_distribution(
     assert not sampled_fit("autoregressive").passed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_tokens_are_those_of_plain_decoding_whatever_the_drafter_batch_and_memory(
     temperature: float,

@@ -79,6 +79,7 @@ def test_a_layer_that_reads_rejected_drafts_is_rejected(monkeypatch: pytest.Monk
     assert_rejected("eesd")
 
 
+@pytest.mark.one_in(2)
 @CONDITIONS
 @pytest.mark.parametrize("control", ["beta", "calibration"])
 def test_the_text_is_that_of_plain_decoding(
