@@ -120,6 +120,10 @@ BENCHES = {
         "anydecode.benchmarks.fleet:bench_fleet",
         "Hand-overs between workers, the proxy, and fleets beside one process on all cores.",
     ),
+    "published-fleets": Bench(
+        "anydecode.benchmarks.published_fleets:bench_published_fleets",
+        "Simulated fleets on the settings of DistServe, Mooncake and xLLM.",
+    ),
     "neighbour": Bench(
         "anydecode.benchmarks.serving.neighbour:bench_neighbour",
         "The time between a client's tokens, alone and while others attack the server.",
