@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
   const char *key[KEY_BLOCK], *value[KEY_BLOCK]; /* the vectors of one block */
   int format;             /* of those vectors */
-  float *keys, *values;   /* [32, padded]: vectors that had to be converted */
+  float *keys, *values;   /* [32, padded]: vectors that were converted beforehand */
   const float *zeros;     /* [padded], zero in every format: for positions without a slot */
   float *q;             /* [rows, group, padded] */
   float *scores;        /* [rows, group, 32] */
@@ -75,7 +75,8 @@ static Scratch make_scratch(float *base, int padded, int group) {
 INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
                           Scratch *scratch, int at) {
   uint32_t present = 0;
-  for (int j = at; j < at + count; j++, slots++) {
+  int j = at;
+  for (; j < at + count; j++, slots++) {
     scratch->key[j] = scratch->value[j] = (const char *)scratch->zeros;
     if (*slots < 0) continue;
     const char *key = h->keys + *slots * h->bytes, *value = h->values + *slots * h->bytes;
@@ -91,7 +92,29 @@ INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t 
     decode_vector(format, value, h->head_dim, padded, scratch->values + j * padded);
     scratch->value[j] = (const char *)(scratch->values + j * padded);
   }
+  /* Scores are computed by eights. What an earlier block left here may be of another format. */
+  for (; j % 8; j++) scratch->key[j] = scratch->value[j] = (const char *)scratch->zeros;
   return present;
+}
+
+/* Tile sizes in heads (the largest first) and in pairs of keys (or of vectors of a value), so that
+ * each load serves several sums and the sums fit the registers. */
+enum { TILE = 2 };
+#ifdef HAS_WIDE_PAIRS
+enum { MAX_HEADS = 12 };
+INLINE int max_loads(int format) { return format == Q8_0 ? MAX_HEADS : INT32_MAX; }
+#define FOR_EACH_TILE(fold) fold(12) fold(8) fold(6) fold(4) fold(3) fold(2) fold(1)
+#else
+enum { MAX_HEADS = 3 };
+INLINE int max_loads(int format) { return format == Q8_0 ? MAX_HEADS : 2 * MAX_HEADS; }
+#define FOR_EACH_TILE(fold) fold(3) fold(2) fold(1)
+#endif
+
+/* Vectors that end with a block, or with eight plain numbers, are converted to float32 as they are
+ * loaded; others beforehand, as are those that are loaded for many heads. */
+INLINE int loaded_format(const Heads *h, int heads) {
+  int block = h->format == Q8_0 ? QUANT_BLOCK : 8, is_loaded = heads <= max_loads(h->format);
+  return h->format != Q4_1 && h->head_dim % block == 0 && is_loaded ? h->format : F32;
 }
 
 /* Find the keys and values of `count` positions. Bit j of the result: position j has a slot. */
@@ -132,34 +155,31 @@ INLINE void prefetch_ahead(const Heads *h, const Scratch *scratch, int start) {
   if (there > 0) prefetch_slots(&scratch->next, scratch->next.table + from, there);
 }
 
-/* Tile sizes in heads (the largest first) and in pairs of keys (or of vectors of a value), so that
- * each load serves several sums and the sums fit the registers. */
-enum { TILE = 2 };
-#ifdef HAS_WIDE_PAIRS
-enum { MAX_HEADS = 12 };
-#define FOR_EACH_TILE(fold) fold(12) fold(8) fold(6) fold(4) fold(3) fold(2) fold(1)
-#else
-enum { MAX_HEADS = 3 };
-#define FOR_EACH_TILE(fold) fold(3) fold(2) fold(1)
-#endif
-
 /* Dot products of eight keys with each of a few queries, in the order of f8_fours. */
 INLINE void eight_scores(int format, int heads, const float *q, const char *const *key, int padded,
                          f8 *low, f8 *high) {
+  int block = format == Q8_0 ? QUANT_BLOCK : 8; /* of numbers with a scale */
 #pragma GCC unroll 2
   for (int four = 0; four < 2; four++) {
     f8x2 sum[MAX_HEADS * TILE];
 #pragma GCC unroll 24
     for (int j = 0; j < heads * TILE; j++) sum[j] = f8x2_set(0.0f);
-    for (int d = 0; d < padded; d += 8) {
-      f8x2 k[TILE];
+    for (int b = 0; b < padded; b += block) {
+      f8x2 scales[TILE];
 #pragma GCC unroll 2
-      for (int j = 0; j < TILE; j++) k[j] = load_two(format, key + 4 * four + 2 * j, d);
+      for (int j = 0; j < TILE; j++) scales[j] = two_scales(format, key + 4 * four + 2 * j, b);
+      for (int d = b; d < b + block; d += 8) {
+        f8x2 k[TILE];
+#pragma GCC unroll 2
+        for (int j = 0; j < TILE; j++)
+          k[j] = load_two(format, key + 4 * four + 2 * j, d, scales[j]);
 #pragma GCC unroll 12
-      for (int i = 0; i < heads; i++) {
-        f8x2 part = f8x2_load_twice(q + i * padded + d);
+        for (int i = 0; i < heads; i++) {
+          f8x2 part = f8x2_load_twice(q + i * padded + d);
 #pragma GCC unroll 2
-        for (int j = 0; j < TILE; j++) sum[TILE * i + j] = f8x2_fma(part, k[j], sum[TILE * i + j]);
+          for (int j = 0; j < TILE; j++)
+            sum[TILE * i + j] = f8x2_fma(part, k[j], sum[TILE * i + j]);
+        }
       }
     }
 #pragma GCC unroll 12
@@ -239,9 +259,10 @@ INLINE void weigh_values(int format, int heads, const float *weights, const char
       sum[TILE * i + v] =
           f8x2_mul(f8x2_load(sums + i * padded + 16 * v), f8x2_load_twice(rescale + 8 * i));
   for (int j = lo; j < hi; j++) {
-    f8x2 part[TILE];
+    const char *const twice[2] = {value[j], value[j]};
+    f8x2 part[TILE], scales = two_scales(format, twice, at);
 #pragma GCC unroll 2
-    for (int v = 0; v < pairs; v++) part[v] = load_pair(format, value[j], at + 16 * v);
+    for (int v = 0; v < pairs; v++) part[v] = load_pair(format, value[j], at + 16 * v, scales);
 #pragma GCC unroll 12
     for (int i = 0; i < heads; i++) {
       f8x2 weight = f8x2_set(weights[i * KEY_BLOCK + j]);
@@ -359,11 +380,13 @@ static void attend_block(const Plan *plan, const Heads *h, int row, int rows, in
   }
   if (shared) {
     prefetch_ahead(h, scratch, start);
+    scratch->format = loaded_format(h, rows * h->group);
     uint32_t present = gather(h, h->table + start, shared - start, scratch, 0);
     uint32_t present_masks[ATTENTION_ROWS];
     for (int i = 0; i < rows; i++) present_masks[i] = (own >> i) & 1 ? 0 : masks[i] & present;
     fold_block(h, scratch, 0, rows, present_masks);
   }
+  scratch->format = loaded_format(h, h->group);
   for (int i = 0; i < rows; i++) {
     if (!((own >> i) & 1)) continue;
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
@@ -406,10 +429,6 @@ static void attend_segment(const Plan *plan, const Heads *h, int row, int rows, 
   const Pass *pass = plan->pass;
   int32_t end = 0, start = segment * SEGMENT;
   clear(&scratch->segment, h->padded, rows * h->group);
-  /* Vectors that end with a block, or with eight plain numbers, are converted to float32 as they are
-   * loaded, others beforehand. */
-  int block = h->format == Q8_0 ? QUANT_BLOCK : 8;
-  scratch->format = h->format != Q4_1 && h->head_dim % block == 0 ? h->format : F32;
   for (int i = 0; i < rows; i++) {
     int32_t last = pass->prefix[row + i] + pass->tail_length[row + i];
     end = last > end ? last : end;

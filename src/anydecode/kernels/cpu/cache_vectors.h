@@ -31,28 +31,30 @@ INLINE f8 load_as(int format, const char *vector, int at) {
   return f8_load((const float *)vector + at);
 }
 
-/* The numbers from `at` on of two keys. */
-INLINE f8x2 load_two(int format, const char *const *vectors, int at) {
+/* The scales of the blocks of two keys that the number `at` is in. Only Q8_0 has them here. */
+INLINE f8x2 two_scales(int format, const char *const *vectors, int at) {
+  if (format != Q8_0) return f8x2_set(1.0f);
+  return f8x2_join(f8_set_f16(block_of(vectors[0], at)), f8_set_f16(block_of(vectors[1], at)));
+}
+
+/* The numbers from `at` on of two keys; `scales`: see `two_scales`. */
+INLINE f8x2 load_two(int format, const char *const *vectors, int at, f8x2 scales) {
   if (format == F32)
     return f8x2_load_two((const float *)vectors[0] + at, (const float *)vectors[1] + at);
   if (format == Q8_0) {
-    const uint8_t *one = block_of(vectors[0], at), *other = block_of(vectors[1], at);
     int from = 2 + at % QUANT_BLOCK;
-    return f8x2_mul(f8x2_load_two_s8(one + from, other + from),
-                    f8x2_join(f8_set_f16(one), f8_set_f16(other)));
+    return f8x2_mul(
+        f8x2_load_two_s8(block_of(vectors[0], at) + from, block_of(vectors[1], at) + from), scales);
   }
   const uint16_t *first = (const uint16_t *)vectors[0] + at;
   const uint16_t *second = (const uint16_t *)vectors[1] + at;
   return format == F16 ? f8x2_load_two_f16(first, second) : f8x2_load_two_bf16(first, second);
 }
 
-/* Two consecutive vectors of a value. */
-INLINE f8x2 load_pair(int format, const char *vector, int at) {
-  if (format == Q8_0) {
-    const uint8_t *block = block_of(vector, at);
-    f8 scale = f8_set_f16(block);
-    return f8x2_mul(f8x2_load_s8(block + 2 + at % QUANT_BLOCK), f8x2_join(scale, scale));
-  }
+/* Two consecutive vectors of a value. `scales`: of its block, twice; of Q8_0 only. */
+INLINE f8x2 load_pair(int format, const char *vector, int at, f8x2 scales) {
+  if (format == Q8_0)
+    return f8x2_mul(f8x2_load_s8(block_of(vector, at) + 2 + at % QUANT_BLOCK), scales);
   if (format == F16) return f8x2_load_f16((const uint16_t *)vector + at);
   if (format == BF16) return f8x2_load_bf16((const uint16_t *)vector + at);
   return f8x2_load((const float *)vector + at);
@@ -60,6 +62,16 @@ INLINE f8x2 load_pair(int format, const char *vector, int at) {
 
 /* Convert one head's vector in the cache to `padded` floats; the padding is zero. */
 INLINE void decode_vector(int format, const char *from, int count, int padded, float *to) {
+  if (format == Q8_0 && padded % QUANT_BLOCK == 0) {
+    for (int i = 0; i < padded; i += QUANT_BLOCK) {
+      const uint8_t *block = block_of(from, i);
+      f8 scale = f8_set_f16(block);
+#pragma GCC unroll 4
+      for (int j = 0; j < QUANT_BLOCK; j += 8)
+        f8_store(to + i + j, f8_mul(f8_load_s8(block + 2 + j), scale));
+    }
+    return;
+  }
   if (!is_float(format) || count == padded) {
     for (int i = 0; i < padded; i += 8) f8_store(to + i, load_as(format, from, i));
     return;

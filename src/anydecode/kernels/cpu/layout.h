@@ -299,6 +299,10 @@ INLINE int has_table(int format) {
   return format == IQ4_NL || format == IQ4_XS || format == MXFP4 || format == NVFP4 ||
          format == IQ3_S;
 }
+/* Whether products multiply signed bytes: numbers that are too large for sums of 16 bits. */
+INLINE int has_bytes(int format) {
+  return format == Q8_0 || format == IQ4_NL || format == IQ4_XS || has_grid(format);
+}
 /* Whether the blocks of a super-block have a scale of one signed byte each. */
 INLINE int has_byte_scale(int format) { return format == IQ4_XS || format == IQ3_S; }
 INLINE int is_super(int format) {

@@ -20,7 +20,8 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
                         int b, int half, i8x2 *sum) {
   i8x2 dot[TILE_ROWS];
   int first = has_halves(format) ? 2 * half : 0, last = has_halves(format) ? first + 2 : 4;
-  int span = format == Q6_K ? 1 : has_halves(format) || is_five_bit(format) ? 2 : 4;
+  int is_large = has_halves(format) || is_five_bit(format) || has_table(format);
+  int span = format == Q6_K ? 1 : is_large ? 2 : 4;
 #pragma GCC unroll 4
   for (int j = first; j < last; j++) {
     int starts_span = j % span == 0, ends_span = (j + 1) % span == 0;
@@ -44,23 +45,18 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
   }
 }
 
-/* The sum of the activations of a block, or half a block, that a sum of products covers. */
-INLINE int32_t covered_sum(int format, int half, const Activations *a) {
-  if (has_halves(format)) return half ? a->high : a->low;
-  return a->low + a->high;
-}
-
+/* The same of a format whose codes are bytes, or select them. */
 INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
-                      int b, int half, i8x2 *sum) {
-  int first = has_halves(format) ? 4 * half : 0, last = has_halves(format) ? first + 4 : 8;
+                      int b, i8x2 *sum) {
 #pragma GCC unroll 8
-  for (int i = first; i < last; i++) {
-    byte_pair w = byte_pair_weights(unpack_bytes(format, p, i));
+  for (int i = 0; i < 8; i++) {
+    b32x2 codes = format == Q8_0 ? load_codes(format, p, 0, i) : unpack_step(format, p, i);
+    byte_pair w = byte_pair_weights(codes);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
       quad_pair x = quad_pair_load(a[r][b].q + 4 * i);
       sum[r] = pin_pair(add_byte_pair_dot(
-          i > first ? sum[r] : initial_byte_pair_sum(covered_sum(format, half, a[r] + b)), w, x));
+          i ? sum[r] : initial_byte_pair_sum(covered_sum(format, 0, a[r] + b)), w, x));
     }
   }
 }
@@ -94,7 +90,7 @@ INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const uint
   f8 scale[2], min[2];
   i8x2 sum[TILE_ROWS];
   if (has_grid(format)) grid_sums(format, rows, p, grid, a, b, half, sum);
-  else if (format == Q8_0 || has_table(format)) byte_sums(format, rows, p, a, b, half, sum);
+  else if (has_bytes(format)) byte_sums(format, rows, p, a, b, sum);
   else nibble_sums(format, rows, p, a, b, half, sum);
 #pragma GCC unroll 2
   for (int g = 0; g < 2; g++)
@@ -212,9 +208,10 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
         default: /* used only where TILE_ROWS is larger */
           if (TILE_ROWS > 4) quant_tile(format, TILE_ROWS, p, w->grid, blocks, a, next, total);
       }
-      for (int i = 0; i < rows; i++)
-        for (int j = 0; j <= pair; j++)
-          write_group(w, g + j, f8x2_part(total[i], j), bias, out + (r + i) * stride);
+      for (int i = 0; i < rows; i++) {
+        write_group(w, g, f8x2_part(total[i], 0), bias, out + (r + i) * stride);
+        if (pair) write_group(w, g + 1, f8x2_part(total[i], 1), bias, out + (r + i) * stride);
+      }
     }
   }
 }

@@ -34,14 +34,32 @@ INLINE int scales_bytes(int format) {
   return is_super(format) ? 16 : header_bytes(format);
 }
 
-/* The values of a format's 16 codes, offset by 128 like the codes of Q8_0. */
+/* What a code, or the value in a table that it selects, is larger than the number that it stands
+ * for: products have unsigned codes. */
+INLINE int code_offset(int format) {
+  switch (format) {
+    case TQ1_0:
+    case TQ2_0: return 1;
+    case Q3_K: return 4;
+    case Q4_0: return 8;
+    case MXFP4:
+    case NVFP4: return 12;
+    case IQ3_S: return 15;
+    case Q5_0: return 16;
+    case Q6_K: return 32;
+    case Q8_0:
+    case IQ4_NL:
+    case IQ4_XS: return 128;
+    default: return 0;
+  }
+}
+
+/* The values of a format's 16 codes. */
 INLINE const uint8_t *code_values(int format) {
   static const uint8_t iq4[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                   129, 141, 153, 166, 181, 197, 217, 241};
-  static const uint8_t mxfp4[16] = {128, 129, 130, 131, 132, 134, 136, 140,
-                                    128, 127, 126, 125, 124, 122, 120, 116};
-  static const uint8_t iq3[16] = {129, 131, 133, 135, 137, 139, 141, 143,
-                                  127, 125, 123, 121, 119, 117, 115, 113};
+  static const uint8_t mxfp4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  static const uint8_t iq3[16] = {16, 18, 20, 22, 24, 26, 28, 30, 14, 12, 10, 8, 6, 4, 2, 0};
   if (format == IQ3_S) return iq3;
   return format == MXFP4 || format == NVFP4 ? mxfp4 : iq4;
 }
@@ -70,7 +88,8 @@ INLINE b32x2 load_codes(int format, const uint8_t *const *block, int from, int i
   return b32x2_load(block[0] + at, block[1] + at);
 }
 
-/* The codes of step `i` of a block with nibbles or two-bit codes, in each of two groups. */
+/* The codes of step `i` of a block with nibbles or two-bit codes, or their values in the table, in
+ * each of two groups. */
 INLINE b32x2 unpack_step(int format, const uint8_t *const *block, int i) {
   if (is_two_bit(format)) {
     b32x2 w = moved_bits(load_codes(format, block, 0, i / 4), i % 4 * 2, 2, 0);
@@ -82,21 +101,7 @@ INLINE b32x2 unpack_step(int format, const uint8_t *const *block, int i) {
   if (is_five_bit(format)) w = b32x2_or(w, moved_bits(load_codes(format, block, 128, 0), i, 1, 4));
   if (format == Q6_K)
     w = b32x2_or(w, moved_bits(load_codes(format, block, 128, i / 4), i % 4 * 2, 2, 4));
-  return w;
-}
-
-/* The numbers of step `i` of a block with a table or with bytes, in each of two groups, offset by
- * 128. */
-INLINE b32x2 unpack_bytes(int format, const uint8_t *const *block, int i) {
-  if (format == Q8_0) return load_codes(format, block, 0, i);
-  return b32x2_lookup(code_values(format), unpack_step(format, block, i));
-}
-
-/* 2^(e - 128) of eight biased exponents, in two factors, of which none is too small. */
-INLINE f8 load_exponents(const uint8_t *e) {
-  f8 n = f8_sub(f8_load_u8(e), f8_set(128.0f));
-  f8 part = f8_round(f8_mul(n, f8_set(0.5f)));
-  return f8_scale2(f8_scale2(f8_set(1.0f), part), f8_sub(n, part));
+  return has_table(format) ? b32x2_lookup(code_values(format), w) : w;
 }
 
 /* Scales and minima of a block, or half a block, for eight columns. */
@@ -120,25 +125,28 @@ INLINE void load_scales(int format, const uint8_t *block, int half, f8 super, f8
     *scale = f8_mul(super, f8_load_u8(block));
     *min = f8_mul(super_min, f8_load_u8(block + 8));
   } else if (format == MXFP4) {
-    *scale = load_exponents(block);
+    *scale = f8_load_e8m0(block);
   } else {
     *scale = f8_load_f16((const uint16_t *)block);
     if (has_min(format)) *min = f8_load_f16((const uint16_t *)block + 8);
   }
 }
 
+/* The sum of the activations of a block, or half a block, that a sum of products covers. */
+INLINE int32_t covered_sum(int format, int half, const Activations *a) {
+  if (has_halves(format)) return half ? a->high : a->low;
+  return a->low + a->high;
+}
+
 /* total + the product of one block, or half a block, from its integer sum; `scale` and `min` are
  * those of the block or half. */
 INLINE f8x2 add_block(int format, int half, f8x2 total, i8x2 sum, const Activations *a, f8x2 scale,
                       f8x2 min) {
-  if (format == Q4_0) sum = i8x2_sub(sum, i8x2_set(8 * (a->low + a->high)));
-  if (format == Q5_0) sum = i8x2_sub(sum, i8x2_set(16 * (a->low + a->high)));
-  if (is_ternary(format)) sum = i8x2_sub(sum, i8x2_set(a->low + a->high));
-  if (format == Q3_K) sum = i8x2_sub(sum, i8x2_set(4 * (half ? a->high : a->low)));
-  if (format == Q6_K) sum = i8x2_sub(sum, i8x2_set(32 * (half ? a->high : a->low)));
+  int offset = has_bytes(format) ? 0 : code_offset(format);
+  if (offset) sum = i8x2_sub(sum, i8x2_set(offset * covered_sum(format, half, a)));
   total = f8x2_fma(f8x2_from_i8x2(sum), f8x2_mul(scale, f8x2_set(a->scale)), total);
   if (format == Q2_K)
-    return f8x2_fma(min, f8x2_set(-a->scale * (float)(half ? a->high : a->low)), total);
+    return f8x2_fma(min, f8x2_set(-a->scale * (float)covered_sum(format, half, a)), total);
   if (format == Q4_K || format == Q5_K) return f8x2_fma(min, f8x2_set(-a->scaled_sum), total);
   return has_min(format) ? f8x2_fma(min, f8x2_set(a->scaled_sum), total) : total;
 }

@@ -202,29 +202,42 @@ static void read_block(int format, const uint8_t *row, const uint8_t *grid, int 
   }
 }
 
+/* The bits `mask` << `from` of each byte of `count` words, side by side in one word; `size`: of them. */
+static uint32_t join_bits(const uint32_t *words, int count, int from, uint32_t mask, int size) {
+  uint32_t joined = 0;
+  for (int i = 0; i < count; i++) joined |= (words[i] >> from & mask) << (size * i);
+  return joined;
+}
+
 /* Write the codes of one column into a packed block. */
 static void write_column(int format, const Block *from, int c, uint8_t *q) {
-  for (int i = 0; i < 8; i++) {
-    const uint8_t *step = from->q + 4 * i;
-    if (format == Q8_0) {
-      memcpy(q + 32 * i + 4 * c, step, 4);
-      continue;
+  uint32_t step[8], word;
+  memcpy(step, from->q, QUANT_BLOCK);
+  q += 4 * c;
+  if (format == Q8_0) {
+    for (int i = 0; i < 8; i++) memcpy(q + 32 * i, step + i, 4);
+    return;
+  }
+  if (is_two_bit(format)) {
+    for (int i = 0; i < 2; i++) {
+      word = join_bits(step + 4 * i, 4, 0, 0x03030303, 2);
+      memcpy(q + 32 * i, &word, 4);
     }
-    for (int j = 0; j < 4; j++) {
-      uint8_t value = step[j], low = value & 15, high = value >> 4;
-      int offset = 4 * c + j;
-      if (is_two_bit(format)) {
-        q[32 * (i / 4) + offset] |= (uint8_t)((value & 3) << (i % 4 * 2));
-        if (format == Q3_K) q[64 + offset] |= (uint8_t)((value >> 2) << i);
-        continue;
-      }
-      if (i < 4)
-        q[32 * i + offset] = low;
-      else
-        q[32 * (i - 4) + offset] |= (uint8_t)(low << 4);
-      if (is_five_bit(format)) q[128 + offset] |= (uint8_t)(high << i);
-      if (format == Q6_K) q[128 + 32 * (i / 4) + offset] |= (uint8_t)(high << (i % 4 * 2));
-    }
+    word = join_bits(step, 8, 2, 0x01010101, 1);
+    if (format == Q3_K) memcpy(q + 64, &word, 4);
+    return;
+  }
+  for (int i = 0; i < 4; i++) {
+    word = (step[i] & 0x0f0f0f0f) | (step[i + 4] & 0x0f0f0f0f) << 4;
+    memcpy(q + 32 * i, &word, 4);
+  }
+  if (is_five_bit(format)) {
+    word = join_bits(step, 8, 4, 0x01010101, 1);
+    memcpy(q + 128, &word, 4);
+  }
+  for (int i = 0; i < 2 && format == Q6_K; i++) {
+    word = join_bits(step + 4 * i, 4, 4, 0x03030303, 2);
+    memcpy(q + 128 + 32 * i, &word, 4);
   }
 }
 
@@ -306,20 +319,17 @@ static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int
 /* The number that the code of column c at input k stands for, before scale and minimum. */
 static int code_at(int format, const uint8_t *q, int c, int k) {
   int i = k / 4, offset = 4 * c + k % 4;
-  if (format == Q8_0) return (int)q[32 * i + offset] - 128;
+  if (format == Q8_0) return q[32 * i + offset] - code_offset(format);
   if (is_two_bit(format)) {
     int code = q[32 * (i / 4) + offset] >> (i % 4 * 2) & 3;
-    if (is_ternary(format)) return code - 1;
-    return format == Q2_K ? code : (code | (q[64 + offset] >> i & 1) << 2) - 4;
+    if (format == Q3_K) code |= (q[64 + offset] >> i & 1) << 2;
+    return code - code_offset(format);
   }
   int value = i < 4 ? q[32 * i + offset] & 15 : q[32 * (i - 4) + offset] >> 4;
   if (is_five_bit(format)) value |= ((q[128 + offset] >> i) & 1) << 4;
   if (format == Q6_K) value |= ((q[128 + 32 * (i / 4) + offset] >> (i % 4 * 2)) & 3) << 4;
-  if (has_table(format)) return (int)code_values(format)[value] - 128;
-  if (format == Q4_0) value -= 8;
-  if (format == Q5_0) value -= 16;
-  if (format == Q6_K) value -= 32;
-  return value;
+  if (has_table(format)) value = code_values(format)[value];
+  return value - code_offset(format);
 }
 
 static void unpack_block(int format, const uint8_t *block, int c, float super, float super_min,

@@ -67,6 +67,16 @@ INLINE f8 f8_load_bf16(const uint16_t *p) {
 INLINE void f8_store_f16(uint16_t *p, f8 x) {
   vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b)));
 }
+/* 2^(e - 128) of eight exponents e; the first two are below the normal numbers. */
+INLINE float32x4_t four_e8m0(uint32x4_t e) {
+  uint32x4_t normal = vshlq_n_u32(vsubq_u32(e, vdupq_n_u32(1)), 23);
+  uint32x4_t small = vshlq_u32(vdupq_n_u32(1 << 21), vreinterpretq_s32_u32(e));
+  return vreinterpretq_f32_u32(vbslq_u32(vcltq_u32(e, vdupq_n_u32(2)), small, normal));
+}
+INLINE f8 f8_load_e8m0(const uint8_t *p) {
+  uint16x8_t h = vmovl_u8(vld1_u8(p));
+  return F8(four_e8m0(vmovl_u16(vget_low_u16(h))), four_e8m0(vmovl_u16(vget_high_u16(h))));
+}
 INLINE f8 f8_load_u8(const uint8_t *p) {
   uint16x8_t h = vmovl_u8(vld1_u8(p));
   return F8(vcvtq_f32_u32(vmovl_u16(vget_low_u16(h))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(h))));

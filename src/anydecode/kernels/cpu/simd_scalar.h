@@ -57,6 +57,8 @@ INLINE f8 f8_load_u8(const uint8_t *p) { EACH(f8, (float)p[i]); }
 INLINE f8 f8_load_s8(const uint8_t *p) { EACH(f8, (float)(int8_t)p[i]); }
 /* See e4m3_to_float; the numbers are below 128. */
 INLINE f8 f8_load_e4m3(const uint8_t *p) { EACH(f8, e4m3_to_float(p[i])); }
+/* 2^(e - 128) of eight exponents e */
+INLINE f8 f8_load_e8m0(const uint8_t *p) { EACH(f8, ldexpf(1.0f, p[i] - 128)); }
 INLINE i8 i8_set(int32_t x) { EACH(i8, x); }
 INLINE i8 i8_add(i8 x, i8 y) { EACH(i8, x.v[i] + y.v[i]); }
 INLINE i8 i8_sub(i8 x, i8 y) { EACH(i8, x.v[i] - y.v[i]); }
