@@ -165,6 +165,18 @@ def test_every_variant_gives_the_same_products(library: Library, format: str) ->
             assert np.array_equal(expected.view(np.uint32), other.view(np.uint32))
 
 
+def test_every_exponent_of_mxfp4_scales_its_block(library: Library) -> None:
+    """Also the two whose scales are below the normal numbers. One product is 2^(e - 128) * 2 * x."""
+    exponents = np.arange(247, dtype=np.uint8)
+    data = np.zeros((247, formats.row_bytes("MXFP4", 32)), np.uint8)
+    data[:, 0], data[:, 1] = exponents, 2
+    x = np.zeros((1, 32), np.float32)
+    x[0, 0] = 127.0
+    result = product(library, Weight("MXFP4", 247, 32, data, ""), x)
+    expected = np.ldexp(np.float32(254.0), exponents.astype(np.int32) - 128)
+    assert np.array_equal(result[0], expected)
+
+
 @pytest.mark.parametrize("format", PACKED)
 def test_data_of_a_wrong_size_are_refused_in_one_line(library: Library, format: str) -> None:
     weight = random_weight(format, 5, 256, 1)
@@ -595,6 +607,21 @@ def test_every_variant_attends_with_the_same_bits(
     finally:
         Library(path)  # the variant is that of the process
     assert all(np.array_equal(found["scalar"], other) for other in found.values())
+
+
+@pytest.mark.parametrize("format", ["float16", "bfloat16", "int8"])
+def test_rows_together_read_keys_and_values_as_one_row_does(library: Library, format: str) -> None:
+    """One row converts them as they are loaded; many rows read those that were converted before."""
+    network = Network(7, head_dim=64)
+    cache, executor = network.cache(128, format), network.executor()
+    tokens, slots = np.random.default_rng(7).integers(0, 50, 77), ints(np.arange(77))
+    executor.run(sequence_rows(tokens[:60], slots), cache, OutputSpec(ints([])))
+    rows = sequence_rows(tokens[60:], slots, 60)
+    together = executor.run(rows, cache, all_logits(rows)).logits.copy()
+    for i in range(17):
+        one = sequence_rows(tokens[60 + i : 61 + i], slots, 60 + i)
+        alone = executor.run(one, cache, all_logits(one)).logits[0]
+        assert np.array_equal(alone, together[i])
 
 
 def test_an_extra_visible_position_is_detected(library: Library) -> None:
