@@ -166,7 +166,7 @@ def test_every_variant_gives_the_same_products(library: Library, format: str) ->
 
 
 def test_every_exponent_of_mxfp4_scales_its_block(library: Library) -> None:
-    """Also the two whose scales are below the normal numbers. One product is 2^(e - 128) * 2 * x."""
+    """Also of the two below the normal numbers. A product is 2^(e - 128) * 2 * x."""
     exponents = np.arange(247, dtype=np.uint8)
     data = np.zeros((247, formats.row_bytes("MXFP4", 32)), np.uint8)
     data[:, 0], data[:, 1] = exponents, 2
