@@ -75,8 +75,9 @@ def reading_out(steps: int) -> Rule:
     def rule(state: Revision) -> bool:
         k = state.block_step
         if k + 1 == steps:
-            for i in state.cells:
-                state.canvas[i] = int(state.clean(i).argmax())
+            best = {i: int(state.clean(i).argmax()) for i in state.cells}
+            for i, token in best.items():
+                state.canvas[i] = token
             return True
         times = (0.001 + 0.999 * (1 - j / (steps - 1)) for j in (k, k + 1))
         a_t, a_s = (1 - 0.999 * time for time in times)
