@@ -281,6 +281,7 @@ def test_every_pass_equals_the_reference(tmp_path: Path, backend: str) -> None:
     assert any((one.tokens[:29] != passes[5].tokens[:29]).any() for one in passes[6:10])
 
 
+@pytest.mark.slow
 def test_wrong_references_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = write(tmp_path)
     passes = decoded(tmp_path, backend="torch")
@@ -290,6 +291,7 @@ def test_wrong_references_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert largest_difference(tensors, decoded(tmp_path, backend="torch")) > 0.01
 
 
+@pytest.mark.slow
 def test_opens_with_the_published_decoder(tmp_path: Path) -> None:
     write(tmp_path)
     prompts = [PROMPT, [3, 9], list(range(2, 9))]
@@ -307,6 +309,7 @@ def test_opens_with_the_published_decoder(tmp_path: Path) -> None:
                 llm.generate([PROMPT], decoder=decoder, max_tokens=8)
 
 
+@pytest.mark.slow
 def test_unused_rows_of_the_embedding_are_no_noise_and_no_text(tmp_path: Path) -> None:
     spec = spec_from_config({**PUBLISHED, "vocab_size": 65536})
     assert spec.num_noise_tokens == 64400 == spec.mask_token

@@ -158,6 +158,7 @@ def generated(
     return canvas[len(prompt) :], passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_length", [8, 21])
 def test_the_causal_row_before_a_block_gives_its_first_token(
     prompt_length: int, tmp_path: Path
