@@ -58,6 +58,7 @@ def test_the_workers_of_a_fleet() -> None:
         places(None, 2, 0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -176,6 +176,7 @@ def report_of(
     return report
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a permission there")
 @pytest.mark.parametrize(
     "make",

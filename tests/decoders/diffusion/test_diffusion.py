@@ -245,6 +245,7 @@ COMPOSITIONS["stale prefix"] = COMPOSITIONS["prefix"][0], {"stale": True}
 PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9], [2, 2, 2]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_batches_and_restarts_do_not_change_the_text(name: str, temperature: float) -> None:

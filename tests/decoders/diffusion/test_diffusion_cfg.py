@@ -202,7 +202,12 @@ PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9]]
 
 @pytest.mark.parametrize(
     ("decoder", "size"),
-    [("", None), (":block=5,cache=dual", None), (":remasking=random,block=0", None), ("", 4)],
+    [
+        pytest.param("", None, marks=pytest.mark.slow),
+        (":block=5,cache=dual", None),
+        (":remasking=random,block=0", None),
+        ("", 4),
+    ],
 )
 def test_answers_parse_and_are_equal_alone_batched_and_restarted(
     decoder: str, size: int | None
