@@ -31,6 +31,7 @@ COMMANDS = {
     "serve": "MODEL --port 0",
     "cluster up": "MODEL --workers 1 --port 0",
     "certify": "--model MODEL",
+    "doctor": "--model MODEL",
     "quantize": "MODEL OUT",
     "export-drafter": "MODEL OUT --draft MODEL",
     "cluster worker": "MODEL --secret-file TEXT --patience 0",

@@ -94,7 +94,7 @@ class LLM:
             diffusion models also "dlm-ptq" with its parameters.
         threads: Number of CPU threads.
         backend: Name of the kernel backend; by default the best one for the device. "transformers"
-            opens a folder as a model of that package, with fewer guarantees.
+            opens a folder or a GGUF file as a model of that package, with fewer guarantees.
         device: "cpu" (the default) or "cuda": Triton kernels if that package is installed, else
             torch.
         family: The family of the model, for checkpoints whose config does not say it

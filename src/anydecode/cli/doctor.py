@@ -1,4 +1,4 @@
-"""`anydecode doctor`: a report on this machine and installation."""
+"""`anydecode doctor`: a report on this machine and installation, or on what a model computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import platform
 import shutil
 import sys
 import warnings
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from anydecode.cli import options
 from anydecode.cli.output import output_width, print_json, wrapped
@@ -46,17 +48,50 @@ EXTRAS = {
 COMPILERS = ("cc", "gcc", "clang", "cl")
 
 
-def doctor(json: options.Json = False) -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Compare this model with transformers instead: its greedy tokens, and the cause"
+            " of each that differs. Takes four bytes of memory per weight.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="With --model: tokens of each answer, at most.")
+    ] = 32,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
     """Show the kernels, compiler, threads, memory, GPU, cache folder, models and extras of this
-    machine.
+    machine. With --model, tell near-ties of a model from real differences to transformers; the exit
+    status is 1 if there is a real one.
 
-    Example: anydecode doctor --json
+    Example: anydecode doctor --model smollm2-135m-instruct
     """
+    if model is not None:
+        _compare(model, tokens, dtype, threads, json)
+        return
     report = collect_report()
     if json:
         print_json(report)
         return
     print_report(report)
+
+
+def _compare(model: str, tokens: int, dtype: str | None, threads: int | None, json: bool) -> None:
+    from anydecode.benchmarks import against_transformers
+
+    report = against_transformers.compare(model, tokens, dtype, threads)
+    if json:
+        print_json(report)
+    else:
+        for line in against_transformers.lines(report):
+            print(wrapped(line, output_width()))
+    if not against_transformers.is_same(report):
+        raise typer.Exit(1)
 
 
 def collect_report() -> dict[str, Any]:

@@ -415,7 +415,7 @@ def open_model(
         dtype: The weight format to convert to; None means as stored.
         threads: The number of threads of the native kernels.
         backend: "native", "torch" or "triton", see `choose_executor`; "transformers" opens a folder
-            as a model of `transformers`.
+            or a GGUF file as a model of `transformers`.
         device: "cpu" or "cuda"; None means "cpu".
         family, block: What a checkpoint's config does not say, see `as_family`.
         split: Runs parts of its passes in other processes, which open the same files.

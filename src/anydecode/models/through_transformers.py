@@ -1,4 +1,4 @@
-"""Opens folders of architectures that only `transformers` implements."""
+"""Opens models through `transformers`, which implements more architectures."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _DTYPES = (None, "float32", "float16", "bfloat16")
 def open_through_transformers(
     model: Any, dtype: Any = None, device: str | None = None
 ) -> tuple[HuggingFaceModel, HFTokenizer]:
-    """Open a folder as a causal model of `transformers`. Code of the repository is not run. A
-    warning of one line says what the model lacks.
+    """Open a folder or a GGUF file as a causal model of `transformers`. Code of the repository is
+    not run. A warning of one line says what the model lacks.
 
     Args:
-        model: A name or a folder.
+        model: A name, a folder or a GGUF file, whose weights `transformers` converts to `dtype`.
         dtype: "float32", "float16", "bfloat16" or None (as stored).
         device: "cpu" or "cuda"; None means "cpu".
 
     Raises:
         MissingPackageError: `transformers` or torch is not installed.
         ModelNotFoundError: There is no model of this name.
-        InvalidRequestError: The model is no folder, or `dtype` is another format.
-        CheckpointError: `transformers` cannot open the folder.
+        InvalidRequestError: `dtype` is another format.
+        CheckpointError: `transformers` cannot open the model.
     """
     try:
         import transformers
@@ -55,19 +55,18 @@ def open_through_transformers(
             " bfloat16"
         )
     path = resolve(model)
-    if not path.is_dir():
-        raise InvalidRequestError(
-            f"{path} is a file; backend={BACKEND!r} opens folders with a config.json"
-        )
+    folder = path
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if path.is_file():
+        folder, options["gguf_file"] = path.parent, path.name
     bars = transformers.utils.logging
     has_bars = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
         opened = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", **options
+            folder, dtype=dtype or "auto", **options
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     # Each architecture has errors of its own.
     except Exception as error:
         raise CheckpointError(f"{path}: transformers cannot open it: {one_line(error)}") from None
