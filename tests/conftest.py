@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import secrets
+import zlib
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -55,7 +57,8 @@ def runs_certificate(item: pytest.Item) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of `make test-core`."""
+    """Add the option of `make test-core`, and that of CI on slow machines."""
+    parser.addoption("--part", default="1/1", help="part I/N of the selected tests (1/1: all)")
     parser.addoption(
         "--core",
         action="store_true",
@@ -73,6 +76,21 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def part_of(config: pytest.Config) -> tuple[int, int]:
+    """The part of the tests that `--part` names, from 0 on, and the number of parts."""
+    text = config.getoption("part")
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise pytest.UsageError(f"--part is I/N with 1 <= I <= N, not {text}")
+    return int(found[1]) - 1, int(found[2])
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say that tests are left out."""
+    index, count = part_of(config)
+    return f"part {index + 1} of {count} of the tests" if count > 1 else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -93,6 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             num_cases[test] += 1
     if config.getoption("core"):
         items[:] = core_tests(items)
+    index, count = part_of(config)
+    items[:] = [one for one in items if zlib.crc32(one.nodeid.encode()) % count == index]
 
 
 def core_tests(items: list[pytest.Item]) -> list[pytest.Item]:
