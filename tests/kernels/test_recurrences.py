@@ -259,7 +259,10 @@ def test_rows_that_do_not_see_every_position_are_refused(model: Transformer) -> 
     evicted = make_rows([5], [2], [2], [table], [0], [3])
     ahead = make_rows([5, 6], [0, 1], [0, 1], [np.array([0, 1])], [0, 0], [2, 2])
     unstored = make_rows([5], [0], [-1], [np.array([0])], [0], [1])
-    for rows in (evicted, ahead, unstored):
+    refused = [evicted, unstored]
+    if new_cache(model).states is not None:  # convolutions do not read later positions
+        refused.append(ahead)
+    for rows in refused:
         with pytest.raises(UnsupportedCombinationError, match="every earlier position"):
             logits(model, whole(rows, model), new_cache(model))
 
