@@ -55,9 +55,6 @@ def compare(model: str, tokens: int, dtype: str | None, threads: int | None) -> 
             f"{checkpoint.name}: only causal language models with a tokenizer are compared with"
             " transformers"
         )
-    with status(f"loading {checkpoint.name} with transformers"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what transformers lacks as a backend
-        reference, other = open_through_transformers(model, "float32")
     texts = [prompt.text for prompt in PROMPTS[:: len(PROMPTS) // NUM_PROMPTS]][:NUM_PROMPTS]
     spelt = [tokenizer.encode(text) for text in texts]
     room = own.spec.max_positions - tokens
@@ -66,6 +63,9 @@ def compare(model: str, tokens: int, dtype: str | None, threads: int | None) -> 
             f"--tokens {tokens} leaves no room for a prompt in {own.spec.max_positions} positions"
         )
     prompts = [prompt[:room] for prompt in spelt]
+    with status(f"loading {checkpoint.name} with transformers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what transformers lacks as a backend
+        reference, other = open_through_transformers(model, "float32")
     with status(f"{checkpoint.name} answers {NUM_PROMPTS} prompts"):
         with LLM(own, tokenizer=tokenizer, draft="none") as llm:
             found = llm.generate(prompts, decoder="autoregressive", max_tokens=tokens)
