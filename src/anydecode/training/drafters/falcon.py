@@ -64,7 +64,9 @@ class Falcon(Learner):
         """The inputs of the layer. As in the code of its authors the rows are a batch of the LSTM,
         so that its cells start from zero in each of them."""
         rows = torch.cat([self.embed(tokens), states], -1)
-        output: torch.Tensor = self.lstm(rows.reshape(1, -1, rows.shape[-1]))[0]
+        # Processors without AVX-512 have no LSTM in bfloat16.
+        with torch.autocast(rows.device.type, enabled=False):
+            output: torch.Tensor = self.lstm(rows.float().reshape(1, -1, rows.shape[-1]))[0]
         return output.view(*rows.shape[:-1], -1)
 
     def draft(self, batch: DraftBatch, random: torch.Generator) -> Drafted:
