@@ -22,7 +22,7 @@ def timed(model: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[i
     run = model.run
 
     def counted(rows, cache, output_spec):  # type: ignore[no-untyped-def]
-        key = int(rows.positions[0]), len(rows)
+        key = int(rows.positions[len(rows) // 2]), len(rows)
         counts[key] = counts.get(key, 0) + 1
         cache.keys[0][:] = 1.0  # the scripted model refuses to read what was not stored
         for keys in cache.keys:
@@ -43,6 +43,32 @@ def test_every_point_is_timed_in_every_round(monkeypatch: pytest.MonkeyPatch) ->
     assert set(counts) == {(c, n) for c in (8, 24) for n in (1, 2, 3, 4, 6)}
     first = counts.pop((8, 1))
     assert set(counts.values()) == {3} and first == 2 + 3  # with a round to warm up
+
+
+def test_rows_without_logits_and_averages_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, run = ScriptedModel(), [], ScriptedModel.run
+
+    def seen(rows, cache, output_spec):  # type: ignore[no-untyped-def]
+        for keys in cache.keys:
+            keys[:] = 1.0
+        asked.append((len(rows), output_spec.logits.tolist()))
+        return run(model, rows, cache, output_spec)
+
+    clock = iter(range(1000))
+    monkeypatch.setattr(model, "run", seen)
+    table = costs.measure(
+        model,
+        (1, 4),
+        (8,),
+        rounds=2,
+        clock=lambda model: next(clock) ** 2,
+        max_seconds=float("inf"),
+        num_logits=1,
+        of_rounds=max,
+    )
+    assert asked == [(1, [0]), (1, [0]), *[(1, [0]), (4, [3])] * 3]
+    # The clock's n-th interval takes 4 n + 1: the last round has intervals 6 and 7.
+    assert table.seconds_by == {8: {1: 25, 4: 29}}
 
 
 def test_contexts_leave_room_for_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import mean, median
 from time import perf_counter, process_time
 from typing import Any
 
@@ -33,7 +33,9 @@ from anydecode.scoring.sequence import TARGET
 #: Numbers of rows, and of positions that they attend to, at which the passes of a model are
 #: measured for a plan: more than a schedule needs, since whole prompts are simulated.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-CONTEXTS = (256, 1024, 2048)
+CONTEXTS = (64, 256, 1024, 2048)
+#: Of these, the one at which passes are measured with each number of threads, and whole answers.
+CONTEXT = 256
 #: The numbers of rows of these passes that are measured with each number of threads.
 THREAD_ROWS = (1, 16, 128, 512)
 #: Larger fleets are simulated in leap mode.
@@ -46,8 +48,8 @@ NUM_BEST = 2
 #: it has them, and until it lasts for `LEAP_SPAN` times the limit of the time to the first token.
 LEAP_REQUESTS = 20
 LEAP_SPAN = 5
-#: Answers at a time at which the work besides that of the model is measured.
-_NUM_ANSWERS = 4
+#: Answers at a time at which the work besides that of a prompt's rows is measured.
+_NUM_ANSWERS = 16
 _FAILED: Latency = (float("inf"), float("inf"))
 
 
@@ -92,7 +94,16 @@ def measured(llm: LLM, **options: Any) -> Machine:
     """
     hidden_size = llm.model.spec.hidden_size
     thread_costs = _thread_costs(llm)
-    costs = measure(_alone(llm), ROWS, CONTEXTS, max_seconds=float("inf"))
+    # Of a prompt's rows only the last one has logits; those of answers are part of
+    # `answer_seconds`. Passes will take what they take on average, not what the fastest one takes.
+    costs = measure(
+        _alone(llm),
+        ROWS,
+        CONTEXTS,
+        max_seconds=float("inf"),
+        num_logits=1,
+        of_rounds=mean,
+    )
     few, many = (_seconds_besides(llm, costs, num) for num in (1, _NUM_ANSWERS))
     each = max(0.0, (many - few) / (_NUM_ANSWERS - 1))
     return Machine(
@@ -139,17 +150,18 @@ def _thread_costs(llm: LLM) -> ThreadCosts | None:
         tables[count] = measure(
             model,
             THREAD_ROWS,
-            CONTEXTS[:1],
+            (CONTEXT,),
             clock=lambda model: perf_counter(),
             max_seconds=float("inf"),
+            num_logits=1,
         )
     return ThreadCosts(tables)
 
 
 def _seconds_besides(llm: LLM, costs: CostTable, num: int) -> float:
-    """What a pass over so many answers takes besides that of the model: the schedule, sampling,
-    stop conditions. The median of 32 passes, in seconds of processor time."""
-    length = min(CONTEXTS[0], llm.model.spec.max_positions // 2) - 16
+    """What a pass over so many answers takes besides the rows of `costs`: further logits, the
+    schedule, sampling, stop conditions. The median of 32 passes, in seconds of processor time."""
+    length = min(CONTEXT, llm.model.spec.max_positions // 2) - 16
     jobs = [
         llm.request(
             [1 + number] * length, decoder="autoregressive", max_tokens=33, ignore_eos=True

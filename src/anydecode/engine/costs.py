@@ -40,12 +40,13 @@ def measure(
     rounds: int = ROUNDS,
     clock: Callable[[Model], float] | None = None,
     max_seconds: float | None = None,
+    num_logits: int | None = None,
+    of_rounds: Callable[[Seq[float]], float] = min,
 ) -> CostTable:
-    """Measure passes of `rows` rows that attend to `contexts` positions, with the logits of every
-    row.
+    """Measure passes of `rows` rows of one sequence that attend to `contexts` positions on average.
 
     Takes the fastest of `rounds` interleaved rounds after a warm-up, since other load on the
-    machine only adds time. Keys and values are zeros. If the full grid would take longer than
+    machine only adds time, or what `of_rounds` makes of them. Keys and values are zeros. If the full grid would take longer than
     `max_seconds`, only the first four row counts are timed, once, at the shortest context.
 
     Args:
@@ -56,6 +57,8 @@ def measure(
         clock: The time in seconds; by default processor time per thread if the model has threads of
             its own.
         max_seconds: The maximum, as if all passes had one row; None: `MAX_SECONDS`.
+        num_logits: The number of rows, the last ones, whose logits are computed; None: all.
+        of_rounds: The duration of a pass by those of the rounds.
     """
     clock = clock or _busy_seconds
     if max_seconds is None:
@@ -63,18 +66,18 @@ def measure(
     longest = min(max(contexts), model.spec.max_positions - max(rows))
     lengths = sorted({min(context, longest) for context in contexts})
     cache = model.new_cache(longest + max(rows))
-    first = min(_time(model, cache, 1, lengths[0], clock) for _ in range(2))
+    first = min(_time(model, cache, 1, lengths[0], clock, 1) for _ in range(2))
     if first * len(rows) * len(lengths) * (rounds + 1) > max_seconds:
         rows, lengths, rounds = rows[:4], lengths[:1], 1
     times: dict[tuple[int, int], list[float]] = {}
     for round in range(rounds + 1):
         for length in lengths:
             for count in rows:
-                seconds = _time(model, cache, count, length, clock)
+                seconds = _time(model, cache, count, length, clock, num_logits or count)
                 if round:
                     times.setdefault((length, count), []).append(seconds)
     return CostTable(
-        {length: {count: min(times[length, count]) for count in rows} for length in lengths}
+        {length: {count: of_rounds(times[length, count]) for count in rows} for length in lengths}
     )
 
 
@@ -216,18 +219,24 @@ def _is_busy() -> bool:
 
 
 def _time(
-    model: Model, cache: KeyValues, count: int, context: int, clock: Callable[[Model], float]
+    model: Model,
+    cache: KeyValues,
+    count: int,
+    context: int,
+    clock: Callable[[Model], float],
+    num_logits: int,
 ) -> float:
     def numbers(value: Any) -> np.ndarray:
         return np.array(value, np.int32)
 
-    slots = np.arange(context, context + count, dtype=np.int32)
+    first = max(0, context - count // 2)
+    slots = np.arange(first, first + count, dtype=np.int32)
     zeros, depth = np.zeros(count, np.int32), model.spec.num_layers
     rows = Rows(
         tokens=zeros + 1,
         positions=slots,
         slots=slots,
-        tables=[np.arange(context + count, dtype=np.int32)],
+        tables=[np.arange(first + count, dtype=np.int32)],
         table=zeros,
         prefix=numbers(slots + 1),
         tails=numbers([]),
@@ -237,7 +246,7 @@ def _time(
         stop=numbers([depth] * count),
     )
     start = clock(model)
-    output = model.run(rows, cache, OutputSpec(np.arange(count, dtype=np.int32)))
+    output = model.run(rows, cache, OutputSpec(np.arange(count, dtype=np.int32)[-num_logits:]))
     to_host(output.logits)
     return clock(model) - start
 
