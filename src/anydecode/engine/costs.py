@@ -46,8 +46,9 @@ def measure(
     """Measure passes of `rows` rows of one sequence that attend to `contexts` positions on average.
 
     Takes the fastest of `rounds` interleaved rounds after a warm-up, since other load on the
-    machine only adds time, or what `of_rounds` makes of them. Keys and values are zeros. If the full grid would take longer than
-    `max_seconds`, only the first four row counts are timed, once, at the shortest context.
+    machine only adds time, or what `of_rounds` makes of them. Keys and values are zeros. If the
+    full grid would take longer than `max_seconds`, only the first four row counts are timed, once,
+    at the shortest context.
 
     Args:
         model: The model.
