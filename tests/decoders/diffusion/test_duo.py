@@ -19,7 +19,8 @@ def test_certificate() -> None:
     assert_certified("duo")
 
 
-@pytest.mark.parametrize("parameter", ["steps", "kappa", "block"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parameter", ["steps", "kappa", "block", "rho", "read_out_sigma"])
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +43,13 @@ def test_certificate_rejects_a_canvas_of_one_token(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
-    [("kappa=2", "between 0 and 1"), ("steps=0", "steps is 0; allowed are 1 to 65536")],
+    [
+        ("kappa=2", "between 0 and 1"),
+        ("steps=0", "steps is 0; allowed are 1 to 65536"),
+        ("rho=0", "rho must be greater than 0"),
+        ("read_out=true,read_out_sigma=-1", "read_out_sigma must be 0 or more"),
+        ("read_out_sigma=0.7", "read_out_sigma needs read_out=true"),
+    ],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):

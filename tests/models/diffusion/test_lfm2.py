@@ -214,17 +214,27 @@ class Pass:
 
 
 def schedule(step: int, steps: int) -> tuple[float, float]:
-    """The published sigma and temperature of a step: times from 1 to `TIME_EPS`, temperatures from
-    0.8 to 0.4 in all steps but the last one."""
-    time = TIME_EPS + (1 - TIME_EPS) * (1 - step / (steps - 1))
-    return -math.log(1 - (1 - TIME_EPS) * time), 0.8 - 0.4 * min(1.0, step / (steps - 2))
+    """Sigma and temperature of a step of the published preset: the times are those of a grid from 1
+    to `TIME_EPS` that is warped by the power 0.3, with temperatures from 0.8 to 0.4; the last step,
+    which reads out the text, has the sigma 0.7 and the last temperature."""
+    num_samples = steps - 1
+    if step == num_samples:
+        return 0.7, 0.4
+    time = TIME_EPS + (1 - TIME_EPS) * (1 - step / num_samples) ** 0.3
+    return -math.log(1 - (1 - TIME_EPS) * time), 0.8 - 0.4 * step / (num_samples - 1)
 
 
 def decoded(folder: Path, steps: int = 5, length: int = 20, **options: Any) -> list[Pass]:
     """The passes of an answer of the published loop."""
     passes: list[Pass] = []
     decoder: Any = duo(
-        steps, read_out=True, first_temperature=0.8, last_temperature=0.4, cache="block"
+        steps,
+        rho=0.3,
+        read_out=True,
+        read_out_sigma=0.7,
+        first_temperature=0.8,
+        last_temperature=0.4,
+        cache="block",
     )
     plain = decoder.denoise
 
@@ -241,8 +251,7 @@ def decoded(folder: Path, steps: int = 5, length: int = 20, **options: Any) -> l
         step = canvas.tokens.copy(), canvas.block[0], canvas.block_step
         passes.append(Pass(*step, torch.from_numpy(logits).double(), temperature))
         tokens, is_final = plain(sequence, canvas, predictions, positions, is_last)
-        if is_last:
-            assert is_final and tokens.tolist() == logits.argmax(-1).tolist()
+        assert is_final == is_last
         return tokens, is_final
 
     decoder.denoise = denoise
@@ -277,7 +286,7 @@ def test_every_pass_equals_the_reference(tmp_path: Path, backend: str) -> None:
     assert [one.first for one in passes] == [13] * 5 + [21] * 5 + [29] * 5
     assert largest_difference(tensors, passes) < 2e-3
     for one in passes:
-        assert one.step == 4 or one.temperature == pytest.approx(schedule(one.step, 5)[1])
+        assert one.temperature == pytest.approx(schedule(one.step, 5)[1])
     assert any((one.tokens[:29] != passes[5].tokens[:29]).any() for one in passes[6:10])
 
 
@@ -303,7 +312,7 @@ def test_opens_with_the_published_decoder(tmp_path: Path) -> None:
         assert [one.tokens for one in llm.generate(prompts, **options)] == [
             one.tokens for one in alone
         ]
-        assert alone[0].stats.passes == 2 * 8
+        assert alone[0].stats.passes == 2 * 9
         for decoder in ("duo", "diffusion-gemma"):
             with pytest.raises(AnydecodeError, match="random tokens behind finished blocks"):
                 llm.generate([PROMPT], decoder=decoder, max_tokens=8)

@@ -4,6 +4,8 @@ what it holds and what the model predicts."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
@@ -28,24 +30,35 @@ class Duo(UniformDenoiser):
     of the posterior at time 0."""
 
     kappa = 1.0
+    rho = 1.0
     read_out = False
-    #: Of the first and of the last step; None: that of the request.
+    read_out_sigma = 0.0
+    #: Of the first and of the last sampling step; None: that of the request.
     temperatures: tuple[float, float] | None = None
 
     def time(self, canvas: Canvas) -> float:
-        if not self.read_out:
-            return super().time(canvas)
-        return self._time(canvas, 0 if canvas.block is None else canvas.block_step)
+        """The time at which the model reads the block: that of the step, but in the step that reads
+        out the text one of at least `read_out_sigma` noise."""
+        return (1 - self._read_share(canvas)) / (1 - self._eps)
 
-    def _time(self, canvas: Canvas, step: int) -> float:
-        """The time of a step if the last one reads out the text: from 1 to `_EPS`."""
-        return _EPS + (1 - _EPS) * (1 - step / max(1, self.num_steps(canvas) - 1))
+    @property
+    def _eps(self) -> float:
+        return _EPS if self.read_out else 0.0
+
+    def _read_share(self, canvas: Canvas) -> float:
+        """The share of tokens that are not noise, as this step assumes."""
+        step = 0 if canvas.block is None else canvas.block_step
+        share = self._share(canvas, step)
+        is_reading = self.read_out and step + 1 >= self.num_steps(canvas)
+        return min(share, math.exp(-self.read_out_sigma)) if is_reading else share
 
     def _share(self, canvas: Canvas, step: int) -> float:
-        """The share of tokens that are not noise at the time of a step."""
-        if self.read_out:
-            return 1 - (1 - _EPS) * self._time(canvas, step)
-        return step / self.num_steps(canvas)
+        """The share of tokens that are not noise before a step; after the last one, 1."""
+        last = self.num_steps(canvas) - self.read_out
+        if step > last:
+            return 1.0
+        time: float = self._eps + (1 - self._eps) * (1 - step / max(1, last)) ** self.rho
+        return 1 - (1 - self._eps) * time
 
     def _sampler(self, canvas: Canvas, predictions: Predictions) -> Sampler:
         """The sampler of the model's predictions in this step."""
@@ -64,17 +77,12 @@ class Duo(UniformDenoiser):
         positions: np.ndarray,
         is_last: bool,
     ) -> tuple[np.ndarray, bool]:
-        if self.read_out and is_last:
-            best = [int(predictions.logits(position).argmax()) for position in positions]
-            return np.array(best), True
         spec = sequence.kv_cache().pool.model.spec
         size = spec.num_noise_tokens or len(predictions.logits(positions[0]))
         mask = canvas.mask if canvas.mask < size else -1
         num_tokens = size - (mask >= 0)
-        now, later = (
-            NoiseLevel(share, 0.0, (1 - share) / num_tokens)
-            for share in (self._share(canvas, canvas.block_step + later) for later in (0, 1))
-        )
+        shares = self._read_share(canvas), self._share(canvas, canvas.block_step + 1)
+        now, later = (NoiseLevel(share, 0.0, (1 - share) / num_tokens) for share in shares)
         sampler = self._sampler(canvas, predictions)
         clean = [
             sampler.distribution(predictions.logits(position)[:size]).dense(size)
@@ -113,8 +121,8 @@ class Duo(UniformDenoiser):
         needs=("uniform-state diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "time runs from 1 to 0 in equal steps over each block, or to 0.001 with read_out; the"
-            " released code stops at 1e-5, and at time 1 one of 1000 tokens is not noise",
+            "time runs from 1 to 0 over each block, or to 0.001 with read_out; the released code"
+            " stops at 1e-5, and at time 1 one of 1000 tokens is not noise",
             "kappa is constant over time",
             "discrete consistency distillation (train distil --method duo) is for models without a"
             " time input, and does not average the weights over the training",
@@ -123,6 +131,8 @@ class Duo(UniformDenoiser):
         remote={
             "steps": Range(1, 4096),
             "kappa": Range(0, 1),
+            "rho": Range(0.01, 10),
+            "read_out_sigma": Range(0, 100),
             "first_temperature": Range(0, 10),
             "last_temperature": Range(0, 10),
             "block": Range(0, 4096),
@@ -133,7 +143,9 @@ class Duo(UniformDenoiser):
 def duo(
     steps: int | None = None,
     kappa: float = 1.0,
+    rho: float = 1.0,
     read_out: bool = False,
+    read_out_sigma: float = 0.0,
     first_temperature: float | None = None,
     last_temperature: float | None = None,
     block: int = 0,
@@ -146,9 +158,15 @@ def duo(
         steps: Steps per block (default: one per position).
         kappa: 1: ancestral sampling. Below 1, positions are with this probability drawn from the
             posterior, else their token is predicted and covered with fresh noise (the psi-sampler).
-        read_out: Whether the last step takes the likeliest tokens, and is no sampling step.
+        rho: The time after a share u of the steps is (1 - u) to this power: below 1, more steps are
+            taken where little is noise.
+        read_out: Whether the last step draws the text from what is not noise after the others,
+            which end at time 0.001. It is one of `steps`.
+        read_out_sigma: The least noise that this step assumes, as -log of the share of tokens that
+            are not noise.
         first_temperature: The temperature in the first step of a block, in place of the request's.
-        last_temperature: The temperature in the last step that samples; it changes evenly.
+        last_temperature: That of the last step before the text is read out, and of this step; it
+            changes evenly.
         block: Positions per block (0: the model's blocks, or the whole canvas).
         cache: "none", or "block" with a model that has blocks.
         mask: A token that is neither noise nor predicted (default: the tokenizer's mask token).
@@ -162,9 +180,16 @@ def duo(
             "first_temperature and last_temperature must be 0 or more, not"
             f" {first_temperature} and {last_temperature}"
         )
+    if rho <= 0:
+        raise InvalidRequestError(f"rho must be greater than 0, not {rho}")
+    if read_out_sigma < 0:
+        raise InvalidRequestError(f"read_out_sigma must be 0 or more, not {read_out_sigma}")
+    if read_out_sigma and not read_out:
+        raise InvalidRequestError("read_out_sigma needs read_out=true")
     check_steps(steps)
     decoder = Duo(FixedBlocks(block), cache=cache_named(cache, EXACT_CACHES), mask=mask)
-    decoder.steps, decoder.kappa, decoder.read_out = steps, kappa, read_out
+    decoder.steps, decoder.kappa, decoder.rho = steps, kappa, rho
+    decoder.read_out, decoder.read_out_sigma = read_out, read_out_sigma
     if first_temperature is not None and last_temperature is not None:
         decoder.temperatures = first_temperature, last_temperature
     return decoder

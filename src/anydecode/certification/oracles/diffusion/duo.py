@@ -69,22 +69,22 @@ def ancestral(steps: int, kappa: float) -> Rule:
     return rule
 
 
-def reading_out(steps: int) -> Rule:
-    """Times from 1 to 0.001, then the likeliest tokens."""
+def reading_out(steps: int, rho: float = 1.0, sigma: float = 0.0) -> Rule:
+    """Times from 1 to 0.001, then a sample of the posterior at time 0, whose noise is `sigma` at
+    least."""
 
     def rule(state: Revision) -> bool:
-        k = state.block_step
-        if k + 1 == steps:
-            best = {i: int(state.clean(i).argmax()) for i in state.cells}
-            for i, token in best.items():
-                state.canvas[i] = token
-            return True
-        times = (0.001 + 0.999 * (1 - j / (steps - 1)) for j in (k, k + 1))
-        a_t, a_s = (1 - 0.999 * time for time in times)
+        k, num_samples = state.block_step, steps - 1
+        grid = [0.001 + 0.999 * (i / num_samples) ** rho for i in range(num_samples, -1, -1)]
+        kept = [1 - 0.999 * time for time in grid]
+        if k == num_samples:
+            a_t, a_s = float(min(kept[-1], np.exp(-sigma))), 1.0
+        else:
+            a_t, a_s = kept[k : k + 2]
         new = {i: posterior(state.canvas[i], state.clean(i), a_t, a_s) for i in state.cells}
         for i, row in new.items():
             state.canvas[i] = sampled(state, row / row.sum(), i)
-        return False
+        return k == num_samples
 
     return rule
 
@@ -99,6 +99,8 @@ def duo() -> Iterator[Check]:
         Case("duo:steps=6,kappa=0.3", ancestral(6, 0.3), 10, 10),
         Case("duo:steps=4,kappa=0", ancestral(4, 0.0), 10, 10),
         Case("duo:steps=5,read_out=true", reading_out(5), 10, 10),
+        Case("duo:steps=6,rho=0.3,read_out=true", reading_out(6, 0.3), 10, 10),
+        Case("duo:steps=4,read_out=true,read_out_sigma=4", reading_out(4, 1.0, 4.0), 10, 10),
     ]
     num_changes = yield from equal_canvases(scripts, cases, begin=noised)
     yield Check("tokens change", num_changes > 50, f"{num_changes} changes")
