@@ -445,7 +445,8 @@ def ffn(
 
     secret = read_secret(secret_file, can_create=True)
     make = choose_executor(backend, threads)
-    server = FfnServer(load_network(load_checkpoint(model), dtype), make, secret, model)
+    network = load_network(load_checkpoint(model), dtype, keeps_updates=True)
+    server = FfnServer(network, make, secret, model)
 
     def ready(port: int) -> None:
         typer.echo(f"{READY}{host}:{port}")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from anydecode.kernels.interface import Weight
 from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
+
+
+class MatrixUpdate(NamedTuple):
+    """The low-rank update of a matrix, `up` `[out_features, rank]` @ `down` `[rank, in_features]`
+    in float32; `read` reads the matrix without it."""
+
+    read: Callable[[], np.ndarray | Weight]
+    down: np.ndarray
+    up: np.ndarray
 
 
 @dataclass(eq=False)
@@ -28,6 +37,8 @@ class Checkpoint:
         tokenizer: The checkpoint's tokenizer, if it has one.
         generation_config: The keys of `generation_config.json`.
         pooling: How embeddings are computed, if the repository says.
+        updates: The updates that are merged into tensors, by the name of their module: of packed
+            matrices, a model can compute them beside these.
     """
 
     name: str
@@ -37,3 +48,4 @@ class Checkpoint:
     tokenizer: Tokenizer | None = None
     generation_config: dict[str, Any] = field(default_factory=dict)
     pooling: Pooling | None = None
+    updates: Mapping[str, MatrixUpdate] = field(default_factory=dict)

@@ -143,7 +143,7 @@ class RecurrentWeights:
         """Every matrix of the sublayer."""
         linears = [value for value in vars(self).values() if isinstance(value, Linear)]
         blocks = [*self.input_blocks, *self.recurrence_blocks]
-        return [linear.weight for linear in linears] + blocks
+        return [weight for linear in linears for weight in linear.matrices] + blocks
 
 
 @dataclass(eq=False)
@@ -283,7 +283,7 @@ class LayerWeights:
             linears += [self.memory_unit.gate, self.memory_unit.output]
         if self.side is not None:
             linears.append(self.side.projection)
-        weights += [linear.weight for linear in linears if linear is not None]
+        weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
@@ -910,7 +910,7 @@ def _limited(backend: Backend, x: Any, spec: LayerSpec) -> Any:
 def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
     """Yield every matrix of an MLP."""
     if not isinstance(mlp, Experts):
-        yield from (linear.weight for linear in vars(mlp).values())
+        yield from (weight for linear in vars(mlp).values() for weight in linear.matrices)
         return
     yield mlp.router.weight
     yield from mlp.routed.matrices
@@ -1399,6 +1399,10 @@ def _shape(name: str, inner: int, hidden: int) -> tuple[int, int]:
 
 def _check_linear(name: str, linear: Linear, shape: tuple[int, int]) -> None:
     _check_matrix(name, linear.weight, shape)
+    if linear.update is not None:
+        rank = linear.update[0].out_features
+        for weight, size in zip(linear.update, ((rank, shape[1]), (shape[0], rank)), strict=True):
+            _check_matrix(f"{name}, its update", weight, size)
     if linear.bias is not None:
         _check_vector(f"{name} bias", linear.bias, shape[0])
 

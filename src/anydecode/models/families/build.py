@@ -69,26 +69,35 @@ def build_model(
         CheckpointError: A tensor or config key is missing, invalid or unsupported.
         InvalidRequestError: `dtype` is unknown.
     """
-    network = load_network(checkpoint, dtype, max_positions=max_positions)
+    network = load_network(checkpoint, dtype, max_positions=max_positions, keeps_updates=True)
     return Transformer(network, name=checkpoint.name, executor=executor)
 
 
 def load_network(
-    checkpoint: Checkpoint, dtype: str | None = None, *, max_positions: int | None = None
+    checkpoint: Checkpoint,
+    dtype: str | None = None,
+    *,
+    max_positions: int | None = None,
+    keeps_updates: bool = False,
 ) -> Network:
-    """The architecture and the weights of a checkpoint. Arguments and errors as for
-    `build_model`."""
+    """The architecture and the weights of a checkpoint. Arguments and errors as for `build_model`.
+
+    With `keeps_updates`, updates of packed matrices (`Checkpoint.updates`) stay beside these, as
+    `build_model` does it; otherwise each matrix is one weight.
+    """
     with untrusted(checkpoint.path):
         spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
-        return Network(spec, _read_weights(checkpoint, spec, dtype))
+        return Network(spec, _read_weights(checkpoint, spec, dtype, keeps_updates))
 
 
-def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None) -> ModelWeights:
+def _read_weights(
+    checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None, keeps_updates: bool
+) -> ModelWeights:
     """Read all weights of a model, converted to `dtype`."""
     config = text_config(checkpoint.config)
     family = FAMILIES[config["model_type"]]
     name = family.names.get("embed_tokens", "embed_tokens")
-    reader = TensorReader(checkpoint, dtype, name)
+    reader = TensorReader(checkpoint, dtype, name, keeps_updates)
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = reader.matrix(name, shape, is_outer=True)
     # Checkpoints with tied embeddings do not store the head, and encoders have none.

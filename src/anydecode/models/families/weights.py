@@ -9,9 +9,9 @@ import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import DTYPES as FLOATS
-from anydecode.kernels.formats import dequantize, plain_weight, quantize
+from anydecode.kernels.formats import dequantize, is_packed, plain_weight, quantize
 from anydecode.kernels.interface import Weight
-from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.checkpoint import Checkpoint, MatrixUpdate
 from anydecode.models.linear import Linear
 
 #: dtype -> (format of the layers' matrices, format of the embedding and the head). Four-bit
@@ -40,19 +40,25 @@ class TensorReader:
 
     Names are given without the family's prefix, which that of the `embedding` has:
     `layers.0.mlp.up_proj`. Missing and invalid tensors raise a CheckpointError that names the
-    tensor.
+    tensor. With `keeps_updates`, `linear` returns the updates of packed matrices beside these;
+    otherwise all are merged.
 
     Raises:
         InvalidRequestError: `dtype` is unknown.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str | None, embedding: str = "embed_tokens"
+        self,
+        checkpoint: Checkpoint,
+        dtype: str | None,
+        embedding: str = "embed_tokens",
+        keeps_updates: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             known = ", ".join(name for name in DTYPES if name)
             raise InvalidRequestError(f"dtype {dtype!r} is unknown; choose from {known}")
         self._tensors = checkpoint.tensors
+        self._updates = checkpoint.updates if keeps_updates else {}
         self._source = checkpoint.name
         self._layer_format, self._outer_format = DTYPES[dtype]
         prefixes = (p for p in _PREFIXES if f"{p}{embedding}.weight" in checkpoint.tensors)
@@ -156,12 +162,37 @@ class TensorReader:
         alias: str | None = None,
     ) -> Linear:
         """A matrix and its bias, which is required if `has_bias` and otherwise read if present."""
-        weight = self.matrix(name, shape, rows=rows, alias=alias)
-        vector = None
+        linear = self._updated(name, shape, rows, alias)
+        if linear is None:
+            linear = Linear(self.matrix(name, shape, rows=rows, alias=alias))
         if has_bias or self.has(f"{name}.bias"):
             vector = self.vector(f"{name}.bias", shape[0])
-            vector = vector if rows is None else vector[rows]
-        return Linear(weight, vector)
+            linear.bias = vector if rows is None else vector[rows]
+        return linear
+
+    def _updated(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice | np.ndarray | None,
+        alias: str | None,
+    ) -> Linear | None:
+        """A matrix that is packed, and its update; None if it has none, or is not packed."""
+        update = self._updates.get(self._full_name(name))
+        if update is None:
+            return None
+        stored = update.read()
+        if not isinstance(stored, Weight):
+            stored = plain_weight(stored)
+        if not is_packed(self._layer_format or stored.format):
+            return None
+        for found in (
+            (stored.out_features, stored.in_features),
+            (update.up.shape[0], update.down.shape[1]),
+        ):
+            self._check(f"{name}.weight", found, shape)
+        weight = self.convert(stored, alias or name, rows=rows)
+        return Linear(weight, update=_padded(update, weight.name, rows))
 
     def stacked(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A float tensor `[experts, ...]`, checked to have `shape`."""
@@ -205,3 +236,15 @@ class TensorReader:
             raise CheckpointError(
                 f"{self._source}: tensor {self._full_name(name)} has shape {shape}, not {expected}"
             )
+
+
+def _padded(
+    update: MatrixUpdate, name: str, rows: slice | np.ndarray | None
+) -> tuple[Weight, Weight]:
+    """The matrices down and up of an update for these rows of its matrix, with zeros up to a rank
+    that kernels compute eight at a time."""
+    up = update.up if rows is None else update.up[rows]
+    missing = -len(update.down) % 8
+    down = np.pad(update.down, ((0, missing), (0, 0)))
+    up = np.pad(up, ((0, 0), (0, missing)))
+    return plain_weight(down, f"{name}.lora_A"), plain_weight(up, f"{name}.lora_B")

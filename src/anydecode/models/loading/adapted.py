@@ -1,4 +1,5 @@
-"""Loads an adapter's folder as a model: the base model with the adapter merged into its weights."""
+"""Loads an adapter's folder as a model: the base model with the adapter, which is merged into its
+weights or, where these are packed, computed beside them."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES, dequantize
 from anydecode.kernels.interface import Weight
-from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.checkpoint import Checkpoint, MatrixUpdate
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.files import read_json
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.names import base_model_name, resolve
-from anydecode.models.lora import Factors, read_factors
+from anydecode.models.lora import read_factors
 
 
 def load_adapted(path: Path) -> Checkpoint:
-    """Load the base model that `adapter_config.json` names (by name or path) and merge the adapter
-    into its matrices, which become bfloat16. With a `block.json`, the result is a block-diffusion
-    model.
+    """Load the base model that `adapter_config.json` names (by name or path) with the adapter. Its
+    tensors are bfloat16 with the adapter merged; `Checkpoint.updates` has the adapter by itself.
+    With a `block.json`, the result is a block-diffusion model.
 
     Raises:
         CheckpointError: Files are corrupt, or the adapter does not fit the model.
@@ -37,15 +38,22 @@ def load_adapted(path: Path) -> Checkpoint:
     readers: dict[str, Reader] = {
         key: partial(base.tensors.__getitem__, key) for key in base.tensors
     }
+    updates: dict[str, MatrixUpdate] = {}
     for module, module_factors in factors.items():
         key = f"{module}.weight"
         if key not in readers:
             raise CheckpointError(
                 f"{path}: {name} has no module {module} that an adapter can target"
             )
-        readers[key] = partial(_merged, path, key, readers[key], module_factors)
+        up = np.float32(module_factors.scale) * module_factors.up
+        updates[module] = MatrixUpdate(readers[key], module_factors.down, up)
+        readers[key] = partial(_merged, path, key, updates[module])
     tensors = LazyTensors(path, readers)
-    adapted = replace(base, name=path.name, path=path, tensors=tensors)
+    # A base model that is an adapter itself is merged where it has the matrices of this one.
+    others = {name: one for name, one in base.updates.items() if name not in updates}
+    adapted = replace(
+        base, name=path.name, path=path, tensors=tensors, updates={**others, **updates}
+    )
     return _as_block_diffusion(path, adapted) if (path / "block.json").is_file() else adapted
 
 
@@ -89,9 +97,9 @@ def _as_block_diffusion(path: Path, adapted: Checkpoint) -> Checkpoint:
     return replace(adapted, config=config, tokenizer=tokenizer)
 
 
-def _merged(path: Path, key: str, read: Reader, factors: Factors) -> np.ndarray:
-    stored = read()
+def _merged(path: Path, key: str, update: MatrixUpdate) -> np.ndarray:
+    stored = update.read()
     weight = dequantize(stored) if isinstance(stored, Weight) else stored.astype(np.float32)
-    if weight.shape != (factors.up.shape[0], factors.down.shape[1]):
+    if weight.shape != (update.up.shape[0], update.down.shape[1]):
         raise CheckpointError(f"{path}: the adapter does not fit {key} of shape {weight.shape}")
-    return (weight + np.float32(factors.scale) * (factors.up @ factors.down)).astype(DTYPES["BF16"])
+    return (weight + update.up @ update.down).astype(DTYPES["BF16"])
