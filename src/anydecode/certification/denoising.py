@@ -70,6 +70,7 @@ def bidirectional(
     shift: int = 0,
     block_size: int | None = None,
     edit_tokens: tuple[int, int] | None = None,
+    expand_token: int | None = None,
     **options: Any,
 ) -> LLM:
     """An engine over these logits.
@@ -79,12 +80,17 @@ def bidirectional(
         shift: Row i predicts position i + `shift`.
         block_size: If given, rows attend to their own block of this size and the blocks before it.
         edit_tokens: See `ModelSpec.edit_tokens`.
+        expand_token: See `ModelSpec.expand_token`.
         options: Options of the engine.
     """
     shifted = (lambda path: script((*path[:-1], path[-1] + shift))) if shift else script
     model = ScriptedModel(shifted, causal=False, vocab_size=VOCABULARY)
     model.spec = replace(
-        model.spec, logit_shift=shift, block_size=block_size, edit_tokens=edit_tokens
+        model.spec,
+        logit_shift=shift,
+        block_size=block_size,
+        edit_tokens=edit_tokens,
+        expand_token=expand_token,
     )
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
 

@@ -380,6 +380,9 @@ class ModelSpec:
     # Of a diffusion model that edits: the token that removes a position, and the one that puts a
     # mask before a position (LLaDA2.2).
     edit_tokens: tuple[int, int] | None = None
+    # Of a diffusion model that fills regions of variable length: the token that becomes two masks
+    # (DreamOn).
+    expand_token: int | None = None
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
@@ -445,6 +448,8 @@ class ModelSpec:
         if self.edit_tokens is not None:
             for name, token in zip(("delete", "split"), self.edit_tokens, strict=True):
                 integer(f"{name}_token_id", token, 0, self.vocab_size - 1)
+        if self.expand_token is not None:
+            integer("expand_token_id", self.expand_token, 0, self.vocab_size - 1)
         integer("the number of layers", len(self.layers), 1, MAX_LAYERS)
         for index, layer in enumerate(self.layers):
             _check_layer(f"layer {index}: ", layer)

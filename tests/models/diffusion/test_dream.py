@@ -80,6 +80,21 @@ def test_wrong_references_differ(tmp_path: Path) -> None:
         assert largest_difference(replace(TINY, **wrong), tensors, passes) > 1e-2
 
 
+def test_dreamon_is_known_by_its_expand_token(tmp_path: Path) -> None:
+    """It opens with the decoder of regions of variable length, which expands that token; others
+    never generate it."""
+    tiny = replace(TINY, config={**TINY.config, "expand_token_id": 62}, decoder="dream-coder")
+    assert_decodes_as_published(tiny, tmp_path)
+    with LLM(str(tmp_path), cache_positions=256) as llm:
+        assert llm.model.spec.expand_token == 62
+        prompt, options = [5, 6, MASK, 7], {"max_tokens": 12, "ignore_eos": True, "seed": 1}
+        likely = {"logit_bias": {62: 1000.0}, **options}
+        assert len(llm.generate(prompt, **likely).tokens) > len(
+            llm.generate(prompt, **options).tokens
+        )
+        assert 62 not in llm.generate([5, 6], decoder="dream", **likely).tokens
+
+
 def test_the_tokenizer_of_the_slow_class_is_read(tmp_path: Path) -> None:
     """Dream's folders have vocab.json, merges.txt and tokenizer_config.json only."""
     write(TINY, tmp_path)

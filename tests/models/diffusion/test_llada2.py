@@ -173,6 +173,13 @@ def test_wrong_choices_per_block_differ(tmp_path: Path) -> None:
         assert largest_difference(replace(TINY_OF_BLOCKS, router=wrong), tensors, passes) > 1e-2
 
 
+def test_missing_control_tokens_are_those_of_the_published_model() -> None:
+    config = {name: value for name, value in OF_BLOCKS.items() if not name.endswith("_token_id")}
+    spec = spec_from_config({**config, "vocab_size": 157184})
+    assert spec.edit_tokens == (156930, 156931) and spec.mask_token == 156895
+    assert spec_from_config(OF_BLOCKS).edit_tokens == (58, 59)
+
+
 @pytest.mark.slow
 def test_requests_in_a_batch_choose_experts_apart(tmp_path: Path) -> None:
     write(TINY_OF_BLOCKS, tmp_path)

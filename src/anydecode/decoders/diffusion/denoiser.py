@@ -237,7 +237,9 @@ class Denoiser(Decoder):
     def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
         """Tokens that are never predicted, beside the mask token: those that edit a canvas, which
         are no text."""
-        return sequence.kv_cache().pool.model.spec.edit_tokens or ()
+        spec = sequence.kv_cache().pool.model.spec
+        tokens = (*(spec.edit_tokens or ()), spec.expand_token)
+        return tuple(token for token in tokens if token is not None)
 
     def unmask_step(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
         """Open a block if none is open, choose masks, and commit their tokens."""

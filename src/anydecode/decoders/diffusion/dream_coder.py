@@ -40,6 +40,18 @@ class VariableInfilling(Denoiser):
 
     expand: int | None = None
 
+    def expand_token(self, sequence: Sequence) -> int | None:
+        """The given one, else the model's."""
+        if self.expand is not None:
+            return self.expand
+        token: int | None = sequence.kv_cache().pool.model.spec.expand_token
+        return token
+
+    def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
+        """Whether `expand` may be predicted depends on the canvas, see `predictions`."""
+        own = self.expand_token(sequence)
+        return tuple(token for token in super().banned(sequence, canvas) if token != own)
+
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
         super().begin(sequence, canvas)
         num_expansions = sequence.remaining - (len(canvas) - sequence.length)
@@ -49,14 +61,15 @@ class VariableInfilling(Denoiser):
         self, sequence: Sequence, canvas: Canvas, scores: Scores, rows: range | None = None
     ) -> Predictions:
         predictions = super().predictions(sequence, canvas, scores, rows)
-        if self.expand is not None:
+        expand = self.expand_token(sequence)
+        if expand is not None:
             logits = predictions.scores.logits
-            if self.expand >= logits.shape[1]:
+            if expand >= logits.shape[1]:
                 raise InvalidRequestError(
-                    f"expand={self.expand} must be below the vocabulary size {logits.shape[1]}"
+                    f"expand={expand} must be below the vocabulary size {logits.shape[1]}"
                 )
             if canvas.policy_state["expansions"] <= 0:
-                logits[:, self.expand] = -np.inf
+                logits[:, expand] = -np.inf
         return predictions
 
     def finish_step(
@@ -82,7 +95,7 @@ class VariableInfilling(Denoiser):
             behind = self._ended(canvas, position, position + int(fixed[0]))
             for removed in (*behind[::-1].tolist(), position):
                 canvas.splice(removed, removed + 1, 0)
-        elif token == self.expand:
+        elif token == self.expand_token(sequence):
             # Several may be chosen in the step of the last expansion: the rest become masks again.
             can_expand = canvas.policy_state["expansions"] > 0
             canvas.policy_state["expansions"] -= can_expand
@@ -121,7 +134,8 @@ def dream_coder(
 
     Args:
         steps: The number of denoising steps (default: one per mask).
-        expand: The token that is replaced by two masks, in models trained with one.
+        expand: The token that is replaced by two masks (default: the model's, if its config names
+            one, as DreamOn's does).
         mask: The mask token (default: the tokenizer's).
     """
     if expand is not None and expand < 0:

@@ -206,6 +206,7 @@ def spec_from_config(
         num_noise_tokens=_num_noise_tokens(config, denoising),
         decoder=None if denoising is None else denoising.decoder,
         edit_tokens=_edit_tokens(config, denoising),
+        expand_token=_expand_token(config, denoising),
         has_canvas=denoising is not None and denoising.has_canvas,
         has_causal_context=denoising is not None and denoising.context == "causal",
         context_predicts_next=denoising is not None and denoising.context_predicts_next,
@@ -251,12 +252,21 @@ def _block_size(config: Config, denoising: Denoising | None) -> int | None:
 
 
 def _edit_tokens(config: Config, denoising: Denoising | None) -> tuple[int, int] | None:
+    """The config's, else those of the published models if the vocabulary has them."""
     if denoising is None or denoising.edit_tokens is None:
         return None
+    size = int_value(config, "vocab_size", high=MAX_TOKENS)
     delete, split = (
-        int_value(config, key, low=0, high=MAX_TOKENS) for key in denoising.edit_tokens
+        int_value(config, key, token if token < size else None, low=0, high=MAX_TOKENS)
+        for key, token in denoising.edit_tokens
     )
     return delete, split
+
+
+def _expand_token(config: Config, denoising: Denoising | None) -> int | None:
+    if denoising is None or denoising.expand_token is None:
+        return None
+    return int_value(config, denoising.expand_token, low=0, high=MAX_TOKENS)
 
 
 def _time(config: Config, denoising: Denoising | None) -> TimeSpec | None:

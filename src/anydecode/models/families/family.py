@@ -96,7 +96,9 @@ class Denoising:
         num_noise_tokens: See `ModelSpec.num_noise_tokens`: that of the published models.
         decoder: The decoder with the parameters that the models were published with; None: the one
             that fits what a row sees and predicts.
-        edit_tokens: See `ModelSpec.edit_tokens`: the config's keys for them; None: it has none.
+        edit_tokens: See `ModelSpec.edit_tokens`: the config's keys for them, and those of the
+            published models; None: it has none.
+        expand_token: See `ModelSpec.expand_token`: the config's key for it; None: it has none.
     """
 
     models: str
@@ -113,7 +115,8 @@ class Denoising:
     mask_token: int | None = None
     num_noise_tokens: int | None = None
     decoder: str | None = None
-    edit_tokens: tuple[str, str] | None = None
+    edit_tokens: tuple[tuple[str, int], tuple[str, int]] | None = None
+    expand_token: str | None = None
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,15 @@ def dream_coder() -> Iterator[Check]:
             decoder = f"dream-coder:expand=1{steps_in_all}"
             tokens = llm.generate(prompt, decoder=decoder, max_tokens=12).tokens
         yield Check(f"a region {name}", [ord("<"), *tokens] == list(expected), f"{tokens}")
+    prompt = [ord("p"), ord("<"), MASK, ord(">"), ord("x")]
+    with bidirectional(growing, expand_token=1) as llm:
+        tokens = llm.generate(prompt, decoder="dream-coder", max_tokens=12).tokens
+        yield Check("the model's token expands", tokens == list(b"cde>x"), f"{tokens}")
+        texts = [
+            llm.generate(prompt, decoder=key, max_tokens=8, ignore_eos=True).tokens
+            for key in ("dream", "llada")
+        ]
+        yield Check("and is no text of others", not any(1 in text for text in texts), f"{texts}")
 
 
 register_losses("dream-coder", "dream-coder:steps=16", accuracy=0.08, passes=0.7, tasks=DETERMINED)

@@ -16,7 +16,7 @@ def _family(
     decoder: str,
     *,
     is_per_block: bool = False,
-    edit_tokens: tuple[str, str] | None = None,
+    edit_tokens: tuple[tuple[str, int], tuple[str, int]] | None = None,
 ) -> Family:
     return diffusion_family(
         "glm4_moe",
@@ -51,6 +51,7 @@ FAMILIES = {
         "LLaDA2.2",
         "levenshtein-editing",
         is_per_block=True,
-        edit_tokens=("delete_token_id", "split_token_id"),
+        # The numbers are those of SGLang for LLaDA2.2-flash.
+        edit_tokens=(("delete_token_id", 156930), ("split_token_id", 156931)),
     ),
 }
