@@ -1,5 +1,5 @@
 """GGUF files of diffusion models as llama.cpp's converter writes them, against a forward pass in
-plain torch."""
+plain torch and against llama.cpp."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from diffusion_checkpoints import (
     write,
 )
 from gguf_models import finish, interleave
+from llama_cpp_logits import llama_cpp_logits
 
 PARTS = {
     "q": "attn_q",
@@ -166,6 +167,27 @@ def test_every_pass_equals_the_reference(architecture: str, tmp_path: Path) -> N
         assert llm.tokenizer.mask_id == MASK and not llm.model.spec.causal
         assert llm.default_decoder == ("dream" if file.shift else "llada")
         assert MASK not in llm.generate([5, 6], max_tokens=4, ignore_eos=True).tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", FILES)
+def test_every_pass_equals_llama_cpp(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The canvases of passes, as its diffusion example gives them to the model. It opens some
+    architectures only if the heads have as many numbers as hidden states."""
+    monkeypatch.setitem(SIZES, "hidden_size", SIZES["num_attention_heads"] * SIZES["head_dim"])
+    file = FILES[architecture]
+    path, _ = write_gguf(architecture, file, tmp_path)
+    passes = recorded(path, list(range(5)))
+    assert len(passes) >= 2
+    for tokens, logits in (passes[0], passes[-1]):
+        reference = llama_cpp_logits(path, tokens.tolist())
+        for position, row in logits.items():
+            difference = np.delete(np.abs(row - reference[position - file.shift]), MASK)
+            assert difference.max() < 1e-4, position
+    others = np.abs(reference[1:] - reference[:-1]).max()
+    assert others > 0.1  # rows of other positions differ
 
 
 def test_the_file_says_which_position_a_row_predicts(tmp_path: Path) -> None:

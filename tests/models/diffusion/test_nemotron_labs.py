@@ -4,20 +4,24 @@ causal model."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
+from safetensors.torch import save_file
 
 from anydecode import LLM
 from anydecode.errors import CheckpointError
 from anydecode.models.families import spec_from_config
+from anydecode.models.loading import load_checkpoint
 from diffusion_checkpoints import (
     MASK,
     SIZES,
@@ -202,6 +206,48 @@ def test_the_same_weights_are_a_causal_model(says: str, tmp_path: Path) -> None:
         for decoder in ("autoregressive", "diffuspec"):
             found = llm.generate(text[:5], max_tokens=12, decoder=decoder, ignore_eos=True)
             assert found.tokens == text[5:], decoder
+
+
+@pytest.mark.slow
+def test_the_published_adapter_is_for_drafts_alone(tmp_path: Path) -> None:
+    """`linear_spec_lora`, as the repository has it: its folder is the draft model, and the text is
+    that of the causal model."""
+    write(TINY, tmp_path / "model")
+    adapter = tmp_path / "model" / "linear_spec_lora"
+    adapter.mkdir()
+    names = [f"encoder.layers.{i}.self_attn.o_proj" for i in range(SIZES["num_hidden_layers"])]
+    width = SIZES["num_attention_heads"] * SIZES["head_dim"]
+    factors = {"A": (4, width), "B": (SIZES["hidden_size"], 4)}
+    generator = torch.Generator().manual_seed(1)
+    save_file(
+        {
+            f"base_model.model.{name}.lora_{part}.weight": torch.randn(shape, generator=generator)
+            for name in names
+            for part, shape in factors.items()
+        },
+        adapter / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["o_proj"]}
+    config["base_model_name_or_path"] = str(tmp_path / "model")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    plain, adapted = (load_checkpoint(one) for one in (tmp_path / "model", adapter))
+    key = f"{names[0]}.weight"
+    change = np.asarray(adapted.tensors[key], np.float32) - np.asarray(plain.tensors[key])
+    assert np.abs(change).max() > 0.5
+    prompt = [3, 1, 4, 15, 9]
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+    texts = []
+    for draft in (tmp_path / "model", adapter):
+        with LLM(
+            str(tmp_path / "model"),
+            draft=str(draft),
+            family="nemotron_labs_diffusion_ar",
+            cache_positions=512,
+            threads=1,
+        ) as llm:
+            texts.append(llm.generate(prompt, decoder="autoregressive", **options).tokens)
+            texts.append(llm.generate(prompt, decoder="diffuspec", **options).tokens)
+    assert all(text == texts[0] for text in texts)
 
 
 @pytest.mark.parametrize(
