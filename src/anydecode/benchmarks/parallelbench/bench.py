@@ -153,18 +153,18 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def measure_interleaved(
-    llm: LLM,
-    methods: Sequence[str],
+    runs: Sequence[tuple[LLM, str]],
     groups: Sequence[Sequence[Example]],
     skipped: dict[str, str],
     is_explicit: bool,
     advance: Callable[[], None],
     **options: Any,
 ) -> Iterator[Row]:
-    """Measure every group with all methods in turn, so that other load on the machine affects all
-    methods equally. Each method first answers one question as a warm-up. A method that cannot run
-    is added to `skipped`, or raises if the methods are explicit."""
-    for method in methods:
+    """Measure every group with all runs in turn (a model and a method, each method once), so that
+    other load on the machine affects all equally. Each method first answers one question as a
+    warm-up. A method that cannot run is added to `skipped`, or raises if the methods are
+    explicit."""
+    for llm, method in runs:
         try:
             measure(llm, method, [groups[0][:1]], **options)
         except AnydecodeError as error:
@@ -172,7 +172,7 @@ def measure_interleaved(
                 raise
             skipped[method] = " ".join(str(error).split())
     for group in groups:
-        for method in methods:
+        for llm, method in runs:
             if method not in skipped:
                 yield from measure(llm, method, [group], advance, **options)
 
@@ -234,10 +234,9 @@ def bench_parallelbench(
         options = {"max_tokens": tokens, "temperature": temperature, "seed": seed, "batch": batch}
         keys = chosen_methods or diffusion_methods()
         with progress("tasks", len(keys) * len(groups)) as bar:
+            runs, is_explicit = [(llm, key) for key in keys], bool(chosen_methods)
             rows = [
-                *measure_interleaved(
-                    llm, keys, groups, skipped, bool(chosen_methods), bar.advance, **options
-                )
+                *measure_interleaved(runs, groups, skipped, is_explicit, bar.advance, **options)
             ]
     if not rows:
         raise InvalidRequestError(
