@@ -50,6 +50,7 @@ COMMANDS = {
     "bench divergence": "--model MODEL",
     "bench quantization": "--model MODEL --count 1",
     "bench aup": "--models MODEL --count 1",
+    "bench diffusion-schemas": "--models MODEL",
     "bench diffusion-batches": "--models MODEL --rounds 1 --requests 1",
     "bench parallelbench": "--model MODEL",
     "bench neighbour": "--model MODEL",

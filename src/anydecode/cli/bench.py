@@ -39,6 +39,10 @@ BENCHES = {
         "Diffusion decoders: tokens per second of 1, 8 and 32 requests, beside the same weights"
         " decoded causally.",
     ),
+    "diffusion-schemas": Bench(
+        "anydecode.benchmarks.parallelbench.schemas:bench_schemas",
+        "Diffusion decoders: the share of valid answers under JSON schemas.",
+    ),
     "reasoning": Bench(
         "anydecode.benchmarks.reasoning:bench_reasoning",
         "Decoding methods: accuracy against tokens, passes, rows, seconds and memory, on questions"
