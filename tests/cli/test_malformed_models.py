@@ -17,6 +17,7 @@ import typer
 from anydecode.benchmarks import compare
 from anydecode.cli import main
 from anydecode.cli.bench import BENCHES
+from anydecode.cli.train.recipes import RecipeGroup
 from anydecode.server import logs
 from gguf_models import write_folder
 from model_files import EXPERT_CONFIG, expert_tensors, tokenizer_json
@@ -64,23 +65,23 @@ COMMANDS = {
     "train scaling": "--model MODEL --out OUT --answers 2",
     "train autodeco": "--model MODEL --out OUT --count 2",
     "train cj-grpo": "--model MODEL --out OUT --steps 1",
-    "train depth": "--model MODEL --out OUT --answers 2",
+    "train depth --recipe layerskip": "--model MODEL --out OUT --answers 2",
     "train adadec": "--model MODEL --data PAIRS",
-    "train schedule": "--model MODEL --out OUT --steps 1 --answers 2",
-    "train heads": "--model MODEL --out OUT --steps 1 --answers 2",
+    "train depth --recipe skipdecode": "--model MODEL --out OUT --steps 1 --answers 2",
+    "train depth --recipe specbound": "--model MODEL --out OUT --steps 1 --answers 2",
     "train future-masks": "--model MODEL --out OUT --steps 1 --answers 2",
     "train hidden-transfer": "--model MODEL --out OUT --steps 1 --answers 2",
     "train judge": "--model MODEL --draft tiny-autoregressive --out OUT --questions 4",
     "train masks": "--model MODEL --out OUT --steps 1 --answers 2 --mask 1",
     "train prompts": "--model MODEL --out OUT --steps 1 --answers 2",
-    "train routers": "--model MODEL --out OUT --answers 2",
-    "train accelerators": "--model MODEL --out OUT --answers 2 --steps 1",
-    "train layer-routers": "--model MODEL --out OUT --answers 2 --steps 1",
-    "train consistency": "--model MODEL --out OUT --answers 2 --steps 1",
-    "train layer-adapter": "--model MODEL --routers TEXT --out OUT --steps 1",
-    "train small-mlps": "--model MODEL --out OUT --answers 2 --steps 1",
-    "train mlp-routers": "--model MODEL --out OUT --answers 2 --steps 1",
-    "train predictors": "--model MODEL --out OUT --answers 2",
+    "train depth --recipe tide": "--model MODEL --out OUT --answers 2",
+    "train depth --recipe m2r2": "--model MODEL --out OUT --answers 2 --steps 1",
+    "train depth --recipe first-router": "--model MODEL --out OUT --answers 2 --steps 1",
+    "train depth --recipe ceed": "--model MODEL --out OUT --answers 2 --steps 1",
+    "train depth --recipe first-router-adapter": "--model MODEL --routers TEXT --out OUT --steps 1",
+    "train depth --recipe duo-llm-mlps": "--model MODEL --out OUT --answers 2 --steps 1",
+    "train depth --recipe duo-llm": "--model MODEL --out OUT --answers 2 --steps 1",
+    "train depth --recipe specee": "--model MODEL --out OUT --answers 2",
     "bench depth": "--model MODEL --limit 1",
     "cluster plan": "MODEL --trace TRACE --slo ttft=1,tpot=1",
     "train regression": "--model MODEL --data NUMBERS --out OUT",
@@ -100,6 +101,7 @@ def parameters(command: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
     """The names of all commands of the command line, and of the parameters of each."""
     if hasattr(command, "commands"):
         for part, one in command.commands.items():
+            part = f"--recipe {part}" if isinstance(command, RecipeGroup) else part
             yield from parameters(one, f"{name} {part}".strip())
     elif name.startswith("bench "):
         module, _, function = BENCHES[name.removeprefix("bench ")].target.partition(":")

@@ -96,7 +96,7 @@ def test_the_command_writes_accelerators_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    log = train_command(capsys, "accelerators --answers 4 --steps 10", out=out, plot=plot)
+    log = train_command(capsys, "depth --recipe m2r2 --answers 4 --steps 10", out=out, plot=plot)
     assert log["steps"] == 10 and log["layers"] == [1]
     assert plot.read_text().lstrip().startswith("<?xml")
     assert json.loads((out / "log.json").read_text())["history"] == log["history"]

@@ -125,7 +125,9 @@ def test_the_command_writes_a_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    log = train_command(capsys, "consistency --answers 4 --steps 2 --block 4", model=model, out=out)
+    log = train_command(
+        capsys, "depth --recipe ceed --answers 4 --steps 2 --block 4", model=model, out=out
+    )
     assert log["steps"] == 2 and log["history"][0]["held_out"]["agreement"] == 1
     with LLM(log["path"]) as llm:
         plain, found = (

@@ -101,7 +101,7 @@ def test_the_command_writes_heads_and_a_curve(
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
     log = train_command(
         capsys,
-        "heads --answers 4 --steps 10 --decoder specbound:first=2,depth=2",
+        "depth --recipe specbound --answers 4 --steps 10 --decoder specbound:first=2,depth=2",
         out=out,
         plot=plot,
     )

@@ -98,7 +98,7 @@ def test_training_makes_up_for_skipped_layers(
     _routers(file, checkpoint, layers, -40.0)
     log = train_command(
         capsys,
-        "layer-adapter --answers 128 --tokens 16 --steps 80 --rate 2e-3",
+        "depth --recipe first-router-adapter --answers 128 --tokens 16 --steps 80 --rate 2e-3",
         routers=file,
         out=out,
         plot=plot,

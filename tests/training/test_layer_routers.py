@@ -85,7 +85,9 @@ def test_the_command_writes_routers_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    log = train_command(capsys, "layer-routers --answers 4 --first 1 --steps 2", out=out, plot=plot)
+    log = train_command(
+        capsys, "depth --recipe first-router --answers 4 --first 1 --steps 2", out=out, plot=plot
+    )
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     assert LayerRouters.load(Path(log["path"])).layers[0] == 1
     with LLM("tiny-autoregressive") as llm:

@@ -131,7 +131,9 @@ def test_the_command_writes_a_model_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    log = train_command(capsys, "depth --answers 4 --steps 2", out=out, plot=plot)
+    log = train_command(
+        capsys, "depth --recipe layerskip --answers 4 --steps 2", out=out, plot=plot
+    )
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     with LLM(log["path"]) as llm:
         assert_names_of_plain_decoding(llm, "layerskip")

@@ -118,7 +118,10 @@ def test_the_command_writes_routers_and_a_curve(
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
     log = train_command(
-        capsys, "mlp-routers --answers 4 --tokens 8 --layers 2 --steps 2", out=out, plot=plot
+        capsys,
+        "depth --recipe duo-llm --answers 4 --tokens 8 --layers 2 --steps 2",
+        out=out,
+        plot=plot,
     )
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     path = Path(log["path"])

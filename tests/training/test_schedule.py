@@ -88,7 +88,9 @@ def test_the_command_writes_a_model_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "run", tmp_path / "curve.svg"
-    log = train_command(capsys, "schedule --answers 4 --steps 2 --tokens 8", out=out, plot=plot)
+    log = train_command(
+        capsys, "depth --recipe skipdecode --answers 4 --steps 2 --tokens 8", out=out, plot=plot
+    )
     assert log["steps"] == 2 and plot.read_text().lstrip().startswith("<?xml")
     assert json.loads((out / "log.json").read_text())["history"] == log["history"]
     with LLM(log["path"]) as llm:

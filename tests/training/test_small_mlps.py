@@ -67,7 +67,8 @@ def test_trained_mlps_predict_better_than_none(
     out = tmp_path / "run"
     log = train_command(
         capsys,
-        "small-mlps --answers 64 --tokens 16 --steps 120 --width 32 --layers 12 --rate 5e-3",
+        "depth --recipe duo-llm-mlps --answers 64 --tokens 16 --steps 120 --width 32 --layers 12"
+        " --rate 5e-3",
         out=out,
     )
     first, *_, last = (one["held_out"] for one in log["history"] if "held_out" in one)

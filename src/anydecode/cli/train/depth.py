@@ -1,4 +1,4 @@
-"""Commands that train what leaves or skips layers."""
+"""`anydecode train depth`: recipes that train what leaves or skips layers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from anydecode.cli.train.app import (
     report,
     trained,
 )
+from anydecode.cli.train.recipes import RecipeGroup
 from anydecode.progress import note, progress
 from anydecode.report import PlotFile
 
@@ -36,8 +37,27 @@ if TYPE_CHECKING:
     from anydecode.training.exit_run import ExitRecipe, ExitRun
 
 
-@app.command("depth")
-def train_depth(
+class DepthRecipes(RecipeGroup):
+    """The recipes of `anydecode train depth`."""
+
+    default_recipe = "layerskip"
+
+
+recipes = typer.Typer(cls=DepthRecipes, rich_markup_mode=None)
+app.add_typer(recipes, name="depth")
+
+
+@recipes.callback()
+def train_depth() -> None:
+    """Train what the decoders need that leave or skip layers. A run with the same --out is resumed.
+    The adapters of kangaroo and eesd are recipes of `anydecode train drafter`.
+
+    Example: anydecode train depth --recipe tide --label token --out my-routers --plot curve.svg
+    """
+
+
+@recipes.command("layerskip")
+def train_layerskip(
     model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-depth"),
     minutes: Minutes = None,
@@ -63,7 +83,7 @@ def train_depth(
     predict what all of them do, for the decoders layerskip and del. A run with the same --out is
     resumed. The model is in the folder "model" of --out.
 
-    Example: anydecode train depth --minutes 60 --out my-model --plot curve.svg
+    Example: anydecode train depth --recipe layerskip --minutes 60 --out my-model --plot curve.svg
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
@@ -97,7 +117,7 @@ def train_depth(
     )
 
 
-@app.command("schedule")
+@recipes.command("skipdecode")
 def train_on_schedule(
     model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-schedule"),
@@ -121,7 +141,8 @@ def train_on_schedule(
     """Train a model whose answers run fewer layers the further they have come, for the decoder
     skipdecode. A run with the same --out is resumed. The model is in the folder "model" of --out.
 
-    Example: anydecode train schedule --minutes 60 --tokens 128 --out my-model --plot curve.svg
+    Example: anydecode train depth --recipe skipdecode --minutes 60 --tokens 128 --out my-model
+    --plot curve.svg
     """
     from anydecode.catalogue import build_as
     from anydecode.decoders.depth.skipdecode import SkipDecode
@@ -157,7 +178,7 @@ def train_on_schedule(
     )
 
 
-@app.command("consistency")
+@recipes.command("ceed")
 def train_consistency(
     model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-consistency"),
@@ -180,7 +201,7 @@ def train_consistency(
     """Train a model whose blocks of Jacobi iteration settle in fewer passes, for the decoder ceed.
     A run with the same --out is resumed. The model is in the folder "model" of --out.
 
-    Example: anydecode train consistency --minutes 60 --out my-model
+    Example: anydecode train depth --recipe ceed --minutes 60 --out my-model
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training.block_consistency import BlockRecipe, BlockRun
@@ -208,7 +229,7 @@ def train_consistency(
     print(run.model_folder)
 
 
-@app.command("heads")
+@recipes.command("specbound")
 def train_exit_heads(
     model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-heads"),
@@ -229,7 +250,7 @@ def train_exit_heads(
     is. A run with the same --out is resumed. The heads are in the file "heads.safetensors" of
     --out.
 
-    Example: anydecode train heads --minutes 60 --out my-heads --plot curve.svg
+    Example: anydecode train depth --recipe specbound --minutes 60 --out my-heads --plot curve.svg
     """
     from anydecode.catalogue import build_as
     from anydecode.decoders.depth.specbound import SpecBound
@@ -258,7 +279,7 @@ def train_exit_heads(
     )
 
 
-@app.command("accelerators")
+@recipes.command("m2r2")
 def train_accelerators(
     model: LlamaModel = options.DEFAULT_MODEL,
     out: Out = Path("trained-accelerators"),
@@ -286,7 +307,7 @@ def train_accelerators(
     it is. A run with the same --out is resumed. They are in the file "accelerators.safetensors" of
     --out.
 
-    Example: anydecode train accelerators --minutes 60 --out my-accelerators --plot curve.svg
+    Example: anydecode train depth --recipe m2r2 --minutes 60 --out my-accelerators --plot curve.svg
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
@@ -340,7 +361,7 @@ ExitMinutes = Annotated[
 ]
 
 
-@app.command("routers")
+@recipes.command("tide")
 def train_exit_routers(
     out: Out = Path("trained-routers"),
     model: options.Model = options.DEFAULT_MODEL,
@@ -383,7 +404,8 @@ def train_exit_routers(
     """Train the routers with which tide and dynamax leave layers out, on the model's own answers.
     A run with the same --out is resumed.
 
-    Example: anydecode train routers --label token --answers 16 --out my-routers --plot curve.svg
+    Example: anydecode train depth --recipe tide --label token --answers 16 --out my-routers
+    --plot curve.svg
     """
     from anydecode.training.exit_routers import RouterRecipe, RouterRun
 
@@ -402,7 +424,7 @@ def train_exit_routers(
     _train_exits(RouterRun, recipe, model, None, out, prompts, threads, plot, json)
 
 
-@app.command("predictors")
+@recipes.command("specee")
 def train_exit_predictors(
     out: Out = Path("trained-predictors"),
     model: options.Model = options.DEFAULT_MODEL,
@@ -429,7 +451,7 @@ def train_exit_predictors(
     """Train the predictors with which specee leaves layers out, on the model's own answers. A run
     with the same --out is resumed.
 
-    Example: anydecode train predictors --answers 16 --out my-predictors --plot curve.svg
+    Example: anydecode train depth --recipe specee --answers 16 --out my-predictors --plot curve.svg
     """
     from anydecode.training.exit_predictors import PredictorRecipe, PredictorRun
 
@@ -445,7 +467,7 @@ def train_exit_predictors(
     _train_exits(PredictorRun, recipe, model, draft, out, prompts, threads, plot, json)
 
 
-@app.command("layer-routers")
+@recipes.command("first-router")
 def train_layer_routers(
     out: Out = Path("trained-layer-routers"),
     model: LlamaModel = options.DEFAULT_MODEL,
@@ -472,7 +494,7 @@ def train_layer_routers(
     """Train the routers with which first-router chooses layers by the prompt, on the model's own
     answers. A run with the same --out is resumed.
 
-    Example: anydecode train layer-routers --steps 200 --penalty 0.05 --out my-layers
+    Example: anydecode train depth --recipe first-router --steps 200 --penalty 0.05 --out my-layers
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
@@ -505,10 +527,10 @@ def train_layer_routers(
     print(run.path)
 
 
-@app.command("layer-adapter")
+@recipes.command("first-router-adapter")
 def train_layer_adapter(
     routers: Annotated[
-        Path, typer.Option("--routers", help="The file of `anydecode train layer-routers`.")
+        Path, typer.Option("--routers", help="The file of the recipe first-router.")
     ],
     out: Out = Path("trained-layer-adapter"),
     model: LlamaModel = options.DEFAULT_MODEL,
@@ -530,7 +552,8 @@ def train_layer_adapter(
     """Train a model for the layers that its routers choose, for first-router. A run with the same
     --out is resumed. The model, with its routers, is in the folder "model" of --out.
 
-    Example: anydecode train layer-adapter --routers my-layers/layer_routers.safetensors
+    Example: anydecode train depth --recipe first-router-adapter
+    --routers my-layers/layer_routers.safetensors
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
@@ -564,7 +587,7 @@ def train_layer_adapter(
     )
 
 
-@app.command("small-mlps")
+@recipes.command("duo-llm-mlps")
 def train_small_mlps(
     out: Out = Path("trained-small-mlps"),
     model: LlamaModel = options.DEFAULT_MODEL,
@@ -586,7 +609,7 @@ def train_small_mlps(
     """Train the small MLPs with which duo-llm replaces those of the model. A run with the same
     --out is resumed.
 
-    Example: anydecode train small-mlps --steps 200 --out my-mlps
+    Example: anydecode train depth --recipe duo-llm-mlps --steps 200 --out my-mlps
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
@@ -616,14 +639,14 @@ def train_small_mlps(
     )
 
 
-@app.command("mlp-routers")
+@recipes.command("duo-llm")
 def train_mlp_routers(
     out: Out = Path("trained-mlp-routers"),
     model: LlamaModel = options.DEFAULT_MODEL,
     small: Annotated[
         Path | None,
         typer.Option(
-            "--small", help="The file of train small-mlps, if these are the other choice."
+            "--small", help="The file of the recipe duo-llm-mlps, if these are the other choice."
         ),
     ] = None,
     minutes: Minutes = None,
@@ -652,7 +675,7 @@ def train_mlp_routers(
     """Train the routers that duo-llm compares with the best choice of MLPs, on the model's own
     answers. A run with the same --out is resumed.
 
-    Example: anydecode train mlp-routers --steps 200 --share 0.25 --out my-routers
+    Example: anydecode train depth --recipe duo-llm --steps 200 --share 0.25 --out my-routers
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.models.small_mlps import SmallMlps

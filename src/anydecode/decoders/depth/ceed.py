@@ -33,8 +33,8 @@ from anydecode.scoring.tree import TokenTree
             " `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(
-            "`anydecode train consistency` trains an adapter on blocks of the model's own answers"
-            " at temperature 0; the weight of the loss of their tokens is not published: 1",
+            "`anydecode train depth --recipe ceed` trains an adapter on blocks of the model's own"
+            " answers at temperature 0; the weight of the loss of their tokens is not published: 1",
             "the number of passes is not published: half the block",
             "every pass starts from the cache of the text; in the released code what earlier passes"
             " have stored stays, so that its fixed points need not be the text of plain decoding",

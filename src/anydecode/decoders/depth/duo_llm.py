@@ -96,7 +96,8 @@ class RoutedPatterns(Patterns):
             "eight layers in the middle have a choice by default; the paper's model has twelve, all"
             " with one",
             "a layer runs its MLP or none, or with `small` its MLP or a small one, not one of"
-            " three; `anydecode train small-mlps` trains these alone, beside a frozen model",
+            " three; `anydecode train depth --recipe duo-llm-mlps` trains these alone, beside a"
+            " frozen model",
             "every choice reads the keys and values of the full model",
             "routers learn beside a frozen model, with only the tokens of its answers routed; how"
             " their mixing is sharpened and the weight of their penalty are guesses: a temperature"
@@ -123,10 +124,10 @@ class DuoLlm(Decoder):
     Args:
         layers: Layers in the middle of the model that have a choice; at most all.
         budget: How many of their MLPs the best pattern runs; None: any number.
-        small: The file of `anydecode train small-mlps`, whose MLPs run in place of those that do
-            not; None: nothing does.
-        routers: The file of `anydecode train mlp-routers`; by default that of the model's folder,
-            mlp_routers.safetensors, if there is one for these layers and choices.
+        small: The file of `anydecode train depth --recipe duo-llm-mlps`, whose MLPs run in place of
+            those that do not; None: nothing does.
+        routers: The file of `anydecode train depth --recipe duo-llm`; by default that of the
+            model's folder, mlp_routers.safetensors, if there is one for these layers and choices.
     """
 
     requirements = Requirements(attention_only=(TARGET,))

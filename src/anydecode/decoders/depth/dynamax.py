@@ -118,8 +118,8 @@ class Dynamax(RoutedExits):
         threshold: See above.
         state: "update": as above; "keep": in a model whose layers are all recurrent, those behind
             the exit keep the state that they have.
-        routers: The file of `anydecode train routers --label token --top-k 3`; by default that of
-            the model's folder, exit_routers.safetensors.
+        routers: The file of `anydecode train depth --recipe tide --label token --top-k 3`; by
+            default that of the model's folder, exit_routers.safetensors.
     """
 
     def __init__(

@@ -85,8 +85,8 @@ class RoutedPrompt(Route):
             " probabilities; `pooling` has others",
             "the prompt skips the layers too, so that later routers read what is left",
             "the first two layers and the last have no router by default",
-            "the second phase, `anydecode train layer-adapter`, learns the model's own answers too;"
-            " the adapter is merged into the model",
+            "the second phase, `anydecode train depth --recipe first-router-adapter`, learns the"
+            " model's own answers too; the adapter is merged into the model",
             "routers learn with the loss on the model's own answers and 0.01 nats for each layer"
             " that runs; a third term of the paper's loss is not published",
         ),
@@ -103,8 +103,8 @@ class FirstRouter(TrainedRoutes):
         threshold: See above.
         pooling: "mean": of the tokens' probabilities; "majority": half of the tokens are at or
             above the threshold; "last": that of the last token.
-        routers: The file of `anydecode train layer-routers`; by default that of the model's folder,
-            layer_routers.safetensors.
+        routers: The file of `anydecode train depth --recipe first-router`; by default that of the
+            model's folder, layer_routers.safetensors.
     """
 
     requirements = Requirements(reads_layer_routers=True, attention_only=("target",))

@@ -54,8 +54,9 @@ class _Session(DepthSession):
             "verification samples with the target's own noise instead of comparing argmax tokens or"
             " the rejection rule",
             "the prompt runs through all layers at once, not first through those of the draft",
-            "`anydecode train depth` continues the training of a model, on its own answers; it"
-            " trains none from scratch, and has a loss behind the last layer in every step",
+            "`anydecode train depth --recipe layerskip` continues the training of a model, on its"
+            " own answers; it trains none from scratch,"
+            " and has a loss behind the last layer in every step",
         ),
         remote={"layers": Range(1, 1024), "size": Range(1, 64)},
     )

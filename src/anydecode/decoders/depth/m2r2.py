@@ -81,8 +81,9 @@ class _Session(DepthSession):
         ),
         measured=(
             "tokens of held-out answers that are the last layer's, after 5 minutes of training on a"
-            " busy machine (AMD EPYC with AVX2, 2 cores; `anydecode train accelerators --threads 1"
-            " --minutes 5 --answers 96`): 0.080 on SmolLM2-135M-Instruct, where the model's own"
+            " busy machine (AMD EPYC with AVX2, 2 cores; `anydecode train depth --recipe m2r2"
+            " --threads 1 --minutes 5 --answers 96`): 0.080 on SmolLM2-135M-Instruct,"
+            " where the model's own"
             " state after as many layers has 0.072; so nearly every draft is rejected",
         ),
         deviations=(
@@ -104,8 +105,8 @@ class M2R2(SelfSpeculative):
 
     Args:
         size: Maximum number of draft tokens per round.
-        accelerators: The file of `anydecode train accelerators`; by default that of the model's
-            folder, accelerators.safetensors.
+        accelerators: The file of `anydecode train depth --recipe m2r2`; by default that of the
+            model's folder, accelerators.safetensors.
     """
 
     requirements = Requirements(reads_accelerators=True, attention_only=(TARGET,))
@@ -138,7 +139,7 @@ class M2R2(SelfSpeculative):
         found: Accelerators | None = self._own or getattr(model, "accelerators", None)
         if found is None:
             raise UnsupportedCombinationError(
-                "m2r2 needs accelerators: `anydecode train accelerators` makes them, and"
+                "m2r2 needs accelerators: `anydecode train depth --recipe m2r2` makes them, and"
                 " m2r2:accelerators=FILE reads them"
             )
         return found

@@ -56,8 +56,8 @@ class RoutedExits(TrainedRoutes):
 
     Args:
         threshold: The probability above which a router is sure.
-        routers: The file of `anydecode train routers`; by default that of the model's folder,
-            exit_routers.safetensors.
+        routers: The file of `anydecode train depth --recipe tide`; by default that of the model's
+            folder, exit_routers.safetensors.
     """
 
     #: What the routers may have learned (`ExitRouters.target`), as beginnings, and how to train
@@ -79,7 +79,7 @@ class RoutedExits(TrainedRoutes):
             return
         raise InvalidRequestError(
             f"these routers have learned {routers.target or 'an unknown label'!r};"
-            f" {self.card.key} needs those of `anydecode train routers {self.training}`"
+            f" {self.card.key} needs those of `anydecode train depth --recipe tide {self.training}`"
         )
 
     def variant(self, sequence: Sequence, index: int) -> Variant | None:

@@ -96,10 +96,10 @@ class _Session(DepthSession):
         ),
         deviations=(
             "without heads= exits read the model's own norm and head, as those of `layerskip`, for"
-            " which `anydecode train depth` trains a model",
-            "the form of the paper's heads is not known: those of `anydecode train heads` map the"
-            " state linearly before the model's own norm and head, and learn the distributions of"
-            " the last layer on the model's own answers",
+            " which `anydecode train depth --recipe layerskip` trains a model",
+            "the form of the paper's heads is not known: those of `anydecode train depth --recipe"
+            " specbound` map the state linearly before the model's own norm and head, and learn the"
+            " distributions of the last layer on the model's own answers",
             "the values of slope, threshold and bounds are not known: the paper chooses them by"
             " task",
             "which layers are checked is not known: by default those after a fifth of them, and"
@@ -130,8 +130,8 @@ class SpecBound(SelfSpeculative):
         first: Layers before the first exit (default: a fifth of the model's).
         interval: Layers between exits (default: two fifteenths of the model's).
         depth: Layers before the last exit at most (default: three fifths of the model's).
-        heads: The file of `anydecode train heads`, which has a head for each exit; None: exits read
-            the model's own norm and head.
+        heads: The file of `anydecode train depth --recipe specbound`, which has a head for each
+            exit; None: exits read the model's own norm and head.
     """
 
     def __init__(

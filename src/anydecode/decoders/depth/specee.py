@@ -216,8 +216,8 @@ class SpecEe(TrainedRoutes):
         size: Number of nodes of a draft tree; 0: no tree.
         depth: Number of levels of the tree, one pass of the draft model each.
         width: Number of nodes that each level expands, and of children of each of them.
-        predictors: The file of `anydecode train predictors`; by default that of the model's folder,
-            exit_predictors.safetensors.
+        predictors: The file of `anydecode train depth --recipe specee`; by default that of the
+            model's folder, exit_predictors.safetensors.
     """
 
     requirements = Requirements(

@@ -38,7 +38,7 @@ from anydecode.models.exit_routers import ExitRouters
             "routers learn on the model's own answers, not on 2000 texts of WikiText, and the last"
             " state that states are compared with is not normed",
             "routers may also learn whether the most probable token is the last layer's"
-            " (`anydecode train routers --label token`)",
+            " (`anydecode train depth --recipe tide --label token`)",
             "prompts run through all layers",
         ),
         remote={"threshold": Range(0, 1), "min_layers": Range(0, 1024)},
@@ -50,8 +50,8 @@ class Tide(RoutedExits):
     Args:
         threshold: See above.
         min_layers: Exits before this layer, counted from 0, are not used.
-        routers: The file of `anydecode train routers`; by default that of the model's folder,
-            exit_routers.safetensors.
+        routers: The file of `anydecode train depth --recipe tide`; by default that of the model's
+            folder, exit_routers.safetensors.
     """
 
     def __init__(
