@@ -17,13 +17,16 @@ from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.autoregressive import Autoregressive
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas
+from anydecode.decoders.speculative.auto import Auto
 from anydecode.decoders.speculative.prompt_lookup import prompt_lookup
+from anydecode.engine.costs import EngineCostModel
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
 from anydecode.kernels.interface import Output, OutputSpec, Rows
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import EOS, ByteTokenizer, ScriptedModel
 from anydecode.sampling.noise import Noise
 from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.cost import default_table
 from anydecode.scoring.score import Cancel, Decoding, ScoreRequest, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.span import MultiStepSpan
@@ -179,11 +182,37 @@ def test_multi_step_slots_are_reserved_only_for_a_single_sequence(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_auto_uses_multi_step_passes_without_repetition(temperature, monkeypatch) -> None:
-    monkeypatch.setattr("anydecode.decoders.speculative.auto.MIN_PASS_SECONDS", 2.0)
+    monkeypatch.setattr("anydecode.decoders.speculative.auto.MAX_BURST_SECONDS", 100.0)
     expected = alone(["a prompt"], temperature=temperature, max_tokens=80)
     model = _MultiStepModel(seed=1)
     assert run_multi_step(model, temperature=temperature, max_tokens=80, decoder="auto") == expected
     assert 3 < model.passes < 40
+
+
+@pytest.mark.parametrize("pass_seconds", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("call_seconds", [None, 1e-6, 0.02])
+def test_auto_uses_multi_step_passes_where_calls_take_long(
+    call_seconds: float | None, pass_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that have been measured to take nothing are not saved, and bursts last for 0.3 s."""
+    monkeypatch.setattr(EngineCostModel, "record", lambda *_: None)
+    decoder, model = Auto(), _MultiStepModel(seed=1)
+    if call_seconds is not None:
+        decoder.call_seconds, decoder.num_calls = call_seconds, 1
+    model.cost_table = default_table(pass_seconds)
+    counts, run = [], model.run
+
+    def counted(rows, cache, output_spec):  # type: ignore[no-untyped-def]
+        counts.append(output_spec.num_steps)
+        return run(rows, cache, output_spec)
+
+    monkeypatch.setattr(model, "run", counted)
+    expected = alone(["a prompt"], max_tokens=40)
+    assert run_multi_step(model, max_tokens=40, decoder=decoder) == expected
+    if pass_seconds == 0.4 or call_seconds == 1e-6:
+        assert max(counts) == 1
+    else:
+        assert 1 < max(counts) <= 0.3 / pass_seconds
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 17])

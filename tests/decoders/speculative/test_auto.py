@@ -363,6 +363,28 @@ def test_batch_drafts_where_drafts_save_time(temperature: float) -> None:
     assert len(rows) < 30
 
 
+def test_calls_are_averaged_and_hiccups_are_forgotten() -> None:
+    decoder = Auto()
+    assert decoder.multi_step_pays(1.0, is_alone=True)  # before a call was measured
+    assert not decoder.multi_step_pays(1.0, is_alone=False)
+    for seconds in (0.5, *[0.001] * 12):  # the first call is longer
+        decoder.record_call(seconds)
+    assert decoder.call_seconds == pytest.approx(0.001, rel=0.2)
+    for is_alone in (True, False):
+        assert decoder.multi_step_pays(0.025, is_alone)
+        assert not decoder.multi_step_pays(0.04, is_alone)
+    decoder.record_call(0.1)
+    assert decoder.call_seconds < 0.012
+
+
+def test_top_tokens_are_recorded_where_that_takes_less_than_it_saves() -> None:
+    decoder = Auto()
+    assert decoder.learning_pays(1e-6)
+    for _ in range(50):
+        decoder.record_learning(0.001)
+    assert decoder.learning_pays(0.04) and not decoder.learning_pays(0.02)
+
+
 def test_pass_costs_are_recorded_with_all_rows() -> None:
     recorded = []
     with LLM(ScriptedModel(cyclic, vocab_size=32), tokenizer=ByteTokenizer()) as llm:
@@ -522,7 +544,7 @@ def test_measure_times_all_row_counts_and_contexts() -> None:
         new_cache = model.new_cache
 
         def run(self, rows, cache, want):
-            passes_run.append((len(rows), int(rows.prefix[0])))
+            passes_run.append((len(rows), int(rows.prefix[len(rows) // 2])))
             assert rows.prefix[-1] == rows.positions[-1] + 1
             return type("Output", (), {"logits": np.zeros((len(rows), 32), np.float32)})()
 

@@ -64,9 +64,13 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Memory of one token of earlier answers, or of one pair of tokens, in bytes.
 _BYTES_PER_TOKEN = 300
-#: If a pass takes fewer seconds per sequence, the model's top tokens are not recorded: finding them
-#: in the logits of one sequence takes some 50 microseconds and saves one pass in thirty.
-MIN_PASS_SECONDS = 0.008
+#: The share of passes that is saved by recording the model's top tokens, and by trees of drafts:
+#: what a call of the kernels takes beside its passes is compared with it.
+SAVED_BY_TOP_TOKENS = 1 / 30
+#: What a call is taken to last beside its passes, in seconds, before one was measured.
+DEFAULT_CALL_SECONDS = 0.0005
+#: Maximum duration of a burst in seconds: its tokens come together, and new requests wait for it.
+MAX_BURST_SECONDS = 0.3
 #: Initial frequency of passes with a draft, in greedy and in sampled texts, and the number of
 #: tokens over which it is averaged. As many tokens as lie between two drafts, on average, are
 #: generated in one multi-step burst, up to `MAX_MULTI_STEP`.
@@ -75,8 +79,9 @@ FREQUENCY_WINDOW = 16
 MAX_MULTI_STEP = {True: 4, False: 8}
 #: Costs are updated after so many tokens, and for contexts of so many positions.
 COST_TOKENS, COST_CONTEXT = 16, 64
-#: Weight of a round in the average of what rounds take beside their passes.
-ROUND_RATE = 0.05
+#: Weight of a round in the average of what rounds take beside their passes, and of a call or of
+#: recorded top tokens in the averages of their durations.
+ROUND_RATE, CALL_RATE = 0.05, 0.1
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
 #: Maximum number of tokens of a burst in which the backend drafts.
@@ -225,14 +230,26 @@ class _Session:
         if len(tree) or self._awaits_states or not self._can_multi_step():
             return 0
         if self.sequence.tokens:
-            limit = MAX_MULTI_STEP[self.sequence.sampler.is_greedy]
+            limit = min(MAX_MULTI_STEP[self.sequence.sampler.is_greedy], self._max_burst())
             self._num_undrafted = int(1 / max(self._draft_frequency, 1 / limit))
         return self._num_undrafted
 
     def _can_multi_step(self) -> bool:
         """Whether tokens may be generated in multi-step bursts: tokens need not be checked one by
-        one, and passes are too short to learn from their logits."""
-        return self._allows_multi_step and self._seconds_per_sequence < MIN_PASS_SECONDS
+        one, and a call for each pass would take more than learning from its logits saves."""
+        return (
+            self._allows_multi_step
+            and self._max_burst() > 1
+            and self._decoder.multi_step_pays(
+                self._seconds_per_sequence, is_alone=not self.cost_model.num_others()
+            )
+        )
+
+    def _max_burst(self) -> int:
+        """The maximum number of passes in a burst."""
+        if not self._seconds_per_sequence:  # before the first pass
+            return MAX_BURST_TOKENS
+        return max(1, int(MAX_BURST_SECONDS / self._seconds_per_sequence))
 
     def can_draft_in_bursts(self) -> bool:
         """Whether the backend can draft by itself in multi-step bursts: the sequence runs alone,
@@ -251,7 +268,7 @@ class _Session:
         sequence, decoder = self.sequence, self._decoder
         first = self._pass_costs(0)[0]
         self._catch_up()
-        room = min(MAX_BURST_TOKENS, sequence.remaining)
+        room = min(MAX_BURST_TOKENS, self._max_burst(), sequence.remaining)
         texts = [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
         passes = self._passes[: min(sequence.remaining, MAX_BURST_DRAFTS + 1)]
         steps = [first + seconds - passes[0] for seconds in passes]
@@ -274,6 +291,7 @@ class _Session:
         if drafts.rows and not self.cost_model.num_others():
             extra = sum(steps[rows - 1] - steps[0] for rows in drafts.rows)
             decoder.record_step((seconds - extra) / len(drafts.rows), passes[0])
+            decoder.record_call(seconds - sum(drafts.seconds))
         if self.model is not None and drafter is not None:
             self.model.observe_burst(drafter, drafts, tokens_of_steps)
         elif self.model is not None:
@@ -362,17 +380,20 @@ class _Session:
         if self.model is not None:
             self.model.observe(round)
         if (
-            self._seconds_per_sequence < MIN_PASS_SECONDS
+            self._can_multi_step()
+            or not self._decoder.learning_pays(self._seconds_per_sequence)
             or root < 1
             or len(round.scores) != len(tree) + 1
         ):
             return
         self._catch_up()
+        start = perf_counter()
         learn = self.predictor.successors.learn
         best = round.scores.top(NUM_SUCCESSORS)[0].tolist()
         learn(text[root - 1], text[root], best[0])
         for token, parent, top_tokens in zip(tree.tokens, tree.parents, best[1:], strict=True):
             learn(text[root] if parent == ROOT else tree.tokens[parent], token, top_tokens)
+        self._decoder.record_learning(perf_counter() - start)
 
     def _candidates(self, forced: list[int], costs: list[float], num_others: int) -> CandidateTree:
         """`forced` and nodes after it that may save time."""
@@ -495,6 +516,9 @@ class Auto(Decoder):
         self.multi_step_cost = 1.0  # of a multi-step token, relative to a pass over one row
         self.round_seconds = 0.0  # that a round with drafts takes beside its pass
         self.num_rounds = 0  # measured ones
+        self.call_seconds = DEFAULT_CALL_SECONDS  # of a call of the kernels, beside its passes
+        self.num_calls = 0  # measured ones
+        self.learning_seconds = 0.0  # that recording the top tokens of a round takes
         self.clear()
 
     def clear(self) -> None:
@@ -537,6 +561,31 @@ class Auto(Decoder):
         """Record the duration of a step of a multi-step burst, relative to a pass over one row."""
         relative_cost = min(max(seconds / pass_seconds, 0.5), 2.0)
         self.multi_step_cost += 0.1 * (relative_cost - self.multi_step_cost)
+
+    def record_call(self, seconds: float) -> None:
+        """Record what a multi-step burst took beside its passes and its drafter's. The average
+        follows shorter calls faster than longer ones, which include other work of the machine."""
+        change = max(0.0, seconds) - self.call_seconds
+        self.num_calls += 1
+        rate = 1.0 if self.num_calls == 1 else 0.5 if change < 0 else CALL_RATE
+        self.call_seconds += rate * change
+
+    def multi_step_pays(self, pass_seconds: float, is_alone: bool) -> bool:
+        """Whether passes of so many seconds per sequence are better computed several in a call than
+        in calls of their own, which allow to learn from their logits and to draft trees. A sequence
+        that runs alone measures calls first."""
+        if is_alone and not self.num_calls:
+            return True
+        return SAVED_BY_TOP_TOKENS * pass_seconds < self.call_seconds
+
+    def record_learning(self, seconds: float) -> None:
+        """Record how long it took to record the top tokens of a round."""
+        self.learning_seconds += CALL_RATE * (seconds - self.learning_seconds)
+
+    def learning_pays(self, pass_seconds: float) -> bool:
+        """Whether recording top tokens saves more than it takes, by passes of so many seconds per
+        sequence."""
+        return SAVED_BY_TOP_TOKENS * pass_seconds > self.learning_seconds
 
     @property
     def num_bytes(self) -> int:
