@@ -2,9 +2,8 @@
 schemas.
 
 Answers are sampled, with `close`: they are completed within the canvas. An answer that is not
-finished is not valid. A validator that shares no
-code with the constraint (jsonschema-rs) judges them. The schemas are those of JSONSchemaBench, or
-`SCHEMAS`.
+finished is not valid. A validator that shares no code with the constraint (jsonschema-rs) judges
+them. The schemas are those of JSONSchemaBench, or `SCHEMAS`.
 """
 
 from __future__ import annotations
@@ -240,10 +239,9 @@ def print_report(report: dict[str, Any]) -> None:
         table.add_row(line["model"], line["decoder"], *counts, f"{line['tokens_per_pass']:.2f}")
     console.print(table)
     valid, total = (sum(line[name] for line in lines) for name in ("valid", "answers"))
-    share = 100 * valid / total if total else 0.0
     console.print(
-        f"{valid} of {total} answers are valid ({share:.1f} %): canvas {report['max_tokens']},"
-        f" temperature {report['temperature']:g}",
+        f"{valid} of {total} answers are valid: canvas {report['max_tokens']}, temperature"
+        f" {report['temperature']:g}",
         highlight=False,
     )
     for line in lines:
