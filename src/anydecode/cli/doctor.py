@@ -39,6 +39,7 @@ EXTRAS = {
         ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"),
     ),
     "eval": Extra("tasks of lm-evaluation-harness", ("lm-eval",)),
+    "images": Extra("images in conversations with a fleet", ("pillow",)),
     "plots": Extra("figures of benchmarks and training (--plot)", ("matplotlib",)),
     "baselines": Extra(
         "other engines to compare with",

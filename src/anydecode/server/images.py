@@ -1,12 +1,14 @@
-"""Images in conversations: PNG files in data URLs, which encode workers of a fleet encode."""
+"""Images in conversations: files in data URLs, which encode workers of a fleet encode."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 import struct
 import zlib
 from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 from uuid import uuid4
 
@@ -16,10 +18,8 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.media import Encoder, Media
 from anydecode.server.errors import ApiError
 
-_PREFIX = "data:image/png;base64,"
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-#: Channels by the colour type of a PNG file: grey, colour, a palette, grey or colour with opacity.
-_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_FORMATS = ("PNG", "JPEG", "WEBP")
+_PREFIX = re.compile(r"data:image/(?:png|jpeg|webp);base64,")
 #: Maximum number of pixels of an image.
 MAX_PIXELS = 1 << 18
 
@@ -37,7 +37,7 @@ class ConversationImages:
 
     @property
     def files(self) -> list[bytes]:
-        """The images, as PNG files."""
+        """The images, as files."""
         return list(self._files.values())
 
     def mark(self, part: dict[str, Any], param: str) -> str:
@@ -48,16 +48,20 @@ class ConversationImages:
             param: The field of the request that has the part.
 
         Raises:
-            ApiError: It has no data URL of a PNG file.
+            ApiError: It has no data URL of an image.
         """
         image = part.get("image_url")
         url = image.get("url") if isinstance(image, dict) else image
-        if not isinstance(url, str) or not url.startswith(_PREFIX):
-            reason = f"an image_url needs a url that begins with {_PREFIX}; none is fetched"
+        prefix = _PREFIX.match(url) if isinstance(url, str) else None
+        if not isinstance(url, str) or prefix is None:
+            reason = (
+                "an image_url needs a url that begins with data:image/png;base64, (or jpeg or webp"
+                " in place of png); none is fetched"
+            )
             raise ApiError(400, reason, param=param)
         mark = uuid4().hex
         try:
-            self._files[mark] = base64.b64decode(url[len(_PREFIX) :], validate=True)
+            self._files[mark] = base64.b64decode(url[prefix.end() :], validate=True)
         except binascii.Error:
             raise ApiError(400, "the data of an image is not base64", param=param) from None
         return mark
@@ -98,91 +102,38 @@ class ConversationImages:
 
 
 def read_images(tokenizer: object, files: Sequence[bytes]) -> list[np.ndarray]:
-    """`read_png` of several files, in a worker process, whose functions get the tokenizer."""
-    return [read_png(one) for one in files]
+    """`read_image` of several files, in a worker process, whose functions get the tokenizer."""
+    return [read_image(one) for one in files]
 
 
-def read_png(data: bytes) -> np.ndarray:
-    """The pixels of a PNG file, uint8 `[height, width, 3]`; transparency is ignored.
+def read_image(data: bytes) -> np.ndarray:
+    """The pixels of an image file, uint8 `[height, width, 3]`, upright; transparency is ignored.
 
     Raises:
-        InvalidRequestError: It is no PNG file, is interlaced, has not 8 bits per channel, or more
-            than `MAX_PIXELS` pixels.
+        InvalidRequestError: It is no PNG, JPEG or WebP file, is damaged, has more than 8 bits per
+            channel, or more than `MAX_PIXELS` pixels; or Pillow is not installed.
     """
     try:
-        chunks = _chunks(data)
-        width, height, depth, colour, _, _, interlacing = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-        if depth != 8 or interlacing or not 0 < width * height <= MAX_PIXELS:
-            raise InvalidRequestError(
-                f"a PNG file has {width} x {height} pixels of {depth} bits per channel"
-                f"{', interlaced' * bool(interlacing)}; allowed are 8 bits, not interlaced, and up"
-                f" to {MAX_PIXELS} pixels"
-            )
-        channels = _CHANNELS[colour]
-        size = height * (1 + width * channels)
-        lines = zlib.decompressobj().decompress(chunks[b"IDAT"], size)
-        rows = np.frombuffer(lines, np.uint8).reshape(height, 1 + width * channels)
-        pixels = _unfiltered(rows, channels).reshape(height, width, channels)
-        if colour == 3:
-            palette = np.frombuffer(chunks[b"PLTE"], np.uint8).reshape(-1, 3)
-            colours: np.ndarray = palette[pixels[:, :, 0]]
-            return colours
+        from PIL import Image, ImageOps
+    except ModuleNotFoundError:
+        raise InvalidRequestError(
+            "images need Pillow, which the server does not have: pip install 'anydecode[images]'"
+        ) from None
+    try:
+        with Image.open(BytesIO(data), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise InvalidRequestError(
+                    f"an image has {width} x {height} pixels, more than {MAX_PIXELS}"
+                )
+            if image.mode.startswith(("I", "F")):
+                raise InvalidRequestError("an image has more than 8 bits per channel")
+            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
     except InvalidRequestError:  # which is a ValueError
         raise
-    except (KeyError, IndexError, ValueError, struct.error, zlib.error):
-        raise InvalidRequestError("the data of an image is no PNG file, or is damaged") from None
-    return np.repeat(pixels[:, :, :1], 3, 2) if channels < 3 else pixels[:, :, :3].copy()
-
-
-def _chunks(data: bytes) -> dict[bytes, bytes]:
-    """The chunks of a PNG file by name; those of the same name are joined."""
-    if data[:8] != _SIGNATURE:
-        raise ValueError
-    found: dict[bytes, bytes] = {}
-    start = 8
-    while start < len(data):
-        (length,) = struct.unpack_from(">I", data, start)
-        name, content = data[start + 4 : start + 8], data[start + 8 : start + 8 + length]
-        (check,) = struct.unpack_from(">I", data, start + 8 + length)
-        if zlib.crc32(name + content) != check:
-            raise ValueError
-        found[name] = found.get(name, b"") + content
-        start += 12 + length
-    return found
-
-
-def _unfiltered(rows: np.ndarray, channels: int) -> np.ndarray:
-    """Lines of a PNG file, of which each has its filter first (PNG specification, chapter 9)."""
-    before = np.zeros(rows.shape[1] - 1, np.uint8)
-    result = np.empty((len(rows), rows.shape[1] - 1), np.uint8)
-    for number, (kind, *_) in enumerate(rows[:, :1]):
-        line = rows[number, 1:]
-        if kind == 0:
-            done = line
-        elif kind == 1:
-            done = np.cumsum(line.reshape(-1, channels), 0, dtype=np.uint8).reshape(-1)
-        elif kind == 2:
-            done = line + before
-        elif kind in (3, 4):
-            done = _predicted(line, before, channels, has_paeth=kind == 4)
-        else:
-            raise ValueError
-        result[number] = before = done
-    return result
-
-
-def _predicted(
-    line: np.ndarray, above: np.ndarray, channels: int, *, has_paeth: bool
-) -> np.ndarray:
-    """A line whose bytes are differences from the mean of the left and the upper one, or from the
-    one of three that Paeth's predictor chooses."""
-    done = [0] * channels + line.tolist()
-    upper = [0] * channels + above.tolist()
-    for index in range(channels, len(done)):
-        left, up, corner = done[index - channels], upper[index], upper[index - channels]
-        guess = (left + up) // 2
-        if has_paeth:
-            estimate = left + up - corner
-            guess = min((left, up, corner), key=lambda one: abs(estimate - one))
-        done[index] = (done[index] + guess) & 255
-    return np.array(done[channels:], np.uint8)
+    except Image.DecompressionBombError:
+        raise InvalidRequestError(f"an image has more than {MAX_PIXELS} pixels") from None
+    except (OSError, SyntaxError, ValueError, KeyError, IndexError, struct.error, zlib.error):
+        raise InvalidRequestError(
+            "the data of an image is no PNG, JPEG or WebP file, or is damaged"
+        ) from None

@@ -152,7 +152,7 @@ class Preparation:
         return result
 
     async def images(self, state: dict[str, Any], files: Sequence[bytes]) -> list[np.ndarray]:
-        """The pixels of PNG files, uint8 `[height, width, 3]` each."""
+        """The pixels of image files, uint8 `[height, width, 3]` each."""
         if not files:
             return []
         if not self._is_shared:
