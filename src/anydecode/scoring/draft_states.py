@@ -166,14 +166,20 @@ class DraftStates:
         in its cache, at most `limit`, before which the target's states are known, and these states,
         float32 `[tokens, taps * target_size]`. Earlier tokens are left out of its cache. `align`
         comes before."""
-        first, count = kv_cache.length, len(tokens)
-        while count > max(0, len(tokens) - limit) and self.knows(first + count - 1 - self._lag):
-            count -= 1
+        count = len(tokens) - self.num_readable(kv_cache.length, len(tokens), limit)
         if count:
             kv_cache.skip(tokens[:count])
             self.confirmed = kv_cache.length
         tokens, start = tokens[count:], kv_cache.length - self._lag - self._first
         return tokens, self._target[max(0, start) :][: len(tokens)]
+
+    def num_readable(self, first: int, count: int, limit: int) -> int:
+        """The number of the last of `count` tokens from position `first` on, at most `limit`,
+        before which the target's states are known."""
+        num = 0
+        while num < min(count, limit) and self.knows(first + count - 1 - num - self._lag):
+            num += 1
+        return num
 
     def keep(self, first: int, num_read: int, states: np.ndarray) -> None:
         """Take what a multi-step pass has computed: the drafter has read `num_read` positions from

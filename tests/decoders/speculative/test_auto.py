@@ -30,6 +30,7 @@ from anydecode.decoders.speculative.draft_sources import (
     PRIORS,
     AcceptanceRates,
     CopySource,
+    LearnedDrafts,
     ModelSource,
     SuccessorPredictor,
 )
@@ -688,3 +689,41 @@ def test_certificate_rejects_a_drafter_whose_drafts_are_taken_unverified(
 
     monkeypatch.setattr(TokenExact, "walk", trusting)
     assert_rejected("auto")
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_text_is_not_read_for_a_drafter_whose_drafts_are_not_accepted(
+    is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes take 1 s, reading a token 0.2 s: no time that is measured here decides."""
+    observe = ModelSource.observe
+    drafts: list[int] = []
+
+    def scripted(self: ModelSource, round: Any) -> None:
+        if self._drafted:
+            drafts.append(len(self._drafted))
+            self._record((4, 3 if is_right else 0, 0.3, 4), 1.0)
+            self._drafted, self.num_undrafted, self.learned.num_undrafted = [], 0, 0
+        else:
+            observe(self, round)
+
+    monkeypatch.setattr(ModelSource, "observe", scripted)
+    monkeypatch.setattr(LearnedDrafts, "record_reading", lambda *_: None)
+    monkeypatch.setattr(ModelSource, "drafts_in_bursts", False)
+    monkeypatch.setattr(CopySource, "probability", lambda *_: 0.0)  # nothing else is drafted
+    monkeypatch.setattr(SuccessorPredictor, "predictions", lambda *_: [])
+    with drafted_llm() as llm:
+        decoder = Auto(memory=0)
+        decoder.learned_drafts[True].read_seconds = 0.2
+        options: dict[str, Any] = {"max_tokens": 60}
+        texts = [f"request {i}: " + PROMPTS[i % 3] for i in range(6)]
+        expected = [
+            llm.generate(text, decoder="autoregressive", **options).tokens for text in texts
+        ]
+        counts = []
+        for text, tokens in zip(texts, expected, strict=True):
+            drafts.clear()
+            assert llm.generate(text, decoder=decoder, **options).tokens == tokens
+            counts.append(len(drafts))
+    assert counts[0] > 0, counts
+    assert all(counts) if is_right else not any(counts[-3:]), counts

@@ -21,6 +21,7 @@ is searched for. Tokens forced by a constraint are drafted first, since they are
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from math import inf
 from time import perf_counter
 
 import numpy as np
@@ -44,8 +45,11 @@ from anydecode.decoders.speculative.draft_choice import (
 )
 from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.draft_sources import (
+    LENGTH_RATE,
+    MAX_BURST_TOKENS,
     PRIORS,
     SUCCESSOR_PRIORS,
+    TRIAL_SHARE,
     AcceptanceRates,
     CopySource,
     LearnedDrafts,
@@ -84,8 +88,6 @@ COST_TOKENS, COST_CONTEXT = 16, 64
 ROUND_RATE, CALL_RATE = 0.05, 0.1
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
-#: Maximum number of tokens of a burst in which the backend drafts.
-MAX_BURST_TOKENS = 64
 _EMPTY_TREE = TokenTree()
 
 
@@ -207,9 +209,28 @@ class _Session:
         model = self.model
         if model is None:
             return False
-        if model.is_due:
+        own_rate = model_rate(model.expected(self._passes[0]), costs)
+        if not self._reading_pays(model, own_rate, rate):
+            return False
+        return model.is_due or own_rate > rate
+
+    def _reading_pays(self, model: ModelSource, own_rate: float, rate: float) -> bool:
+        """Whether what the draft model is expected to save in the rest of the answer is more than
+        reading the text takes it, or little compared with the time in which it has not drafted.
+        Answers are taken to go on for as long as others have been.
+
+        Args:
+            model: The draft model.
+            own_rate: Tokens per second with its drafts.
+            rate: The same without them.
+        """
+        reading = model.reading_seconds(self._passes[0])
+        if not reading:
             return True
-        return model_rate(model.expected(self._passes[0]), costs) > rate
+        remaining = min(float(self.sequence.remaining), self._decoder.mean_length)
+        if reading * rate * own_rate < remaining * (own_rate - rate):
+            return True
+        return model.is_due and reading * rate < TRIAL_SHARE * model.learned.num_undrafted
 
     def _min_path_probability(self, costs: Seq[float]) -> float:
         """The probability of a path of the draft model from which one more draft saves no time."""
@@ -295,7 +316,7 @@ class _Session:
         if self.model is not None and drafter is not None:
             self.model.observe_burst(drafter, drafts, tokens_of_steps)
         elif self.model is not None:
-            self.model.num_undrafted += len(tokens)
+            self.model.skip(len(tokens))
         if sequence.trace is not None:
             self._trace_burst(drafts, tokens_of_steps)
             if not drafts.rows:  # the backend has not drafted
@@ -308,7 +329,9 @@ class _Session:
         if model is None:
             return None
         rate = model_rate(model.expected(self._passes[0]), costs)
-        pays = len(costs) > 1 and (model.is_due or rate > MIN_GAIN / costs[0])
+        plain = MIN_GAIN / costs[0]
+        pays = len(costs) > 1 and (model.is_due or rate > plain)
+        pays = pays and self._reading_pays(model, rate, plain)
         model.pause(not pays)
         if not pays:
             return None
@@ -360,7 +383,7 @@ class _Session:
             sequence.emit(tokens, request.sampler)
         self._num_undrafted = len(sequence.tokens) - start
         if self.model is not None:
-            self.model.num_undrafted += self._num_undrafted
+            self.model.skip(self._num_undrafted)
 
     def _max_probability(self) -> float:
         """The acceptance probability of the most probable next token."""
@@ -537,6 +560,7 @@ class Auto(Decoder):
         self._cost_model: CostModel | None = None  # that of `_costs`
         self._costs: dict[tuple[int, int, int], tuple[int, list[float]]] = {}
         self.learned_drafts = {greedy: LearnedDrafts() for greedy in PRIORS}
+        self.mean_length = inf  # of answers, in tokens; before the first one only a limit is known
         self.prediction_rates = {greedy: AcceptanceRates(prior) for greedy, prior in PRIORS.items()}
 
     def pass_costs(
@@ -612,6 +636,9 @@ class Auto(Decoder):
         self._learn(sequence.tokens)
 
     def _learn(self, answer: list[int]) -> None:
+        if self.mean_length == inf:
+            self.mean_length = len(answer)
+        self.mean_length += LENGTH_RATE * (len(answer) - self.mean_length)
         self.successors.limit(self.memory)
         room = self.memory // 2
         if len(answer) >= room:

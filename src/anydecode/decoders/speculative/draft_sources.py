@@ -47,8 +47,17 @@ NUM_DEPTHS = 4
 MODEL_INTERVAL, NUM_TRIALS = 64, 4
 #: If a drafter has read more tokens before a draft, the time of the draft says little of others.
 MAX_UNREAD = 16
-#: Weight of a round in the averages over all sequences, and over those of one sequence.
+#: The share of the time since its last draft that a draft model may take for reading a text in
+#: which it has not paid so far.
+TRIAL_SHARE = 0.02
+#: Maximum number of tokens of a burst in which the backend drafts.
+MAX_BURST_TOKENS = 64
+#: Least weight of a round in the averages over all sequences, and over those of one sequence, and
+#: the number of rounds that the first guess, or what other sequences have brought, counts for.
 SHARED_RATE, OWN_RATE = 0.01, 0.08
+PRIOR_ROUNDS = 4
+#: Weight of an answer in the average of their lengths, of a reading in that of its durations.
+LENGTH_RATE, READ_RATE = 0.1, 0.2
 #: Number of standard errors subtracted from a rate to get its lower bound.
 NUM_STANDARD_ERRORS = 0.5
 
@@ -192,6 +201,16 @@ class LearnedDrafts:
         middles = [(kind + 0.5) / NUM_BINS for kind in range(NUM_BINS)]
         self.rates = AcceptanceRates(NUM_DEPTHS * middles)
         self.record: DraftRecord | None = None  # None before the first round
+        self.num_rounds = 0  # in `record`
+        self.num_undrafted = 0  # tokens of all sequences since the last draft
+        self.read_seconds: float | None = None  # that the draft model takes per token that it reads
+
+    def record_reading(self, num_tokens: int, seconds: float) -> None:
+        """Record how long the draft model took to read so many tokens."""
+        measured = max(0.0, seconds) / num_tokens
+        if self.read_seconds is None:
+            self.read_seconds = measured
+        self.read_seconds += READ_RATE * (measured - self.read_seconds)
 
     @staticmethod
     def kind(depth: int, probability: float) -> int:
@@ -232,6 +251,7 @@ class ModelSource:
         self.sequence = sequence
         self.learned = learned
         self.record = None if learned.record is None else replace(learned.record)
+        self.num_rounds = 0  # of this sequence
         self.num_undrafted = 0  # tokens since the last draft
         self._interval = MODEL_INTERVAL
         self._drafted: list[int] = []
@@ -242,6 +262,11 @@ class ModelSource:
     def is_due(self) -> bool:
         """Whether it has not drafted for so long that it is to try again."""
         return self.num_undrafted >= self._interval
+
+    def skip(self, num_tokens: int) -> None:
+        """Count tokens that were generated without its drafts."""
+        self.num_undrafted += num_tokens
+        self.learned.num_undrafted += num_tokens
 
     def pause(self, is_paused: bool) -> None:
         """Let the target's passes leave out the states that the draft model reads, or not."""
@@ -258,6 +283,31 @@ class ModelSource:
             self.record = DraftRecord(3.0, 1.5, 0.3 * pass_seconds, 0.1 * pass_seconds)
         return self.record
 
+    def reading_seconds(self, pass_seconds: float) -> float:
+        """The time it is expected to take for reading the text that it has not read, before it can
+        draft. Before this was measured, a token is taken to be read as slowly as one is drafted.
+
+        Args:
+            pass_seconds: As for `expected`.
+        """
+        num_unread = self._num_unread()
+        if num_unread <= MAX_UNREAD:  # that of every round, included in what it brings
+            return 0.0
+        per_token = self.learned.read_seconds
+        if per_token is None:
+            per_token = self.expected(pass_seconds).seconds_per_draft
+        return num_unread * per_token
+
+    def _num_unread(self) -> int:
+        """The tokens that it reads before it drafts: in bursts, no more than the last ones."""
+        sequence, first = self.sequence, self.sequence.kv_cache(DRAFT).length
+        num_unread = max(0, sequence.length - first)
+        if not self.drafts_in_bursts:
+            return num_unread
+        if not sequence.tokens:  # the next pass computes the states of the prompt
+            return min(num_unread, MAX_BURST_TOKENS)
+        return sequence.draft_states[DRAFT].num_readable(first, num_unread, MAX_BURST_TOKENS)
+
     def draft(
         self, size: int, min_probability: float
     ) -> Generator[DecoderAction, Any, list[tuple[int, float]]]:
@@ -267,13 +317,17 @@ class ModelSource:
             size: Maximum number of tokens.
             min_probability: The probability of a path below which it is not continued.
         """
-        start = perf_counter()
+        start, num_unread = perf_counter(), self._num_unread()
         self.sequence.align(DRAFT)
         probabilities: list[float] = []
         self._drafted = yield from draft_chain(
             self.sequence, [], size, probabilities=probabilities, min_probability=min_probability
         )
         self._seconds = perf_counter() - start
+        if num_unread > MAX_UNREAD and self.record is not None:
+            drafting = len(self._drafted) * self.record.seconds_per_draft
+            self.learned.record_reading(num_unread, self._seconds - drafting)
+            self._seconds = min(self._seconds, drafting)
         self._kinds = [self.learned.kind(*given) for given in enumerate(probabilities)]
         rates = [self.learned.rates[kind] for kind in self._kinds]
         return list(zip(self._drafted, rates, strict=True))
@@ -326,22 +380,26 @@ class ModelSource:
         for index, (draft, tokens) in enumerate(zip(drafts.drafts, tokens_of_steps, strict=True)):
             is_own = drafts.sources[index] == len(drafts.texts)
             if not is_own:
-                self.num_undrafted += len(tokens)
+                self.skip(len(tokens))
                 continue
-            self.num_undrafted, count = 0, num_accepted(draft, tokens)
+            self.num_undrafted = self.learned.num_undrafted = 0
+            count = num_accepted(draft, tokens)
             for depth, probability in enumerate(drafts.probabilities[index][: len(tokens)]):
                 self.learned.rates.record(self.learned.kind(depth, probability), depth < count)
             if count == len(tokens):
                 continue
             seconds, num_drafted = drafter.draft_seconds[index], drafter.num_drafted[index]
-            if drafter.num_unread[index] > MAX_UNREAD:
-                seconds = num_drafted * drafter.seconds
+            num_unread = drafter.num_unread[index]
+            if num_unread > MAX_UNREAD:
+                drafting = num_drafted * drafter.seconds
+                self.learned.record_reading(num_unread, seconds - drafting)
+                seconds = drafting
             self._record((len(draft), count, seconds, num_drafted), drafts.costs[0])
 
     def observe(self, round: SpeculationRound) -> None:
         """Record the verification of the last draft, if there was one since the last call."""
         if not self._drafted:
-            self.num_undrafted += len(round.result.tokens)
+            self.skip(len(round.result.tokens))
             return
         tree, accepted = round.tree, set(round.result.path)
         node = ROOT
@@ -355,11 +413,17 @@ class ModelSource:
             node = child
         values = (len(tree), round.num_accepted, self._seconds, len(self._drafted))
         self._record(values, round.verify_seconds)
-        self._drafted, self.num_undrafted = [], 0
+        self._drafted, self.num_undrafted, self.learned.num_undrafted = [], 0, 0
 
     def _record(self, values: tuple[int, int, float, int], pass_seconds: float) -> None:
         """Record what a draft has brought, as `DraftRecord.record` takes it."""
         if self.learned.record is None:
             self.learned.record = replace(self.expected(pass_seconds))
-        self.learned.record.record(SHARED_RATE, *values)
-        self.expected(pass_seconds).record(OWN_RATE, *values)
+        learned = self.learned
+        learned.num_rounds, self.num_rounds = learned.num_rounds + 1, self.num_rounds + 1
+        rates = [
+            max(rate, 1 / (PRIOR_ROUNDS + rounds))
+            for rate, rounds in ((SHARED_RATE, learned.num_rounds), (OWN_RATE, self.num_rounds))
+        ]
+        self.learned.record.record(rates[0], *values)
+        self.expected(pass_seconds).record(rates[1], *values)
