@@ -233,7 +233,7 @@ def xllm() -> Setting:
     return Setting(
         "xllm",
         published="roles that follow the load serve more requests within the limits than fixed ones"
-        " when the load has bursts",
+        " when the load has bursts (arXiv:2510.14686)",
         differs="durations by the rates of its cost model: 0.68 of 390 TFLOP/s, 0.58 of 1.6 TB/s,"
         " 18 ms per pass; 10 GB/s between workers; eight workers; the limits are its defaults",
         limits=limits,
