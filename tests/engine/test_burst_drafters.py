@@ -324,6 +324,24 @@ def test_a_pass_whose_sample_is_left_to_the_sampler_is_no_rejection(
     assert taught([[7], []]) == [[0, 1], [0, 0]] and rounds == [1, 1, 1, 0]
 
 
+def test_drafting_counts_where_a_copy_was_taken_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[Any] = []
+    monkeypatch.setattr(ModelSource, "_record", lambda self, values, _: rounds.append(values))
+    source = ModelSource.__new__(ModelSource)
+    source.learned, source.num_undrafted = LearnedDrafts(), 0
+    before = list(source.learned.rates.tries)
+    text = CopyText(np.zeros(1, np.int32), 1, 0, 0, np.zeros(65))
+    drafts = BurstDrafts([text], np.array([1e-3, 2e-3]), 1.0, 0.0)
+    drafts.drafts, drafts.sources, drafts.probabilities = [[5, 6]] * 2, [0, 0], [[0.9, 0.9]] * 2
+    drafter = BurstDrafter.__new__(BurstDrafter)
+    drafter.num_due, drafter.draft_seconds, drafter.num_drafted = 0, [1e-4, 0.0], [3, 0]
+    drafter.num_unread = [1, 0]
+    source.observe_burst(drafter, drafts, [[5, 7], [5, 7]])
+    assert rounds == [(2, 1, 1e-4, 3)]
+    assert source.num_undrafted == source.learned.num_undrafted == 2
+    assert source.learned.rates.tries == before
+
+
 @pytest.mark.parametrize(("max_model_drafts", "is_read"), [(0, False), (8, True)])
 def test_states_are_read_for_a_drafter_that_runs(max_model_drafts: int, is_read: bool) -> None:
     with llm_with(eagle3_checkpoint) as llm:

@@ -379,12 +379,14 @@ class ModelSource:
         self._interval = 2 * self._interval if drafter.num_due else MODEL_INTERVAL
         for index, (draft, tokens) in enumerate(zip(drafts.drafts, tokens_of_steps, strict=True)):
             is_own = drafts.sources[index] == len(drafts.texts)
-            if not is_own:
+            # Where a copy was taken instead, drafting took its time, too.
+            if not is_own and not drafter.num_drafted[index]:
                 self.skip(len(tokens))
                 continue
             self.num_undrafted = self.learned.num_undrafted = 0
             count = num_accepted(draft, tokens)
-            for depth, probability in enumerate(drafts.probabilities[index][: len(tokens)]):
+            probabilities = drafts.probabilities[index] if is_own else []
+            for depth, probability in enumerate(probabilities[: len(tokens)]):
                 self.learned.rates.record(self.learned.kind(depth, probability), depth < count)
             if count == len(tokens):
                 continue
