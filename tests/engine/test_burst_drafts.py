@@ -4,6 +4,7 @@ those of the rule that `auto` follows outside bursts."""
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,20 @@ from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm
 from anydecode.decoders.framework.ngram_index import SEPARATOR
+from anydecode.decoders.speculative.auto import FIRST_BURST_PASSES
 from anydecode.engine import costs
 from anydecode.engine.plan import Plan
+from anydecode.kernels.cache import KeyValues
 from anydecode.kernels.drafting import BoundDrafts
-from anydecode.kernels.interface import MAX_BURST_DRAFTS, MAX_MATCH, BurstDrafts, CopyText
+from anydecode.kernels.interface import (
+    MAX_BURST_DRAFTS,
+    MAX_MATCH,
+    BurstDrafts,
+    CopyText,
+    Output,
+    OutputSpec,
+    Rows,
+)
 from anydecode.kernels.library import load_library
 from anydecode.scoring.cost import CostTable
 from bursts import drafts_by_rule, recorded
@@ -99,6 +110,56 @@ def test_the_passes_of_a_burst_correct_the_costs(monkeypatch: pytest.MonkeyPatch
         rows += drafts.rows if drafts is not None else [len(plan.rows)] * (plan.num_passes == 1)
     num_copied = sum(len(one.rows) for one in copied)
     assert rows[-num_copied:] == seen[-num_copied:]
+
+
+@pytest.mark.parametrize("decoder", ["auto", "multi-step"])
+def test_an_interrupted_burst_ends_after_its_present_step(
+    decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 40}
+    with native_llm() as llm:
+        expected = llm.generate(PROMPTS[2], decoder="autoregressive", **options).tokens
+        passes: list[int] = []
+        llm.engine.on_pass = lambda plan, _: passes.append(plan.num_passes)
+        assert llm.generate(PROMPTS[2], decoder=decoder, **options).tokens == expected
+        assert max(passes) > 1
+        passes.clear()
+        for runner in llm.engine.runners.values():
+            runner.interrupt[0] = 1
+        monkeypatch.setattr(llm.engine, "interrupt", lambda is_wanted=True: None)
+        assert llm.generate(PROMPTS[2], decoder=decoder, **options).tokens == expected
+        assert max(passes) == 1
+        llm.engine.check_integrity()
+
+
+def test_what_another_thread_submits_ends_the_burst_that_runs() -> None:
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 40, "decoder": "multi-step"}
+    with native_llm() as llm:
+        expected = llm.generate(PROMPTS[2], **options).tokens
+        llm.driver.run_in_background()
+        runner, counts = llm.engine.runners["target"], []
+        run = runner.model.run
+
+        def disturbed(rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
+            if is_first := output_spec.num_steps > 1 and not counts:
+                other = Thread(target=llm.driver.post, args=(lambda: None,))
+                other.start()
+                other.join()
+            output = run(rows, cache, output_spec)
+            if output_spec.num_steps > 1:
+                counts.append((output.num_passes, is_first))
+            return output
+
+        runner.model.run = disturbed
+        assert llm.generate(PROMPTS[2], **options).tokens == expected
+    assert counts[0] == (1, True) and max(counts[1:])[0] > 1
+
+
+def test_bursts_grow_while_the_chances_of_drafts_are_unknown() -> None:
+    with native_llm() as llm, recorded(llm) as bursts:
+        llm.generate(PROMPTS[0], decoder="auto", ignore_eos=True, max_tokens=200)
+    assert len(bursts[0].drafts.rows) <= FIRST_BURST_PASSES
+    assert max(len(burst.drafts.rows) for burst in bursts) > 2 * FIRST_BURST_PASSES
 
 
 def copies(**changes: Any) -> BurstDrafts:

@@ -24,7 +24,8 @@ class Driver:
     the jobs of all waiting threads share its passes.
 
     Jobs are submitted and cancelled through an inbox that is emptied between steps, so that with
-    the background thread running no caller waits for a pass to end.
+    the background thread running no caller waits for a pass to end. What is put there interrupts a
+    pass of several steps after its present step.
 
     An exception from `Engine.step` is a fault of the engine, whose state cannot be trusted
     afterwards. The engine stops: all running, waiting and new jobs end with `error`. The panic of a
@@ -132,6 +133,7 @@ class Driver:
         """Run `action` between two passes, on the thread that steps the engine. An exception of it
         is a fault that stops the engine."""
         self._inbox.append(action)
+        self.engine.interrupt()
         if self._thread is None or self._closed or self._fault is not None:
             with self._lock:
                 self._empty_inbox()
@@ -140,6 +142,7 @@ class Driver:
                 self._wake_up.notify_all()
 
     def _empty_inbox(self) -> None:
+        self.engine.interrupt(False)  # before looking: what is posted later ends the next pass
         while self._inbox:
             action = self._inbox.popleft()
             try:

@@ -199,6 +199,12 @@ class Engine:
         self.waiting.append(job)
         return job
 
+    def interrupt(self, is_wanted: bool = True) -> None:
+        """Let multi-step passes end after their present step, so that what other threads have
+        submitted need not wait for them; False: no longer. May be called on any thread."""
+        for runner in self._streams:
+            runner.interrupt[0] = is_wanted
+
     def step(self) -> None:
         """Admit waiting jobs, run at least one pass, and resume the decoders that it serves."""
         before = set_other_work(self._work_until)

@@ -27,9 +27,10 @@ from anydecode.models.per_layer import late_start_error
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.span import MultiStepSpan, Span
 
-#: Maximum duration of one multi-step pass, in seconds (or one step, if that takes longer). Bounds
-#: the latency of streaming, cancellation and admission.
-MAX_MULTI_STEP_SECONDS = 0.02
+#: Maximum duration of one multi-step pass, in seconds (or one step, if that takes longer): its
+#: tokens are streamed together. A request that is submitted or cancelled meanwhile ends it earlier
+#: (`Engine.interrupt`).
+MAX_MULTI_STEP_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -69,6 +70,8 @@ class ModelRunner:
         num_passes: Number of passes so far.
         num_rows: Number of rows computed so far.
         seconds: Total duration of all passes.
+        interrupt: Whether multi-step passes are to end after the present step, int32 `[1]`; other
+            threads may set it.
         pass_cost: The cost of a pass, by which optional rows are chosen; None: all of them run.
         thread_cost: The cost of a pass by its number of threads, or None.
     """
@@ -90,6 +93,7 @@ class ModelRunner:
         self.num_passes = 0
         self.num_rows = 0
         self.seconds = 0.0
+        self.interrupt = np.zeros(1, np.int32)
         self.pass_cost: PassCost | None = None
         self.thread_cost: ThreadCost | None = None
         self._seconds_per_step = (
@@ -208,12 +212,13 @@ class ModelRunner:
             if span.drafts is None:
                 num_steps = min(num_steps, max_passes)
             else:
-                span.drafts.max_passes = min(max_passes, num_steps)
+                span.drafts.max_passes = min(max_passes, num_steps, span.drafts.max_passes)
         if num_steps > 1 and (is_draft or len(plan.rows) == 1):
             plan.multi_step = span
             spec.num_steps, spec.end_tokens = num_steps, span.end_tokens
             spec.probabilities, spec.min_probability = is_draft, span.min_probability or 0.0
             spec.drafts = span.drafts
+            spec.interrupt = None if is_draft else self.interrupt
             if spec.drafts is not None:  # its passes return the states that a drafter reads
                 plan.states.clear()
                 spec.hidden.clear()

@@ -576,7 +576,7 @@ class BurstDrafts:
         min_gain: The least gain of a draft over a pass without one, as a factor.
         min_probability: The least probability with which all tokens of a draft are right.
         drafter: A drafter, or None.
-        max_passes: Maximum number of passes.
+        max_passes: Maximum number of passes; the engine may lower it.
         rows: Result: the rows of each pass; empty where the backend has not drafted.
         seconds: Result: the duration of each pass.
         drafts: Result: the draft of each pass.
@@ -610,9 +610,9 @@ class OutputSpec:
     table up to itself and has no tail. A backend that samples it may continue (multi-step): run a
     pass over the sampled token at the next position, whose slot is in the table, sample again, and
     so on, until it has sampled `num_steps` tokens or one of `end_tokens`, or until the product of
-    the tokens' probabilities is below `min_probability`. With `probabilities`, these (at
-    temperature 1) are returned. With `drafts`, a pass over a single row may have drafts in each
-    step.
+    the tokens' probabilities is below `min_probability`, or until the one element of `interrupt`,
+    which other threads may set meanwhile, is not 0. With `probabilities`, these (at temperature 1)
+    are returned. With `drafts`, a pass over a single row may have drafts in each step.
     """
 
     logits: np.ndarray  # int32 row indices
@@ -623,6 +623,7 @@ class OutputSpec:
     probabilities: bool = False
     min_probability: float = 0.0
     drafts: BurstDrafts | None = None
+    interrupt: np.ndarray | None = None  # int32 [1]
 
 
 @dataclass(eq=False)

@@ -197,7 +197,7 @@ class Pass(ctypes.Structure):
         ("attention_scratch", pointer),
         ("attention_scratch_floats", c_int64),
         *((name, pointer) for name in ("samples", "multi_step_tokens", "end_tokens")),
-        ("step_probabilities", pointer),
+        *((name, pointer) for name in ("interrupt", "step_probabilities")),
         ("min_probability", c_double),
         *((name, pointer) for name in ("head_tokens", "spread")),
         *((name, pointer) for name in ("recurrent_inputs", "states", "scan_start", "scan_first")),

@@ -308,6 +308,9 @@ class NativeExecutor:
             self._multi_step_tokens = np.empty(2 * num_steps, np.int32)
             self._step_probabilities = np.empty(2 * num_steps, np.float32)
             p.multi_step_tokens = address_of(self._multi_step_tokens)
+        p.interrupt = None
+        if output_spec.interrupt is not None:
+            p.interrupt = address_of(output_spec.interrupt)
         p.step_probabilities = None
         if output_spec.probabilities:
             p.step_probabilities = address_of(self._step_probabilities)

@@ -366,14 +366,14 @@ def test_batch_drafts_where_drafts_save_time(temperature: float) -> None:
 
 def test_calls_are_averaged_and_hiccups_are_forgotten() -> None:
     decoder = Auto()
-    assert decoder.multi_step_pays(1.0, is_alone=True)  # before a call was measured
-    assert not decoder.multi_step_pays(1.0, is_alone=False)
+    assert decoder.multi_step_pays(1.0, measures_calls=True)  # before a call was measured
+    assert not decoder.multi_step_pays(1.0, measures_calls=False)
     for seconds in (0.5, *[0.001] * 12):  # the first call is longer
         decoder.record_call(seconds)
     assert decoder.call_seconds == pytest.approx(0.001, rel=0.2)
-    for is_alone in (True, False):
-        assert decoder.multi_step_pays(0.025, is_alone)
-        assert not decoder.multi_step_pays(0.04, is_alone)
+    for measures_calls in (True, False):
+        assert decoder.multi_step_pays(0.025, measures_calls)
+        assert not decoder.multi_step_pays(0.04, measures_calls)
     decoder.record_call(0.1)
     assert decoder.call_seconds < 0.012
 

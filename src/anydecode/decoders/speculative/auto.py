@@ -73,8 +73,9 @@ _BYTES_PER_TOKEN = 300
 SAVED_BY_TOP_TOKENS = 1 / 30
 #: What a call is taken to last beside its passes, in seconds, before one was measured.
 DEFAULT_CALL_SECONDS = 0.0005
-#: Maximum duration of a burst in seconds: its tokens come together, and new requests wait for it.
-MAX_BURST_SECONDS = 0.3
+#: Passes in the first burst of a text. Each further burst may have twice as many, up to as many as
+#: the engine allows: the chances of drafts do not change within a burst.
+FIRST_BURST_PASSES = 4
 #: Initial frequency of passes with a draft, in greedy and in sampled texts, and the number of
 #: tokens over which it is averaged. As many tokens as lie between two drafts, on average, are
 #: generated in one multi-step burst, up to `MAX_MULTI_STEP`.
@@ -128,6 +129,7 @@ class _Session:
         self.optional: list[float] = []  # the probabilities of the last draft's nodes
         self._awaits_states = False  # the next pass computes the states that the draft model reads
         self._allows_multi_step = sequence.end_tokens is not None
+        self._max_burst_passes = FIRST_BURST_PASSES
         self._drafts_in_bursts = (
             sequence.drafts_in_bursts
             and self.width == 1
@@ -251,26 +253,17 @@ class _Session:
         if len(tree) or self._awaits_states or not self._can_multi_step():
             return 0
         if self.sequence.tokens:
-            limit = min(MAX_MULTI_STEP[self.sequence.sampler.is_greedy], self._max_burst())
+            limit = MAX_MULTI_STEP[self.sequence.sampler.is_greedy]
             self._num_undrafted = int(1 / max(self._draft_frequency, 1 / limit))
         return self._num_undrafted
 
     def _can_multi_step(self) -> bool:
         """Whether tokens may be generated in multi-step bursts: tokens need not be checked one by
         one, and a call for each pass would take more than learning from its logits saves."""
-        return (
-            self._allows_multi_step
-            and self._max_burst() > 1
-            and self._decoder.multi_step_pays(
-                self._seconds_per_sequence, is_alone=not self.cost_model.num_others()
-            )
+        return self._allows_multi_step and self._decoder.multi_step_pays(
+            self._seconds_per_sequence,
+            measures_calls=self._drafts_in_bursts and not self.cost_model.num_others(),
         )
-
-    def _max_burst(self) -> int:
-        """The maximum number of passes in a burst."""
-        if not self._seconds_per_sequence:  # before the first pass
-            return MAX_BURST_TOKENS
-        return max(1, int(MAX_BURST_SECONDS / self._seconds_per_sequence))
 
     def can_draft_in_bursts(self) -> bool:
         """Whether the backend can draft by itself in multi-step bursts: the sequence runs alone,
@@ -289,7 +282,7 @@ class _Session:
         sequence, decoder = self.sequence, self._decoder
         first = self._pass_costs(0)[0]
         self._catch_up()
-        room = min(MAX_BURST_TOKENS, self._max_burst(), sequence.remaining)
+        room = min(MAX_BURST_TOKENS, sequence.remaining)
         texts = [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
         passes = self._passes[: min(sequence.remaining, MAX_BURST_DRAFTS + 1)]
         steps = [first + seconds - passes[0] for seconds in passes]
@@ -300,7 +293,9 @@ class _Session:
             MIN_GAIN,
             MIN_PROBABILITY,
             drafter,
+            self._max_burst_passes,
         )
+        self._max_burst_passes = min(2 * self._max_burst_passes, MAX_BURST_TOKENS)
         start_time = perf_counter()
         request = sequence.multi_step(room, drafts)
         tokens = yield request
@@ -594,11 +589,11 @@ class Auto(Decoder):
         rate = 1.0 if self.num_calls == 1 else 0.5 if change < 0 else CALL_RATE
         self.call_seconds += rate * change
 
-    def multi_step_pays(self, pass_seconds: float, is_alone: bool) -> bool:
+    def multi_step_pays(self, pass_seconds: float, measures_calls: bool) -> bool:
         """Whether passes of so many seconds per sequence are better computed several in a call than
-        in calls of their own, which allow to learn from their logits and to draft trees. A sequence
-        that runs alone measures calls first."""
-        if is_alone and not self.num_calls:
+        in calls of their own, which allow to learn from their logits and to draft trees. They are
+        until calls were measured, if this sequence measures them."""
+        if measures_calls and not self.num_calls:
             return True
         return SAVED_BY_TOP_TOKENS * pass_seconds < self.call_seconds
 

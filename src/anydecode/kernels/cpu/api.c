@@ -207,7 +207,7 @@ static int multi_step(const Pass *pass, int threads) {
     pass->multi_step_tokens[step++] = token;
     spec->row = 0;
     if (step == pass->num_steps) return OK;
-    if (is_end_token(pass, token) || path < pass->min_probability) {
+    if (is_end_token(pass, token) || path < pass->min_probability || is_interrupted(pass)) {
       pass->multi_step_tokens[step] = NO_MORE;
       return OK;
     }

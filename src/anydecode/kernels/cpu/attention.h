@@ -104,10 +104,74 @@ enum { TILE = 2 };
 enum { MAX_HEADS = 12 };
 INLINE int max_loads(int format) { return format == Q8_0 ? MAX_HEADS : INT32_MAX; }
 #define FOR_EACH_TILE(fold) fold(12) fold(8) fold(6) fold(4) fold(3) fold(2) fold(1)
+
+/* Add the products of eight numbers of a few queries and two pairs of keys. */
+INLINE void add_scores(int format, int heads, const float *q, int padded, const char *const *key,
+                       int d, const f8x2 *scales, f8x2 *sum) {
+  f8x2 k[TILE];
+#pragma GCC unroll 2
+  for (int j = 0; j < TILE; j++) k[j] = load_two(format, key + 2 * j, d, scales[j]);
+#pragma GCC unroll 12
+  for (int i = 0; i < heads; i++) {
+    f8x2 part = f8x2_load_twice(q + i * padded + d);
+#pragma GCC unroll 2
+    for (int j = 0; j < TILE; j++) sum[TILE * i + j] = f8x2_fma(part, k[j], sum[TILE * i + j]);
+  }
+}
+
+/* Add `pairs` pairs of vectors of a value, weighted for a few heads. */
+INLINE void add_value(int format, int heads, const float *weights, const char *value, int at,
+                      int pairs, f8x2 *sum) {
+  const char *const twice[2] = {value, value};
+  f8x2 part[TILE], scales = two_scales(format, twice, at);
+#pragma GCC unroll 2
+  for (int v = 0; v < pairs; v++) part[v] = load_pair(format, value, at + 16 * v, scales);
+#pragma GCC unroll 12
+  for (int i = 0; i < heads; i++) {
+    f8x2 weight = f8x2_set(weights[i * KEY_BLOCK]);
+#pragma GCC unroll 2
+    for (int v = 0; v < pairs; v++)
+      sum[TILE * i + v] = f8x2_fma(weight, part[v], sum[TILE * i + v]);
+  }
+}
 #else
 enum { MAX_HEADS = 3 };
 INLINE int max_loads(int format) { return format == Q8_0 ? MAX_HEADS : 2 * MAX_HEADS; }
 #define FOR_EACH_TILE(fold) fold(3) fold(2) fold(1)
+
+/* The same for 16 registers: 12 sums, three queries or weights, and one key or vector of a value. A
+ * sum that does not fit would be stored and loaded in every step. */
+INLINE void add_scores(int format, int heads, const float *q, int padded, const char *const *key,
+                       int d, const f8x2 *scales, f8x2 *sum) {
+  f8 part[MAX_HEADS];
+#pragma GCC unroll 3
+  for (int i = 0; i < heads; i++) part[i] = f8_load(q + i * padded + d);
+#pragma GCC unroll 4
+  for (int j = 0; j < 2 * TILE; j++) {
+    f8 k = load_scaled(format, key[j], d, scales[j / 2].v[j % 2]);
+#pragma GCC unroll 3
+    for (int i = 0; i < heads; i++) {
+      f8 *to = &sum[TILE * i + j / 2].v[j % 2];
+      *to = f8_fma(part[i], k, *to);
+    }
+  }
+}
+
+INLINE void add_value(int format, int heads, const float *weights, const char *value, int at,
+                      int pairs, f8x2 *sum) {
+  f8 weight[MAX_HEADS], scale = scale_of(format, value, at);
+#pragma GCC unroll 3
+  for (int i = 0; i < heads; i++) weight[i] = f8_set(weights[i * KEY_BLOCK]);
+#pragma GCC unroll 4
+  for (int v = 0; v < 2 * pairs; v++) {
+    f8 part = load_scaled(format, value, at + 8 * v, scale);
+#pragma GCC unroll 3
+    for (int i = 0; i < heads; i++) {
+      f8 *to = &sum[TILE * i + v / 2].v[v % 2];
+      *to = f8_fma(weight[i], part, *to);
+    }
+  }
+}
 #endif
 
 /* Vectors that end with a block, or with eight plain numbers, are converted to float32 as they are
@@ -168,19 +232,8 @@ INLINE void eight_scores(int format, int heads, const float *q, const char *cons
       f8x2 scales[TILE];
 #pragma GCC unroll 2
       for (int j = 0; j < TILE; j++) scales[j] = two_scales(format, key + 4 * four + 2 * j, b);
-      for (int d = b; d < b + block; d += 8) {
-        f8x2 k[TILE];
-#pragma GCC unroll 2
-        for (int j = 0; j < TILE; j++)
-          k[j] = load_two(format, key + 4 * four + 2 * j, d, scales[j]);
-#pragma GCC unroll 12
-        for (int i = 0; i < heads; i++) {
-          f8x2 part = f8x2_load_twice(q + i * padded + d);
-#pragma GCC unroll 2
-          for (int j = 0; j < TILE; j++)
-            sum[TILE * i + j] = f8x2_fma(part, k[j], sum[TILE * i + j]);
-        }
-      }
+      for (int d = b; d < b + block; d += 8)
+        add_scores(format, heads, q, padded, key + 4 * four, d, scales, sum);
     }
 #pragma GCC unroll 12
     for (int i = 0; i < heads; i++) {
@@ -207,10 +260,12 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
   const float *q = scratch->q + (int64_t)at * padded;
   float *scores = scratch->scores + at * KEY_BLOCK, *block_max = scratch->block_max + at;
   f8 max[MAX_HEADS], low[MAX_HEADS], high[MAX_HEADS];
+#pragma GCC unroll 12
   for (int i = 0; i < heads; i++) max[i] = f8_set(-INFINITY);
   for (int j = 0; j < KEY_BLOCK; j += 8) {
     uint32_t eight = (mask >> j) & 255;
     if (eight) eight_scores(format, heads, q, scratch->key + j, padded, low, high);
+#pragma GCC unroll 12
     for (int i = 0; i < heads; i++) {
       float *to = scores + i * KEY_BLOCK + j;
       if (!eight) {
@@ -229,6 +284,7 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
       max[i] = f8_max(s, max[i]);
     }
   }
+#pragma GCC unroll 12
   for (int i = 0; i < heads; i++) block_max[i] = f8_reduce_max(max[i]);
 }
 
@@ -258,19 +314,7 @@ INLINE void weigh_values(int format, int heads, const float *weights, const char
     for (int v = 0; v < pairs; v++)
       sum[TILE * i + v] =
           f8x2_mul(f8x2_load(sums + i * padded + 16 * v), f8x2_load_twice(rescale + 8 * i));
-  for (int j = lo; j < hi; j++) {
-    const char *const twice[2] = {value[j], value[j]};
-    f8x2 part[TILE], scales = two_scales(format, twice, at);
-#pragma GCC unroll 2
-    for (int v = 0; v < pairs; v++) part[v] = load_pair(format, value[j], at + 16 * v, scales);
-#pragma GCC unroll 12
-    for (int i = 0; i < heads; i++) {
-      f8x2 weight = f8x2_set(weights[i * KEY_BLOCK + j]);
-#pragma GCC unroll 2
-      for (int v = 0; v < pairs; v++)
-        sum[TILE * i + v] = f8x2_fma(weight, part[v], sum[TILE * i + v]);
-    }
-  }
+  for (int j = lo; j < hi; j++) add_value(format, heads, weights + j, value[j], at, pairs, sum);
 #pragma GCC unroll 12
   for (int i = 0; i < heads; i++)
 #pragma GCC unroll 2

@@ -31,6 +31,18 @@ INLINE f8 load_as(int format, const char *vector, int at) {
   return f8_load((const float *)vector + at);
 }
 
+/* The scale of the block that the number `at` is in. Only Q8_0 has them here. */
+INLINE f8 scale_of(int format, const char *vector, int at) {
+  return format == Q8_0 ? f8_set_f16(block_of(vector, at)) : f8_set(1.0f);
+}
+
+/* The numbers from `at` on of a vector, given the scale of their block. */
+INLINE f8 load_scaled(int format, const char *vector, int at, f8 scale) {
+  if (format == Q8_0)
+    return f8_mul(f8_load_s8(block_of(vector, at) + 2 + at % QUANT_BLOCK), scale);
+  return load_as(format, vector, at);
+}
+
 /* The scales of the blocks of two keys that the number `at` is in. Only Q8_0 has them here. */
 INLINE f8x2 two_scales(int format, const char *const *vectors, int at) {
   if (format != Q8_0) return f8x2_set(1.0f);

@@ -205,7 +205,8 @@ static int drafting_steps(const Pass *pass, int threads) {
       if (drafter) drafter->tokens[drafter->num_known++] = token;
       int ends = is_end_token(pass, token) || step == pass->num_steps;
       int is_last = kept == count || token != tokens[kept + 1];
-      if (ends || (is_last && drafting->num_passes == drafting->max_passes)) {
+      int is_full = drafting->num_passes == drafting->max_passes;
+      if (ends || (is_last && (is_full || is_interrupted(pass)))) {
         if (step < pass->num_steps) pass->multi_step_tokens[step] = NO_MORE;
         if (kept)
           memcpy(pass->logits, pass->logits + (int64_t)kept * pass->head_size,

@@ -208,11 +208,12 @@ struct Pass {
   int64_t attention_scratch_floats;
   SampleSpec *samples;
   /* The tokens of a multi-step pass: the pass's only sample, of its last row, then the sample of a
-   * pass over that token at the next position, and so on. It stops after one of `end_tokens`, or
-   * after `num_steps` tokens. Where there are fewer, -1 follows the last if another pass has run
+   * pass over that token at the next position, and so on. It stops after one of `end_tokens`, after
+   * `num_steps` tokens, or at an interrupt. Where there are fewer, -1 follows the last if another pass has run
    * whose sample is left to the caller, else NO_MORE. */
   int32_t *multi_step_tokens;
   const int32_t *end_tokens;
+  const volatile int32_t *interrupt; /* NULL, or not 0 once no further step is to begin */
   /* The probability of each of these tokens (at temperature 1), or NULL. It also stops after the
    * token with which their product falls below `min_probability`. */
   float *step_probabilities;

@@ -94,6 +94,9 @@ static int is_end_token(const Pass *pass, int32_t token) {
   return 0;
 }
 
+/* Whether another thread wants the pass to end after the present step. */
+static int is_interrupted(const Pass *pass) { return pass->interrupt && *pass->interrupt; }
+
 /* The probability of the token that was sampled from the logits of `row`. */
 static double probability_of(const Pass *pass, int32_t row, int32_t token) {
   const float *logits = pass->logits + (int64_t)row * pass->head_size;
