@@ -13,6 +13,7 @@ from anydecode.certification.tiny_blocks import (
     dflash_checkpoint,
     dspark_checkpoint,
     parallelspec_checkpoint,
+    pard_checkpoint,
     peagle_checkpoint,
 )
 from anydecode.certification.tiny_heads import (
@@ -53,6 +54,7 @@ _LAYOUTS: dict[str, tuple[str, Callable[[Network], Checkpoint], str]] = {
     "dspark": ("dflash", dspark_checkpoint, "model.safetensors"),
     "parallelspec": ("parallelspec", parallelspec_checkpoint, "model.safetensors"),
     "p-eagle": ("dflash", peagle_checkpoint, "model.safetensors"),
+    "pard": ("dflash", pard_checkpoint, "model.safetensors"),
 }
 #: The decoders by layout.
 DECODERS = {name: decoder for name, (decoder, _, _) in _LAYOUTS.items()}

@@ -20,6 +20,7 @@ from anydecode.certification.tiny_blocks import (
     as_speculators,
     dflash_checkpoint,
     dspark_checkpoint,
+    pard_checkpoint,
     peagle_checkpoint,
 )
 from anydecode.errors import CheckpointError
@@ -194,6 +195,24 @@ def test_p_eagle_drafts_as_many_tokens_as_its_config_proposes(target: Network) -
     assert network.spec.states is not None and network.spec.states.taps == (1, 2, 4)  # of outputs
 
 
+@pytest.mark.parametrize("key", ["pard_token", "ptd_token_id"])
+def test_the_mask_token_of_p_eagle_may_be_named_as_vllm_names_it(target: Network, key: str) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        config[key] = config.pop("mask_token_id") - 1
+
+    network = load_draft_head(_changed(peagle_checkpoint(target), change), target)
+    assert _block(network).mask_token == VOCAB - 2
+
+
+@pytest.mark.parametrize("mask", [VOCAB, -1, "x", [3]])
+def test_a_mask_token_that_a_parallel_draft_model_lacks_is_refused(
+    target: Network, mask: Any
+) -> None:
+    with pytest.raises(CheckpointError, match=r"pard_token|mask_token_id") as refused:
+        load_network(_changed(pard_checkpoint(target), _set(pard_token=mask)))
+    assert "\n" not in str(refused.value)
+
+
 def test_a_confidence_that_reads_a_missing_markov_head_is_refused(target: Network) -> None:
     def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         for name in ("markov_w1", "markov_w2"):
@@ -309,7 +328,9 @@ TARGET_CONFIG = {
 }
 
 
-@pytest.mark.parametrize("name", ["DFlash", "DFlash of speculators", "DSpark, gated", "P-EAGLE"])
+@pytest.mark.parametrize(
+    "name", ["DFlash", "DFlash of speculators", "DSpark, gated", "P-EAGLE", "PARD"]
+)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_folder_drafts_for_its_target(tmp_path: Path, name: str, dtype: str | None) -> None:
     model, drafter = _folders(tmp_path, oracle.DRAFTERS[name])

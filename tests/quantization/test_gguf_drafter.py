@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from anydecode.models.network import Network
 from anydecode.quantization.gguf import quantize_file
 from anydecode.quantization.gguf_drafter import export_drafter
 from draft_folders import changed, drafter_folder, set_keys, without
-from gguf_models import interleave, make_tensors, plain, write_gguf
+from gguf_models import HEAD, interleave, make_tensors, plain, write_gguf
 from llama_cpp_logits import llama_cpp_tokens
 
 TAPS = [0, 1, 2]
@@ -170,7 +171,8 @@ def test_what_llama_cpp_does_not_run_is_refused(
         ("block_count", 2, "supported is 1"),
         ("target_layers", None, "target_layers is missing"),
         ("attention.head_count", 0, "head_count"),
-        ("rope.scaling.type", "linear", "rope scaling"),
+        ("rope.scaling.type", "dynamic", "rope scaling"),
+        ("rope.scaling.type", "linear", "scaling.factor is missing"),
     ],
 )
 def test_bad_files_are_refused(
@@ -186,6 +188,24 @@ def test_bad_files_are_refused(
     with pytest.raises(CheckpointError, match=message) as refusal:
         load_eagle3(file)
     assert "\n" not in str(refusal.value)
+
+
+def test_stored_divisors_of_rotary_frequencies_are_read(
+    network: Network, target: Path, tmp_path: Path
+) -> None:
+    """Files of Llama 3 have them in place of the parameters of their scaling."""
+    out = tmp_path / "d.gguf"
+    export_drafter(eagle3_checkpoint(network), target, out)
+    file = GGUFFile(out)
+    plain_rope = load_draft_head(load_eagle3(file), network).spec.layers[0].rope
+    norm, size = file.tensors["output_norm.weight"], HEAD // 2
+    file.tensors["rope_freqs.weight"] = replace(
+        norm, name="rope_freqs.weight", shape=(size,), num_bytes=4 * size
+    )
+    scaled = load_draft_head(load_eagle3(file), network).spec.layers[0].rope
+    assert plain_rope is not None and scaled is not None
+    divisors = plain(file.read("output_norm.weight"))[:size]
+    np.testing.assert_allclose(scaled.frequencies * divisors, plain_rope.frequencies, rtol=1e-6)
 
 
 def test_the_command_writes_the_drafter(

@@ -113,14 +113,14 @@ class Resources:
             if needs.drafts_blocks and spec.block is None:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that drafts blocks (DFlash, DSpark,"
-                    " P-EAGLE, Falcon)"
+                    " P-EAGLE, Falcon, PARD)"
                 )
             if needs.drafts_exit and spec.architecture != EARLY_EXIT:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that is an early exit of the model,"
                     " as `anydecode train drafter --recipe early-exit` trains"
                 )
-            if spec.block is not None and not needs.drafts_blocks:
+            if spec.drafts_blocks_only and not needs.drafts_blocks:
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that drafts one token per pass; the"
                     " one given drafts blocks from the target's states: use decoder 'dflash'"
@@ -174,7 +174,7 @@ class Resources:
         return (
             spec.causal == needs.draft_causal
             and (spec.states is None or needs.reads_states)
-            and (spec.block is None or needs.drafts_blocks)
+            and (needs.drafts_blocks or not spec.drafts_blocks_only)
             and (spec.architecture != CHIMERA or needs.drafts_trigrams)
             and (needs.can_translate_vocab or self.shares_vocabulary(runner))
         )

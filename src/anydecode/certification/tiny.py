@@ -373,16 +373,14 @@ def with_drafter(
     residual: float = 0.15,
     **options: Any,
 ) -> LLM:
-    """An engine over a tiny model with drafters that read its states; `options` are those of
-    `LLM`."""
+    """An engine over a tiny model with drafters of it; `options` are those of `LLM`."""
     target = tiny_model(layers=layers, residual=residual, backend=backend)
     packer = getattr(target.executor, "packer", None)
     drafts = []
     for drafter in drafters:
         checkpoint = drafter(target.network)
-        load = find_loader(checkpoint)
-        assert load is not None, "a drafter that reads states"
-        network = load(checkpoint, target.network, None)
+        load = find_loader(checkpoint)  # None: a whole language model
+        network = load(checkpoint, target.network, None) if load else load_network(checkpoint)
         executor = choose_executor(backend, 1, packer=packer)
         drafts.append(drafter_model(network, name=checkpoint.name, executor=executor))
     return LLM(target, tokenizer=ByteTokenizer(), draft=drafts, **options)

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from anydecode.api.llm import LLM
-from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, with_drafter
+from anydecode.certification.tiny import (
+    drafter_config,
+    eagle3_checkpoint,
+    eagle_checkpoint,
+    layer_tensors,
+    random_matrices,
+    with_drafter,
+)
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
@@ -139,6 +146,29 @@ def parallelspec_checkpoint(
     tensors = {**base.tensors, "mask_states": random.standard_normal((masks, hidden), np.float32)}
     config = {**base.config, "mask_token_id": target.spec.vocab_size - 1}
     return Checkpoint("parallelspec", Path("parallelspec"), config, tensors)
+
+
+def pard_checkpoint(target: Network, *, seed: int = 0, kind: str = "pard") -> Checkpoint:
+    """A random parallel draft model in the layout of PARD: a language model, with its mask token in
+    the config. It has the target's embedding and head, and layers that add little, so that its
+    first draft often agrees with a target of small `residual`."""
+    matrix, hidden = random_matrices(seed + 6000), target.spec.hidden_size
+    tensors: dict[str, np.ndarray] = {
+        "model.embed_tokens.weight": target.weights.embedding.data.copy(),
+        "model.norm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+        "lm_head.weight": target.weights.head.data.copy(),
+    }
+    for layer in range(2):
+        name = f"model.layers.{layer}"
+        tensors |= layer_tensors(name, hidden, hidden, lambda *shape: 0.6 * matrix(*shape))
+        tensors[f"{name}.input_layernorm.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
+    config = {
+        **drafter_config(target),
+        "num_hidden_layers": 2,
+        "pard_token": target.spec.vocab_size - 1,
+        "spd_type": kind,
+    }
+    return Checkpoint("pard", Path("pard"), config, tensors)
 
 
 def block_drafting_model() -> LLM:

@@ -29,8 +29,8 @@ class Requirements:
             `Sequence.can_draft` first.
         finds_draft: Whether the draft model may be a module of the target's own checkpoint (multi-
             token prediction), which is opened if there is no other draft model.
-        drafts_blocks: Whether the draft model must be one that drafts a block per pass from the
-            target's states (DFlash).
+        drafts_blocks: Whether the draft model must be one that drafts a block per pass (DFlash,
+            PARD).
         drafts_trigrams: Whether the draft model may be one of Chimera, which reads trigrams.
         drafts_exit: Whether the draft model must be an early exit of the target, whose first layers
             the target runs itself (EESD, Kangaroo).

@@ -45,6 +45,8 @@ from anydecode.models.states import StateWeights
 _OUTPUT_TAPS = {"LlamaForCausalLMEagle3", "PEagleDraftModel"}
 #: The state of mask tokens of P-EAGLE, and the number of tokens that it drafts by default.
 _MASK_STATE, _NUM_DRAFTS = "mask_hidden", 8
+#: The keys of the mask token of P-EAGLE: that of speculators and those that vLLM reads too.
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 #: The states of mask tokens of ParallelSpec.
 _MASK_STATES = "mask_states"
 #: The matrix of the first cell of Falcon's LSTM.
@@ -261,10 +263,10 @@ class _Eagle3(_Eagle):
             raise refusal("vocab_size", vocab, f"{target.vocab_size}, as the target's")
         first = replace(spec.layers[0], has_attention_norm=False)
         layers = (first, *spec.layers[1:])
-        spec = replace(spec, architecture="Eagle3", layers=layers, states=states, head_size=head)
-        if not states.has_mask:
-            return spec
-        return replace(spec, architecture="PEagle", block=self._block())
+        name, block = ("PEagle", self._block()) if states.has_mask else ("Eagle3", None)
+        return replace(
+            spec, architecture=name, layers=layers, states=states, head_size=head, block=block
+        )
 
     def _block(self) -> BlockSpec:
         """What P-EAGLE drafts: as many tokens as the config proposes."""
@@ -272,7 +274,8 @@ class _Eagle3(_Eagle):
         methods = list_value(config, "proposal_methods", dict)
         if methods:
             count = int_value(methods[0], "speculative_tokens", count, high=MAX_COUNT)
-        mask = int_value(self.config, "mask_token_id", low=0, high=MAX_TOKENS)
+        keys = (key for key in _MASK_KEYS if self.config.get(key) is not None)
+        mask = int_value(self.config, next(keys, _MASK_KEYS[0]), low=0, high=MAX_TOKENS)
         return BlockSpec(count, mask, predicts_next=True)
 
     def _taps(self) -> tuple[int, ...]:

@@ -320,14 +320,14 @@ class StateSpec:
 @dataclass(frozen=True)
 class BlockSpec:
     """The block that a drafter predicts in one pass: the text's last token, then mask tokens, which
-    attend to each other and to the context (DFlash) or each to all before it (P-EAGLE); or the
-    text's last tokens (`StateSpec.stride`).
+    attend to each other and to the context (DFlash) or each to all before it (P-EAGLE, PARD); or
+    the text's last tokens (`StateSpec.stride`).
 
     Attributes:
         size: The number of rows that it was trained with.
         mask_token: The token of all rows but the first; None: those of the text.
-        predicts_next: Whether a row predicts the token behind its position (DSpark, P-EAGLE), not
-            the token of it, so that the first row predicts too.
+        predicts_next: Whether a row predicts the token behind its position (DSpark, P-EAGLE, PARD),
+            not the token of it, so that the first row predicts too.
         causal_layers: The layers in which a row of the block sees only those before it.
     """
 
@@ -472,6 +472,12 @@ class ModelSpec:
         """The number of layers up to the last one that stores something. A row whose outputs nobody
         reads needs no more of them."""
         return max((i + 1 for i, layer in enumerate(self.layers) if layer.stores), default=0)
+
+    @property
+    def drafts_blocks_only(self) -> bool:
+        """Whether it is a drafter that predicts blocks and no single tokens, which a parallel draft
+        model, a whole language model, predicts too."""
+        return self.block is not None and self.states is not None
 
     @property
     def extra_width(self) -> int:

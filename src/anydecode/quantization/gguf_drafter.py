@@ -16,7 +16,8 @@ from anydecode.models.draft_heads import is_draft_head, load_draft_head
 from anydecode.models.drafter_files import drafter_config
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
-from anydecode.models.loading.gguf_eagle3 import ARCHITECTURE, KEYS, NUMBERS, TAPS, TENSORS, TOKENS
+from anydecode.models.loading.gguf_drafters import KEYS, TAPS, TOKENS
+from anydecode.models.loading.gguf_eagle3 import ARCHITECTURE, OLDER_TAPS, TENSORS
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_rope import interleaved
 from anydecode.models.network import Network
@@ -106,7 +107,6 @@ def _metadata(
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
         "max_position_embeddings": spec.max_positions,
-        "target_hidden_size": states.target_size,
         "rope_theta": config.get("rope_theta", 10000.0),
     }
     found: dict[str, str | bool | int | float | list[int]] = {
@@ -117,11 +117,12 @@ def _metadata(
         f"{ARCHITECTURE}.attention.value_length": attention.head_dim,
         f"{ARCHITECTURE}.rope.dimension_count": attention.head_dim,
         f"{ARCHITECTURE}.norm_before_residual": states.has_normed_residual,
+        f"{ARCHITECTURE}.target_hidden_size": states.target_size,
     }
     for name, key in KEYS.items():
-        kind = float if name in NUMBERS else int
+        kind = float if name in ("rms_norm_eps", "rope_theta") else int
         found[f"{ARCHITECTURE}.{key}"] = kind(values[name])
-    return found | {f"{ARCHITECTURE}.{key}": list(states.taps) for key in TAPS}
+    return found | {f"{ARCHITECTURE}.{key}": list(states.taps) for key in (TAPS, OLDER_TAPS)}
 
 
 def _tensors(drafter: Checkpoint, network: Network) -> dict[str, np.ndarray]:

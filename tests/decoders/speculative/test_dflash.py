@@ -1,5 +1,5 @@
-"""DFlash, DSpark and P-EAGLE: the certificate, mistakes that it rejects, and exactness in company,
-with a small cache, in chunks, from cached prefixes and under constraints."""
+"""DFlash, DSpark, P-EAGLE and PARD: the certificate, mistakes that it rejects, and exactness in
+company, with a small cache, in chunks, from cached prefixes and under constraints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from anydecode.certification.tiny_blocks import (
     as_speculators,
     dflash_checkpoint,
     dspark_checkpoint,
+    pard_checkpoint,
     peagle_checkpoint,
 )
 from anydecode.decoders.speculative import draft_blocks
@@ -63,6 +64,7 @@ DRAFTERS: dict[str, Checkpoint] = {
     "windowed": windowed,
     "dspark": dspark_checkpoint,
     "p-eagle": peagle_checkpoint,
+    "pard": pard_checkpoint,
 }
 
 
@@ -241,14 +243,26 @@ def test_certificate_rejects_a_best_first_tree_without_siblings(monkeypatch: Pat
     assert not all(check.passed for check in oracle._compare("DFlash", key, 9, None, 0.0))
 
 
-def test_certificate_rejects_mask_tokens_at_one_position(monkeypatch: Patch) -> None:
-    only_drafter(monkeypatch, oracle, "P-EAGLE")
+@pytest.mark.parametrize("name", ["P-EAGLE", "PARD"])
+def test_certificate_rejects_mask_tokens_at_one_position(monkeypatch: Patch, name: str) -> None:
+    only_drafter(monkeypatch, oracle, name)
     span = draft_blocks.causal_span
 
     def together(kv_cache: Any, positions: np.ndarray, tokens: np.ndarray) -> Any:
         return span(kv_cache, np.full_like(positions, positions[0]), tokens)
 
     monkeypatch.setattr(draft_blocks, "causal_span", together)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_the_texts_last_token_as_mask(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "PARD")
+    span = draft_blocks.causal_span
+
+    def repeated(kv_cache: Any, positions: np.ndarray, tokens: np.ndarray) -> Any:
+        return span(kv_cache, positions, np.full_like(tokens, 97))
+
+    monkeypatch.setattr(draft_blocks, "causal_span", repeated)
     assert_rejected("dflash")
 
 
@@ -405,6 +419,22 @@ def test_a_full_cache_ends_no_answer() -> None:
         plain = generate(llm, "x" * 20, "autoregressive", max_tokens=99)
         drafted = generate(llm, "x" * 20, "dflash", max_tokens=99)
     assert drafted.tokens == plain.tokens and drafted.finish_reason == plain.finish_reason
+
+
+@pytest.mark.parametrize("decoder", ["speculative-sampling", "opt-tree", "auto"])
+def test_a_parallel_draft_model_also_drafts_token_by_token(decoder: str) -> None:
+    """It is a whole language model."""
+    with with_drafter(pard_checkpoint, cache_positions=512) as llm:
+        plain, drafted = (generate(llm, "zq", key) for key in ("autoregressive", decoder))
+    assert drafted.tokens == plain.tokens
+    assert any(event["drafted"] for event in drafted.trace)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("pard", 12), ("pard2", 15)])
+def test_parallel_draft_models_draft_as_many_tokens_as_published(kind: str, most: int) -> None:
+    with with_drafter(partial(pard_checkpoint, kind=kind), cache_positions=512) as llm:
+        drafted = generate(llm, "x", "dflash:size=20,threshold=0", max_tokens=8)
+    assert {len(event["drafted"]) for event in drafted.trace} == {most}
 
 
 @pytest.mark.parametrize("decoder", ["eagle", "speculative-sampling", "pearl", "opt-tree"])

@@ -3,13 +3,15 @@ text.
 
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv:2602.06036; "DSpark",
 arXiv:2607.05147, whose drafters have heads that make each slot depend on the token before;
-"P-EAGLE", arXiv:2602.01469, which makes the drafter of EAGLE-3 predict a block; "DDTree",
-arXiv:2604.12989, the best-first tree over the slots.
+"P-EAGLE", arXiv:2602.01469, which makes the drafter of EAGLE-3 predict a block; "PARD",
+arXiv:2504.18583, a draft model that was trained to; "DDTree", arXiv:2604.12989, the best-first
+tree over the slots.
 
 The drafter is the model of the runner "draft" (`models/block_drafters.py` and
-`models/draft_heads.py` open published ones). The context of DFlash and DSpark, the projected states
-of the target at every position that the target has computed, is stored once per token as the keys
-and values of every layer. The block is the text's last token, followed by mask tokens.
+`models/draft_heads.py` open published ones; PARD is a language model with a mask token). The
+context of DFlash and DSpark, the projected states of the target at every position that the target
+has computed, is stored once per token as the keys and values of every layer. The block is the
+text's last token, followed by mask tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
         "speculative",
         paper=(
             "DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), P-EAGLE (arXiv:2602.01469),"
-            " DDTree (arXiv:2604.12989)"
+            " PARD (arXiv:2504.18583), DDTree (arXiv:2604.12989)"
         ),
         exactness="token-exact",
-        summary="A small drafter predicts a block of tokens in one pass from the target's states.",
+        summary="A small drafter predicts a block of tokens in one pass.",
         needs=("block drafter",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
@@ -43,7 +45,9 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
             "verified token-exactly, and above temperature 0 a slot's token is sampled with the"
             " noise that the target will use; with acceptance='rejection' slots have their most"
             " probable tokens, verified by the rule for chosen tokens",
-            "at most the last 2,048 tokens of a prompt that were not cached are read",
+            "at most the last 2,048 tokens of a prompt that were not cached are read (by PARD, all:"
+            " it reads no states)",
+            "PARD-2 drafts in the mode of its paper that reads no features of the target",
         ),
         remote={
             "size": Range(1, 64),
@@ -58,7 +62,7 @@ def dflash(
     threshold: float = 0.1,
     acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
-    """Blocks drafted in one pass (DFlash, DSpark, P-EAGLE).
+    """Blocks drafted in one pass (DFlash, DSpark, P-EAGLE, PARD).
 
     Args:
         size: Maximum number of drafted tokens; the block has no more slots than the drafter was

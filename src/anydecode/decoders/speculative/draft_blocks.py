@@ -1,5 +1,5 @@
-"""Blocks of a drafter that predicts several tokens in one pass from the target's states: the pass,
-and the draft tree that follows from it."""
+"""Blocks of a drafter that predicts several tokens in one pass: the pass, and the draft tree that
+follows from it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def score_block(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest
     sequence.align(DRAFT)
     kv_cache, first = sequence.kv_cache(DRAFT), sequence.length - 1
     model: Any = kv_cache.pool.model
-    if model.spec.states.has_mask:
+    states = model.spec.states
+    if states is None or states.has_mask:
         return _score_masks(sequence, block, size)
     if block.mask_token is None:
         return _score_last(sequence, block.size)
@@ -99,8 +100,8 @@ def _score_last(sequence: Sequence, size: int) -> ScoreRequest:
 
 
 def _score_masks(sequence: Sequence, block: BlockSpec, size: int) -> ScoreRequest:
-    """The request of P-EAGLE and ParallelSpec: rows of the text's tokens, as those of EAGLE, then
-    mask tokens."""
+    """The request of P-EAGLE, ParallelSpec and PARD: rows of the text's tokens, as those of EAGLE
+    or of a language model, then mask tokens."""
     assert block.mask_token is not None
     request, kv_cache = sequence.score(runner=DRAFT), sequence.kv_cache(DRAFT)
     model: Any = kv_cache.pool.model
@@ -108,7 +109,8 @@ def _score_masks(sequence: Sequence, block: BlockSpec, size: int) -> ScoreReques
     masks = [block.mask_token] * (size - 1)
     if masks:
         span = causal_span(kv_cache, positions[1:], np.array(masks))
-        span.states = model.mask_states(len(masks))
+        if model.spec.states is not None:
+            span.states = model.mask_states(len(masks))
         span.output_rows = range(len(masks))
         request.groups[0].append(span)
     request.positions, request.row_parents = positions, list(range(-1, size - 1))

@@ -49,7 +49,14 @@ from anydecode.models.limits import (
     number,
     refusal,
 )
-from anydecode.models.spec import LatentSpec, LayerSpec, LowRankQuery, ModelSpec, TimeSpec
+from anydecode.models.spec import (
+    BlockSpec,
+    LatentSpec,
+    LayerSpec,
+    LowRankQuery,
+    ModelSpec,
+    TimeSpec,
+)
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -62,6 +69,10 @@ _ACTIVATIONS = {
     "sqrelu": "relu2",
     "xielu": "xielu",
 }
+
+#: How many tokens parallel draft models draft in their published evaluations, by `spd_type`: PARD
+#: (An et al., arXiv:2504.18583) and PARD-2.
+_PARALLEL_DRAFTS = {"pard": 12, "pard2": 15}
 
 #: The keys for the number of experts.
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -227,7 +238,17 @@ def spec_from_config(
         else sum(maker.shape.width_out for maker in makers if maker is not None),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
+        block=_parallel_drafts(config),
     )
+
+
+def _parallel_drafts(config: Config) -> BlockSpec | None:
+    """What a language model drafts that was trained as a parallel draft model; None for others."""
+    if config.get("pard_token") is None:
+        return None
+    mask = int_value(config, "pard_token", low=0, high=MAX_TOKENS)
+    count = _PARALLEL_DRAFTS.get(str(config.get("spd_type")), _PARALLEL_DRAFTS["pard"])
+    return BlockSpec(count, mask, predicts_next=True)
 
 
 def _norm_eps(config: Config, family: Family) -> float:

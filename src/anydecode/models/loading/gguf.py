@@ -17,6 +17,8 @@ from anydecode.models.families.config import spec_from_config
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config
 from anydecode.models.loading.gguf_config import config_from_gguf
+from anydecode.models.loading.gguf_dflash import ARCHITECTURE as DFLASH
+from anydecode.models.loading.gguf_dflash import load_dflash
 from anydecode.models.loading.gguf_eagle3 import ARCHITECTURE as EAGLE3
 from anydecode.models.loading.gguf_eagle3 import load_eagle3
 from anydecode.models.loading.gguf_encoder import classifier_of, is_beside_network, pooling_of
@@ -50,6 +52,9 @@ from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 
+#: What opens drafters, by architecture.
+_DRAFTERS = {EAGLE3: load_eagle3, DFLASH: load_dflash}
+
 
 def load_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file.
@@ -58,8 +63,9 @@ def load_gguf(path: Path) -> Checkpoint:
         CheckpointError: The file is truncated, corrupt or unsupported. The message is one line.
     """
     file = GGUFFile(path)
-    if file.metadata.get("general.architecture") == EAGLE3:
-        return load_eagle3(file)
+    load_drafter = _DRAFTERS.get(str(file.metadata.get("general.architecture")))
+    if load_drafter is not None:
+        return load_drafter(file)
     config = config_from_gguf(file)
     spec_from_config(config)  # validated before lists of layers and experts are built
     architecture: str = file.metadata["general.architecture"]

@@ -1,7 +1,7 @@
 """EAGLE-3 drafters (Li et al., arXiv:2503.01840) in GGUF files, in the layout of llama.cpp.
 
-Beside the names of Llama, a file has `fc.weight`, `blk.0.attn_norm_2.weight` (the norm of the
-states), and `d2t`, the token of each row of the head. The tokenizer is the target's.
+Beside the names of Llama, a file has `fc.weight` and `blk.0.attn_norm_2.weight`, the norm of the
+states.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from anydecode.errors import CheckpointError
-from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.limits import MAX_SIZE, integer
+from anydecode.models.loading.gguf_drafters import (
+    ROPE_FREQS,
+    TAPS,
+    TOKENS,
+    config_of,
+    head_offsets,
+)
 from anydecode.models.loading.gguf_file import GGUFFile
+from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import deinterleaved
 from anydecode.models.loading.lazy import LazyTensors, Reader
 
@@ -37,25 +41,8 @@ TENSORS = {
     "midlayer.mlp.up_proj": "blk.0.ffn_up",
     "midlayer.mlp.down_proj": "blk.0.ffn_down",
 }
-#: The token of each row of the head.
-TOKENS = "d2t"
-#: The keys of the layers that are read, by their inputs; the second is that of older files.
-TAPS = ("target_layers", "extract_layers")
-#: Keys of the metadata by those of the config.
-KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "target_hidden_size": "target_hidden_size",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-}
-#: Those that are no integers.
-NUMBERS = ("rms_norm_eps", "rope_theta")
+#: The key of the layers that are read in older files.
+OLDER_TAPS = "extract_layers"
 
 
 def load_eagle3(file: GGUFFile) -> Checkpoint:
@@ -70,7 +57,9 @@ def load_eagle3(file: GGUFFile) -> Checkpoint:
     for info in file.tensors.values():
         module, _, leaf = info.name.rpartition(".")
         if info.name == TOKENS:
-            readers[TOKENS] = partial(_offsets, file)
+            readers[TOKENS] = partial(head_offsets, file)
+            continue
+        if info.name == ROPE_FREQS:
             continue
         if leaf != "weight" or module not in names:
             raise CheckpointError(f"{path}: tensor {info.name!r} is unknown in {ARCHITECTURE}")
@@ -83,47 +72,19 @@ def load_eagle3(file: GGUFFile) -> Checkpoint:
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:
-    def value(key: str, default: Any = None) -> Any:
-        name = f"{ARCHITECTURE}.{key}"
-        if (found := file.metadata.get(name, default)) is None:
-            raise CheckpointError(f"{file.path}: metadata {name} is missing")
-        return found
-
-    config: dict[str, Any] = {
+    keys = Keys(file)
+    config = config_of(keys) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
+        "target_hidden_size": keys.count("target_hidden_size"),
     }
-    for name, key in KEYS.items():
-        if name in NUMBERS:
-            config[name] = value(key, 10000.0 if name == "rope_theta" else None)
-            continue
-        default = None
-        if name == "head_dim":
-            default = max(1, config["hidden_size"] // config["num_attention_heads"])
-        label = f"{file.path}: metadata {ARCHITECTURE}.{key}"
-        config[name] = integer(label, value(key, default), 1, MAX_SIZE)
-    if (scaling := value("rope.scaling.type", "none")) != "none":
-        raise CheckpointError(f"{file.path}: rope scaling {scaling!r} is not supported")
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    config["vocab_size"] = value("vocab_size", len(tokens) if isinstance(tokens, list) else None)
-    if TOKENS in file.tensors:
-        config["draft_vocab_size"] = file.tensors[TOKENS].shape[0]
     for flag in ("norm_before_residual", "norm_before_fc"):
-        config[flag] = value(flag, False)
+        config[flag] = keys.get(flag, False)
     if config["num_hidden_layers"] != 1:
         raise CheckpointError(
-            f"{file.path}: metadata {ARCHITECTURE}.block_count is {config['num_hidden_layers']};"
-            " supported is 1"
+            f"{keys.name('block_count')} is {config['num_hidden_layers']}; supported is 1"
         )
-    taps = value(TAPS[0], file.metadata.get(f"{ARCHITECTURE}.{TAPS[1]}"))
+    older = keys.get(OLDER_TAPS, None)
+    taps = keys.get(TAPS) if older is None else older
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": taps}
     return config
-
-
-def _offsets(file: GGUFFile) -> np.ndarray:
-    """The tokens of the head's rows as EAGLE-3 stores them: less the number of the row."""
-    tokens = file.read(TOKENS)
-    assert not isinstance(tokens, Weight)
-    return tokens.astype(np.int64).ravel() - np.arange(tokens.size)

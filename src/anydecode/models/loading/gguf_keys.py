@@ -87,7 +87,8 @@ ARCHITECTURES = {
     "modern-bert": ("modernbert", "ModernBertModel"),
     "gemma-embedding": ("embedding_gemma", "Gemma3TextModel"),
 }
-
+#: Architectures of drafters, which are no models by themselves.
+DRAFTERS = ("eagle3", "dflash")
 
 _MISSING = object()
 
@@ -102,7 +103,7 @@ class Keys:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.architecture = str(file.metadata.get("general.architecture"))
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in (*ARCHITECTURES, *DRAFTERS):
             hint = advice(self.architecture.replace("-", "_"))
             raise CheckpointError(
                 f"{file.path}: architecture {self.architecture!r} is not supported; "

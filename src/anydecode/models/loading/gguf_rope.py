@@ -30,11 +30,11 @@ def rope_scaling(keys: Keys) -> dict[str, Any] | None:
     kind = keys.get("rope.scaling.type", None)
     if kind in (None, "none", "longrope"):
         return None
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(f"{keys.file.path}: rope scaling {kind!r} is not supported")
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if kind == "linear":
         return scaling
-    if kind != "yarn":
-        raise CheckpointError(f"{keys.file.path}: rope scaling {kind!r} is not supported")
     scaling["original_max_position_embeddings"] = keys.count("rope.scaling.original_context_length")
     for key, name in (
         ("yarn_attn_factor", "attention_factor"),

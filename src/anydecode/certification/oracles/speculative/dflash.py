@@ -20,6 +20,7 @@ from anydecode.certification.tiny_blocks import (
     as_speculators,
     dflash_checkpoint,
     dspark_checkpoint,
+    pard_checkpoint,
     peagle_checkpoint,
 )
 from anydecode.models.checkpoint import Checkpoint
@@ -41,6 +42,7 @@ DRAFTERS: dict[str, Drafter] = {
     "DSpark of DeepSpec": lambda target: as_deepspec(dspark_checkpoint(target), target),
     "DSpark of speculators": lambda target: as_speculators(dspark_checkpoint(target), target),
     "P-EAGLE": peagle_checkpoint,
+    "PARD": pard_checkpoint,
 }
 
 
@@ -203,6 +205,28 @@ class ParallelEagle:
         return hidden, 1.0, None
 
 
+class ParallelModel(Drafting):
+    """PARD: a language model over the text and mask tokens, each row of which sees those before it.
+    The last rows predict the drafts."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Network) -> None:
+        self.tensors = {
+            name.removeprefix("model."): np.asarray(tensor, np.float64)
+            for name, tensor in checkpoint.tensors.items()
+        }
+        self.config, self.is_shifted = {**checkpoint.config, "block_size": 12}, True
+        self.config["head_dim"] = checkpoint.config["hidden_size"] // 4
+        self.embedding = self.tensors["embed_tokens.weight"]
+        self.head = self.tensors["lm_head.weight"]
+
+    def block(self, text: list[int], size: int) -> np.ndarray:
+        x = self.embedding[text + [self.config["pard_token"]] * (size - 1)]
+        visible, nothing = np.tri(len(x), dtype=bool), np.empty((0, x.shape[1]))
+        for layer in range(self.config["num_hidden_layers"]):
+            x = self._layer(f"layers.{layer}", x, nothing, visible)
+        return self._norm(x, "norm")[-size:]
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-x)))
 
@@ -210,8 +234,9 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 def make_drafting(name: str, target: Network) -> Drafting | ParallelEagle:
     """The drafter of `DRAFTERS` over this target."""
     checkpoint = DRAFTERS[name](target)
-    is_eagle = "mask_hidden" in checkpoint.tensors
-    return (ParallelEagle if is_eagle else Drafting)(checkpoint, target)
+    if name == "P-EAGLE":
+        return ParallelEagle(checkpoint, target)
+    return (ParallelModel if name == "PARD" else Drafting)(checkpoint, target)
 
 
 def drafted(
@@ -252,8 +277,9 @@ def _compare(
             traces = [rounds(llm, key, p, 16, temperature=temperature) for p in PROMPTS]
             network: Network = llm.model.network  # type: ignore[attr-defined]
             drafting = make_drafting(name, network)
-        firsts = [trace[0] for trace in traces]
-        others = [one for trace in traces for one in trace[1:]]
+        num_first = 0 if name == "PARD" else 1  # rounds without states, which it does not read
+        firsts = [one for trace in traces for one in trace[:num_first]]
+        others = [one for trace in traces for one in trace[num_first:]]
         wrong = [
             one
             for one in others
@@ -264,7 +290,7 @@ def _compare(
         yield Check(f"{about}: trees equal the oracle's", not wrong and len(others) > 5, detail)
         num_drafted = sum(len(one.tokens) for one in others)
         yield Check(f"{about}: tokens are drafted", num_drafted > 10, str(num_drafted))
-        if drafting.has_confidence or name == "P-EAGLE":
+        if drafting.has_confidence or name in ("P-EAGLE", "PARD"):
             count = accepted(others)
             yield Check(f"{about}: drafts are accepted", count > 2, str(count))
         is_empty = not any(one.tokens for one in firsts)
