@@ -83,6 +83,7 @@ COMMANDS = {
     "train depth --recipe duo-llm": "--model MODEL --out OUT --answers 2 --steps 1",
     "train depth --recipe specee": "--model MODEL --out OUT --answers 2",
     "bench depth": "--model MODEL --limit 1",
+    "bench draft-priors": "--model MODEL --prompts 1",
     "cluster plan": "MODEL --trace TRACE --slo ttft=1,tpot=1",
     "train regression": "--model MODEL --data NUMBERS --out OUT",
     "train trees": "--model MODEL --out OUT --steps 1 --answers 2 --fork a --child b",

@@ -18,8 +18,8 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import verify_tree
 from anydecode.engine import model_runner
-from anydecode.engine.optional_rows import useful_counts
 from anydecode.engine.schedule import ScheduledSpan
+from anydecode.scoring.goodput import useful_counts
 from anydecode.scoring.score import Decoding, ScoreRequest
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree

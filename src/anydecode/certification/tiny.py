@@ -371,10 +371,11 @@ def with_drafter(
     backend: str | None = None,
     layers: int = 4,
     residual: float = 0.15,
+    vocabulary: int = BYTE_VOCABULARY,
     **options: Any,
 ) -> LLM:
     """An engine over a tiny model with drafters of it; `options` are those of `LLM`."""
-    target = tiny_model(layers=layers, residual=residual, backend=backend)
+    target = tiny_model(layers=layers, residual=residual, backend=backend, vocabulary=vocabulary)
     packer = getattr(target.executor, "packer", None)
     drafts = []
     for drafter in drafters:

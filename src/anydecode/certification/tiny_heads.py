@@ -71,7 +71,9 @@ def blockwise_checkpoint(
     rows: list[np.ndarray] = []
     for _ in range(heads):
         tokens = following[tokens]
-        rows.append(np.hstack([0.06 * head[tokens].T, 1.5 * matrix(hidden, count)[:, :hidden]]))
+        rows.append(
+            np.hstack([0.06 * head[tokens].T, 1.5 * matrix(hidden, max(count, hidden))[:, :hidden]])
+        )
     inner = np.concatenate([states, 2 * matrix(hidden, hidden)])
     tensors = {
         "blockwise.hidden.weight": inner + 0.3 * matrix(*inner.shape),

@@ -100,6 +100,10 @@ BENCHES = {
         "anydecode.benchmarks.speculative_bench:bench_speculative",
         "Speculative methods against plain decoding, per prompt.",
     ),
+    "draft-priors": Bench(
+        "anydecode.benchmarks.draft_priors:bench_draft_priors",
+        "Acceptance rates of copies and of earlier passes' most probable tokens, by kind.",
+    ),
     "quantization": Bench(
         "anydecode.benchmarks.quantization:bench_quantization",
         "Accuracy lost by a diffusion model in quantised formats, at the same number of passes.",

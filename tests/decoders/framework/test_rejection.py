@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -20,10 +22,14 @@ from anydecode.certification.oracles.speculative.acceptance_outcomes import (
     outcome,
 )
 from anydecode.decoders.framework.rejection import (
+    CHAIN_NOISE,
+    TREE_NOISE,
     RejectionSampling,
+    exclude_token,
     rejection_steps,
 )
 from anydecode.decoders.framework.speculation import Speculative
+from anydecode.sampling.noise import Noise
 
 
 def total_error(kind: str, width: int, steps: object) -> float:
@@ -140,3 +146,43 @@ def test_equal_distributions_always_accept() -> None:
     (probability, rest), *_ = rejection_steps(p, p, "wor", [1])
     assert probability == 1.0
     assert np.array_equal(rest, p)  # p - q is zero everywhere, so p is used
+
+
+def accepted_by_rule(p: np.ndarray, q: np.ndarray, width: int) -> float:
+    """The probability that one of `width` siblings, drawn without replacement, is accepted."""
+
+    def missed(tokens: list[int], rest: np.ndarray | None) -> float:
+        if len(tokens) == width:
+            chances = [chance for chance, _ in rejection_steps(p, q, "wor", tokens)]
+            return float(np.prod([1 - chance for chance in chances]))
+        assert rest is not None
+        return sum(
+            float(rest[token]) * missed([*tokens, token], exclude_token(rest, token))
+            for token in np.flatnonzero(rest).tolist()
+        )
+
+    return 1 - missed([], q)
+
+
+def accepted_with_shared_noise(p: np.ndarray, q: np.ndarray, width: int) -> float:
+    """The share of positions at which the target's token is among the best `width` of the draft
+    under the same noise."""
+    noise, tokens, count = Noise(5), np.arange(len(p)), 20_000
+    hits = 0
+    for position in range(count):
+        keys = noise.gumbel(tokens, position)
+        best = np.argsort(-(np.log(q) + keys))[:width]
+        hits += int((np.log(p) + keys).argmax()) in best
+    return hits / count
+
+
+def test_the_cards_say_what_sharing_noise_costs() -> None:
+    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.3, 0.3, 0.4])
+    chain, tree = (
+        [float(number) for number in re.findall(r"0\.\d{3}", text)]
+        for text in (CHAIN_NOISE, TREE_NOISE)
+    )
+    assert chain == tree[:2]
+    for width, (shared, published) in enumerate(zip(tree[::2], tree[1::2], strict=True), 1):
+        assert accepted_by_rule(p, q, width) == pytest.approx(published, abs=5e-4)
+        assert accepted_with_shared_noise(p, q, width) == pytest.approx(shared, abs=0.01)

@@ -4,6 +4,7 @@ rules that every method offers."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,28 @@ from anydecode.certification.chi_square import (
 )
 from anydecode.certification.oracles.speculative.rejection_rules import (
     REPEATING,
+    last_token_script,
     rejection_checks,
     small_diffusion_llm,
+    small_drafter_llm,
     small_masked_llm,
+)
+from anydecode.certification.tiny import eagle_checkpoint
+from anydecode.certification.tiny_blocks import (
+    dflash_checkpoint,
+    dspark_checkpoint,
+    parallelspec_checkpoint,
+    pard_checkpoint,
+    peagle_checkpoint,
+)
+from anydecode.certification.tiny_heads import (
+    blockwise_checkpoint,
+    chimera_checkpoint,
+    clover_checkpoint,
+    falcon_checkpoint,
+    hydra_checkpoint,
+    medusa_checkpoint,
+    mtp_checkpoint,
 )
 from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.speculation import Speculative
@@ -30,6 +50,7 @@ from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.decoders.speculative.dyspec import DySpecDrafter
 from anydecode.decoders.speculative.rsd import StochasticBeam
 from anydecode.errors import InvalidRequestError
+from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.tree import TokenTree
 
@@ -68,6 +89,23 @@ MODEL_FREE = (
 )
 DIFFUSION = ("deer", "diffuspec", "specdiff-2")
 MASKED = ("space", "ppd")
+#: Drafters that read the target's states, by the method that drafts with them.
+DRAFTERS: dict[str, tuple[str, Callable[..., Checkpoint]]] = {
+    "dflash": ("dflash", dflash_checkpoint),
+    "dflash, tree": ("dflash:tree=true", dflash_checkpoint),
+    "dspark": ("dflash:tree=true", dspark_checkpoint),
+    "p-eagle": ("dflash:tree=true", peagle_checkpoint),
+    "pard": ("dflash:tree=true", pard_checkpoint),
+    "parallelspec": ("parallelspec", parallelspec_checkpoint),
+    "falcon": ("falcon", falcon_checkpoint),
+    "eagle-1": ("eagle", eagle_checkpoint),
+    "medusa": ("medusa", medusa_checkpoint),
+    "hydra": ("hydra", hydra_checkpoint),
+    "blockwise": ("blockwise", blockwise_checkpoint),
+    "clover": ("clover", clover_checkpoint),
+    "chimera": ("chimera", chimera_checkpoint),
+    "mtp": ("mtp", mtp_checkpoint),
+}
 #: Methods whose rule is their idea, or whose drafts rest on the noise that the target will use.
 ONE_RULE = {
     "auto",
@@ -116,6 +154,28 @@ def setting(key: str) -> tuple[Callable[[], LLM], tuple[int, ...]]:
 def test_samples_follow_the_target(key: str) -> None:
     open_llm, prompt = setting(key)
     failed = [one for one in rejection_checks(key, open_llm, prompt) if not one.passed]
+    assert not failed
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("dspark", "falcon") else pytest.param(name, marks=pytest.mark.slow)
+        for name in DRAFTERS
+    ],
+)
+def test_samples_from_trees_of_trained_drafters_follow_the_target(name: str) -> None:
+    choice, drafter = DRAFTERS[name]
+    key, given = catalogue.parse(choice)
+    checks = rejection_checks(
+        key,
+        partial(small_drafter_llm, drafter),
+        (1, 0, 3),
+        script=last_token_script,
+        **given,
+    )
+    failed = [one for one in checks if not one.passed]
     assert not failed
 
 

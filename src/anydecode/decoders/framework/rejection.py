@@ -119,6 +119,19 @@ class RejectionSampling(StepAcceptance):
         return rejection_steps(p, q, kind, tokens, self.lenience)
 
 
+#: What token-exact verification costs where the paper's rule is rejection, for cards: the shares of
+#: drafts that are accepted of one target and one draft, for chains, and for trees whose siblings
+#: are drawn without replacement.
+CHAIN_NOISE = (
+    "sharing noise accepts fewer drafts than that rule: for (0.6, 0.3, 0.1) drafted by"
+    " (0.3, 0.3, 0.4), 0.631 of them against 0.700"
+)
+TREE_NOISE = (
+    "sharing noise accepts a single draft less often than that rule, and one of several siblings"
+    " more often: for (0.6, 0.3, 0.1) drafted by (0.3, 0.3, 0.4), one draft 0.631 against 0.700,"
+    " one of two 0.914 against 0.850"
+)
+
 #: The acceptance rules by name.
 ACCEPTANCE_RULES: dict[str, type[Acceptance]] = {
     "token-exact": TokenExact,

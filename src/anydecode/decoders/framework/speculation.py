@@ -195,6 +195,11 @@ class DraftBudget(ABC):
     def size(self, sequence: Sequence) -> int:
         """Maximum number of nodes to draft in the next round; 0 means no draft."""
 
+    def chances(self, tree: TokenTree) -> Seq[float]:
+        """The probability of each node to be accepted, falling, if the pass may leave out those
+        that save no time in it; empty: it has them all. For token-exact acceptance only."""
+        return ()
+
     def observe(self, round: SpeculationRound) -> None:
         """Called after each round."""
 
@@ -265,12 +270,22 @@ class Speculative(Decoder):
                     tree = yield from session.propose(size)
                 tree = self._without_forbidden(sequence, tree)
             draft_seconds = perf_counter() - start
+            optional = () if is_forced or not self._may_leave_out(tree) else budget.chances(tree)
             round = yield from verify_tree(
-                sequence, tree, self.acceptance, draft_seconds, hidden=session.hidden
+                sequence, tree, self.acceptance, draft_seconds, optional, session.hidden
             )
             if not is_forced:
                 budget.observe(round)
             session.observe(round)
+
+    def _may_leave_out(self, tree: TokenTree) -> bool:
+        """Whether a pass may leave out the last rows of a tree."""
+        return (
+            self._is_token_exact
+            and not self.drafter.needs_every_row
+            and not tree.embeddings
+            and tree.route is None
+        )
 
     def _forced(self, sequence: Sequence) -> TokenTree:
         """The tokens that the request's constraint forces: a draft that costs nothing and is always

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.diffusion_draft import DiffusionDrafter, DiffusionSession
 from anydecode.decoders.speculative.draft_model import distribution_list, sampled_chain
@@ -56,6 +56,7 @@ class _Session(DiffusionSession):
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
+            CHAIN_NOISE,
             "verification ends at the first rejection; the paper's printed algorithm continues"
             " after it",
             "16 drafts by default (the paper: up to 32)",

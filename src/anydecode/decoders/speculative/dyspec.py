@@ -14,7 +14,7 @@ from typing import Any
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, TREE_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.scoring.score import DecoderAction
@@ -75,6 +75,7 @@ class DySpecDrafter(TreeDrafter):
         deviations=(
             "verified token-exactly with the target's noise; the paper's rule is"
             " acceptance='rejection'",
+            TREE_NOISE,
             "nodes are scored in batches when one of them is first needed; the tree is the same as"
             " one by one",
             "at temperature 0 draws follow the draft model's order of probability",

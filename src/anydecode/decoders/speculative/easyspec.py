@@ -12,7 +12,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import fit_vocab
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, distribution_list, sampled_chain
 from anydecode.errors import InvalidRequestError
@@ -81,6 +81,7 @@ class _Session(DraftSession):
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
+            CHAIN_NOISE,
             "the layers of a group run in one program on the CPU, not on one GPU each",
             "within a group the outputs of attention and MLP are added layer by layer; this order"
             " is inferred",

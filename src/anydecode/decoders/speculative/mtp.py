@@ -14,7 +14,11 @@ from dataclasses import replace
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    CHAIN_NOISE,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -35,7 +39,8 @@ class MtpDrafter(ModelDrafter):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly; acceptance='rejection' is the usual rule",
+            "verified token-exactly with shared noise; acceptance='rejection' is the usual rule",
+            CHAIN_NOISE,
             "chains of 3 tokens by default (the paper: 1), for which the module is run repeatedly"
             " on its own states after its norm",
             "of several modules, the first drafts all tokens",

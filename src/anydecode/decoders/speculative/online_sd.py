@@ -16,7 +16,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import fit_vocab
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -214,6 +214,7 @@ class _Session(DraftSession):
             "the loss is forward cross-entropy; other divergences, mixed sampling, training in"
             " advance and routing to drafters by topic are not included",
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
+            CHAIN_NOISE,
         ),
         remote={
             "size": Range(1, 64),

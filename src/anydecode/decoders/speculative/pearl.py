@@ -6,7 +6,7 @@ from __future__ import annotations
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
-from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, RejectionSampling, acceptance_rule
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
     distribution_list,
@@ -30,6 +30,7 @@ from anydecode.scoring.tree import ROOT, TokenTree
         works_with=("constraints", "samplers", "batches"),
         deviations=(
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
+            CHAIN_NOISE,
             "the models run in parallel on threads or devices of one process",
             "the draft length is a parameter, not derived from the ratio of the two pass times",
         ),

@@ -16,7 +16,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, TREE_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -131,6 +131,7 @@ class StochasticBeam(TreeDrafter):
         deviations=(
             "verified token-exactly, with draws from the noise that the target will use; the"
             " paper's rule is acceptance='rejection'",
+            TREE_NOISE,
             "the draft distribution is cut to its 64 most probable tokens",
             "at temperature 0, where draws are not random, top-k and beam search",
         ),

@@ -16,7 +16,7 @@ from anydecode.catalogue import Card, Range, Text, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_distribution, fit_vocab
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, distribution_list, sampled_chain
 from anydecode.errors import InvalidRequestError
@@ -120,6 +120,7 @@ def exit_fractions(exits: str) -> tuple[float, ...]:
             "the layers after an early exit are computed when a later exit is first needed",
             "one confidence for all exits and targets; the paper tunes it by the target's size",
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
+            CHAIN_NOISE,
         ),
         remote={
             "size": Range(1, 64),

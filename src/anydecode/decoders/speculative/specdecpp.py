@@ -18,7 +18,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_distribution
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -172,6 +172,7 @@ class _Session(DraftSession):
             " model's final norm",
             "the bound is 0.7 (the code's command: 0.3; the paper: a range)",
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
+            CHAIN_NOISE,
         ),
         remote={
             "bound": Range(0, 1),

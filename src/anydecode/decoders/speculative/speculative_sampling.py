@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    CHAIN_NOISE,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -25,9 +29,8 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
         deviations=(
             "verified token-exactly with shared noise; the paper's rejection rule is"
             " acceptance='rejection'",
-            "shared noise accepts fewer drafts: at least (1 - d) / (1 + d) of them, where the"
-            " paper's rule accepts 1 - d (d: total variation distance of the two distributions);"
-            " for (0.6, 0.3, 0.1) drafted by (0.3, 0.3, 0.4) it is 0.631 against 0.700",
+            CHAIN_NOISE + "; it accepts at least (1 - d) / (1 + d), where the rule accepts 1 - d"
+            " (d: total variation distance of the two distributions)",
         ),
         remote={
             "size": Range(1, 64),

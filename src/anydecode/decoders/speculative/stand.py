@@ -11,7 +11,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, TREE_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -170,6 +170,7 @@ class _Session(TextDraftSession):
         deviations=(
             "verified token-exactly, with draws from the noise that the target will use; the"
             " paper's rule is acceptance='rejection'",
+            TREE_NOISE,
             "stored probabilities are normalised over the ten most probable tokens",
             "the tree is the part of token recycling's that saves time, by the measured costs of"
             " passes and by the acceptance rate of each rank, which is counted: at the prior rates"

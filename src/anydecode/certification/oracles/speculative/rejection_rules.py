@@ -23,6 +23,9 @@ from anydecode.certification.chi_square import (
     sampled,
     small_llm,
 )
+from anydecode.certification.oracles.speculative.state_drafters import Drafter
+from anydecode.certification.oracles.transformer import rms_norm
+from anydecode.certification.tiny import tiny_network, with_drafter
 from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
@@ -79,6 +82,18 @@ def small_masked_llm() -> LLM:
 
     target = ScriptedModel(logits, vocab_size=VOCABULARY + 1)
     return LLM(target, tokenizer=MaskTokenizer(), cache_positions=8192)
+
+
+def small_drafter_llm(drafter: Drafter) -> LLM:
+    """A target over five tokens whose layers add nothing, and a drafter of it."""
+    return with_drafter(drafter, residual=0.0, vocabulary=VOCABULARY, cache_positions=8192)
+
+
+def last_token_script(text: tuple[int, ...]) -> np.ndarray:
+    """The logits of the target of `small_drafter_llm`."""
+    weights = tiny_network(layers=4, residual=0.0, vocabulary=VOCABULARY).weights
+    state = rms_norm(weights.embedding.data[text[-1]], weights.final_norm, 1e-5)
+    return np.asarray(state @ weights.head.data.T, np.float32)
 
 
 def rejection_checks(

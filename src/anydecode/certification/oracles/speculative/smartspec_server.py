@@ -8,9 +8,15 @@ from typing import Any
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import PROMPTS, Check, oracle_test, scripted_llm
-from anydecode.decoders.speculative.smartspec_server import LoadLimited, ServerGoodput
-from anydecode.scoring.cost import DEFAULT_COSTS
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.decoders.speculative.smartspec_server import (
+    ServerGoodput,
+    SharedBudget,
+    SharedDrafts,
+)
+from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
 
 _TEXT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
@@ -19,31 +25,31 @@ _TEXT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignor
 def smartspec_server() -> Iterator[Check]:
     """A pass costs 1 + 0.02 * rows; every acceptance rate starts at 0.6. Alone, 5, 6 and 7 drafts
     give 2.128, 2.132 and 2.119 tokens per cost: 6 are best. 60 requests together draft 1 each."""
+    costs = FixedCosts(lambda rows, context: 1 + 0.02 * rows)
     for running in (1, 20, 60):
         expected = _best(running, 0.6, 1.0, 0.02)
-        server = ServerGoodput(fixed=1.0, per_row=0.02)
-        sizes = list(_sizes(server, running))
+        sizes = list(_sizes(ServerGoodput(), running, costs))
         yield Check(f"{running} requests draft {expected} each", sizes == [expected] * running)
     # By default, the costs of passes: 0.9 + 0.1 * rows unless measured.
     for running, by_hand in ((1, 3), (4, 1), (20, 0)):
         expected = _best(running, 0.6, 0.9, 0.1)
-        sizes = list(_sizes(ServerGoodput(), running))
+        sizes = list(_sizes(ServerGoodput(), running, DEFAULT_COSTS))
         is_right = sizes == [expected] * running and expected == by_hand
         yield Check(f"by default {running} requests draft {by_hand} each", is_right, str(sizes))
-    sizes = list(_sizes(ServerGoodput(fixed=1.0, per_row=0.0), 1))
+    sizes = list(_sizes(ServerGoodput(), 1, FixedCosts(lambda rows, context: 1.0)))
     yield Check("at most 8 drafts by default", sizes == [8], str(sizes))
+    yield from _chances()
     yield from _rounds()
     same = (_best(1, 0.6, 1.0, 0.02), _best(60, 0.6, 1.0, 0.02)) == (6, 1)
     yield Check("6 drafts alone, 1 under load", same)
-    with scripted_llm(drafting=ServerGoodput(fixed=1.0, per_row=0.02)) as llm:
-        loads = {
-            id(_load_limited(llm, key).load)
-            for key in ("prompt-lookup", "suffix", "token-recycling")
+    with scripted_llm(drafting=ServerGoodput()) as llm:
+        shared = {
+            id(_shared(llm, key).requests) for key in ("prompt-lookup", "suffix", "token-recycling")
         }
-        yield Check("one load is shared by all drafters", len(loads) == 1)
+        yield Check("one budget is shared by all drafters", len(shared) == 1)
         rejecting = llm.decoder("speculative-sampling:acceptance=rejection")
         yield Check(
-            "a text that depends on drafts is unchanged", not isinstance(rejecting, LoadLimited)
+            "a text that depends on drafts is unchanged", not isinstance(rejecting, SharedDrafts)
         )
         plain = [one.tokens for one in llm.generate(list(PROMPTS), **_TEXT)]
         drafted = llm.generate(list(PROMPTS), decoder="prompt-lookup", **_TEXT)
@@ -51,14 +57,36 @@ def smartspec_server() -> Iterator[Check]:
         passes = sum(one.stats.passes for one in drafted)
         yield Check("drafts are accepted", passes < sum(map(len, plain)), f"{passes} passes")
         yield Check(
-            "finished requests are removed from the load",
-            not _load_limited(llm, "prompt-lookup").load.running,
+            "finished requests share the budget no more",
+            not _shared(llm, "prompt-lookup").requests.running,
         )
+
+
+def _chances() -> Iterator[Check]:
+    """What the planning of a pass is told: 0.6, 0.36, 0.216 of a chain. Of a tree with two children
+    of the root, and two of the first of them: 0.3 each, then 0.09 each."""
+    for tree, expected in (
+        (TokenTree.chain([1, 2, 3]), [0.6, 0.36, 0.216]),
+        (TokenTree([1, 2, 3, 4], [-1, -1, 0, 0]), [0.3, 0.3, 0.09, 0.09]),
+        (TokenTree([1, 3, 4, 2], [-1, 0, 0, -1]), [0.3, 0.09, 0.09, 0.09]),
+    ):
+        with scripted_llm(drafting=ServerGoodput()) as llm:
+            sequence: Sequence = llm.request("abcabc", max_tokens=20).jobs[0].sequence
+            budget = _shared(llm, "prompt-lookup").budget(sequence)
+            found = list(budget.chances(tree))
+        is_right = all(abs(a - b) < 1e-9 for a, b in zip(found, expected, strict=True))
+        yield Check("a pass may leave out drafts by their probabilities", is_right, str(found))
+    with scripted_llm(drafting=ServerGoodput()) as llm:
+        sequence = llm.request("abcabcabcabc", max_tokens=20).jobs[0].sequence
+        sequence.cost_model = DEFAULT_COSTS
+        request: Any = next(_shared(llm, "prompt-lookup").decode(sequence))
+        optional = [round(one, 3) for one in request.optional]
+    yield Check("a request's drafts are optional", optional == [0.6, 0.36, 0.216], str(optional))
 
 
 def _rounds() -> Iterator[Check]:
     """What a method drafts that would draft 8 tokens: 3 at first, alone; nothing beside 19 others,
-    except in the first round, when they have not started."""
+    except in the first round, in which the pass is long anyway, since it has the prompts."""
     drafts: list[list[int]] = []
     for count in (1, 20):
         prompts = [bytes([97 + n]).decode() * 2 + "abcabcabcabc" for n in range(count)]
@@ -81,21 +109,22 @@ def _best(running: int, rate: float, fixed: float, per_row: float) -> int:
     return max(range(9), key=goodput)
 
 
-def _sizes(server: ServerGoodput, running: int) -> Iterator[int]:
+def _sizes(server: ServerGoodput, running: int, costs: CostModel) -> Iterator[int]:
     """The draft length of each of `running` sequences, distributed over two drafters."""
     with scripted_llm(drafting=server) as llm:
-        keys = ("prompt-lookup", "suffix")
+        keys = ("prompt-lookup:size=20", "suffix:size=20")
         budgets = []
         for number in range(running):
             request = llm.request("abcabc", max_tokens=20)
             sequence: Sequence = request.jobs[0].sequence
-            sequence.cost_model = DEFAULT_COSTS
-            budgets.append((sequence, _load_limited(llm, keys[number % 2]).budget(sequence)))
+            sequence.cost_model = costs
+            budgets.append((sequence, _shared(llm, keys[number % 2]).budget(sequence)))
         for sequence, budget in budgets:
-            yield budget.first.size(sequence)  # type: ignore[attr-defined]
+            assert isinstance(budget, SharedBudget)
+            yield budget.size(sequence)
 
 
-def _load_limited(llm: LLM, key: str) -> LoadLimited:
+def _shared(llm: LLM, key: str) -> SharedDrafts:
     decoder = llm.decoder(key)
-    assert isinstance(decoder, LoadLimited)
+    assert isinstance(decoder, SharedDrafts)
     return decoder

@@ -1,0 +1,171 @@
+"""`anydecode bench draft-priors`: how often copies from the text and the model's own most probable
+tokens are right, on prompts and answers that the model writes itself.
+
+The rates are those that `auto`, `token-recycling` and `stand` begin with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Annotated, Any
+
+import typer
+
+from anydecode.api.llm import LLM
+from anydecode.decoders.framework.ngram_index import NgramIndex
+from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, class_of
+from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
+from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
+from anydecode.errors import InvalidRequestError
+from anydecode.report import JsonFile, write_report
+from anydecode.training.generated import generate_prompts
+
+#: The ranks of token recycling's matrix.
+NUM_RANKS = 8
+#: The temperatures of greedy and of sampled texts.
+TEMPERATURES = (0.0, 0.8)
+
+
+class Rates:
+    """Counts of drafts by kind, and of those that were right."""
+
+    def __init__(self, num_kinds: int) -> None:
+        self.tries, self.hits = [0] * num_kinds, [0] * num_kinds
+
+    def record(self, kind: int, hit: bool) -> None:
+        self.tries[kind] += 1
+        self.hits[kind] += hit
+
+    def summary(self) -> list[dict[str, float | int | None]]:
+        """The rate of each kind, None if it never occurred, and the number of its drafts."""
+        pairs = zip(self.hits, self.tries, strict=True)
+        return [{"rate": hits / tries if tries else None, "drafts": tries} for hits, tries in pairs]
+
+
+class DraftRates:
+    """The rates of all sources over several texts.
+
+    Attributes:
+        copies: Of tokens copied from the text, by the class of the match's length.
+        successors: Of the most probable tokens when the same two tokens were last scored, by rank,
+            then of those when the same token was, where there was no such pair.
+        ranks: Of the most probable tokens when the same token was last scored, by rank.
+    """
+
+    def __init__(self) -> None:
+        self.copies = Rates(len(MATCH_LENGTHS))
+        self.successors = Rates(2 * NUM_SUCCESSORS)
+        self.ranks = Rates(NUM_RANKS)
+        self._pairs = Successors()
+        self._singles: dict[int, list[int]] = {}
+
+    def read(self, prompt: Seq[int], answer: Seq[int], top_tokens: Seq[list[int]]) -> None:
+        """Count the drafts for the tokens of an answer.
+
+        Args:
+            prompt: The tokens before it.
+            answer: Its tokens.
+            top_tokens: For each of them, the most probable tokens, best first.
+        """
+        history = NgramIndex(NGRAM_SIZES)
+        cursor, text = MatchCursor(history), history.tokens
+        for token in prompt:
+            history.append(token)
+            cursor.step(text)
+        for token, best in zip(answer, top_tokens, strict=True):
+            if len(text) > 1:
+                self._read_successors(text[-2], text[-1], token, best)
+            length = cursor.length
+            history.append(token)
+            is_hit = cursor.step(text)
+            if is_hit is not None:
+                self.copies.record(class_of(length), is_hit)
+
+    def _read_successors(self, before: int, last: int, token: int, best: list[int]) -> None:
+        for kind, is_hit in self._pairs.outcomes(before, last, token):
+            self.successors.record(kind, is_hit)
+        self._pairs.learn(before, last, best[:NUM_SUCCESSORS])
+        for rank, other in enumerate(self._singles.get(last, ())):
+            self.ranks.record(rank, other == token)
+        self._singles[last] = best
+
+    def summary(self) -> dict[str, Any]:
+        """The rates and counts by source."""
+        return {
+            "copies": self.copies.summary(),
+            "successors": self.successors.summary(),
+            "ranks": self.ranks.summary(),
+        }
+
+
+def measure(llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float) -> DraftRates:
+    """The rates over answers of up to `tokens` tokens."""
+    answers = llm.generate(
+        [list(prompt) for prompt in prompts],
+        decoder="autoregressive",
+        max_tokens=tokens,
+        temperature=temperature,
+        seed=1,
+        logprobs=NUM_RANKS,
+    )
+    rates = DraftRates()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found = answer.logprobs or []
+        top = [[one for one, _ in row.top] if row is not None else [] for row in found]
+        rates.read(prompt, answer.tokens, top)
+    return rates
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the rates as tables."""
+    print(f"{result['model']}: {result['prompts']} prompts, answers of {result['tokens']} tokens")
+    labels = {
+        "copies": [f"copies, matches from {low}" for low in MATCH_LENGTHS],
+        "successors": [
+            f"{kind}, rank {rank}"
+            for kind in ("successors of two tokens", "of one token")
+            for rank in range(NUM_SUCCESSORS)
+        ],
+        "ranks": [f"successors of one token alone, rank {rank}" for rank in range(NUM_RANKS)],
+    }
+    columns = "  ".join(f"{f'T={one}':>7} {'drafts':>7}" for one in TEMPERATURES)
+    print(f"{'':40} {columns}")
+    for source, names in labels.items():
+        for kind, name in enumerate(names):
+            cells = []
+            for temperature in TEMPERATURES:
+                one = result["rates"][str(temperature)][source][kind]
+                rate = "-" if one["rate"] is None else f"{one['rate']:.3f}"
+                cells.append(f"{rate:>7} {one['drafts']:>7}")
+            print(f"{name:40} {'  '.join(cells)}")
+
+
+def bench_draft_priors(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model name, folder or .gguf file.")
+    ] = "smollm2-135m-instruct",
+    prompts: Annotated[
+        int, typer.Option("--prompts", min=1, help="Prompts that the model writes.")
+    ] = 96,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each answer.")] = 128,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts.")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """Acceptance rates of drafts that need no model: copies by the length of the match, and the
+    most probable tokens of earlier passes, in greedy and in sampled texts. The model writes its
+    prompts itself, every fourth of many lines.
+
+    Example: anydecode bench draft-priors --prompts 16
+    """
+    with LLM(model, draft="none") as llm:
+        texts = generate_prompts(llm, prompts, seed, has_long=True)
+        if not texts:
+            raise InvalidRequestError("the model wrote no prompt; give more --prompts")
+        result = {
+            "model": llm.model.name,
+            "prompts": len(texts),
+            "tokens": tokens,
+            "seed": seed,
+            "rates": {str(one): measure(llm, texts, tokens, one).summary() for one in TEMPERATURES},
+        }
+    write_report(result, json_file, lambda: show(result))

@@ -1,0 +1,67 @@
+"""`bench draft-priors` counts what copies and earlier passes' most probable tokens would draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from anydecode import LLM
+from anydecode.benchmarks.draft_priors import DraftRates, measure
+from anydecode.certification.tiny import tiny_model
+from anydecode.cli.main import app
+from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS
+from anydecode.models.scripted import ByteTokenizer
+
+
+def counts(rates: list[dict[str, object]]) -> list[tuple[object, object]]:
+    return [(one["rate"], one["drafts"]) for one in rates]
+
+
+def test_copies_count_by_the_length_of_their_match() -> None:
+    """The text is 1 2 3 | 1 2 3 4: after the second 1, 2 is copied, then 3, then 1."""
+    rates = DraftRates()
+    rates.read([1, 2, 3], [1, 2, 3, 4], [[]] * 4)
+    found = counts(rates.summary()["copies"])
+    assert found[:3] == [(1.0, 1), (1.0, 1), (0.0, 1)]
+    assert found[3:] == [(None, 0)] * (len(MATCH_LENGTHS) - 3)
+
+
+def test_the_prompt_is_copied_from_but_does_not_count() -> None:
+    rates = DraftRates()
+    rates.read([5, 6, 5, 6, 5, 6], [5], [[]])
+    assert sum(one["drafts"] for one in rates.summary()["copies"]) == 1
+
+
+def test_successors_are_those_of_two_tokens_where_they_are_known() -> None:
+    """After 7 8 the model ranked 9 first, and after 8 alone, behind another token, 3."""
+    rates = DraftRates()
+    rates.read([7, 8], [9, 0, 8, 3, 7, 8, 9], [[9, 4], [0], [8], [3, 4], [7], [8], [9, 4]])
+    pairs, singles = rates.successors.summary()[:2], rates.successors.summary()[2:]
+    # Of the pair (7, 8): 9. Of 8 alone: 9 before 3, whose pair (0, 8) was new.
+    assert counts(pairs) == [(1.0, 1), (0.0, 1)]
+    assert counts(singles)[1] == (0.0, 1)
+
+
+def test_ranks_are_those_of_the_last_token_alone() -> None:
+    rates = DraftRates()
+    rates.read([1, 2], [3, 2, 5], [[3, 5], [2], [7, 5]])
+    assert counts(rates.ranks.summary())[:2] == [(0.0, 1), (1.0, 1)]
+
+
+def test_texts_of_a_model_are_read() -> None:
+    """Without layers, each token depends on the last one only, so that texts repeat themselves."""
+    with LLM(tiny_model(residual=0.0), tokenizer=ByteTokenizer()) as llm:
+        rates = measure(llm, [[97, 98], [99]], 64, 0.0)
+    assert rates.copies.hits[-1] > 0 and rates.ranks.hits[0] == rates.ranks.tries[0] > 10
+
+
+def test_the_command_prints_the_rates(tmp_path: Path) -> None:
+    target = tmp_path / "rates.json"
+    command = ["bench", "draft-priors", "--prompts", "2", "--tokens", "8"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
+    result = CliRunner().invoke(app, [*command, "--json", str(target)])
+    found = json.loads(target.read_text())
+    assert found["tokens"] == 8 and set(found["rates"]) == {"0.0", "0.8"}
