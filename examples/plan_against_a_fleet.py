@@ -18,7 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from anydecode import LLM
-from anydecode.benchmarks.fleet_runs import Serve, latency_figures, local_fleet, served_by
+from anydecode.benchmarks.fleet_runs import (
+    Serve,
+    latency_figures,
+    local_fleet,
+    request_seconds,
+    served_by,
+)
 from anydecode.cluster.control.distserve import Limits, Placement, PlacementSearch
 from anydecode.cluster.launcher import places
 from anydecode.cluster.plan import Machine, measured, worker_plan
@@ -38,7 +44,7 @@ def main() -> None:
     held_out = traced[len(traced) // 2 :][: options.requests]
     machine = machine_of(options.model, len(wanted))
     plans = [worker_plan(one.role, machine) for one in wanted]
-    link = Link(machine.position_bytes, latency=0.004)
+    link = Link(machine.position_bytes, latency=0.004, request_seconds=request_seconds())
 
     def simulated(arriving: list[Arrival]) -> list[Served]:
         return simulate(arriving, plans, link).served

@@ -79,6 +79,8 @@ def test_two_streams_are_measured_by_number_of_threads() -> None:
     with LLM("tiny-autoregressive", threads=2, cache_positions=2048, schedule="nexus") as llm:
         machine = measured(llm, engine={"schedule": "nexus"})
     assert machine.thread_costs is not None and set(machine.thread_costs.tables) == {1, 2}
+    assert all(machine.thread_costs.contention(rows, 256) >= 1 for rows in (1, 16, 128, 512))
+    assert machine.thread_costs.beside is not None
     loose = Limits(60.0, 60.0)
     [found] = plan(trace(6), loose, 1, machine, Link(), PlacementSearch(max_probes=1))
     assert found.goodput > 0

@@ -276,11 +276,15 @@ def test_the_demo_gives_the_text_of_one_engine(default_model_path: Path, reposit
 
 
 def test_many_requests_with_faults_lose_and_change_nothing(repository: Path) -> None:
-    command = [sys.executable, str(repository / "examples" / "faults_of_a_fleet.py")]
-    done = subprocess.run([*command, "60", "1", "0"], capture_output=True, text=True)
-    assert "60 requests, 4 kills, 0 stopped processes" in done.stdout, done.stderr
+    tests = repository / "tests"
+    environment = {**os.environ, "PYTHONPATH": f"{repository / 'src'}{os.pathsep}{tests}"}
+    command = [sys.executable, str(tests / "faults_of_a_fleet.py"), "200", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    faults = "200 requests; faults: 1 changed, 2 cut, 2 half-open, 8 kill, 2 stop"
+    assert faults in done.stdout, done.stderr
     assert "0 answers differ, 0 failed" in done.stdout
-    assert "left in the fleet: 0 running, 0 waiting" in done.stdout
+    assert "left in the fleet: 0 running, 0 waiting, 0 tasks" in done.stdout
+    assert "bytes on the full disk: 0" in done.stdout
 
 
 def test_predicted_latencies_are_compared_with_those_of_a_fleet(

@@ -161,7 +161,6 @@ def test_the_tutorials_show_the_examples() -> None:
     # tests/examples and tests/cluster run them
     assert set(examples) - shown == {
         "openai_client.py",
-        "faults_of_a_fleet.py",
         "plan_against_a_fleet.py",
         "two_model_curve.py",
     }

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,31 @@ def _send(llm: LLM, arrival: Arrival, start: float, namespace: int) -> tuple[Ser
     request.notify(on_progress)
     llm.driver.submit(job)
     return served, request
+
+
+def request_seconds(num_requests: int = 100) -> float:
+    """What a request takes besides its passes in a fleet of this machine: the time from a client to
+    the engine of a worker and back. The median of requests for one token, on a tiny model."""
+    model, engine = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
+    arriving = [
+        Arrival(0.0, [97, number % 200, number // 200], 1) for number in range(num_requests)
+    ]
+    with local_fleet(model, [Place("mixed-1", "mixed")], **engine) as fleet:
+        served = [served_by(fleet, [one])[0] for one in arriving]
+    with LLM(model, draft="none", **engine) as llm:
+        steps = [_step_seconds(llm, one) for one in arriving]
+    return max(0.0, median(one.token_times[0] for one in served) - median(steps))
+
+
+def _step_seconds(llm: LLM, arrival: Arrival) -> float:
+    """The duration of the steps of the engine for a request."""
+    options = {"max_tokens": arrival.num_tokens, "ignore_eos": True}
+    [job] = llm.request(arrival.prompt, decoder="autoregressive", **options).jobs
+    llm.engine.submit(job)
+    start = time.perf_counter()
+    while not job.done:
+        llm.engine.step()
+    return time.perf_counter() - start
 
 
 def latency_figures(served: Sequence[Served], limits: Limits) -> dict[str, float]:

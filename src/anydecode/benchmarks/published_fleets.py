@@ -16,9 +16,14 @@ import typer
 from anydecode.cluster.control.distserve import Found, Latency, Limits, Placement, PlacementSearch
 from anydecode.cluster.control.roles import RoleControl
 from anydecode.cluster.control.xllm import SloControl
-from anydecode.cluster.simulator.hollow import PassSeconds
+from anydecode.cluster.simulator.leap import leap
 from anydecode.cluster.simulator.simulation import Link, WorkerPlan, simulate
-from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals, read_trace
+from anydecode.cluster.simulator.trace_files import (
+    TracedRequest,
+    arrivals,
+    read_trace,
+    scaled,
+)
 from anydecode.engine.plan import Plan
 from anydecode.report import JsonFile, write_report
 from anydecode.scoring.cost import CostTable
@@ -45,7 +50,11 @@ class FittedSeconds:
 
     def __call__(self, plan: Plan) -> float:
         """The duration of a pass in seconds."""
-        counts, ends = _spans(plan)
+        return self.of_spans(*_spans(plan))
+
+    def of_spans(self, counts: np.ndarray, ends: np.ndarray) -> float:
+        """The duration of a pass by its sequences: the number of rows of each, and of the positions
+        to which the last one attends."""
         is_prompt = counts > 1
         num_answers = int((~is_prompt).sum())
         constant, each_position, each = self.few if num_answers < 95 else self.many
@@ -83,9 +92,14 @@ class RooflineSeconds:
 
     def __call__(self, plan: Plan) -> float:
         """The duration of a pass in seconds."""
-        _, ends = _spans(plan)
-        operations = 2 * self.parameters * len(plan.rows)
-        operations += 4 * self.layers * self.hidden_size * float(plan.rows.prefix.sum())
+        return self.of_spans(*_spans(plan))
+
+    def of_spans(self, counts: np.ndarray, ends: np.ndarray) -> float:
+        """The duration of a pass by its sequences: the number of rows of each, and of the positions
+        to which the last one attends."""
+        operations = 2 * self.parameters * float(counts.sum())
+        attended = float((counts * (ends - (counts - 1) / 2)).sum())
+        operations += 4 * self.layers * self.hidden_size * attended
         size = 2 * self.parameters + self.position_bytes * float(ends.sum())
         return self.constant + max(operations / self.flops, size / self.bandwidth)
 
@@ -124,6 +138,7 @@ class Setting:
         differs: What is not as in the paper.
         limits: The limits of latency.
         seconds: The duration of passes.
+        requests: The number of requests that are simulated.
         positions: Size of the cache of a worker.
         link: The network.
         rate: The rate that the search tries first, in requests per second.
@@ -136,7 +151,8 @@ class Setting:
     published: str
     differs: str
     limits: Limits
-    seconds: PassSeconds
+    seconds: FittedSeconds | RooflineSeconds
+    requests: int
     positions: int
     link: Link
     rate: float
@@ -145,10 +161,27 @@ class Setting:
     others: tuple[System, ...] = ()
 
     def goodput(self, system: System, trace: Sequence[TracedRequest]) -> Found:
-        """The highest rate at which 90% of the requests of a trace are within the limits."""
-        serve = partial(self._serve, system, trace)
+        """The highest rate at which 90% of the requests of a trace are within the limits. Roles
+        that change are not simulated in leap mode, nor is what they are compared with."""
+        systems = (*self.better, *self.worse, *self.others)
+        can_leap = all(one.control is None for one in systems)
+        serve = partial(self._leap if can_leap else self._serve, system, trace)
         search = PlacementSearch(precision=PRECISION)
         return search.goodput(system.placement, self.limits, serve, self.rate, max_rate=1e3)
+
+    def _leap(
+        self, system: System, trace: Sequence[TracedRequest], placement: Placement, rate: float
+    ) -> list[Latency]:
+        engine = {"row_budget": system.row_budget}
+        worker = WorkerPlan("mixed", _NO_COSTS, self.positions, 256, engine=engine)
+        return leap(
+            scaled(trace, rate),
+            worker,
+            placement.mixed + placement.decode,
+            placement.prefill,
+            self.link,
+            span_seconds=self.seconds.of_spans,
+        )
 
     def _serve(
         self, system: System, trace: Sequence[TracedRequest], _: Placement, rate: float
@@ -195,6 +228,7 @@ def distserve() -> Setting:
         " 50 GB/s between workers; the decode worker computes the first token",
         limits=Limits(ttft=0.25, tpot=0.1),
         seconds=FittedSeconds(),
+        requests=2000,
         positions=50_000,
         link=Link(position_bytes=819_200, bytes_per_second=5e10, latency=0.001),
         rate=16.0,
@@ -206,20 +240,23 @@ def distserve() -> Setting:
 
 def mooncake() -> Setting:
     """Llama 2 70B on nodes of eight A800, with Mooncake's trace of conversations."""
+    whole, chunked = _mixed(20)
     return Setting(
         "mooncake",
         published="up to 30 s to the first token and 0.1 s between tokens, 10 prefill and 10 decode"
         " nodes serve about 75% more requests than 20 of vLLM's (arXiv:2407.00079)",
-        differs="four nodes for twenty, divided as in its other experiments (3 + 1, 2 + 2); the"
-        " trace is the one published later; durations by operations and bytes, half of 8 x 312"
-        " TFLOP/s, of 8 x 2 TB/s and of 800 Gb/s; no cache in main memory, none is rejected",
+        differs="the trace is the one published later; durations by operations and bytes, half of"
+        " 8 x 312 TFLOP/s, of 8 x 2 TB/s and of 800 Gb/s; no cache in main memory, and no request"
+        " is rejected",
         limits=Limits(ttft=30.0, tpot=0.1),
         seconds=RooflineSeconds(69e9, 80, 8192, 327_680, 1.25e15, 8e12, 0.01),
+        requests=4000,
         positions=1_000_000,
         link=Link(position_bytes=327_680, bytes_per_second=5e10, latency=0.001),
-        rate=0.25,
-        better=tuple(System(str(one), one) for one in (Placement(0, 2, 2), Placement(0, 3, 1))),
-        worse=(_mixed(4)[0],),
+        rate=4.0,
+        better=_roles(20)[9:10],
+        worse=(whole,),
+        others=(chunked,),
     )
 
 
@@ -238,6 +275,7 @@ def xllm() -> Setting:
         " 18 ms per pass; 10 GB/s between workers; eight workers; the limits are its defaults",
         limits=limits,
         seconds=RooflineSeconds(8e9, 36, 4096, 147_456, 2.65e14, 9.3e11, 0.018),
+        requests=60,
         positions=250_000,
         link=Link(position_bytes=147_456, bytes_per_second=1e10, latency=0.001),
         rate=4.0,
@@ -284,9 +322,14 @@ def bench_published_fleets(
         Path, typer.Option("--mooncake", help="Mooncake's trace of conversations (.jsonl).")
     ],
     requests: Annotated[
-        int,
-        typer.Option("--requests", min=2, help="Number of requests; half of them for Mooncake."),
-    ] = 60,
+        int | None,
+        typer.Option(
+            "--requests",
+            min=2,
+            help="Maximum number of requests. Default: 2,000 for DistServe, 4,000 for Mooncake and"
+            " 60 for xLLM, of which every pass is simulated.",
+        ),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Simulate fleets on published settings, and print whether the papers' order is found.
@@ -295,12 +338,16 @@ def bench_published_fleets(
         --mooncake conversation_trace.jsonl
     """
     cases = (
-        (distserve(), poisson(read_trace(conversation), 1024)[:requests]),
-        # Its requests have three times as many tokens as those of the other settings.
-        (mooncake(), read_trace(mooncake_trace, requests // 2)),
-        (xllm(), read_trace(code, requests)),
+        (distserve(), poisson(read_trace(conversation), 1024)),
+        (mooncake(), read_trace(mooncake_trace)),
+        (xllm(), read_trace(code)),
     )
-    report = {"settings": [measure(setting, trace) for setting, trace in cases]}
+    report = {
+        "settings": [
+            measure(setting, trace[: min(requests or setting.requests, setting.requests)])
+            for setting, trace in cases
+        ]
+    }
     write_report(report, json_file, lambda: _print(report))
 
 

@@ -587,6 +587,7 @@ def plan(
     from anydecode import LLM
     from anydecode.api.methods import build_as
     from anydecode.api.prefix_spill import parse_bytes
+    from anydecode.benchmarks.fleet_runs import request_seconds
     from anydecode.cluster.control.distserve import PlacementSearch
     from anydecode.cluster.plan import measured
     from anydecode.cluster.plan import plan as found_by
@@ -630,7 +631,10 @@ def plan(
     )
     with status_line(f"measuring {model}"), LLM(model, draft="none", **engine, **memory) as llm:
         machine = measured(llm, max_running=max_running, engine=engine)
-    link = Link(machine.position_bytes, link_bytes, link_latency, machine.embedding_bytes)
+        of_request = request_seconds()
+    link = Link(
+        machine.position_bytes, link_bytes, link_latency, machine.embedding_bytes, of_request
+    )
     with status_line(f"simulating {len(traced)} requests"):
         found = found_by(
             traced,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from anydecode.cluster.control.distserve import (
 from anydecode.cluster.simulator.leap import leap
 from anydecode.cluster.simulator.simulation import Arrival, Link, Served, WorkerPlan, simulate
 from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals, repeated, scaled
-from anydecode.engine.costs import measure
+from anydecode.engine.costs import computing, measure, time_pass
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.scoring.cost import CostTable, ThreadCosts
@@ -36,8 +36,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (64, 256, 1024, 2048)
 #: Of these, the one at which passes are measured with each number of threads, and whole answers.
 CONTEXT = 256
-#: The numbers of rows of these passes that are measured with each number of threads.
-THREAD_ROWS = (1, 16, 128, 512)
+#: The numbers of rows of these passes that are measured with each number of threads: of passes of
+#: answers, and of prompts.
+ANSWER_ROWS, PROMPT_ROWS = (1, 16), (128, 512)
+#: Times without a pass after which passes are measured, in seconds, with so many rows, so often.
+IDLE_SECONDS, IDLE_ROWS, IDLE_ROUNDS = (0.3, 1.5), 64, 3
 #: Larger fleets are simulated in leap mode.
 MAX_EXACT_WORKERS = 64
 #: A plan of a larger fleet compares all placements of so many workers, and the best ones at the
@@ -69,6 +72,8 @@ class Machine:
         encode_seconds: The time to encode an image, per embedding.
         embedding_bytes: Size of one embedding.
         thread_costs: The costs of passes by number of threads, if the schedule runs two at a time.
+        idle_factors: The factors by which a pass takes longer, by the seconds without a pass before
+            it.
     """
 
     costs: CostTable
@@ -82,6 +87,7 @@ class Machine:
     encode_seconds: float = 0.0
     embedding_bytes: int = 0
     thread_costs: ThreadCosts | None = None
+    idle_factors: Mapping[float, float] = field(default_factory=dict)
 
 
 def measured(llm: LLM, **options: Any) -> Machine:
@@ -116,6 +122,7 @@ def measured(llm: LLM, **options: Any) -> Machine:
         encode_seconds=_encode_seconds(PatchEncoder(hidden_size)),
         embedding_bytes=4 * hidden_size,
         thread_costs=thread_costs,
+        idle_factors=_idle_factors(_alone(llm)),
         **options,
     )
 
@@ -147,15 +154,44 @@ def _thread_costs(llm: LLM) -> ThreadCosts | None:
     tables = {}
     for count in sorted(counts):
         executor.threads_in_use = count
-        tables[count] = measure(
-            model,
-            THREAD_ROWS,
-            (CONTEXT,),
-            clock=lambda model: perf_counter(),
-            max_seconds=float("inf"),
-            num_logits=1,
-        )
-    return ThreadCosts(tables)
+        tables[count] = _by_wall_clock(model, ANSWER_ROWS + PROMPT_ROWS)
+    return ThreadCosts(tables, _beside(model, runner.prompts.model, executor.threads // 2))
+
+
+def _beside(of_answers: Any, of_prompts: Any, threads: int) -> CostTable:
+    """The costs of passes with so many threads while as many compute a pass of the other kind."""
+    found: dict[int, float] = {}
+    kinds = (of_answers, ANSWER_ROWS), (of_prompts, PROMPT_ROWS)
+    for (model, rows), (other, other_rows) in (kinds, kinds[::-1]):
+        model.executor.threads_in_use = other.executor.threads_in_use = threads
+        with computing(other, other_rows[-1], CONTEXT):
+            [of_rows] = _by_wall_clock(model, rows).seconds_by.values()
+        found.update(of_rows)
+    return CostTable({CONTEXT: found})
+
+
+def _by_wall_clock(model: Any, rows: tuple[int, ...]) -> CostTable:
+    return measure(
+        model,
+        rows,
+        (CONTEXT,),
+        clock=lambda model: perf_counter(),
+        max_seconds=float("inf"),
+        num_logits=1,
+        of_rounds=mean,
+    )
+
+
+def _idle_factors(model: Any) -> dict[float, float]:
+    """The factors by which a pass takes longer after so many seconds without one: a processor may
+    have slowed down, and its caches have lost the weights."""
+    cache = model.new_cache(CONTEXT + IDLE_ROWS)
+    times: dict[float, list[float]] = {one: [] for one in (*IDLE_SECONDS, 0.0)}
+    for _ in range(IDLE_ROUNDS):
+        for idle, found in times.items():
+            sleep(idle)
+            found.append(time_pass(model, cache, IDLE_ROWS, IDLE_ROWS, lambda _: perf_counter(), 1))
+    return {idle: max(1.0, mean(found) / mean(times[0.0])) for idle, found in times.items()}
 
 
 def _seconds_besides(llm: LLM, costs: CostTable, num: int) -> float:
@@ -323,6 +359,7 @@ def worker_plan(role: str, machine: Machine) -> WorkerPlan:
         machine.answer_seconds,
         encode_seconds=machine.encode_seconds,
         thread_costs=machine.thread_costs,
+        idle_factors=machine.idle_factors,
     )
 
 

@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
@@ -67,19 +68,37 @@ def measure(
     longest = min(max(contexts), model.spec.max_positions - max(rows))
     lengths = sorted({min(context, longest) for context in contexts})
     cache = model.new_cache(longest + max(rows))
-    first = min(_time(model, cache, 1, lengths[0], clock, 1) for _ in range(2))
+    first = min(time_pass(model, cache, 1, lengths[0], clock, 1) for _ in range(2))
     if first * len(rows) * len(lengths) * (rounds + 1) > max_seconds:
         rows, lengths, rounds = rows[:4], lengths[:1], 1
     times: dict[tuple[int, int], list[float]] = {}
     for round in range(rounds + 1):
         for length in lengths:
             for count in rows:
-                seconds = _time(model, cache, count, length, clock, num_logits or count)
+                seconds = time_pass(model, cache, count, length, clock, num_logits or count)
                 if round:
                     times.setdefault((length, count), []).append(seconds)
     return CostTable(
         {length: {count: of_rounds(times[length, count]) for count in rows} for length in lengths}
     )
+
+
+@contextmanager
+def computing(model: Model, rows: int, context: int) -> Iterator[None]:
+    """Compute passes of so many rows, one after another, on a thread of its own meanwhile."""
+    cache, stop = model.new_cache(context + rows), Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            time_pass(model, cache, rows, context, lambda model: 0.0, 1)
+
+    thread = Thread(target=compute, name="anydecode-costs")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def load(model: Model, folder: Path | None = None) -> CostTable:
@@ -219,7 +238,7 @@ def _is_busy() -> bool:
     return bool(load > 1.5 * (os.cpu_count() or 1))
 
 
-def _time(
+def time_pass(
     model: Model,
     cache: KeyValues,
     count: int,
@@ -227,6 +246,9 @@ def _time(
     clock: Callable[[Model], float],
     num_logits: int,
 ) -> float:
+    """The duration of a pass over `count` rows of one sequence that attend to `context` positions
+    on average, by `clock`. The logits of the last `num_logits` rows are computed."""
+
     def numbers(value: Any) -> np.ndarray:
         return np.array(value, np.int32)
 

@@ -98,9 +98,14 @@ class CostTable:
 @dataclass(frozen=True)
 class ThreadCosts:
     """Measured pass durations by number of threads: `tables[k]` is the cost table of k threads.
-    Between measured numbers of threads, the speed (passes per second) is interpolated."""
+    Between measured numbers of threads, the speed (passes per second) is interpolated.
+
+    `beside` has the durations with half of the threads while the other half computes a pass of the
+    other kind (of answers beside a prompt, of a prompt beside answers); None: not measured.
+    """
 
     tables: Mapping[int, CostTable]
+    beside: CostTable | None = None
 
     def seconds(self, rows: int, context: int, threads: int) -> float:
         """The duration of a pass over `rows` rows that each attend to about `context` positions,
@@ -110,6 +115,14 @@ class ThreadCosts:
         slower, faster = (self.tables[one].seconds(rows, context) for one in (low, high))
         share = (threads - low) / (high - low) if high > low else 0.0
         return 1 / ((1 - share) / slower + share / faster)
+
+    def contention(self, rows: int, context: int) -> float:
+        """The factor by which a pass takes longer beside one of the other kind than alone with the
+        same threads, since both use the same memory; 1 if it was not measured."""
+        if self.beside is None:
+            return 1.0
+        alone = self.seconds(rows, context, max(self.tables) // 2)
+        return max(1.0, self.beside.seconds(rows, context) / alone)
 
 
 class CostCorrection:

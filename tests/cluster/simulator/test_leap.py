@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
 from anydecode.cluster.simulator.leap import leap
-from anydecode.cluster.simulator.simulation import Link, WorkerPlan, simulate
+from anydecode.cluster.simulator.simulation import Arrival, Link, WorkerPlan, simulate
 from anydecode.cluster.simulator.trace_files import (
     HASHED_TOKENS,
     TracedRequest,
@@ -66,6 +67,47 @@ def test_prompts_are_handed_over_as_in_the_simulation_of_every_pass() -> None:
     assert error(leaped(requests, 1, 1, LINK), expected) < 0.05
     assert error(leaped(requests, 1, 1, Link()), expected) > 0.1  # that takes no time
     assert error(leaped(requests, 2, 0, LINK), expected) > 0.1  # mixed workers
+
+
+def test_durations_may_depend_on_the_rows_of_each_sequence() -> None:
+    """Those of the table, which here depend on the sums of rows and positions alone."""
+    requests = trace(24, 6.0)
+
+    def seconds(counts: np.ndarray, ends: np.ndarray) -> float:
+        rows = int(counts.sum())
+        attended = (counts * (ends - (counts - 1) / 2)).sum()
+        return COSTS.seconds(rows, int(attended / rows))
+
+    for num, num_prefill in ((2, 0), (1, 1)):
+        found = leap(requests, PLAN, num, num_prefill, LINK, span_seconds=seconds)
+        assert error(np.array(found), leaped(requests, num, num_prefill, LINK)) < 0.02
+    slower = leap(requests, PLAN, 2, span_seconds=lambda *spans: 2 * seconds(*spans))
+    assert error(np.array(slower), leaped(requests, 2, 0, LINK)) > 0.5
+
+
+def test_the_way_of_a_request_delays_its_first_token_alone() -> None:
+    requests = trace(8, 6.0)
+    delayed = leaped(requests, 2, 0, Link(request_seconds=0.25))
+    assert np.allclose(delayed - leaped(requests, 2, 0, Link()), [0.25, 0.0])
+    [first], [later] = (
+        simulate([Arrival(1.0, [1, 2], 3)], [PLAN], Link(request_seconds=delay)).served
+        for delay in (0.0, 0.25)
+    )
+    assert later.first_token_seconds == pytest.approx(first.first_token_seconds + 0.25)
+    assert later.seconds_per_token == pytest.approx(first.seconds_per_token)
+
+
+def test_passes_after_a_time_without_any_take_longer() -> None:
+    """Twice as long after a second or more; the requests come after 0.25 s, 3 s and 0.5 s."""
+    plan = replace(PLAN, idle_factors={0.0: 1.0, 1.0: 2.0})
+    seconds = COSTS.seconds(40, 20)
+    times = [0.25, 0.25 + 1.25 * seconds + 3, 0.25 + 3.25 * seconds + 3.5]
+    requests = [TracedRequest(time, 40, 1) for time in times]
+    arriving = [Arrival(time, [number] * 40, 1) for number, time in enumerate(times)]
+    expected = [1.25 * seconds, 2 * seconds, 1.5 * seconds]
+    served = simulate(arriving, [plan]).served
+    assert [one.first_token_seconds for one in served] == pytest.approx(expected)
+    assert [first for first, _ in leap(requests, plan, 1)] == pytest.approx(expected)
 
 
 @pytest.mark.slow

@@ -180,6 +180,32 @@ def test_two_streams_are_those_of_a_real_engine(threads: int) -> None:
     assert all(later.start >= one.start + one.seconds for one, later in pairwise(shares))
 
 
+def test_passes_beside_each_other_share_the_memory() -> None:
+    """With one of two threads a pass takes twice as long, and 1.5 times that beside another one."""
+    one, both = (CostTable({256: {1: base, 48: 2 * base}}) for base in (0.02, 0.01))
+    beside = CostTable({256: {1: 0.03, 48: 0.06}})
+    worker = WorkerPlan(
+        "mixed",
+        both,
+        8192,
+        engine={"schedule": "nexus:row_budget=48,steps=8"},
+        thread_costs=ThreadCosts({1: one, 2: both}, beside),
+    )
+    passes = simulate([replace(request, time=0.0) for request in trace(3)], [worker]).passes
+    num_beside = 0
+    for this in passes:
+        is_beside = any(
+            other is not this
+            and other.start < this.start + this.seconds
+            and this.start < other.start + other.seconds
+            for other in passes
+        )
+        num_beside += is_beside
+        table = beside if is_beside else both
+        assert this.seconds == pytest.approx(table.seconds(sum(rows[1] for rows in this.rows), 256))
+    assert 0 < num_beside < len(passes)
+
+
 def test_another_schedule_or_cache_has_other_passes() -> None:
     real = RealRun("sarathi-serve:budget=40", trace(1))
     assert replay(real, "sarathi:budget=40") != real.passes

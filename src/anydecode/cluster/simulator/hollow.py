@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -115,26 +116,45 @@ class TableSeconds:
         return besides + self._costs.seconds(num_rows, int(rows.prefix.mean()))
 
 
+def idle_factor(factors: Mapping[float, float], seconds: float) -> float:
+    """The factor for a pass after so many seconds without one, between those of `factors`."""
+    if not factors:
+        return 1.0
+    known = sorted(factors)
+    return float(np.interp(seconds, known, [factors[one] for one in known]))
+
+
 class VirtualClock:
     """The clock of an engine in virtual time.
 
     Args:
         seconds: The duration of passes that run alone.
         thread_costs: The costs of passes by number of threads. A pass beside another one takes
-            longer in the ratio of those of its threads and of all; None: equally long.
+            longer in the ratio of those of its threads and of all, and by their contention; None:
+            equally long.
+        idle_factors: The factors by which a pass takes longer, by the seconds without a pass before
+            it; none: equally long.
 
     Attributes:
+        idle_seconds: The time without a pass before those that begin.
         launched: The passes that have begun, with their durations in seconds; the caller empties
             the list.
     """
 
-    def __init__(self, seconds: PassSeconds, thread_costs: ThreadCosts | None = None) -> None:
+    def __init__(
+        self,
+        seconds: PassSeconds,
+        thread_costs: ThreadCosts | None = None,
+        idle_factors: Mapping[float, float] | None = None,
+    ) -> None:
         self._seconds, self._thread_costs = seconds, thread_costs
+        self._idle_factors = idle_factors or {}
+        self.idle_seconds = 0.0
         self.launched: list[tuple[Plan, float]] = []
 
     def seconds(self, runner: ModelRunner, plan: Plan) -> float:
         """The virtual duration of a pass."""
-        seconds = self._seconds(plan)
+        seconds = self._seconds(plan) * idle_factor(self._idle_factors, self.idle_seconds)
         if self._thread_costs is not None and not plan.is_alone:
             executor: Any = runner.model.executor  # type: ignore[attr-defined]
             rows, context = len(plan.rows), int(plan.rows.prefix.mean())
@@ -142,6 +162,6 @@ class VirtualClock:
                 self._thread_costs.seconds(rows, context, threads)
                 for threads in (executor.threads_in_use, executor.threads)
             )
-            seconds *= of_threads / of_all
+            seconds *= of_threads / of_all * self._thread_costs.contention(rows, context)
         self.launched.append((plan, seconds))
         return seconds

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from anydecode.cluster.fleet import EXPECTED_TOKENS, MAX_PREFILLS, MIN_BLOCKS
 from anydecode.cluster.routing import ROWS_PER_TASK
+from anydecode.cluster.simulator.hollow import idle_factor
 from anydecode.cluster.simulator.simulation import Link, WorkerPlan
 from anydecode.cluster.simulator.trace_files import HASHED_TOKENS, TracedRequest
 from anydecode.engine.schedule import DecodesFirst
@@ -30,6 +31,9 @@ from anydecode.memory.prefix import BLOCK
 #: Prompts of more rows wait for the decodes and for shorter prompts, as in `DecodesFirst`.
 _SHORT = DecodesFirst().short
 _FAILED = (float("inf"), float("inf"))
+#: The duration of a pass by the number of rows of each of its sequences, and of the positions to
+#: which the last one attends. For passes of answers it is to be linear in the latter.
+SpanSeconds = Callable[[np.ndarray, np.ndarray], float]
 #: Higher than the cost of every place, in rows.
 _NO_ROOM = 1 << 60
 
@@ -41,6 +45,7 @@ def leap(
     num_prefill: int = 0,
     link: Link = Link(),  # noqa: B008  frozen
     shorten: float = 1.0,
+    span_seconds: SpanSeconds | None = None,
 ) -> list[tuple[float, float]]:
     """Serve a trace in virtual time.
 
@@ -51,6 +56,7 @@ def leap(
         num_prefill: The number of prefill workers.
         link: The network between them.
         shorten: By what the lengths of hashed blocks are divided.
+        span_seconds: The durations of passes; None: those of the worker's costs.
 
     Returns:
         For each request the time to its first token and the mean time between its tokens, in
@@ -64,7 +70,7 @@ def leap(
             f"leap mode simulates the default schedule, not {schedule}: leave --schedule out, or"
             " simulate fewer workers"
         )
-    return _Leap(requests, worker, num_generating, num_prefill, link, shorten).run()
+    return _Leap(requests, worker, num_generating, num_prefill, link, shorten, span_seconds).run()
 
 
 @dataclass(eq=False, slots=True)
@@ -113,6 +119,7 @@ class _Worker:
         long: Prompts that fill the row budget after them.
         start: When its passes began that are under way; None: none are.
         num_planned: The number of these passes.
+        idle_since: When its last passes ended.
         version: The number of its latest event; earlier ones are void.
         blocks: The tokens of each hashed block in its cache, the most recently used one last.
         num_cached: The sum of these tokens.
@@ -121,6 +128,7 @@ class _Worker:
     index: int
     plan: WorkerPlan
     row_budget: int
+    span_seconds: SpanSeconds | None
     num_passes: int = 0
     ends: list[tuple[int, int, _Task]] = field(default_factory=list)
     num_positions: int = 0
@@ -128,6 +136,7 @@ class _Worker:
     long: deque[_Task] = field(default_factory=deque)
     start: float | None = None
     num_planned: int = 0
+    idle_since: float = 0.0
     version: int = 0
     blocks: OrderedDict[int, float] = field(default_factory=OrderedDict)
     num_cached: float = 0.0
@@ -136,6 +145,9 @@ class _Worker:
         """The duration of the next `num` passes over the answers alone. It is exact where the cost
         is linear in the context."""
         rows, mean = len(self.ends), self.num_positions / len(self.ends)
+        if self.span_seconds is not None:
+            middle = np.full(rows, mean + (num - 1) / 2)
+            return num * self.span_seconds(np.ones(rows, np.int64), middle)
         first, last = mean, mean + num
         knots = [one for one in self.plan.costs.seconds_by if first < one < last]
         edges = [first, *sorted(knots), last]
@@ -150,6 +162,7 @@ class _Worker:
         left = self.row_budget - len(self.ends)
         num_sequences = len(self.ends)
         rows, positions, completed = len(self.ends), float(self.num_positions), []
+        spans: list[tuple[int, int]] = []
         for queue in (self.short, self.long):
             while queue and left > 0:
                 task = queue[0]
@@ -157,10 +170,17 @@ class _Worker:
                 positions += num * (task.start + (num - 1) / 2)
                 rows, left = rows + num, left - num
                 task.start += num
+                spans.append((num, task.start))
                 num_sequences += 1
                 if task.start < task.stop:
                     break
                 completed.append(queue.popleft())
+        if self.span_seconds is not None:
+            counts, ends = np.array(spans).T
+            answers = np.ones(len(self.ends), np.int64)
+            mean = self.num_positions / max(1, len(answers))
+            every = (np.append(counts, answers), np.append(ends, mean * answers))
+            return self.span_seconds(*every), completed
         seconds = self.plan.costs.seconds(rows, int(positions / rows))
         return seconds + self._besides(num_sequences), completed
 
@@ -220,13 +240,15 @@ class _Leap:
         num_prefill: int,
         link: Link,
         shorten: float,
+        span_seconds: SpanSeconds | None,
     ) -> None:
         self._link = link
         self._block_length = HASHED_TOKENS / shorten
         self._max_positions = worker.positions
         row_budget = worker.engine.get("row_budget", DecodesFirst().row_budget)
         workers = [
-            _Worker(index, worker, row_budget) for index in range(num_generating + num_prefill)
+            _Worker(index, worker, row_budget, span_seconds)
+            for index in range(num_generating + num_prefill)
         ]
         self._generating = _Role(workers[:num_generating], worker.max_running, worker.positions)
         self._prefill = _Role(workers[num_generating:], MAX_PREFILLS, worker.positions)
@@ -350,7 +372,8 @@ class _Leap:
         """A task begins on its worker, with the next pass."""
         (worker.long if task.stop - task.start > _SHORT else worker.short).append(task)
         if worker.start is None:
-            self._plan(worker)
+            idle = self._now - worker.idle_since
+            self._plan(worker, idle_factor(worker.plan.idle_factors, idle))
         elif worker.num_planned > 1:  # passes of answers alone, of which the present one ends
             past = self._now - worker.start
             num = bisect_left(range(1, worker.num_planned), past, key=worker.seconds) + 1
@@ -358,16 +381,18 @@ class _Leap:
                 worker.num_planned = num
                 self._at_end(worker, worker.seconds(num), [])
 
-    def _plan(self, worker: _Worker) -> None:
-        """Begin the next passes of a worker, if there is something to compute."""
+    def _plan(self, worker: _Worker, factor: float = 1.0) -> None:
+        """Begin the next passes of a worker, if there is something to compute. With rows of
+        prompts, which come after a time without a pass, the pass takes longer by a factor."""
         if worker.short or worker.long:
             seconds, completed = worker.mixed_pass()
+            seconds *= factor
             worker.num_planned = 1
         elif worker.ends:
             worker.num_planned = worker.ends[0][0] - worker.num_passes
             seconds, completed = worker.seconds(worker.num_planned), []
         else:
-            worker.start = None
+            worker.start, worker.idle_since = None, self._now
             return
         worker.start = self._now
         self._at_end(worker, seconds, completed)
@@ -410,4 +435,5 @@ class _Leap:
     def _finish(self, task: _Task, worker: _Worker) -> None:
         self._leave(task, worker)
         between = (self._now - task.first) / max(1, task.num_tokens - 1)
-        self._latencies[task.number] = task.first - task.arrival, between
+        first = task.first - task.arrival + self._link.request_seconds
+        self._latencies[task.number] = first, between

@@ -2,13 +2,13 @@
 
 Engines, schedules, caches and the state machines of proxy and workers are those that serve; passes
 and transfers take the time that costs say. Equal inputs give equal results. Nothing is lost on the
-way, and the work of the proxy and between the passes takes no time.
+way, and the proxy delays each request by the same time.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -95,19 +95,22 @@ class Served:
 
 @dataclass(frozen=True)
 class Link:
-    """How long keys and values, or embeddings, travel between two workers.
+    """How long keys and values, or embeddings, travel between two workers, and requests and tokens
+    between clients and workers.
 
     Attributes:
         position_bytes: Size of the keys and values of one position.
         bytes_per_second: The rate, packing and unpacking included.
         latency: Seconds for each transfer, whatever its size.
         embedding_bytes: Size of one embedding.
+        request_seconds: Seconds from a client to the engine of a worker and back, by the proxy.
     """
 
     position_bytes: int = 0
     bytes_per_second: float = 5e8
     latency: float = 0.0
     embedding_bytes: int = 0
+    request_seconds: float = 0.0
 
     def seconds(self, num_positions: int) -> float:
         """The duration of a transfer of keys and values."""
@@ -135,6 +138,8 @@ class WorkerPlan:
         encode_seconds: The time to encode an image, per embedding. Passes go on meanwhile.
         thread_costs: The costs of its passes by number of threads, the largest of which is that of
             the worker. With two or more, schedules may run two passes at a time, such as `nexus`.
+        idle_factors: The factors by which a pass takes longer, by the seconds without a pass before
+            it.
     """
 
     role: str
@@ -148,6 +153,7 @@ class WorkerPlan:
     seconds: PassSeconds | None = None
     encode_seconds: float = 0.0
     thread_costs: ThreadCosts | None = None
+    idle_factors: Mapping[float, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -227,7 +233,7 @@ class _Worker:
         self.blocks = PromptBlocks(runner, MAX_LEASED_BYTES)
         self.kept: dict[Key, list[bytes]] = {}
         table = TableSeconds(plan.costs, plan.pass_seconds, plan.answer_seconds)
-        self.clock = VirtualClock(plan.seconds or table, plan.thread_costs)
+        self.clock = VirtualClock(plan.seconds or table, plan.thread_costs, plan.idle_factors)
         self.engine.clock = self.clock
         self._correct, self.engine.on_pass = self.engine.on_pass, None
         self.requests: dict[Key, Request] = {}
@@ -271,6 +277,7 @@ class _Worker:
         """Begin passes, and compute what the engine will have computed at `engine.now`, when the
         first of those under way ends. Returns those that begin."""
         numbers = {id(one.jobs[0].sequence): key[0] for key, one in self.requests.items()}
+        self.clock.idle_seconds = now - self.engine.now  # since the last pass has ended
         self.engine.now = now
         self.engine.step()
         launched, self.clock.launched = self.clock.launched, []
@@ -458,7 +465,9 @@ class _Simulation:
         if isinstance(action, SendTo):
             self._workers[action.incarnation].ledger.handle(action.frame)
         elif isinstance(action, Deliver):
-            self._served[action.task].token_times += [self._now] * len(action.tokens)
+            # The way to the worker counts here, too: it delays all requests by the same time.
+            time = self._now + self._link.request_seconds
+            self._served[action.task].token_times += [time] * len(action.tokens)
         elif isinstance(action, Finish | Fail):
             self._num_left -= 1
             if isinstance(action, Fail):
