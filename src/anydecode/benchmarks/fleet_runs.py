@@ -94,7 +94,8 @@ def _send(llm: LLM, arrival: Arrival, start: float, namespace: int) -> tuple[Ser
 def request_seconds(num_requests: int = 100) -> float:
     """What a request takes besides its passes in a fleet of this machine: the time from a client to
     the engine of a worker and back. The median of requests for one token, on a tiny model."""
-    model, engine = "tiny-autoregressive", {"threads": 1, "cache_positions": 4096}
+    model: str = "tiny-autoregressive"
+    engine: dict[str, Any] = {"threads": 1, "cache_positions": 4096}
     arriving = [
         Arrival(0.0, [97, number % 200, number // 200], 1) for number in range(num_requests)
     ]
@@ -107,8 +108,9 @@ def request_seconds(num_requests: int = 100) -> float:
 
 def _step_seconds(llm: LLM, arrival: Arrival) -> float:
     """The duration of the steps of the engine for a request."""
-    options = {"max_tokens": arrival.num_tokens, "ignore_eos": True}
-    [job] = llm.request(arrival.prompt, decoder="autoregressive", **options).jobs
+    [job] = llm.request(
+        arrival.prompt, decoder="autoregressive", max_tokens=arrival.num_tokens, ignore_eos=True
+    ).jobs
     llm.engine.submit(job)
     start = time.perf_counter()
     while not job.done:
