@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from anydecode import LLM
 from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.loading import load_checkpoint
+from anydecode.training.block_adapter import AdapterRecipe, train_block_adapter
 from anydecode.training.denoising import denoise
 from anydecode.training.distillation import Canvases, DistillationRecipe, block_halves, distil
 from anydecode.training.objectives import masked_logits
@@ -59,17 +61,37 @@ LAYERS: dict[str, Any] = {
 DREAM = {**LAYERS, "architectures": ["DreamModel"], "model_type": "Dream"}
 CODA = {**LAYERS, "architectures": ["CoDALanguageModel"], "model_type": "CoDA"}
 SDAR = {**LAYERS, "architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+FAST = {
+    **LAYERS,
+    "architectures": ["Fast_dLLM_QwenForCausalLM"],
+    "model_type": "Fast_dLLM_Qwen",
+    "bd_size": 4,
+}
+EFFICIENT = {
+    **LAYERS,
+    "architectures": ["EfficientDLM"],
+    "model_type": "qwen3",
+    "block_size": 4,
+}
+#: The length of a prompt: the first block of the text has one position more.
+PROMPT = 3
+FREQUENCIES = 1000000.0 ** -(torch.arange(0, SIZES["head_dim"], 2).double() / SIZES["head_dim"])
+SCALED = {**DREAM, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 NEMOTRON = {
     **LAYERS,
     "architectures": ["NemotronLabsDiffusionModel"],
     "model_type": "nemotron_labs_diffusion",
     "block_size": 4,
 }
-#: Shifted logits, biases, norms of heads, blocks, and a head that is the embedding.
+#: Shifted logits, biases, norms of heads, blocks, both, a prompt that is one block, scaled rotary
+#: embeddings, and a head that is the embedding.
 OTHERS = {
     "dream": Tiny(DREAM, shift=1, biases=True),
     "coda": Tiny(CODA, shift=1, qk_norm=True),
     "sdar": Tiny(SDAR, block=4, qk_norm=True),
+    "fast-dllm-v2": Tiny(FAST, shift=1, block=4, biases=True),
+    "efficient-dlm": Tiny(EFFICIENT, block=4, has_prompt_block=True, qk_norm=True),
+    "scaled": Tiny(SCALED, shift=1, biases=True, frequencies=FREQUENCIES / 2),
     "sdar-tied": Tiny({**SDAR, "tie_word_embeddings": True}, block=4, qk_norm=True),
 }
 TINY = Tiny(LLADA, names=LLADA_NAMES, mask_text="<|mdm_mask|>")
@@ -129,7 +151,6 @@ def test_drafting_needs_a_model_of_this_package(folder: Path, tmp_path: Path) ->
     [
         ({"tensor": "model.transformer.blocks.0.attn_out.bias"}, "which have no tensor"),
         ({"config": {"eos_token_id": None}}, "no end of text"),
-        ({"config": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}, "plain rotary"),
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], message: str, folder: Path) -> None:
@@ -149,15 +170,16 @@ def other(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Tiny, Path]:
 
 
 def _logits(tiny: Tiny, folder: Path, tokens: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-    """The logits of the masked positions of one text, from the reference: each block follows the
-    clean text of those before it."""
+    """The logits of the masked positions of one text behind a prompt of `PROMPT` tokens, from the
+    reference: each block follows the clean text of those before it."""
     weights, rows = load_file(folder / "model.safetensors"), []
-    size = tiny.block or len(tokens)
+    size, origin = tiny.block or len(tokens), PROMPT if tiny.has_prompt_block else 0
     for position in masked.nonzero().flatten().tolist():
-        first = position // size * size
+        first = position - (position - origin) % size
         canvas = tokens.clone()
         canvas[first:] = tokens[first:].masked_fill(masked[first:], MASK)
-        rows.append(forward(tiny, weights, canvas[: first + size])[position - tiny.shift])
+        logits = forward(tiny, weights, canvas[: first + size], PROMPT)
+        rows.append(logits[position - tiny.shift])
     return torch.stack(rows)
 
 
@@ -170,8 +192,12 @@ def test_masks_of_other_layers_are_predicted_as_published(other: tuple[Tiny, Pat
     masked[0, [3, 4, 5, 9, 13]] = masked[1, [4, 8, 9, 10]] = True
     predicted = masked.clone()
     predicted[0, 4] = predicted[1, 10] = False
-    found = masked_logits(teacher.model, tokens, masked, teacher.special, predicted)
-    wrong = {"shift": 1 - tiny.shift, "block": None if tiny.block else 4}
+    found = masked_logits(teacher.model, tokens, masked, teacher.special, predicted, PROMPT)
+    wrong: dict[str, Any] = {"shift": 1 - tiny.shift, "block": None if tiny.block else 4}
+    if tiny.block:
+        wrong["has_prompt_block"] = not tiny.has_prompt_block
+    if tiny.frequencies is not None:
+        wrong["frequencies"] = None
     for change in ({}, *({key: value} for key, value in wrong.items())):
         reference = replace(tiny, **change)
         every = [_logits(reference, folder, tokens[row], masked[row]) for row in range(2)]
@@ -205,6 +231,39 @@ def test_other_layers_are_distilled(method: str, other: tuple[Tiny, Path], tmp_p
         assert len(llm.generate([3, 4], decoder=method, max_tokens=6, ignore_eos=True).tokens) == 6
 
 
+def test_a_student_keeps_the_block_size_of_its_teachers_name(tmp_path: Path) -> None:
+    """A student's folder has another name, and its weights are not packed."""
+    name = tmp_path / "SDAR-tiny-b8"
+    packed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write(Tiny({**SDAR, "quantization_config": packed}, qk_norm=True), name)
+    teacher = open_teacher(name)
+    save_student(teacher, teacher.model.state_dict(), tmp_path / "new")
+    assert open_teacher(tmp_path / "new").model.shape.block_size == 8
+    assert "quantization_config" not in json.loads((tmp_path / "new/config.json").read_text())
+
+
+@pytest.mark.one_in(3)
+def test_a_student_of_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
+    write(Tiny({**LAYERS, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
+          tmp_path / "base")  # fmt: skip
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    base = load_checkpoint(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    train_block_adapter(base, adapter, AdapterRecipe(steps=1, block=4, shift=True), mask=MASK)
+    teacher = open_teacher(adapter)
+    assert (teacher.model.shape.block_size, teacher.model.shape.logit_shift) == (4, 1)
+    save_student(teacher, teacher.model.state_dict(), tmp_path / "new")
+    prompts, answers = [[3, 4, 5, 6, 7], [8, 9]], []
+    for folder in (adapter, tmp_path / "new"):
+        with LLM(folder, dtype="float32", threads=1) as llm:
+            options: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
+            found = llm.generate(prompts, decoder="sdar:remasking=static", **options)
+            answers.append([answer.tokens for answer in found])
+    assert answers[0] == answers[1]
+    assert answers[0] == denoise(teacher.model, prompts, 9, 1.1, teacher.special)[0]
+
+
 def test_halves_of_blocks_are_within_the_blocks_of_the_model() -> None:
     """The answers begin at the end of the model's second block."""
     part = Canvases(torch.zeros(40, 15, dtype=torch.long), 7, torch.full((40,), 8))
@@ -224,7 +283,7 @@ def test_models_whose_rows_are_not_trained_are_refused(tmp_path: Path) -> None:
         distil(tmp_path / "sdar", tmp_path / "new", DistillationRecipe("dparallel", block=3))
     for config, message in (
         ({**LAYERS, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "a causal one"),
-        (NEMOTRON, "without a causal context"),
+        (NEMOTRON, "seen in blocks or as a whole"),
     ):
         write(Tiny(config), tmp_path / "no")
         with pytest.raises(CheckpointError, match=message):

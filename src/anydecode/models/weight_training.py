@@ -99,6 +99,12 @@ def can_train(model: object) -> bool:
     return _has_data(model.network) or model.path is not None
 
 
+def has_only(value: Any, names: set[str]) -> bool:
+    """Whether all fields of a dataclass but these have their defaults."""
+    others = [one for one in fields(value) if one.name not in names]
+    return all(getattr(value, one.name) == one.default for one in others)
+
+
 def num_parameters(model: Transformer) -> int:
     """Number of the weights in the matrices of a model."""
     matrices = {id(weight): weight for weight in model.network.matrices()}.values()
@@ -112,7 +118,7 @@ def _has_data(network: Network) -> bool:
 def _has_simple_shape(spec: ModelSpec) -> bool:
     sizes = {"architecture", "vocab_size", "hidden_size", "max_positions", "norm_eps", "layers"}
     factors = {"embedding_scale", "logit_scale", "residual_scale"}
-    return _has_only(spec, sizes | factors) and all(map(_has_simple_layer, spec.layers))
+    return has_only(spec, sizes | factors) and all(map(_has_simple_layer, spec.layers))
 
 
 def _has_simple_layer(layer: LayerSpec) -> bool:
@@ -121,13 +127,7 @@ def _has_simple_layer(layer: LayerSpec) -> bool:
         return False
     positions = {"rope", "norms", "qk_norm", "norm_after_rope", "interleaved_rope"}
     heads = {"num_heads", "num_kv_heads", "head_dim", "scale"}
-    return _has_only(layer, {"attention", *positions}) and _has_only(attention, heads)
-
-
-def _has_only(value: Any, names: set[str]) -> bool:
-    """Whether all fields of a dataclass but these have their defaults."""
-    others = [one for one in fields(value) if one.name not in names]
-    return all(getattr(value, one.name) == one.default for one in others)
+    return has_only(layer, {"attention", *positions}) and has_only(attention, heads)
 
 
 def _mapped(network: Network, matrix: Any, vector: Any) -> Network:

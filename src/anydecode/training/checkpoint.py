@@ -110,16 +110,28 @@ def save_nested_llama(
     """Write `weights`, a state dict of `Transformer`, as an autoregressive checkpoint with the
     tokenizer of the model that they come from, and its chat template; `mask` is its mask token."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama_config(shape)}
-    config |= {"eos_token_id": [*tokenizer.eos_ids]}
-    special = dict(tokenizer.special_texts)
-    if tokenizer.chat_template is not None:
-        special["chat_template"] = tokenizer.chat_template
-    if mask is not None:
-        config["mask_token_id"] = mask
-        special["mask_token"] = tokenizer.token_text(mask)
     tensors = {llama_name(name): weights[name] for name in weights}
     if shape.is_tied:
         del tensors["lm_head.weight"]
+    save_with_tokenizer(folder, config, tensors, tokenizer, mask)
+
+
+def save_with_tokenizer(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    tokenizer: HFTokenizer,
+    mask: int | None,
+) -> None:
+    """Write a checkpoint with the tokenizer of the model that it comes from, and its chat template;
+    `mask` is its mask token."""
+    special = dict(tokenizer.special_texts)
+    if tokenizer.chat_template is not None:
+        special["chat_template"] = tokenizer.chat_template
+    config = {**config, "eos_token_id": [*tokenizer.eos_ids]}
+    if mask is not None:
+        config["mask_token_id"] = mask
+        special["mask_token"] = tokenizer.token_text(mask)
     _save(folder, config, tensors, tokenizer.backend, special)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from anydecode.tasks.tasks import Example
 from anydecode.training.objectives import random_tokens, without_mask
 from anydecode.training.tokenizer import EOS_ID, OWN_TOKENS, SpecialTokens
-from anydecode.training.transformer import Transformer
+from anydecode.training.transformer import Transformer, block_of
 
 
 @torch.inference_mode()
@@ -38,11 +38,13 @@ def denoise(
         head = torch.tensor([prompts[position] for position in positions])
         start = head.shape[1]
         size = model.shape.block_size or start + canvas
-        width = -(-(start + canvas) // size) * size
+        origin = model.shape.block_origin(start)
+        width = origin + -(-(start + canvas - origin) // size) * size
         tokens = functional.pad(head, (0, width - start), value=special.mask)
-        for end in range(start // size * size + size, width + 1, size):
+        first = start - (start - origin) % size
+        for end in range(first + size, width + 1, size):
             seen = tokens[:, :end]
-            blocks = torch.arange(end) // size
+            blocks = block_of(torch.arange(end), size, origin)
             visible = blocks[:, None] >= blocks if model.shape.block_size else None
             while (masked := seen == special.mask).any():
                 passes += int(masked.any(-1).sum())

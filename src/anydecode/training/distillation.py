@@ -170,9 +170,10 @@ def _canvases(
         prompt = teacher.tokenizer.encode(question)
         answer = teacher.tokenizer.encode(reference, special=False)
         groups.setdefault(len(prompt), []).append(prompt + answer)
-    canvases, size = [], teacher.model.shape.block_size or 1
+    shape, canvases = teacher.model.shape, []
     for start, rows in sorted(groups.items()):
-        canvas = recipe.canvas + -(start + recipe.canvas) % size  # to the end of a block
+        end = start + recipe.canvas - shape.block_origin(start)
+        canvas = recipe.canvas + -end % (shape.block_size or 1)  # to the end of a block
         prompts = [row[:start] for row in rows]
         if target is not None:
             given = canvas, DRAFTING[recipe.method], recipe.seed + step * recipe.batch
@@ -230,11 +231,15 @@ def dscd(
     temperature, total = recipe.temperature, torch.zeros(())
     for part in canvases:
         student_mask, teacher_mask = nested_masks(part, generator)
-        student_logits = masked_logits(student, part.tokens, student_mask, special)
+        student_logits = masked_logits(
+            student, part.tokens, student_mask, special, prompt=part.start
+        )
         target = part.tokens[student_mask]
         cross_entropy = functional.cross_entropy(student_logits, target)
         with torch.no_grad():
-            teacher_logits = masked_logits(teacher, part.tokens, teacher_mask, special)
+            teacher_logits = masked_logits(
+                teacher, part.tokens, teacher_mask, special, prompt=part.start
+            )
         is_shared = teacher_mask[student_mask]
         distance = _divergence(
             teacher_logits / temperature, student_logits[is_shared] / temperature
@@ -298,9 +303,10 @@ def certainty(
     entropy (at temperature 0.5) where the prediction is right."""
     total = torch.zeros(())
     for part in canvases:
-        has_blocks = student.shape.block_size is not None
-        for masked, learned in block_halves(part, recipe.block, generator, from_start=has_blocks):
-            logits = masked_logits(student, part.tokens, masked, special, learned)
+        shape = student.shape
+        from_start = shape.block_size is not None and not shape.has_prompt_block
+        for masked, learned in block_halves(part, recipe.block, generator, from_start=from_start):
+            logits = masked_logits(student, part.tokens, masked, special, learned, part.start)
             target = part.tokens[learned]
             loss = functional.cross_entropy(logits, target)
             is_right = logits.argmax(-1) == target

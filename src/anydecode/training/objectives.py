@@ -97,6 +97,7 @@ def masked_logits(
     masked: torch.Tensor,
     special: SpecialTokens = OWN_TOKENS,
     predicted: torch.Tensor | None = None,
+    prompt: int = 0,
 ) -> torch.Tensor:
     """The logits of masked positions, `[selected, vocab]`, with -inf for tokens that are never
     predicted.
@@ -111,19 +112,21 @@ def masked_logits(
         special: The model's special tokens.
         predicted: bool `[batch, length]`: the positions whose logits are returned, row by row
             (default: all masked ones).
+        prompt: The length of the prompts.
     """
-    rows = masked if predicted is None else predicted
-    if model.shape.logit_shift:
-        rows = functional.pad(rows[:, 1:], (0, 1))
-    noised, size = tokens.masked_fill(masked, special.mask), model.shape.block_size
+    shift, size = model.shape.logit_shift, model.shape.block_size
+    row, column = (masked if predicted is None else predicted).nonzero(as_tuple=True)
+    noised = tokens.masked_fill(masked, special.mask)
     if size is None:
-        return without_mask(model(noised, output_rows=rows), special)
-    length = tokens.shape[1]
+        return without_mask(model(noised, output_rows=(row, column - shift)), special)
+    length, origin = tokens.shape[1], model.shape.block_origin(prompt)
     positions = torch.arange(length).repeat(2)
-    visible = stream_mask(torch.arange(2).repeat_interleave(length), positions, size)
+    visible = stream_mask(torch.arange(2).repeat_interleave(length), positions, size, origin)
+    # With shifted logits the clean text before a block predicts its first position.
+    is_clean = ((column - origin) % size == 0) & bool(shift)
     logits = model(
         torch.cat([tokens, noised], 1),
-        output_rows=functional.pad(rows, (length, 0)),
+        output_rows=(row, column - shift + torch.where(is_clean, 0, length)),
         positions=positions,
         visible=visible,
     )

@@ -1,5 +1,6 @@
 """Diffusion models from their checkpoints, to be trained further: those with the layers of Llama,
-Qwen2 or Qwen3 whose rows see the whole canvas (LLaDA, Dream) or blocks (SDAR)."""
+Qwen2 or Qwen3 whose rows see the whole canvas (LLaDA, Dream) or blocks (SDAR, Fast-dLLM v2,
+Efficient-DLM), also from adapters and `.gguf` files."""
 
 from __future__ import annotations
 
@@ -17,90 +18,152 @@ from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import spec_from_config, text_config
-from anydecode.models.families.values import bool_value, head_dim
+from anydecode.models.families.values import bool_value
 from anydecode.models.files import read_json, untrusted
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.llada import is_llada
 from anydecode.models.opening import with_mask
+from anydecode.models.spec import ModelSpec
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.training.checkpoint import llama_name
+from anydecode.models.weight_training import has_only
+from anydecode.training.checkpoint import (
+    llama_name,
+    save_json,
+    save_with_tokenizer,
+    writable_tokenizer,
+)
 from anydecode.training.tokenizer import SpecialTokens
 from anydecode.training.transformer import Shape, Transformer
+
+#: Files of a checkpoint that say how its weights are packed.
+_PACKING = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+#: What the trained network has: fields of `ModelSpec`, `LayerSpec` and `Attention`.
+_SPEC_FIELDS = {
+    "architecture",
+    "vocab_size",
+    "hidden_size",
+    "max_positions",
+    "norm_eps",
+    "layers",
+    "causal",
+    "logit_shift",
+    "block_size",
+    "has_prompt_block",
+    "mask_token",
+    "decoder",
+    "expand_token",
+}
+_LAYER_FIELDS = {"attention", "rope", "qk_norm"}
+_ATTENTION_FIELDS = {"num_heads", "num_kv_heads", "head_dim", "scale"}
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """An opened model, float32, and where its files are."""
+    """An opened model, float32, and its checkpoint."""
 
     model: Transformer
     tokenizer: Tokenizer
     special: SpecialTokens
-    folder: Path
+    checkpoint: Checkpoint
 
 
 def open_teacher(folder: Path) -> Teacher:
-    """Open a diffusion model for training.
+    """Open a diffusion model for training: a folder, that of an adapter, or a `.gguf` file.
 
     Raises:
-        CheckpointError: The folder holds another model, or one with other layers.
+        CheckpointError: It is another model, or one with other layers.
     """
     checkpoint = load_checkpoint(folder)
     name = checkpoint.name
     with untrusted(checkpoint.path):
         spec, config = spec_from_config(checkpoint.config), text_config(checkpoint.config)
-    if not checkpoint.path.is_dir():
-        raise CheckpointError(f"{name}: training needs a folder of safetensors")
     if spec.causal:
         raise CheckpointError(f"{name}: training needs a diffusion model, not a causal one")
-    if spec.has_causal_context or (spec.block_size and spec.logit_shift):
-        raise CheckpointError(
-            f"{name}: training needs a diffusion model without a causal context, and without both"
-            " blocks and shifted logits"
-        )
-    if config.get("rope_scaling") or config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(
-            f"{name}: training needs plain rotary embeddings and hidden_act 'silu'"
-        )
-    if any(layer.attention is None or layer.attention.window for layer in spec.layers):
-        raise CheckpointError(f"{name}: training needs full attention, without windows")
+    _check_layers(name, spec)
     if checkpoint.tokenizer is None:
         raise CheckpointError(f"{name}: training needs the model's tokenizer")
     tokenizer = with_mask(checkpoint.tokenizer, spec)
+    attention, rope = spec.layers[0].attention, spec.layers[0].rope
+    assert attention is not None and rope is not None, "checked above"
     model = Transformer(
         Shape(
             vocab=spec.vocab_size,
             width=spec.hidden_size,
             layers=spec.num_layers,
-            heads=int(config["num_attention_heads"]),
+            heads=attention.num_heads,
             hidden=int(config["intermediate_size"]),
             max_positions=min(spec.max_positions, 2048),
-            rope_theta=float(config.get("rope_theta") or 10_000.0),
             norm_eps=spec.norm_eps,
-            kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
-            head_size=head_dim(config),
+            kv_heads=attention.num_kv_heads,
+            head_size=attention.head_dim,
             has_bias="model.layers.0.self_attn.q_proj.bias" in checkpoint.tensors,
             has_head_norms=spec.layers[0].qk_norm == "head",
             is_tied=bool_value(config, "tie_word_embeddings"),
             logit_shift=spec.logit_shift,
             block_size=spec.block_size,
+            has_prompt_block=spec.has_prompt_block,
+            frequencies=tuple(rope.frequencies.tolist()),
+            rope_factor=rope.factor,
         )
     )
     _read_weights(checkpoint, model)
-    return Teacher(model.eval(), tokenizer, _special_tokens(name, tokenizer, config), folder)
+    return Teacher(model.eval(), tokenizer, _special_tokens(name, tokenizer, config), checkpoint)
+
+
+def _check_layers(name: str, spec: ModelSpec) -> None:
+    """Raise `CheckpointError` unless `Transformer` computes what the model does."""
+    first = spec.layers[0]
+    fits = has_only(spec, _SPEC_FIELDS) and all(
+        layer.attention is not None
+        and layer.rope is not None
+        and not layer.rope.growth
+        and 2 * len(layer.rope.frequencies) == layer.attention.head_dim
+        and np.array_equal(layer.rope.frequencies, first.rope.frequencies if first.rope else ())
+        and layer.attention == first.attention
+        and layer.attention.scale == layer.attention.head_dim**-0.5
+        and layer.qk_norm == first.qk_norm
+        and layer.qk_norm in (None, "head")
+        and has_only(layer, _LAYER_FIELDS)
+        and has_only(layer.attention, _ATTENTION_FIELDS)
+        for layer in spec.layers
+    )
+    if not fits:
+        raise CheckpointError(
+            f"{name}: training needs the layers of Llama, Qwen2 or Qwen3, alike in all layers, with"
+            " full attention, and a prompt that is seen in blocks or as a whole; this"
+            f" {spec.architecture} has others"
+        )
 
 
 def save_student(teacher: Teacher, weights: Mapping[str, torch.Tensor], out: Path) -> None:
-    """Write `weights`, a state dict of `Transformer`, in the layout of the teacher's checkpoint,
-    with its other files."""
+    """Write `weights`, a state dict of `Transformer`, as a checkpoint in bfloat16: in the layout of
+    the teacher's, with its other files, or, if that is an adapter or a `.gguf` file, in Llama's.
+
+    Raises:
+        CheckpointError: The tokenizer of an adapter or of a `.gguf` file cannot be written.
+    """
+    folder, checkpoint = teacher.checkpoint.path, teacher.checkpoint
+    names = [name for name, _ in teacher.model.named_parameters()]
+    if not (folder / "config.json").is_file():
+        tensors = {llama_name(name): weights[name] for name in names}
+        tokenizer = writable_tokenizer(checkpoint)
+        save_with_tokenizer(out, checkpoint.config, tensors, tokenizer, teacher.special.mask)
+        return
     out.mkdir(parents=True, exist_ok=True)
-    for file in teacher.folder.iterdir():
+    for file in folder.iterdir():
         is_weights = file.suffix == ".safetensors" or file.name.endswith(".index.json")
-        if file.is_file() and not is_weights and file.name != "README.md":
+        if file.is_file() and not is_weights and file.name not in ("README.md", *_PACKING):
             shutil.copy(file, out / file.name)
-    in_llada = is_llada(read_json(teacher.folder / "config.json"))
+    config = read_json(folder / "config.json")
+    changed = {key: value for key, value in config.items() if key != "quantization_config"}
+    if "block_size" in checkpoint.config:  # perhaps from the folder's name (SDAR-8B-Chat-b32)
+        changed["block_size"] = checkpoint.config["block_size"]
+    if changed != config:
+        save_json(out / "config.json", changed)
+    in_llada = is_llada(config)
     tensors = {
         f"model.{name}" if in_llada else llama_name(name): weights[name].to(torch.bfloat16)
-        for name, _ in teacher.model.named_parameters()
+        for name in names
     }
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
 

@@ -28,6 +28,11 @@ class Shape:
         logit_shift: Of a diffusion model: 1 if a row predicts the position after its own (Dream).
         block_size: Of a diffusion model: rows see their own block of so many positions, counted
             from the first, and those before it (SDAR); None: rows see all positions.
+        has_prompt_block: Whether the prompt is one block, and the others are counted from its end
+            (Efficient-DLM).
+        frequencies: Of the rotary embedding, one per pair of dimensions of a head; None: powers of
+            `rope_theta`.
+        rope_factor: What the cosines and sines are multiplied by.
     """
 
     vocab: int
@@ -45,11 +50,18 @@ class Shape:
     is_tied: bool = False
     logit_shift: int = 0
     block_size: int | None = None
+    has_prompt_block: bool = False
+    frequencies: tuple[float, ...] | None = None
+    rope_factor: float = 1.0
 
     @property
     def head_width(self) -> int:
         """Dimensions per head."""
         return self.head_size or self.width // self.heads
+
+    def block_origin(self, prompt: int) -> int:
+        """The position from which blocks are counted, behind a prompt of so many tokens."""
+        return prompt if self.has_prompt_block else 0
 
 
 class Norm(nn.Module):
@@ -163,12 +175,14 @@ class Transformer(nn.Module):
             self.transformer["ff_out"].weight = self.transformer["wte"].weight
         half = shape.head_width // 2
         rates = shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+        if shape.frequencies is not None:
+            rates = torch.tensor(shape.frequencies)
         angles = torch.arange(shape.max_positions, dtype=torch.float32)[:, None] * rates
         angles = torch.cat([angles, angles], dim=-1)
         self.cos: torch.Tensor
         self.sin: torch.Tensor
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("cos", angles.cos() * shape.rope_factor, persistent=False)
+        self.register_buffer("sin", angles.sin() * shape.rope_factor, persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 is_residual = "blocks" in name and name.endswith(
@@ -232,11 +246,19 @@ class Transformer(nn.Module):
         return normed
 
 
-def stream_mask(streams: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:
+def block_of(positions: torch.Tensor, block: int, origin: int = 0) -> torch.Tensor:
+    """The number of the block of each position: blocks of `block` positions are counted from
+    `origin`, and what is before it is block -1."""
+    return (positions - origin).div(block, rounding_mode="floor").clamp(min=-1)
+
+
+def stream_mask(
+    streams: torch.Tensor, positions: torch.Tensor, block: int, origin: int = 0
+) -> torch.Tensor:
     """bool `[rows, rows]`: which rows (columns) each row attends to, by stream (0: the clean text,
     else a masked copy) and position. A masked block attends to itself and to the clean blocks
-    before it; a clean block to the clean blocks up to itself."""
-    blocks = positions // block
+    before it; a clean block to the clean blocks up to itself. For `origin`, see `block_of`."""
+    blocks = block_of(positions, block, origin)
     is_earlier, same_block = blocks[:, None] > blocks, blocks[:, None] == blocks
     same_stream = streams[:, None] == streams
     return torch.where(
