@@ -212,10 +212,31 @@ def test_filter_trains_and_round_trips(tmp_path: Path, folder: Path) -> None:
             llm.generate("a", decoder=wrong, max_tokens=8)
     with LLM("tiny-diffusion") as llm, pytest.raises(InvalidRequestError, match="another model"):
         llm.generate("a", decoder=decoder, max_tokens=8)
-    with pytest.raises(InvalidRequestError, match="without blocks"):
-        filters.train_filter("tiny-blocks", tmp_path / "f")
     with pytest.raises(InvalidRequestError, match="do not divide"):
         filters.train_filter(folder, tmp_path / "f", canvas=8, block=3)
+    with pytest.raises(InvalidRequestError, match="have 8 positions; block=4 does not fit"):
+        filters.train_filter("tiny-blocks", tmp_path / "f", block=4)
+    with pytest.raises(InvalidRequestError, match="that have a mask token"):
+        filters.train_filter("tiny-autoregressive", tmp_path / "f")
+
+
+def test_a_filter_for_a_model_with_blocks_learns_from_its_blocks(tmp_path: Path) -> None:
+    """Also where the prompt fills a part of the first block; answers end where a block does."""
+    prompts = [TOKENIZER.encode(text).ids for text in ("copy Ada Ben:", "sort Mia Leo:", "1+2=")]
+    with LLM("tiny-blocks", threads=1) as llm:
+        examples = filters.collect_examples(llm, prompts, 12, 8)
+    opened = [8 - len(prompt) % 8 for prompt in prompts]
+    masks = examples.masked.sum(-1).tolist()
+    assert all(masks.count(size) >= opened.count(size) for size in opened)
+    assert max(masks) == 8 and (examples.confidences[examples.masked == 0] == 1).all()
+    found = filters.train_filter(
+        "tiny-blocks", tmp_path / "f", prompts=24, canvas=16, epochs=300, seed=1
+    )
+    assert found["precision"] >= found["agreeing"] > 0
+    decoder = f"learn2pd:cache=block,foresee_end=false,filter={tmp_path / 'f'}"
+    with LLM("tiny-blocks", threads=1) as llm:
+        answer = llm.generate("copy Ada Ben:", decoder=decoder, max_tokens=16)
+        assert answer.text.strip() == "Ada Ben"
 
 
 def test_filter_separates_high_from_low_confidence() -> None:

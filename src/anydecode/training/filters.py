@@ -23,9 +23,11 @@ from torch.nn import functional
 
 from anydecode.api.llm import LLM
 from anydecode.decoders.diffusion.blocks import FixedBlocks
+from anydecode.decoders.diffusion.caches import CachePolicy
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.learn2pd import model_facts
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
@@ -64,10 +66,13 @@ class OracleDenoiser(Denoiser):
     Args:
         references: The reference answer of each prompt.
         block: Positions per block.
+        cache: The cache of its passes.
     """
 
-    def __init__(self, references: dict[tuple[int, ...], list[int]], block: int) -> None:
-        super().__init__(FixedBlocks(block))
+    def __init__(
+        self, references: dict[tuple[int, ...], list[int]], block: int, cache: CachePolicy
+    ) -> None:
+        super().__init__(FixedBlocks(block), cache=cache)
         self.references = references
         self.block = block
         #: Of every pass: the block's confidences (1 where committed), which predictions agree with
@@ -100,16 +105,27 @@ class OracleDenoiser(Denoiser):
 
 
 def collect_examples(llm: LLM, prompts: list[list[int]], canvas: int, block: int) -> FilterExamples:
-    """Decode `prompts` one token per pass for reference, then block by block with an oracle."""
-    options: dict[str, Any] = {"max_tokens": canvas, "ignore_eos": True, "temperature": 0.0}
-    answers = llm.generate(prompts, decoder="llada:block=0", **options)
-    references = {
-        tuple(prompt): answer.tokens for prompt, answer in zip(prompts, answers, strict=True)
-    }
-    oracle = OracleDenoiser(references, block)
-    llm.generate(prompts, decoder=oracle, **options)
+    """Decode `prompts` one token per pass for reference, then block by block with an oracle. The
+    answers of a model with blocks have `canvas` tokens or more, up to the end of a block."""
+    spec = llm.model.spec
+    size, starts_at_end = spec.block_size or 1, spec.has_causal_context or spec.has_prompt_block
+    name = "none" if spec.block_size is None else "block"
+    groups: dict[int, list[list[int]]] = {}
+    for prompt in prompts:
+        end = canvas if starts_at_end else len(prompt) + canvas
+        groups.setdefault(canvas + -end % size, []).append(prompt)
+    rows = []
+    for length, group in groups.items():
+        options: dict[str, Any] = {"max_tokens": length, "ignore_eos": True, "temperature": 0.0}
+        answers = llm.generate(group, decoder=f"llada:block=0,cache={name}", **options)
+        references = {
+            tuple(prompt): answer.tokens for prompt, answer in zip(group, answers, strict=True)
+        }
+        oracle = OracleDenoiser(references, block, cache_named(name))
+        llm.generate(group, decoder=oracle, **options)
+        rows += oracle.rows
     confidences, agreed, masks = (
-        torch.from_numpy(np.array(column)).float() for column in zip(*oracle.rows, strict=True)
+        torch.from_numpy(np.array(column)).float() for column in zip(*rows, strict=True)
     )
     return FilterExamples(confidences, agreed, masks)
 
@@ -120,7 +136,7 @@ def train_filter(
     *,
     prompts: int = 600,
     canvas: int = 32,
-    block: int = 32,
+    block: int | None = None,
     epochs: int = 4000,
     rate: float = 3e-3,
     seed: int = 0,
@@ -133,7 +149,8 @@ def train_filter(
         out: The file to write.
         prompts: The number of questions to learn from.
         canvas: The length of an answer in tokens.
-        block: Positions per block; it divides `canvas`.
+        block: Positions per block; it divides `canvas` (default: 32, or `canvas` if that is less).
+            A model with blocks has its own, which need not divide it.
         epochs: The number of passes over all training rows.
         rate: The learning rate.
         seed: Of the questions and of the initial weights.
@@ -144,18 +161,17 @@ def train_filter(
             0.96, and `agreeing`, the fraction of predictions that agree with the reference.
 
     Raises:
-        InvalidRequestError: A number is out of range, or the model does not denoise whole canvases.
+        InvalidRequestError: A number is out of range, or the model does not fill masks.
     """
-    if not 1 <= block <= canvas or canvas % block:
-        raise InvalidRequestError(f"blocks of {block} do not divide a canvas of {canvas}")
     if prompts < 10 or epochs < 1:
         raise InvalidRequestError("a filter needs prompts >= 10 and epochs >= 1")
     with LLM(model) as llm:
         spec, mask = llm.model.spec, llm.tokenizer.mask_id
-        if spec.causal or spec.block_size is not None or mask is None:
+        if spec.causal or mask is None:
             raise InvalidRequestError(
-                f"{model}: filters are for diffusion models without blocks that have a mask token"
+                f"{model}: filters are for diffusion models that have a mask token"
             )
+        block = _block_size(block, canvas, spec.block_size)
         texts = dict.fromkeys(
             prompt for prompt, _ in sample_texts(Random(f"{seed}/filter"), prompts)
         )
@@ -167,6 +183,20 @@ def train_filter(
     network = fit(examples, training_rows, epochs, rate, seed, report)
     save_filter(out, network, facts)
     return {"rows": len(training_rows), **_evaluate(network, examples, held_out)}
+
+
+def _block_size(given: int | None, canvas: int, own: int | None) -> int:
+    """The positions per block of a filter: what was given, or those of a model with blocks."""
+    if own is not None:
+        if given not in (None, own):
+            raise InvalidRequestError(
+                f"this model's blocks have {own} positions; block={given} does not fit"
+            )
+        return own
+    block = min(32, canvas) if given is None else given
+    if not 1 <= block <= canvas or canvas % block:
+        raise InvalidRequestError(f"blocks of {block} do not divide a canvas of {canvas}")
+    return block
 
 
 def fit(

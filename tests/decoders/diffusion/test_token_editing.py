@@ -48,20 +48,41 @@ def test_certificate_rejects_blocks_that_close_when_they_hold_no_mask(
     assert_rejected("token-editing")
 
 
-def test_certificate_rejects_edits_of_masks_that_this_step_unmasked(
+def test_certificate_rejects_blocks_that_close_when_a_step_edits_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step that fills something counts as one that edits."""
-    should_close = RevisedBlocks.should_close
+    """Also a step that fills the last masks, whose tokens no later step could then edit."""
+    revise = TokenEditing.revise
 
-    def late(self: RevisedBlocks, canvas: Canvas) -> bool:
+    def early(self: TokenEditing, sequence: Any, canvas: Canvas, predictions: Any) -> None:
         assert canvas.block is not None
-        inside = canvas.committed[canvas.block[0] : canvas.block[1]]
-        has_filled = bool((inside == canvas.step - 1).any())
-        return not has_filled and should_close(self, canvas)
+        first, stop = canvas.block
+        if not len(self._edited(canvas, predictions, self._first(canvas, first), stop)):
+            canvas.policy_state["token-editing post steps"] = self.max_post_steps
+        revise(self, sequence, canvas, predictions)
 
-    monkeypatch.setattr(RevisedBlocks, "should_close", late)
+    monkeypatch.setattr(TokenEditing, "revise", early)
     assert_rejected("token-editing")
+
+
+def test_tokens_of_the_last_filling_step_are_still_edited() -> None:
+    """As in the released code, a step that began with masks never ends a block."""
+    script = drifting(6.0)
+    _, changes = edited(script, 24, 6, 0.3, 0.2)
+    with bidirectional(script, block_size=6) as llm:
+        answer = llm.generate(
+            [5, 6, 7],
+            decoder="token-editing:threshold=0.3,edit=0.2",
+            max_tokens=24,
+            ignore_eos=True,
+            trace=True,
+        )
+    steps = [(sorted(one["filled"]), sorted(one["edited"])) for one in answer.trace or ()]
+    assert steps == [(sorted(filled), sorted(replaced)) for filled, replaced in changes]
+    ends = [index for index, step in enumerate(steps) if step == ([], [])]
+    assert len(ends) == 5, "one step without a change per block"
+    last_filled = [max(i for i in range(end) if steps[i][0]) for end in ends]
+    assert any(set(steps[i][0]) & set(steps[i + 1][1]) for i in last_filled)
 
 
 def test_only_what_cannot_change_is_streamed() -> None:

@@ -19,6 +19,8 @@ from anydecode import LLM
 from anydecode.errors import CheckpointError
 from anydecode.models.gguf_tokenizer import PATTERNS, make_pre_tokenizer
 from anydecode.models.loading import load_checkpoint
+from anydecode.training.denoising import denoise
+from anydecode.training.teachers import open_teacher, save_student
 from diffusion_checkpoints import (
     MASK,
     SIZES,
@@ -207,3 +209,19 @@ def test_the_words_of_the_tokenizer_of_llada_moe() -> None:
     """Every digit is a word."""
     split = make_pre_tokenizer(PATTERNS["llada-moe"]).pre_tokenize_str("it's 12 a\n\nb")
     assert [word for word, _ in split] == ["it", "'s", "Ġ", "1", "2", "Ġa", "ĊĊ", "b"]
+
+
+@pytest.mark.parametrize("architecture", ["llada", "dream"])
+def test_a_model_that_is_distilled_from_a_file_opens_as_a_folder(
+    architecture: str, tmp_path: Path
+) -> None:
+    path, _ = write_gguf(architecture, FILES[architecture], tmp_path)
+    teacher = open_teacher(path)
+    save_student(teacher, teacher.model.state_dict(), tmp_path / "new")
+    options: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True, "decoder": "llada:block=0"}
+    prompts = [[3, 4, 5, 6, 7], [8, 9]]
+    expected, _ = denoise(open_teacher(tmp_path / "new").model, prompts, 9, 1.1, teacher.special)
+    with LLM(tmp_path / "new", dtype="float32", threads=1) as llm:
+        assert [answer.tokens for answer in llm.generate(prompts, **options)] == expected
+    weights, other = (open_teacher(one).model.state_dict() for one in (path, tmp_path / "new"))
+    assert all(torch.equal(weights[name].bfloat16(), other[name].bfloat16()) for name in weights)

@@ -113,7 +113,8 @@ def train_distilled(
     json: options.Json = False,
 ) -> None:
     """Distil a diffusion model into one that needs fewer passes (one with the layers of Llama,
-    Qwen2 or Qwen3), or one that this package trained into a draft model (deer, specdiff-2).
+    Qwen2 or Qwen3, or an adapter of one), or one that this package trained into a draft model
+    (deer, specdiff-2).
 
     Example: anydecode train distil --method dparallel --steps 200 --out tiny-dparallel
     """
@@ -199,11 +200,14 @@ def train_commit_filter(
     ] = 600,
     canvas: Annotated[int, typer.Option("--canvas", min=1, help="Canvas size in tokens.")] = 32,
     block: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--block", min=1, help="Block size that the filter is for; it must divide the canvas."
+            "--block",
+            min=1,
+            help="Block size that the filter is for; it must divide the canvas. Default: that of"
+            " the model, or else 32.",
         ),
-    ] = 32,
+    ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4000,
     seed: Seed = 0,
     threads: Threads = 0,

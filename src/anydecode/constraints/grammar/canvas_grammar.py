@@ -9,16 +9,17 @@ items ("Jay Earley: An Efficient Context-Free Parsing Algorithm", 1970). Where s
 a mask meet, their items are merged; the origins of an item (the nodes at which its rule started)
 are the bits of one integer.
 
+All tokens of the vocabulary are walked together, as the trie of their bytes: where they lead to the
+same items, they are one array of nodes, whose items are computed once.
+
 A grammar without recursion is one deterministic automaton. Its states are handled all together, as
-arrays, and no token is left out.
+arrays.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -28,26 +29,71 @@ from anydecode.constraints.vocabulary import Vocabulary
 
 #: In a canvas: a mask.
 MASK_POSITION = -1
-#: Maximum number of nodes of the trie of token bytes that a mask may take, if a rule is recursive.
-#: A larger vocabulary is cut: then a canvas that only rare tokens could complete may be rejected,
-#: but no canvas without a completion is accepted.
-MAX_NODES = 1024
 #: Maximum number of pairs of states of which the targets of a mask are found at a time.
 _MAX_PAIRS = 1 << 24
 
-#: Bytes per token of a table of token groups.
-_BYTES_PER_TOKEN = 16
+#: Bytes per token of a table of token groups, and per node of a trie.
+_BYTES_PER_TOKEN, _BYTES_PER_NODE = 16, 20
 
 #: Earley items: from a state to the nodes at which its rule started, as bits.
 Items = dict[int, int]
 
 
-@dataclass
-class _Node:
-    """A node of the trie of token bytes: the `group` of the tokens that end here, or -1."""
+class TokenTrie:
+    """The trie of the byte classes of tokens; node 0 is the root.
 
-    group: int = -1
-    children: dict[int, _Node] = field(default_factory=dict)
+    The edges are sorted by their first nodes: those of node n are `first[n]` to `first[n + 1]`.
+
+    Args:
+        spellings: Byte classes, each of a group of tokens: spelling i is that of group i.
+
+    Attributes:
+        group: int32 `[nodes]`: the group that ends at each node, or -1.
+        first: int64 `[nodes + 1]`: see above.
+        labels: uint8 `[edges]`: the byte class of each edge.
+        targets: int32 `[edges]`: the node that each edge leads to.
+    """
+
+    def __init__(self, spellings: Seq[bytes]) -> None:
+        group, parents, labels, path, last = [-1], [0], [0], [0], b""
+        for spelling, number in sorted(zip(spellings, range(len(spellings)), strict=True)):
+            shared = 0
+            while shared < min(len(last), len(spelling)) and last[shared] == spelling[shared]:
+                shared += 1
+            del path[shared + 1 :]
+            for byte_class in spelling[shared:]:
+                parents.append(path[-1])
+                labels.append(byte_class)
+                path.append(len(group))
+                group.append(-1)
+            group[path[-1]] = number
+            last = spelling
+        self.group = np.array(group, np.int32)
+        sources, every = np.array(parents)[1:], np.array(labels, np.uint8)[1:]
+        order = np.lexsort((every, sources))
+        self.labels, self.targets = every[order], (order + 1).astype(np.int32)
+        self.first = np.searchsorted(sources[order], np.arange(len(group) + 1))
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the arrays, in bytes."""
+        return _BYTES_PER_NODE * len(self.group)
+
+    def children(self, node: int) -> Iterator[tuple[int, int]]:
+        """The edges of a node: byte classes and nodes."""
+        edges = slice(self.first[node], self.first[node + 1])
+        return zip(self.labels[edges].tolist(), self.targets[edges].tolist(), strict=True)
+
+    def grouped_children(self, nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """The children of all of `nodes`, some of which have children, by their byte class."""
+        counts = self.first[nodes + 1] - self.first[nodes]
+        ends = np.cumsum(counts)
+        edges = np.arange(ends[-1]) + np.repeat(self.first[nodes] - ends + counts, counts)
+        edges = edges[np.argsort(self.labels[edges], kind="stable")]
+        labels = self.labels[edges]
+        starts = np.flatnonzero(np.diff(labels, prepend=-1))
+        for start, part in zip(starts, np.split(self.targets[edges], starts[1:]), strict=True):
+            yield int(labels[start]), part
 
 
 class TokenGroups:
@@ -68,20 +114,7 @@ class TokenGroups:
             if data and grammar.dead_class not in byte_classes and token not in excluded:
                 self.groups[token] = group_of.setdefault(byte_classes, len(group_of))
         self.count = len(group_of)
-        self.tree = _Node()
-        num_nodes_left = math.inf if grammar.is_regular else MAX_NODES
-        for byte_classes in sorted(
-            group_of, key=lambda byte_classes: (len(byte_classes), byte_classes)
-        ):
-            if num_nodes_left <= 0:
-                break
-            node = self.tree
-            for byte_class in byte_classes:
-                if byte_class not in node.children:
-                    node.children[byte_class] = _Node()
-                    num_nodes_left -= 1
-                node = node.children[byte_class]
-            node.group = group_of[byte_classes]
+        self.trie = TokenTrie([*group_of])
 
 
 class Chart:
@@ -182,7 +215,7 @@ class CanvasGrammar:
     def num_bytes(self) -> int:
         """The estimated memory of the token groups and of the arrays of states, in bytes."""
         pairs = self.states.mask_steps if self.grammar.is_regular else ()
-        arrays = sum(pair.nbytes for pair in pairs)
+        arrays = sum(pair.nbytes for pair in pairs) + self.token_groups.trie.num_bytes
         return _BYTES_PER_TOKEN * self.vocabulary.size + arrays
 
     def answer(self, canvas: Seq[int], prefix: bytes = b"") -> CanvasAnswer:
@@ -218,18 +251,29 @@ class CanvasGrammar:
                 result[state] = result.get(state, 0) | origins
         return chart.close(result)
 
-    def advance_groups(self, chart: Chart, items: Items) -> Iterator[tuple[int, Items]]:
-        """Yields the token groups allowed next, with the items after them, not closed."""
-        stack = [(self.token_groups.tree, items)]
-        while stack:
-            node, node_items = stack.pop()
-            for byte_class, child in node.children.items():
-                next_items = chart.step(node_items, byte_class)
-                if next_items:
-                    if child.group >= 0:
-                        yield child.group, next_items
-                    if child.children:
-                        stack.append((child, chart.close(next_items)))
+    def advance_groups(self, chart: Chart, items: Items) -> Iterator[tuple[np.ndarray, Items]]:
+        """Yields the token groups allowed next, int32 `[groups]`, with the items after them, not
+        closed. Items may occur again, with other groups."""
+        trie = self.token_groups.trie
+        level = [(items, np.zeros(1, np.int64))] if len(trie.targets) else []
+        while level:
+            reached: dict[frozenset[tuple[int, int]], tuple[Items, list[np.ndarray]]] = {}
+            for node_items, nodes in level:
+                for byte_class, children in trie.grouped_children(nodes):
+                    after = chart.step(node_items, byte_class)
+                    if after:
+                        key = frozenset(after.items())
+                        reached.setdefault(key, (after, []))[1].append(children)
+            level = []
+            for after, parts in reached.values():
+                nodes = np.concatenate(parts)
+                groups = trie.group[nodes]
+                groups = groups[groups >= 0]
+                if len(groups):
+                    yield groups, after
+                inner = nodes[trie.first[nodes + 1] > trie.first[nodes]]
+                if len(inner):
+                    level.append((chart.close(after), inner))
 
 
 class CanvasAnswer:
@@ -307,24 +351,23 @@ class CanvasAnswer:
         groups = rules.token_groups.groups
         is_allowed_group = np.zeros(rules.token_groups.count + 1, bool)  # the last: of no group
         if position < self._text_end:
-            is_allowed_group[self._allowed_groups(position)] = True
+            for some in self._allowed_groups(position):
+                is_allowed_group[some] = True
         allowed: np.ndarray = is_allowed_group[groups]
         allowed[[end for end in rules.ends if end < len(allowed)]] = self._may_end(position)
         return allowed
 
-    def _allowed_groups(self, position: int) -> list[int]:
-        """The token groups with which the mask at `position` can be replaced."""
+    def _allowed_groups(self, position: int) -> Iterator[np.ndarray]:
+        """The token groups with which the mask at `position` can be replaced, as arrays."""
         chart, items = self.items_at(position)
         results: dict[frozenset[tuple[int, int]], bool] = {}
-        allowed = []
-        for group, next_items in self.rules.advance_groups(chart, items):
+        for groups, next_items in self.rules.advance_groups(chart, items):
             key = frozenset(next_items.items())
             if key not in results:
                 branch = chart.fork()
                 results[key] = self._can_complete(branch, branch.close(next_items), position + 1)
             if results[key]:
-                allowed.append(group)
-        return allowed
+                yield groups
 
     def _may_end(self, position: int) -> bool:
         """Whether the text may end at or before `position`."""
@@ -368,7 +411,7 @@ class RegularStates:
         for state, targets in enumerate(grammar.transitions):
             self.transitions[state, list(targets)] = list(targets.values())
         self.is_final = np.array([*(rule == 0 for rule in grammar.completed_rule), False])
-        self._tree = token_groups.tree
+        self._trie = token_groups.trie
 
     @cached_property
     def mask_steps(self) -> tuple[np.ndarray, np.ndarray]:
@@ -388,19 +431,18 @@ class RegularStates:
     def after_groups(self, states: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields each token group that some of `states` allow: which of them, and the states after
         it."""
-        stack = [(self._tree, np.arange(len(states)), states)]
+        stack = [(0, np.arange(len(states)), states)]
         while stack:
             node, rows, current = stack.pop()
-            for byte_class, child in node.children.items():
+            for byte_class, child in self._trie.children(node):
                 after = self.transitions[current, byte_class]
                 is_alive = after != self.dead
                 if not is_alive.any():
                     continue
                 alive, after = rows[is_alive], after[is_alive]
-                if child.group >= 0:
-                    yield child.group, alive, after
-                if child.children:
-                    stack.append((child, alive, after))
+                if self._trie.group[child] >= 0:
+                    yield int(self._trie.group[child]), alive, after
+                stack.append((child, alive, after))
 
     def after_bytes(self, states: np.ndarray, data: bytes) -> np.ndarray:
         """The state after these bytes, from each of `states`."""
@@ -473,11 +515,12 @@ class RegularAnswer(CanvasAnswer):
         after = self.rules.states.after_bytes(np.flatnonzero(self.reached(position)), data)
         return bool(self.completing(position + 1)[after].any())
 
-    def _allowed_groups(self, position: int) -> list[int]:
+    def _allowed_groups(self, position: int) -> Iterator[np.ndarray]:
         completing = self.completing(position + 1)
         states = np.flatnonzero(self.reached(position))
-        groups = self.rules.states.after_groups(states)
-        return [group for group, _, after in groups if completing[after].any()]
+        for group, _, after in self.rules.states.after_groups(states):
+            if completing[after].any():
+                yield np.array([group])
 
     def _is_whole_at(self, position: int) -> bool:
         return bool((self.reached(position) & self.rules.states.is_final).any())

@@ -245,10 +245,6 @@ class GrammaticalDenoiser(Denoiser):
             " and numbers no exponents; format, multipleOf, patternProperties, minProperties,"
             " maxProperties, a pattern with a length, and an allOf that is not merged are refused",
         ),
-        missing=(
-            "if a rule of the grammar is recursive, long tokens of vocabularies with very many"
-            " different spellings: a canvas that only these can complete may be refused",
-        ),
         remote={
             "block": Range(0, 4096),
             "remasking": RANKING_WORDS,

@@ -218,7 +218,8 @@ def learn2pd(
         filter: The filter of this model, a safetensors file of `anydecode train filter` (default:
             the included one, for tiny-diffusion).
         threshold: Masks that are final with a probability above it are unmasked.
-        foresee_end: Cut the canvas where an end of text is predicted.
+        foresee_end: Cut the canvas where an end of text is predicted; must be false for a model
+            that has blocks, which predicts one of them at a time.
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
             has blocks, "block".
         mask: The mask token (default: the tokenizer's).

@@ -2,9 +2,10 @@
 which the model has become confident of another one (Bie et al., "LLaDA2.1: Speeding Up Text
 Diffusion via Token Editing", arXiv:2602.08676).
 
-A block that holds no mask is edited further until nothing changes. Its tokens are emitted when it
-is finished, because until then each of them may change. With multi-block editing, the last finished
-blocks are edited together with the next one, and are emitted when they are too old for that.
+A block that holds no mask is edited further until a step changes nothing. Its tokens are emitted
+when it is finished, because until then each of them may change. With multi-block editing, the last
+finished blocks are edited together with the next one, and are emitted when they are too old for
+that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _POST_STEPS = "token-editing post steps"
 class TokenEditing(RevisingDenoiser):
     """Unmasks masks and edits tokens of the block in the same step.
 
-    A block is closed when it holds no mask and the last step edited nothing, or after
+    A block is closed by a step that began without masks and edits nothing, or after
     `max_post_steps` steps that began without masks. The `revisit` blocks before it are edited with
     it.
     """
@@ -76,8 +77,9 @@ class TokenEditing(RevisingDenoiser):
         first, stop = canvas.block
         edited = self._edited(canvas, predictions, self._first(canvas, first), stop)
         canvas.policy_state[_POST_STEPS] += not len(masks)
+        is_unchanged = not len(masks) and not len(edited)
         canvas.policy_state[IS_SETTLED] = (
-            not len(edited) or canvas.policy_state[_POST_STEPS] >= self.max_post_steps
+            is_unchanged or canvas.policy_state[_POST_STEPS] >= self.max_post_steps
         )
         tokens = predictions.tokens(edited).tolist()
         self.write(sequence, canvas, predictions, edited, tokens, canvas.edit)

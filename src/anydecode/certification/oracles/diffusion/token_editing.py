@@ -86,7 +86,7 @@ def edited(
             changes.append((filled, replaced))
             post_steps += not masks
             is_full = len(filled) == len(masks)
-            if is_full and (not replaced or post_steps >= max_post_steps):
+            if is_full and (not (masks or replaced) or post_steps >= max_post_steps):
                 break
     return canvas[first : first + length], changes
 
