@@ -52,7 +52,9 @@ def _generator() -> torch.Generator:
 
 def test_diffusion_checkpoint_round_trips(folder: Path, tmp_path: Path) -> None:
     model = open_teacher(folder).model
-    assert model.shape == replace(SHAPE, kv_heads=SHAPE.heads, head_size=16)
+    found = model.shape.frequencies
+    assert found == pytest.approx([10_000.0 ** (-pair / 8) for pair in range(8)])
+    assert model.shape == replace(SHAPE, kv_heads=SHAPE.heads, head_size=16, frequencies=found)
     for name, weight in _model().state_dict().items():
         if name == "transformer.ff_out.weight":  # these tokens get the output row of "!"
             weight[[PAD_ID, MASK_ID]] = weight[TOKENIZER.token_to_id("!")].clone()

@@ -10,7 +10,8 @@ a mask meet, their items are merged; the origins of an item (the nodes at which 
 are the bits of one integer.
 
 All tokens of the vocabulary are walked together, as the trie of their bytes: where they lead to the
-same items, they are one array of nodes, whose items are computed once.
+same items, they are one array of nodes, whose items are computed once. A few short tokens are tried
+first: if those complete a canvas, the others need not be walked.
 
 A grammar without recursion is one deterministic automaton. Its states are handled all together, as
 arrays.
@@ -18,7 +19,7 @@ arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property
 
@@ -29,6 +30,10 @@ from anydecode.constraints.vocabulary import Vocabulary
 
 #: In a canvas: a mask.
 MASK_POSITION = -1
+#: Maximum number of nodes of the trie of the tokens that are tried first.
+_FEW_NODES = 128
+#: Nodes whose children are listed one by one: of more, arrays are faster.
+_SINGLE_NODES = 8
 #: Maximum number of pairs of states of which the targets of a mask are found at a time.
 _MAX_PAIRS = 1 << 24
 
@@ -86,14 +91,24 @@ class TokenTrie:
 
     def grouped_children(self, nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """The children of all of `nodes`, some of which have children, by their byte class."""
+        if len(nodes) <= _SINGLE_NODES:
+            listed: dict[int, list[int]] = {}
+            for node in nodes.tolist():
+                for label, child in self.children(node):
+                    listed.setdefault(label, []).append(child)
+            for label, children in listed.items():
+                yield label, np.array(children, np.int32)
+            return
         counts = self.first[nodes + 1] - self.first[nodes]
         ends = np.cumsum(counts)
         edges = np.arange(ends[-1]) + np.repeat(self.first[nodes] - ends + counts, counts)
-        edges = edges[np.argsort(self.labels[edges], kind="stable")]
         labels = self.labels[edges]
-        starts = np.flatnonzero(np.diff(labels, prepend=-1))
-        for start, part in zip(starts, np.split(self.targets[edges], starts[1:]), strict=True):
-            yield int(labels[start]), part
+        targets = self.targets[edges[np.argsort(labels, kind="stable")]]
+        stop = 0
+        for label, count in enumerate(np.bincount(labels).tolist()):
+            if count:
+                start, stop = stop, stop + count
+                yield label, targets[start:stop]
 
 
 class TokenGroups:
@@ -115,6 +130,15 @@ class TokenGroups:
                 self.groups[token] = group_of.setdefault(byte_classes, len(group_of))
         self.count = len(group_of)
         self.trie = TokenTrie([*group_of])
+        few: list[bytes] = []
+        num_left = _FEW_NODES
+        for spelling in sorted(group_of, key=lambda spelling: (len(spelling), spelling)):
+            num_left -= len(spelling)
+            if num_left < 0:
+                break
+            few.append(spelling)
+        #: A trie of the shortest of them.
+        self.few = TokenTrie(few)
 
 
 class Chart:
@@ -188,6 +212,15 @@ class Chart:
         return branch
 
 
+def merged(several: Iterable[Items]) -> Items:
+    """The items of all of `several`."""
+    result: Items = {}
+    for items in several:
+        for state, origins in items.items():
+            result[state] = result.get(state, 0) | origins
+    return result
+
+
 class CanvasGrammar:
     """A grammar for canvases, which are sequences of token ids and `MASK_POSITION`.
 
@@ -243,18 +276,15 @@ class CanvasGrammar:
         )
         return chart.close(self.advance_bytes(chart, items, data)) if data else items
 
-    def advance_mask(self, chart: Chart, items: Items) -> Items:
-        """The closed items after a mask: any one token."""
-        result: Items = {}
-        for _, next_items in self.advance_groups(chart, items):
-            for state, origins in next_items.items():
-                result[state] = result.get(state, 0) | origins
-        return chart.close(result)
+    def advance_mask(self, chart: Chart, items: Items, trie: TokenTrie) -> Items:
+        """The closed items after a mask: any one token of `trie`."""
+        return chart.close(merged(after for _, after in self.advance_groups(chart, items, trie)))
 
-    def advance_groups(self, chart: Chart, items: Items) -> Iterator[tuple[np.ndarray, Items]]:
-        """Yields the token groups allowed next, int32 `[groups]`, with the items after them, not
-        closed. Items may occur again, with other groups."""
-        trie = self.token_groups.trie
+    def advance_groups(
+        self, chart: Chart, items: Items, trie: TokenTrie
+    ) -> Iterator[tuple[np.ndarray, Items]]:
+        """Yields the groups of tokens of `trie` that are allowed next, int32 `[groups]`, with the
+        items after them, not closed. Items may occur again, with other groups."""
         level = [(items, np.zeros(1, np.int64))] if len(trie.targets) else []
         while level:
             reached: dict[frozenset[tuple[int, int]], tuple[Items, list[np.ndarray]]] = {}
@@ -307,8 +337,8 @@ class CanvasAnswer:
         items = self.chart.start()
         if prefix:
             items = self.chart.close(self.rules.advance_bytes(self.chart, items, prefix))
-        self._items = [items]
-        self._charts = [self.chart.fork()]
+        #: By the trie of tokens at masks: the chart and the closed items before each position.
+        self._steps = {trie: [(self.chart.fork(), items)] for trie in self._tries}
 
     @property
     def is_completable(self) -> bool:
@@ -317,17 +347,24 @@ class CanvasAnswer:
             return False
         return self._completes()
 
-    def _completes(self) -> bool:
-        return self._can_complete(self.chart.fork(), self._items[0], 0)
+    @property
+    def _tries(self) -> tuple[TokenTrie, TokenTrie]:
+        """The tries of tokens at masks: what completes with few of them needs no others."""
+        return self.rules.token_groups.few, self.rules.token_groups.trie
 
-    def items_at(self, position: int) -> tuple[Chart, Items]:
-        """Returns a copy of the chart up to `position`, and the closed items there."""
-        while len(self._items) <= position:
-            chart = self._charts[-1].fork()
-            at = len(self._items) - 1
-            self._items.append(self._advance(chart, self._items[at], at))
-            self._charts.append(chart)
-        return self._charts[position].fork(), self._items[position]
+    def _completes(self) -> bool:
+        return self._can_complete(*self.items_at(0, self.rules.token_groups.trie), 0)
+
+    def items_at(self, position: int, trie: TokenTrie) -> tuple[Chart, Items]:
+        """Returns a copy of the chart up to `position`, and the closed items there, with tokens of
+        `trie` at the masks before it."""
+        steps = self._steps[trie]
+        while len(steps) <= position:
+            chart, items = steps[-1]
+            chart = chart.fork()
+            steps.append((chart, self._advance(chart, items, len(steps) - 1, trie)))
+        chart, items = steps[position]
+        return chart.fork(), items
 
     def accepts(self, position: int, token: int) -> bool:
         """Whether the canvas is completable with `token` in place of the mask at `position`."""
@@ -341,8 +378,11 @@ class CanvasAnswer:
         return self._completes_with(position, token)
 
     def _completes_with(self, position: int, token: int) -> bool:
-        chart, items = self.items_at(position)
-        return self._can_complete(chart, self.rules.token(chart, items, token), position + 1)
+        for trie in self._tries:
+            chart, items = self.items_at(position, trie)
+            if self._can_complete(chart, self.rules.token(chart, items, token), position + 1, trie):
+                return True
+        return False
 
     def allowed(self, position: int) -> np.ndarray:
         """Boolean `[vocab_size]`: the tokens with which the mask at `position` can be replaced so
@@ -359,15 +399,38 @@ class CanvasAnswer:
 
     def _allowed_groups(self, position: int) -> Iterator[np.ndarray]:
         """The token groups with which the mask at `position` can be replaced, as arrays."""
-        chart, items = self.items_at(position)
-        results: dict[frozenset[tuple[int, int]], bool] = {}
-        for groups, next_items in self.rules.advance_groups(chart, items):
-            key = frozenset(next_items.items())
-            if key not in results:
-                branch = chart.fork()
-                results[key] = self._can_complete(branch, branch.close(next_items), position + 1)
-            if results[key]:
-                yield groups
+        chart, items = self.items_at(position, self.rules.token_groups.trie)
+        groups: dict[frozenset[tuple[int, int]], list[np.ndarray]] = {}
+        for some, after in self.rules.advance_groups(chart, items, self.rules.token_groups.trie):
+            groups.setdefault(frozenset(after.items()), []).append(some)
+        for after in self._completing_items(chart, [dict(key) for key in groups], position + 1):
+            yield from groups[frozenset(after.items())]
+
+    def _completing_items(
+        self, chart: Chart, candidates: list[Items], position: int
+    ) -> Iterator[Items]:
+        """Those of `candidates`, items before `position` that are not closed, with which the canvas
+        is completable. Several are tried together: most often, few or none are wrong."""
+        doubtful = []
+        for items in candidates:
+            branch = chart.fork()
+            few = self.rules.token_groups.few
+            if self._reaches_end(branch, branch.close(items), position, few):
+                yield items
+            else:
+                doubtful.append(items)
+        groups = [doubtful]
+        while groups:
+            group = groups.pop()
+            branch, union = chart.fork(), merged(group)
+            if not self._reaches_end(
+                branch, branch.close(union), position, self.rules.token_groups.trie
+            ):
+                continue
+            if len(group) == 1:
+                yield group[0]
+            else:
+                groups += [group[: len(group) // 2], group[len(group) // 2 :]]
 
     def _may_end(self, position: int) -> bool:
         """Whether the text may end at or before `position`."""
@@ -376,23 +439,34 @@ class CanvasAnswer:
 
     def _is_whole_at(self, position: int) -> bool:
         """Whether the text before `position` can be whole."""
-        return self.chart.is_whole(self.items_at(position)[1])
+        return any(self.chart.is_whole(self.items_at(position, trie)[1]) for trie in self._tries)
 
-    def _can_complete(self, chart: Chart, items: Items, position: int) -> bool:
+    def _can_complete(
+        self, chart: Chart, items: Items, position: int, trie: TokenTrie | None = None
+    ) -> bool:
+        """Whether the canvas from `position` on is completable, with tokens of `trie` at masks
+        (default: all)."""
+        few, every = self._tries
+        return self._reaches_end(chart.fork(), items, position, few) or (
+            trie is not few and self._reaches_end(chart, items, position, every)
+        )
+
+    def _reaches_end(self, chart: Chart, items: Items, position: int, trie: TokenTrie) -> bool:
+        """Whether the canvas from `position` on is completable with tokens of `trie` at masks."""
         while items:
             if position >= self._first_free and (position == len(self.canvas) or self.rules.ends):
                 if chart.is_whole(items):
                     return True
             if position >= self._text_end or position == len(self.canvas):
                 return False
-            items = self._advance(chart, items, position)
+            items = self._advance(chart, items, position, trie)
             position += 1
         return False
 
-    def _advance(self, chart: Chart, items: Items, position: int) -> Items:
+    def _advance(self, chart: Chart, items: Items, position: int, trie: TokenTrie) -> Items:
         token = self.canvas[position]
         if token == MASK_POSITION:
-            return self.rules.advance_mask(chart, items)
+            return self.rules.advance_mask(chart, items, trie)
         return self.rules.token(chart, items, token)
 
 

@@ -142,7 +142,7 @@ def token_editing_test() -> Iterator[Check]:
         aligned=True,
     )
     tokens, steps = changes_of("token-editing:threshold=0.6,edit=1", CONFIDENT, 18, 6)
-    same = (tokens, [filled for filled, _ in steps]) == rule
+    same = (tokens, [filled for filled, _ in steps if filled]) == rule
     yield Check("without edits it is a threshold with at least one mask", same)
 
 
@@ -189,7 +189,8 @@ def token_editing_cache_loss(samples: int) -> float:
 
 @measure("token-editing", "passes relative to one token per pass", samples=64, margin=0.8)
 def token_editing_passes(samples: int) -> float:
-    """On the shipped block-diffusion model, which was not trained to edit."""
+    """On the shipped block-diffusion model, which was not trained to edit and does not; with the
+    pass that ends each block."""
     return passes_ratio(
-        "token-editing", samples, stepwise="sdar:remasking=static", model="tiny-blocks"
+        "token-editing:edit=1", samples, stepwise="sdar:remasking=static", model="tiny-blocks"
     )
