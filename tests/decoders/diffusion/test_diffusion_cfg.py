@@ -122,8 +122,8 @@ def test_a_canvas_is_accepted_if_and_only_if_it_has_a_completion(grammar: str) -
 
 def test_a_verifier_that_allows_empty_masks_is_detected() -> None:
     class Loose(CanvasGrammar):
-        def advance_mask(self, chart: Any, items: Any) -> Any:
-            ahead = super().advance_mask(chart, items)
+        def advance_mask(self, chart: Any, items: Any, trie: Any) -> Any:
+            ahead = super().advance_mask(chart, items, trie)
             return chart.close({**ahead, **{s: o | ahead.get(s, 0) for s, o in items.items()}})
 
     right = verifier(GRAMMARS[2])

@@ -60,24 +60,26 @@ class TokenTrie:
     """
 
     def __init__(self, spellings: Seq[bytes]) -> None:
-        group, parents, labels, path, last = [-1], [0], [0], [0], b""
+        group, sources, every = [-1], list[int](), bytearray()
+        path, last = [0], b""
         for spelling, number in sorted(zip(spellings, range(len(spellings)), strict=True)):
             shared = 0
-            while shared < min(len(last), len(spelling)) and last[shared] == spelling[shared]:
+            for one, other in zip(last, spelling, strict=False):
+                if one != other:
+                    break
                 shared += 1
             del path[shared + 1 :]
-            for byte_class in spelling[shared:]:
-                parents.append(path[-1])
-                labels.append(byte_class)
-                path.append(len(group))
-                group.append(-1)
-            group[path[-1]] = number
+            new = range(len(group), len(group) + len(spelling) - shared)
+            sources += [path[-1], *new[:-1]]
+            every += spelling[shared:]
+            path += new
+            group += [-1] * (len(new) - 1) + [number]
             last = spelling
         self.group = np.array(group, np.int32)
-        sources, every = np.array(parents)[1:], np.array(labels, np.uint8)[1:]
-        order = np.lexsort((every, sources))
-        self.labels, self.targets = every[order], (order + 1).astype(np.int32)
-        self.first = np.searchsorted(sources[order], np.arange(len(group) + 1))
+        parents, labels = np.array(sources, np.int64), np.frombuffer(bytes(every), np.uint8)
+        order = np.lexsort((labels, parents))
+        self.labels, self.targets = labels[order], (order + 1).astype(np.int32)
+        self.first = np.searchsorted(parents[order], np.arange(len(group) + 1))
 
     @property
     def num_bytes(self) -> int:
