@@ -350,11 +350,6 @@ class FleetDriver(Driver):
                 f"the name of a worker is {worker.name[:80]!r}; give a --name of 1 to 64 letters,"
                 " digits, dots, hyphens and underscores"
             )
-        if given["encoder"] != self._own_facts["encoder"]:
-            return (
-                f"the worker {worker.name} has another encoder of images than the proxy: start both"
-                " with the same"
-            )
         for runner, expected in self._own_facts["runners"].items():
             found = given["runners"].get(runner)
             if found is None:
@@ -368,6 +363,11 @@ class FleetDriver(Driver):
                         f"the worker {worker.name} has another {runner} {what} than the proxy:"
                         " start both with the same model, --draft and --dtype"
                     )
+        if given["encoder"] != self._own_facts["encoder"]:
+            return (
+                f"the worker {worker.name} has another encoder of images than the proxy: start both"
+                " with the same"
+            )
         return None
 
     async def _answer(self, frame: Frame) -> Frame:
