@@ -57,12 +57,17 @@ def hf_encoder(family: str, head: str = "Model", **settings: Any) -> Any:
 
 def save_encoder(model: Any, folder: Path, **config: Any) -> Path:
     """Write the model with a WordPiece tokenizer of letters; `config` changes its config."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-
     model.save_pretrained(folder)
     if config:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return add_letters(folder)
+
+
+def add_letters(folder: Path) -> Path:
+    """Write a WordPiece tokenizer of letters."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
     vocab = {word: index for index, word in enumerate(WORDS)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()

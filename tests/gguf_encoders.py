@@ -11,9 +11,19 @@ import gguf
 import numpy as np
 
 from encoder_models import WORDS, hf_encoder
-from gguf_models import add_metadata, finish, tensor_names, usual_metadata
+from gguf_models import add_metadata, finish, interleave, tensor_names, usual_metadata
+from remote_encoders import REMOTE, Remote
 
-_MEAN, _LAST = 1, 3
+_LAST = 3
+#: The keys of configs, by those of metadata, where repositories have other names.
+_REMOTE_KEYS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
 EMBEDDING_GEMMA: dict[str, Any] = {
     "head_dim": 16,
     "num_key_value_heads": 1,
@@ -94,6 +104,38 @@ CASES: dict[str, Case] = {
             "rope.freq_base_swa": 500.0,
         },
     ),
+    "eurobert": Case(
+        "EuroBert",
+        "eurobert",
+        {
+            "num_key_value_heads": 2,
+            "mask_token_id": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+        {"rope.dimension_count": 12},
+    ),
+    "llama embed": Case(
+        "EuroBert",
+        "llama-embed",
+        {
+            "num_key_value_heads": 2,
+            "mask_token_id": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+        {"rope.dimension_count": 12},
+    ),
+    "modernbert with silu": Case(
+        "ModernBert",
+        "modern-bert",
+        {"hidden_activation": "silu", "norm_eps": 1e-5, "num_hidden_layers": 5},
+        {
+            "hidden_activation": "silu",
+            "attention.sliding_window": 128,
+            "attention.sliding_window_pattern": 3,
+            "rope.freq_base": 160000.0,
+            "rope.freq_base_swa": 10000.0,
+        },
+    ),
     "embedding gemma": Case(
         "Gemma3Text",
         "gemma-embedding",
@@ -101,6 +143,35 @@ CASES: dict[str, Case] = {
         {"attention.sliding_window": 12, "rope.freq_base_swa": 500.0},
     ),
 }
+
+
+#: Encoders of repositories: the architecture, the name in `REMOTE`, and the metadata beside those
+#: of every model.
+REMOTE_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "jina bert": ("jina-bert-v2", "jina bert", {}),
+    "jina bert with six heads": ("jina-bert-v2", "jina bert with six heads", {}),
+    "nomic bert with experts": (
+        "nomic-bert-moe",
+        "nomic bert with experts",
+        {
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "moe_every_n_layers": 2,
+            "rope.freq_base": 10000.0,
+        },
+    ),
+}
+
+
+def remote_tensors(name: str) -> tuple[Remote, dict[str, np.ndarray]]:
+    """The kind of a repository and tensors that the converter keeps: it leaves out the bias of the
+    experts' sum, which is zero in published files."""
+    kind = REMOTE[REMOTE_CASES[name][1]][1]
+    tensors = kind.tensors()
+    for key in tensors:
+        if key.endswith("experts.bias"):
+            tensors[key] = np.zeros_like(tensors[key])
+    return kind, tensors
 
 
 def original(case: Case) -> Any:
@@ -136,7 +207,7 @@ def write_encoder(
     offset = config["pad_token_id"] + 1 if "oberta" in case.family.lower() else 0
     config["max_position_embeddings"] -= offset
     layers = config["num_hidden_layers"]
-    if case.architecture == "gemma-embedding":
+    if case.architecture in ("gemma-embedding", "eurobert", "llama-embed"):
         config["layer_norm_eps"] = None
     keys = {
         **usual_metadata(config, layers),
@@ -158,11 +229,52 @@ def write_encoder(
             tensor = tensor[offset:]
         if case.family == "Gemma3Text" and name.endswith("norm.weight"):
             tensor = tensor + 1
+        if case.architecture == "llama-embed" and ("q_proj" in name or "k_proj" in name):
+            kind = "attention" if "q_proj" in name else "key_value"
+            tensor = interleave(tensor, config[f"num_{kind}_heads"])
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         writer.add_tensor(target, np.ascontiguousarray(tensor, np.float32))
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
+    finish(writer)
+    return path
+
+
+def write_remote(
+    path: Path,
+    architecture: str,
+    kind: Remote,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, Any],
+) -> Path:
+    """Write the GGUF file of an encoder with the names of its repository."""
+    config = dict(kind.config)
+    for name, other in _REMOTE_KEYS.items():
+        config[other] = config.get(name, config.get(other))
+    layers = config["num_hidden_layers"]
+    keys = {
+        **usual_metadata(config, layers),
+        **{f"attention.{part}_length": None for part in ("key", "value")},
+        "pooling_type": _LAST,
+        "attention.causal": False,
+        **metadata,
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    add_metadata(writer, architecture, keys)
+    add_letters(writer)
+    writer.add_token_type_count(config["type_vocab_size"])
+    names = tensor_names(architecture, layers)
+    for name, tensor in tensors.items():
+        if name.startswith("pooler") or name.endswith("experts.bias"):
+            continue
+        if name.endswith(("experts.mlp.w1", "experts.mlp.w2")):
+            tensor = tensor.reshape(config["num_experts"], config["intermediate_size"], -1)
+            tensor = tensor.swapaxes(1, 2) if name.endswith("w2") else tensor
+            name = f"{name}.weight"
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        writer.add_tensor(target, np.ascontiguousarray(tensor))
     finish(writer)
     return path
 
@@ -181,7 +293,7 @@ def _stored(case: Case, model: Any) -> dict[str, np.ndarray]:
             continue
         if case.family == "ModernBert" and name.startswith("classifier."):
             name = name.replace("classifier", "classifier.out_proj")
-        if case.family == "Gemma3Text":
+        if case.family in ("Gemma3Text", "EuroBert"):
             name = f"model.{name}"
         found[name] = parameter.numpy()
     for name in [

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from gguf_models import CLASSES
 from parity_cases import first_cases, parity_module
+from remote_encoders import REMOTE
 
 #: What has no classes in `transformers`: what the logits are compared with, by model type.
 OTHER_REFERENCES = {
@@ -25,6 +26,7 @@ OTHER_REFERENCES = {
     **dict.fromkeys(("internlm3", "internlm2", "exaone"), "Llama of `transformers`"),
     "qwen3_vl_moe_text": "Qwen3-VL of `transformers`",
     "bailing_moe": "Granite of `transformers`",
+    "llama_bidirec": "EuroBERT of `transformers`",
     "embedding_gemma": "Gemma 3 of `transformers`",
     "bailing_moe_v2": "GLM-4.5 of `transformers`",
 }
@@ -62,15 +64,21 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
             is_other = case.architecture in OTHER_REFERENCES
             kind = case.architecture if is_other else model_type(case.family)
             yield kind, case.architecture, key not in module.NOT_OF_LLAMA_CPP
+    named = {"gemma-embedding": "embedding_gemma", "llama-embed": "llama_bidirec"}
     for case in parity_module("test_gguf_encoders").CASES.values():
-        is_gemma = case.architecture == "gemma-embedding"
-        yield "embedding_gemma" if is_gemma else model_type(case.family), case.architecture, True
-    for architecture, (family, *_) in parity_module("test_gguf_experts").FAMILIES.items():
-        yield model_type(family), architecture, True
+        kind = named.get(case.architecture) or model_type(case.family)
+        yield kind, case.architecture, True
+    for architecture, name, _ in parity_module("test_gguf_encoders").REMOTE_CASES.values():
+        yield REMOTE[name][0], architecture, True
+    experts = parity_module("test_gguf_experts")
+    for architecture, (family, *_) in experts.FAMILIES.items():
+        yield model_type(family), architecture, architecture not in experts.NOT_OF_LLAMA_CPP
     deepseek = parity_module("test_gguf_deepseek")
     for key, (family, *_) in deepseek.CASES.items():
-        yield model_type(family), "deepseek2", key not in deepseek.NOT_OF_LLAMA_CPP
+        architecture = deepseek.ARCHITECTURES.get(key, "deepseek2")
+        yield model_type(family), architecture, key not in deepseek.NOT_OF_LLAMA_CPP
     yield "rwkv7", "rwkv7", True
+    yield "bailing_moe", "bailingmoe", True
     yield "bailing_moe_v2", "bailingmoe2", True
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
         yield "gpt_oss", "gpt-oss", False
@@ -82,6 +90,10 @@ def references() -> dict[str, str]:
     cases = [*causal.values(), *encoders.values()]
     counts = Counter(model_type(family) for family, _ in cases)
     found = {kind: f"`transformers`, {_settings(count)}" for kind, count in counts.items()}
+    remote = Counter(kind for kind, _ in REMOTE.values())
+    for kind, count in remote.items():
+        own = f"the code of its repositories, {_settings(count)}"
+        found[kind] = f"{found[kind]}; {own}" if kind in found else own
     return {**found, **OTHER_REFERENCES}
 
 

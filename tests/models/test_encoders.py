@@ -12,7 +12,8 @@ import pytest
 
 from anydecode import LLM
 from anydecode.errors import CheckpointError
-from encoder_models import declare_pooling, hf_encoder, hf_states, save_encoder
+from encoder_models import add_letters, declare_pooling, hf_encoder, hf_states, save_encoder
+from remote_encoders import REMOTE
 
 #: Longer than the windows of the cases, and than the blocks of keys of the kernels.
 LONG = list(np.random.default_rng(0).integers(5, 57, 50))
@@ -44,6 +45,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "NomicBert",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 30.0}},
     ),
+    "mpnet": ("MPNet", {"pad_token_id": 1, "max_position_embeddings": 200}),
+    "mpnet with three heads": ("MPNet", {"pad_token_id": 1, "num_attention_heads": 3}),
+    "gte": ("Gte", {}),
+    "gte without types": (
+        "Gte",
+        {"type_vocab_size": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 30.0}},
+    ),
+    "eurobert": ("EuroBert", {"rms_norm_eps": 1e-4, "mask_token_id": 4}),
+    "eurobert with fewer keys": (
+        "EuroBert",
+        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "mask_token_id": 4},
+    ),
 }
 
 
@@ -60,6 +73,113 @@ def test_states_equal_those_of_transformers(name: str, backend: str, tmp_path: P
             tokens = [int(token) for token in text]
             expected = hf_states(model, tokens)
             assert np.abs(np.array(llm.embed(tokens)) - expected[-1]).max() < 1e-4
+
+
+def test_llama_embed_is_eurobert_by_another_name(tmp_path: Path) -> None:
+    family, settings = CASES["eurobert with fewer keys"]
+    model = hf_encoder(family, **settings)
+    names = {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}
+    folder = declare_pooling(save_encoder(model, tmp_path, **names), "mean_tokens")
+    tokens = [int(token) for token in LONG]
+    mean = hf_states(model, tokens).mean(0)
+    with LLM(folder, threads=1) as llm:
+        found = np.array(llm.embed(tokens))
+    assert np.abs(found - mean / np.linalg.norm(mean)).max() < 1e-4
+
+
+def test_another_number_of_buckets_is_refused(tmp_path: Path) -> None:
+    save_encoder(hf_encoder("MPNet"), tmp_path, relative_attention_num_buckets=16)
+    with pytest.raises(CheckpointError, match="num_buckets is 16; allowed is 32"):
+        LLM(tmp_path)
+
+
+def test_biases_by_distance_of_long_texts(tmp_path: Path) -> None:
+    """Rejects distances beyond the last bucket that have another bias."""
+    model = hf_encoder("MPNet", pad_token_id=1, max_position_embeddings=300)
+    folder = declare_pooling(save_encoder(model, tmp_path), "lasttoken", is_normalized=False)
+    tokens = [int(token) for token in np.random.default_rng(2).integers(5, 57, 250)]
+    with LLM(folder, threads=1) as llm:
+        found = np.array(llm.embed(tokens))
+    assert np.abs(found - hf_states(model, tokens)[-1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("name", REMOTE)
+def test_states_equal_those_of_the_code_of_repositories(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    """Rejects linear biases on one side, halves of a matrix the other way round, and weights of
+    experts that are normalised."""
+    kind = REMOTE[name][1]
+    tensors = kind.tensors()
+    folder = declare_pooling(
+        kind.write(add_letters(tmp_path), tensors), "lasttoken", is_normalized=False
+    )
+    with LLM(folder, backend=backend, threads=1) as llm:
+        for text in (LONG, LONG[:7], LONG[:1]):
+            tokens = [int(token) for token in text]
+            expected = kind.states(tensors, kind.config, tokens)
+            assert np.abs(np.array(llm.embed(tokens)) - expected[-1]).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("jina bert", {"layer_norm_eps": 1e-2}),
+        ("gte of its repositories", {"rope_scaling": {"factor": 4.0, "type": "ntk"}}),
+        ("gte of its repositories", {"rope_scaling": None}),
+        ("nomic bert with experts", {"moe_top_k": 1}),
+        ("nomic bert with experts", {"rotary_emb_base": 100}),
+    ],
+)
+def test_every_key_of_repositories_changes_the_states(
+    name: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = REMOTE[name][1]
+    tensors = kind.tensors()
+    folder = kind.with_config(**change).write(add_letters(tmp_path), tensors)
+    declare_pooling(folder, "lasttoken", is_normalized=False)
+    tokens = [int(token) for token in LONG]
+    with LLM(folder, threads=1) as llm:
+        found = np.array(llm.embed(tokens))
+    assert np.abs(found - kind.states(tensors, kind.config, tokens)[-1]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("jina bert", {"feed_forward_type": "original"}, "feed_forward_type 'original'"),
+        ("jina bert", {"position_embedding_type": "absolute"}, "position_embedding_type"),
+        ("gte of its repositories", {"logn_attention_scale": True}, "logn_attention_scale"),
+        ("gte of its repositories", {"rope_scaling": {"type": "ntk"}}, "factor of rope_scaling"),
+        (
+            "gte of its repositories",
+            {"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.6}},
+            "mixed_b of rope_scaling is 0.6; allowed is null",
+        ),
+        ("nomic bert with experts", {"expert_choice_router": True}, "expert_choice_router"),
+        ("nomic bert with experts", {"num_experts": 7}, "router.layer.weight has shape"),
+        ("nomic bert with experts", {"moe_top_k": 6}, "experts_per_token is 6"),
+        ("nomic bert with experts", {"moe_every_n_layers": 4}, "is missing"),
+    ],
+)
+def test_other_settings_of_repositories_are_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    kind = REMOTE[name][1]
+    folder = kind.with_config(**change).write(add_letters(tmp_path), kind.tensors())
+    with pytest.raises(CheckpointError, match=message) as error:
+        LLM(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_experts_with_a_row_too_many_are_refused(tmp_path: Path) -> None:
+    kind = REMOTE["nomic bert with experts"][1]
+    tensors, name = kind.tensors(), "encoder.layers.1.mlp.experts.mlp.w2"
+    tensors[name] = np.concatenate((tensors[name], tensors[name][:1]))
+    folder = kind.write(add_letters(tmp_path), tensors)
+    with pytest.raises(CheckpointError, match=r"\[401, 48\]; allowed .* 5 experts, one below"):
+        LLM(folder)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +205,15 @@ def test_mean_and_length_one_without_modules(tmp_path: Path) -> None:
         assert np.abs(np.array(llm.embed("abc")) - expected).max() < 1e-4
 
 
+EUROBERT = {"num_labels": 1, "mask_token_id": 4}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"num_labels": 1}),
     "xlm-roberta": ("XLMRoberta", {"num_labels": 1, "pad_token_id": 1, "type_vocab_size": 1}),
     "distilbert": ("DistilBert", {"num_labels": 1}),
+    "mpnet": ("MPNet", {"num_labels": 1, "pad_token_id": 1}),
+    "gte": ("Gte", {"num_labels": 1}),
+    "eurobert first": ("EuroBert", {**EUROBERT, "classifier_pooling": "bos"}),
+    "eurobert mean": ("EuroBert", {**EUROBERT, "classifier_pooling": "mean"}),
     "modernbert cls": ("ModernBert", {"num_labels": 1, "classifier_bias": True}),
     "modernbert mean": ("ModernBert", {"num_labels": 1, "classifier_pooling": "mean"}),
 }
@@ -104,7 +229,7 @@ def test_scores_of_cross_encoders_equal_those_of_transformers(name: str, tmp_pat
     model = hf_encoder(family, "ForSequenceClassification", **settings)
     with LLM(save_encoder(model, tmp_path), threads=1) as llm:
         tokens, types = llm.tokenizer.encode_pair("ab", "cde fg")  # type: ignore[attr-defined]
-        given = {"token_type_ids": torch.tensor([types])} if family == "Bert" else {}
+        given = {"token_type_ids": torch.tensor([types])} if family in ("Bert", "Gte") else {}
         with torch.inference_mode():
             logit = model(torch.tensor([tokens]), **given).logits[0]
         [score] = llm.relevance("ab", ["cde fg"])

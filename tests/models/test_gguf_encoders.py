@@ -26,7 +26,15 @@ from anydecode import LLM
 from anydecode.errors import CheckpointError
 from anydecode.models.tokenizers import HFTokenizer
 from encoder_models import hf_states
-from gguf_encoders import CASES, Case, original, write_encoder
+from gguf_encoders import (
+    CASES,
+    REMOTE_CASES,
+    Case,
+    original,
+    remote_tensors,
+    write_encoder,
+    write_remote,
+)
 from gguf_models import finish, tensor_names, usual_metadata, writer_with
 from llama_cpp_logits import GELU_MARGIN, llama_cpp_embedding, llama_cpp_tokens
 from tiny_models import hf_model
@@ -63,6 +71,74 @@ def test_embeddings_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     with LLM(path, threads=1) as llm:
         found = np.array(llm.embed(TOKENS))
     assert np.abs(found - expected).max() < GELU_MARGIN
+
+
+@pytest.mark.parametrize("name", REMOTE_CASES)
+def test_states_equal_those_of_the_code_of_repositories(name: str, tmp_path: Path) -> None:
+    architecture, _, metadata = REMOTE_CASES[name]
+    kind, tensors = remote_tensors(name)
+    path = write_remote(tmp_path / "tiny.gguf", architecture, kind, tensors, metadata)
+    with LLM(path, threads=1) as llm:
+        for tokens in (TOKENS, TOKENS[:9], TOKENS[:1]):
+            expected = unit(kind.states(tensors, kind.config, tokens)[-1])
+            assert np.abs(np.array(llm.embed(tokens)) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", REMOTE_CASES)
+def test_embeddings_of_repositories_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    architecture, _, metadata = REMOTE_CASES[name]
+    kind, tensors = remote_tensors(name)
+    path = write_remote(tmp_path / "tiny.gguf", architecture, kind, tensors, metadata)
+    expected = unit(llama_cpp_embedding(path, TOKENS))
+    with LLM(path, threads=1) as llm:
+        assert np.abs(np.array(llm.embed(TOKENS)) - expected).max() < GELU_MARGIN
+
+
+def test_old_files_of_jina_bert_have_a_matrix_of_gates(tmp_path: Path) -> None:
+    """Rejects the two matrices the other way round."""
+    kind, tensors = remote_tensors("jina bert")
+    apart: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        if "gated_layers" in name:
+            gate, up = np.split(tensor, 2)
+            apart[name.replace("gated_layers", "gated_layers_w")] = gate
+            apart[name.replace("gated_layers", "gated_layers_v")] = up
+        else:
+            apart[name] = tensor
+    path = write_remote(tmp_path / "tiny.gguf", "jina-bert-v2", kind, apart, {})
+    expected = unit(kind.states(tensors, kind.config, TOKENS)[-1])
+    with LLM(path, threads=1) as llm:
+        assert np.abs(np.array(llm.embed(TOKENS)) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("nomic bert with experts", {"expert_count": None}, "expert_count is missing"),
+        ("nomic bert with experts", {"moe_every_n_layers": None}, "moe_every_n_layers is missing"),
+        ("nomic bert with experts", {"moe_every_n_layers": 4}, "'model.layers.3.mlp.up_proj"),
+        ("nomic bert with experts", {"expert_used_count": 6}, "experts_per_token is 6"),
+        ("jina bert", {"feed_forward_length": 40}, "has shape"),
+    ],
+)
+def test_invalid_metadata_of_repositories_end_in_one_line(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    architecture, _, metadata = REMOTE_CASES[name]
+    kind, tensors = remote_tensors(name)
+    changed = {**metadata, **change}
+    path = write_remote(tmp_path / "tiny.gguf", architecture, kind, tensors, changed)
+    with pytest.raises(CheckpointError, match=message) as error:
+        LLM(path)
+    assert "\n" not in str(error.value)
+
+
+def test_additional_norms_of_jina_bert_are_refused(tmp_path: Path) -> None:
+    kind, tensors = remote_tensors("jina bert")
+    tensors["encoder.layer.0.layer_norm_1.weight"] = np.ones(48, np.float32)
+    path = write_remote(tmp_path / "tiny.gguf", "jina-bert-v2", kind, tensors, {})
+    with pytest.raises(CheckpointError, match="jina-embeddings-v2-base-code"):
+        LLM(path)
 
 
 @pytest.mark.parametrize(("pooling", "rows"), [(MEAN, slice(None)), (CLS, [0]), (LAST, [-1])])

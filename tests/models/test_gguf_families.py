@@ -483,6 +483,7 @@ CASES = {
         {"rope.dimension_count": 12, "use_parallel_residual": False},
     ),
     "falcon": Case("Falcon", "falcon", {"ffn_hidden_size": 192}),
+    "jais2": Case("Jais2", "jais2", {}, {"rope.dimension_count": 12}),
     "llama4": Case("Llama4", "llama4", LLAMA_4, LLAMA_4_METADATA),
     "llama4 dense": Case(
         "Llama4",

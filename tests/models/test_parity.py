@@ -820,6 +820,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "nanochat": ("NanoChat", {"hidden_act": "relu2"}),
+    "nanochat odd": (
+        "NanoChat",
+        {
+            "num_key_value_heads": 1,
+            "final_logit_softcapping": 4.0,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {**ROPE, "rope_theta": 50.0},
+        },
+    ),
     "jais2": ("Jais2", {"head_dim": 12}),
     "jais2 odd": (
         "Jais2",
@@ -1753,6 +1763,10 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
 #: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
+    "a rotation the usual way": (
+        "nanochat",
+        lambda network: _each_spec(network, rope=Rope(-network.spec.layers[0].rope.frequencies)),
+    ),
     "no embeddings of tokens per layer": ("gemma4", lambda network: _zero_table(network)),
     "keys and values of the first layer of the type": (
         "gemma4",

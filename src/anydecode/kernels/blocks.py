@@ -55,13 +55,14 @@ class BlockBackend(ReferenceBackend):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
+        biases: np.ndarray | None = None,
     ) -> torch.Tensor:
         is_windowed = shape.window is not None and shape.window < self._length
-        others = (shape.softcap, shape.chunk, shape.slopes, shape.latent_dim, sinks)
+        others = (shape.softcap, shape.chunk, shape.slopes, shape.latent_dim, sinks, biases)
         if is_windowed or v is None or any(other is not None for other in others):
             raise UnsupportedCombinationError(
-                "layers with windows, soft caps, chunks, linear biases, sinks or latent attention"
-                " cannot be calibrated here"
+                "layers with windows, soft caps, chunks, biases by distance, sinks or latent"
+                " attention cannot be calibrated here"
             )
         q, k, v = (
             part.view(-1, self._length, heads, shape.head_dim).transpose(1, 2)

@@ -118,6 +118,7 @@ class Tape:
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
+        biases: np.ndarray | None = None,
     ) -> Variable:
         """Causal attention of every row to all rows up to itself."""
         count, kv_heads = len(q.data), shape.num_kv_heads

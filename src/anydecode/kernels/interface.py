@@ -153,9 +153,10 @@ class Attention:
     window: int | None = None  # a row at position p attends to positions > p - window
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     chunk: int | None = None  # a row at position p attends to positions >= p // chunk * chunk
-    is_two_sided: bool = False  # the window also ends at positions < p + window
+    # The window also ends at positions < p + window, and linear biases fall on both sides.
+    is_two_sided: bool = False
     # Linear biases (ALiBi, arXiv:2108.12409): slopes[h] * (the key's position - the row's position)
-    # is added to the scores of head h. None: no biases.
+    # is added to the scores of head h; if two-sided, minus the distance. None: no biases.
     slopes: tuple[float, ...] | None = None
     # The value of a position is the first so many numbers of its only key, and no values are stored
     # (DeepSeek-V2, arXiv:2405.04434); None: values of head_dim numbers are stored.
@@ -695,12 +696,21 @@ class Backend(ABC):
         """Store k and v in each row's slot of `layer`. v is None if `shape.latent_dim` is set."""
 
     @abstractmethod
-    def attend(self, q: Any, layer: int, shape: Attention, sinks: np.ndarray | None = None) -> Any:
+    def attend(
+        self,
+        q: Any,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
+        biases: np.ndarray | None = None,
+    ) -> Any:
         """Attention over `Rows`, to the keys and values that are stored in `layer`.
 
         That may be an earlier layer, whose keys and values several layers share. The result has
         `shape.value_dim` numbers per head. `sinks` is float32 `[num_heads]`: the score of a key of
-        each head that every row attends to and whose value is zero (gpt-oss).
+        each head that every row attends to and whose value is zero (gpt-oss). `biases` is float32
+        `[num_heads, 2 * reach + 1]`: what is added to the scores of keys that are -reach to reach
+        positions behind the row; of those further away, that of the reach (MPNet).
         """
 
     def attention(
@@ -711,10 +721,11 @@ class Backend(ABC):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
+        biases: np.ndarray | None = None,
     ) -> Any:
         """`store` and then `attend`, in the same layer."""
         self.store(k, v, layer, shape)
-        return self.attend(q, layer, shape, sinks)
+        return self.attend(q, layer, shape, sinks, biases)
 
     @abstractmethod
     def convolution(self, x: Any, layer: int, shape: Recurrence, weights: RecurrenceWeights) -> Any:

@@ -84,7 +84,7 @@ class Op(ctypes.Structure):
         *((name, c_int64) for name in ("a", "b", "c", "out")),
         *((name, c_int32) for name in ("width", "width_out", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("groups", "window", "count", "value_dim", "is_latent")),
-        *((name, c_int32) for name in ("chunk", "reserved")),
+        *((name, c_int32) for name in ("chunk", "reach")),
         ("x", c_float),
         ("y", c_float),
         ("matrix", pointer),

@@ -153,7 +153,12 @@ class NativeBackend(Backend):
         self.steps.append(Step(Code.STORE, inputs, None, fields, cache="write"))
 
     def attend(
-        self, q: Value, layer: int, shape: Attention, sinks: np.ndarray | None = None
+        self,
+        q: Value,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
+        biases: np.ndarray | None = None,
     ) -> Value:
         fields = _cache_fields(layer, shape)
         if shape.latent_dim is not None:  # parts of the query heads are processed separately
@@ -164,12 +169,15 @@ class NativeBackend(Backend):
         fields |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
         fields["value_dim"] = shape.value_dim
         limits: dict[str, Any] = {"window": shape.window or 0, "chunk": shape.chunk or 0}
-        limits["count"] = int(shape.window is not None and shape.is_two_sided)
+        limits["count"] = int(shape.is_two_sided)
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
         if sinks is not None:
             limits["weight"] = self._keep_vector(sinks)
         if shape.slopes is not None:
             limits["slopes"] = self._keep_vector(np.array(shape.slopes, np.float32))
+        if biases is not None:
+            limits["slopes"] = self._keep_vector(biases.ravel())
+            limits["reach"] = biases.shape[1] // 2
         width = shape.num_heads * shape.value_dim
         out = self._record(Code.ATTEND, (q,), width, **fields, **limits)
         self.steps[-1].cache = "read"

@@ -202,6 +202,7 @@ class ReferenceBackend(Backend):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
+        biases: np.ndarray | None = None,
     ) -> torch.Tensor:
         bound = self._rows()
         keys, values = self._stored(layer)
@@ -212,15 +213,25 @@ class ReferenceBackend(Backend):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
-            biases = self._biases(shape, bound.positions[index], visible.width)
-            out[index] = _attend(q[index], keys, values, format, table, shape, biases, sink_scores)
+            added = self._biases(shape, biases, bound.positions[index], visible.width)
+            out[index] = _attend(q[index], keys, values, format, table, shape, added, sink_scores)
         return out
 
-    def _biases(self, shape: Attention, positions: torch.Tensor, width: int) -> torch.Tensor | None:
-        """The linear biases of the scores, `[m, kv_heads, group, width]`."""
-        if shape.slopes is None:
+    def _biases(
+        self, shape: Attention, biases: np.ndarray | None, positions: torch.Tensor, width: int
+    ) -> torch.Tensor | None:
+        """The biases of the scores by distance, `[m, kv_heads, group, width]`."""
+        if shape.slopes is None and biases is None:
             return None
         distance = torch.arange(width, device=self.device) - positions[:, None]
+        if biases is not None:
+            reach = biases.shape[1] // 2
+            columns = distance.clamp(-reach, reach) + reach
+            found = self._vector(biases)[:, columns].swapaxes(0, 1)
+            return found.reshape(len(positions), shape.num_kv_heads, -1, width)
+        assert shape.slopes is not None
+        if shape.is_two_sided:
+            distance = -distance.abs()
         slopes = torch.tensor(shape.slopes, dtype=torch.float32, device=self.device)
         return slopes.view(1, shape.num_kv_heads, -1, 1) * distance[:, None, None, :].float()
 

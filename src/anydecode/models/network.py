@@ -100,7 +100,8 @@ class Experts:
     experts read the hidden states without the norm of the layer's MLP, which `shared` is. With
     `latent_down` `[latent size, hidden_size]` the experts read its product, and `latent_up` is
     applied to the sum of their outputs (Nemotron-H). Where the router gives the weights ("given"),
-    these are relu(router(x)), normed by `router_norm`.
+    these are relu(router(x)), normed by `router_norm`. `bias` `[1, hidden_size]` is added to the
+    sum of the experts' outputs (Nomic BERT).
     """
 
     router: Linear
@@ -111,6 +112,7 @@ class Experts:
     latent_down: Linear | None = None
     latent_up: Linear | None = None
     router_norm: RouterNorm | None = None
+    bias: Weight | None = None
 
 
 @dataclass(eq=False)
@@ -251,6 +253,7 @@ class LayerWeights:
     attention_post_norm_bias: np.ndarray | None = None
     mlp_post_norm_bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
+    distance_biases: np.ndarray | None = None  # float32 [heads, 2 * bias_reach + 1]
     attention_gate: Linear | None = None
     recurrent: RecurrentWeights | TimeMixWeights | None = None
     latent: LatentWeights | None = None
@@ -840,10 +843,10 @@ class Network:
         if weights.differential is not None:
             q = weights.differential.queries(backend, q, shape)
         if spec.cache_layer is not None:
-            y = backend.attend(q, spec.cache_layer, shape, weights.sinks)
+            y = backend.attend(q, spec.cache_layer, shape, weights.sinks, weights.distance_biases)
         else:
             k, v = self._keys_values(backend, x, spec, weights, shape)
-            y = backend.attention(q, k, v, index, shape, weights.sinks)
+            y = backend.attention(q, k, v, index, shape, weights.sinks, weights.distance_biases)
         if weights.differential is not None:
             y = weights.differential.combine(backend, y, shape)
         if weights.attention_gate is not None:
@@ -978,6 +981,7 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
         latent = x if mlp.latent_down is None else mlp.latent_down.apply(backend, x)
         y = backend.experts(latent, router, mlp.routed, spec.routing, spec.activation)
         y = y if mlp.latent_up is None else mlp.latent_up.apply(backend, y)
+        y = y if mlp.bias is None else backend.add_positions(y, mlp.bias)
         if mlp.shared is None:
             return y
         shared = _mlp(backend, x, spec, mlp.shared)
@@ -1212,6 +1216,12 @@ def _check_attention(
     for name, length in vectors.items():
         if length is not None:
             _check_vector(prefix + name, getattr(layer, name), length)
+    biases = None if layer.distance_biases is None else layer.distance_biases.ravel()
+    if (biases is not None) != (spec.bias_reach > 0):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has biases")
+    if biases is not None:
+        length = shape.num_heads * (2 * spec.bias_reach + 1)
+        _check_vector(f"{prefix}biases by distance", biases, length)
     if (layer.attention_gate is not None) != spec.has_attention_gate:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
     if layer.attention_gate is not None:
@@ -1375,6 +1385,8 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         _check_vector(f"{prefix}the selection bias", routed.selection_bias, count)
     if routed.factors is not None:
         _check_vector(f"{prefix}the experts' factors", routed.factors, count)
+    if mlp.bias is not None:
+        _check_matrix(f"{prefix}the bias of the experts' sum", mlp.bias, (1, hidden))
     if mlp.norms is not None:
         for name, norm in vars(mlp.norms).items():
             _check_vector(f"{prefix}the experts' {name} norm", norm, hidden)

@@ -168,7 +168,9 @@ def _triton_executor(
         elif any(layer.has_sinks for layer in network.spec.layers):
             missing = "attention sinks (gpt-oss)"
         elif any(shape.is_two_sided for shape in shapes):
-            missing = "windows on both sides (ModernBERT)"
+            missing = "windows or linear biases on both sides (ModernBERT, Jina BERT)"
+        elif any(layer.bias_reach for layer in network.spec.layers):
+            missing = "biases by distance (MPNet)"
         elif any(shape.slopes is not None for shape in shapes):
             missing = "linear biases of attention (ALiBi)"
         elif any(shape.latent_dim is not None for shape in shapes):

@@ -175,6 +175,8 @@ class LayerSpec:
         is_differential: Whether the attention is differential (see `DifferentialWeights`): a key
             and a value of its shape are those of two heads side by side, and a query is that of one
             head, beside zeros.
+        bias_reach: The largest distance of a key and a row whose bias differs from that of larger
+            ones, see `Backend.attend` (MPNet); 0: there are no such biases.
         memory: "makes" if the recurrence's output before its gate is the memory of later layers,
             "reads" if the first sublayer is a gated memory unit (SambaY), "side" if the layer
             computes the memory, a second stream of hidden states, from the sum of both streams, and
@@ -210,6 +212,7 @@ class LayerSpec:
     qkv_limit: float | None = None
     gate_cutoff: float | None = None
     is_differential: bool = False
+    bias_reach: int = 0
     memory: str | None = None
 
     @property
@@ -621,6 +624,10 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             raise ConfigError(f"{prefix}low-rank queries need attention without a gate")
         integer(f"{prefix}query_rank", layer.low_rank_query.rank)
         number(f"{prefix}norm_eps of queries", layer.low_rank_query.norm_eps, 0.0, 1.0)
+    if integer(f"{prefix}bias_reach", layer.bias_reach, 0, MAX_COUNT):
+        shape = layer.attention
+        if shape is None or shape.slopes is not None or layer.latent is not None:
+            raise ConfigError(f"{prefix}biases by distance need attention without linear biases")
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
-from gguf_models import finish, usual_metadata, writer_with
+from gguf_models import finish, interleave, usual_metadata, writer_with
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import BASE, built, chain, greedy, hf_logits, hf_model, logits
 
@@ -230,6 +230,64 @@ def test_logits_of_a_gguf_file(tmp_path: Path) -> None:
     changed = as_gguf(tmp_path / "b.gguf", model, expert_group_count=2)
     found = logits(built(load_checkpoint(changed)), chain(PROMPT))
     assert np.abs(found - hf_logits(model, PROMPT)).max() > 1e-2
+
+
+def first_as_gguf(path: Path, model: Any) -> Path:
+    """The first version: queries, keys and values apart, with rows for interleaved pairs."""
+    config = model.config.to_dict()
+    metadata: dict[str, Any] = {
+        **usual_metadata(config, 3),
+        "rope.freq_base": 500.0,
+        "rope.dimension_count": 12,
+        "feed_forward_length": 80,
+        "leading_dense_block_count": 0,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_shared_count": 2,
+        "expert_feed_forward_length": 24,
+        "expert_weights_scale": 1.0,
+        "expert_weights_norm": True,
+    }
+    writer = writer_with(path, "bailingmoe", metadata, config["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BAILINGMOE, 3)
+    stacks: dict[str, list[np.ndarray]] = {}
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    for name, tensor in tensors_of(model).items():
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        if ".experts." in name:
+            block, _, rest = name.partition(".experts.")
+            stacks.setdefault(f"{block}.experts.{rest.split('.')[1]}.weight", []).append(tensor)
+        elif "query_key_value" in name:
+            ends = 12 * heads, 12 * (heads + kv_heads)
+            q, k, v = np.split(tensor, ends)
+            writer.add_tensor(f"blk.{layer}.attn_q.weight", interleave(q, heads))
+            writer.add_tensor(f"blk.{layer}.attn_k.weight", interleave(k, kv_heads))
+            writer.add_tensor(f"blk.{layer}.attn_v.weight", v)
+        elif name.endswith("attention.dense.weight"):
+            writer.add_tensor(f"blk.{layer}.attn_output.weight", tensor)
+        else:
+            target = names.get_name(name, try_suffixes=(".weight",))
+            assert target is not None, name
+            writer.add_tensor(target, tensor)
+    for name, matrices in stacks.items():
+        target = names.get_name(name, try_suffixes=(".weight",))
+        assert target is not None, name
+        writer.add_tensor(target, np.stack(matrices))
+    finish(writer)
+    return path
+
+
+def test_logits_of_a_gguf_file_of_the_first_version(tmp_path: Path) -> None:
+    model = original("first")
+    path = first_as_gguf(tmp_path / "tiny.gguf", model)
+    found = logits(built(load_checkpoint(path)), chain(PROMPT))
+    assert np.abs(found - hf_logits(model, PROMPT)).max() < 1e-4
+
+
+def test_logits_of_the_first_version_equal_those_of_llama_cpp(tmp_path: Path) -> None:
+    path = first_as_gguf(tmp_path / "tiny.gguf", original("first"))
+    found = logits(built(load_checkpoint(path)), chain(PROMPT))
+    assert np.abs(found - llama_cpp_logits(path, PROMPT)).max() < 1e-4
 
 
 def test_logits_equal_those_of_llama_cpp(tmp_path: Path) -> None:

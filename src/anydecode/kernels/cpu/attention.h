@@ -34,7 +34,7 @@ typedef struct {
   float *scores;        /* [rows, group, 32] */
   float *block_max;     /* [rows, group]: maximum scores of a block */
   float *rescale;       /* [rows, group, 8]: factor for the earlier sums, in every lane */
-  float *slopes, *row_positions; /* [rows, group]: of linear biases; else unused */
+  float *slopes, *row_positions; /* [rows, group]: of biases; slopes: with a reach, the heads */
   float start;                   /* the first position of the block */
   int end;                       /* of the positions of the tile's table in this part */
   Heads next;                    /* of the thread's next part; its table starts at its positions */
@@ -245,11 +245,22 @@ INLINE void eight_scores(int format, int heads, const float *q, const char *cons
   }
 }
 
-/* Scores of the positions [j, j + 8) of the block plus the linear biases of head `at`. */
-INLINE f8 add_biases(const Scratch *scratch, int at, int j, f8 scores) {
+/* Scores of the positions [j, j + 8) of the block plus the biases of head `at`. */
+INLINE f8 add_biases(const Op *op, const Scratch *scratch, int at, int j, f8 scores) {
   static const float lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
   float distance = scratch->start - scratch->row_positions[at] + (float)j;
+  if (op->reach) {
+    const float *biases = op->slopes + (int64_t)scratch->slopes[at] * (2 * op->reach + 1);
+    float found[8];
+    for (int i = 0; i < 8; i++) {
+      int d = (int)distance + i;
+      d = d < -op->reach ? -op->reach : d > op->reach ? op->reach : d;
+      found[i] = biases[d + op->reach];
+    }
+    return f8_add(scores, f8_load(found));
+  }
   f8 distances = f8_add(f8_set(distance), f8_load(lanes));
+  if (op->count) distances = f8_sub(f8_set(0.0f), f8_abs(distances));
   return f8_fma(f8_set(scratch->slopes[at]), distances, scores);
 }
 
@@ -274,7 +285,7 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
       }
       f8 s = f8_mul(f8_join(low[i], high[i]), f8_set(op->x));
       if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
-      if (op->slopes) s = add_biases(scratch, at + i, j, s);
+      if (op->slopes) s = add_biases(op, scratch, at + i, j, s);
       f8_store(to, s);
       if (eight != 255) {
         for (int k = 0; k < 8; k++)
@@ -462,7 +473,7 @@ static void load_queries(const Pass *pass, const Heads *h, int row, int rows, co
     memcpy(scratch->q + (int64_t)i * h->padded,
            q + (row + i / h->group) * width + head * h->head_dim, (size_t)h->head_dim * 4);
     if (!h->op->slopes) continue;
-    scratch->slopes[i] = h->op->slopes[head];
+    scratch->slopes[i] = h->op->reach ? (float)head : h->op->slopes[head];
     scratch->row_positions[i] = (float)pass->positions[row + i / h->group];
   }
 }

@@ -91,14 +91,15 @@ typedef struct {
   /* is_latent: values are the first value_dim numbers of the only key head, and kv_heads are groups
    * of query heads. */
   int32_t value_dim, is_latent;
-  int32_t chunk, reserved; /* chunk: of chunked attention, in positions; 0: none */
+  int32_t chunk, reach; /* chunk: of chunked attention, in positions; 0: none */
   float x, y;
   const Matrix *matrix;
   const float *weight;
   const Matrix *const *experts; /* [gate, up, down][count]; of a grouped product: [count] */
   const Routing *routing;
   const Recurrence *recurrence;
-  const float *slopes; /* of linear biases: [heads]; NULL: none */
+  const float *slopes; /* of linear biases: [heads]; with a reach the biases themselves, by distance:
+                        * [heads][2 * reach + 1]; NULL: none */
 } Op;
 
 /* Rows whose hidden states after `layer` layers are copied to `out`, `stride` floats apart. */

@@ -45,11 +45,11 @@ INLINE int sample_parts(int head_size, int threads) {
   return max_parts < 2 * threads ? max_parts : 2 * threads;
 }
 
-/* One past the last position that row r attends to; op->count: whether the window is two-sided. */
+/* One past the last position that row r attends to; op->count: whether a window is two-sided. */
 INLINE int32_t row_end(const Pass *pass, const Op *op, int r) {
   int32_t end = pass->prefix[r] + pass->tail_length[r];
   int64_t limit = (int64_t)pass->positions[r] + op->window;
-  return op->count && limit < end ? (int32_t)limit : end;
+  return op->count && op->window && limit < end ? (int32_t)limit : end;
 }
 
 /* The first position that row r attends to, or a lower number. */

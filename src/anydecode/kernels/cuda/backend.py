@@ -207,8 +207,9 @@ class TritonBackend(ReferenceBackend):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
+        biases: np.ndarray | None = None,
     ) -> torch.Tensor:
-        assert sinks is None, "refused when the model is opened"
+        assert sinks is None and biases is None, "refused when the model is opened"
         rows, cache = self._device_rows(), self._cache
         assert cache is not None
         self._fuse_products([q, k, v])

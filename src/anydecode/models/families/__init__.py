@@ -2,6 +2,7 @@
 
 import anydecode.models.families.causal  # noqa: F401  adds its families
 import anydecode.models.families.diffusion  # noqa: F401  adds its families
+import anydecode.models.families.encoders  # noqa: F401  adds its families
 from anydecode.models.families.build import build_model, load_network
 from anydecode.models.families.config import spec_from_config
 

@@ -11,6 +11,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import Attention, Xielu
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
+from anydecode.models.families.distance_biases import read_distance_biases
 from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.family import Family
 from anydecode.models.families.latent import read_latent, read_low_rank_query
@@ -129,7 +130,7 @@ def _read_weights(
     weights = ModelWeights(embedding, layers, norm, head, bias, norm_bias, table)
     if spec.has_embedding_norm:
         name = family.names.get("embed_norm", "embed_norm")
-        weights.embedding_norm = reader.vector(f"{name}.weight", spec.hidden_size)
+        weights.embedding_norm = read_norm(reader, family, name, spec.hidden_size)
         if family.has_norm_bias:
             weights.embedding_norm_bias = reader.vector(f"{name}.bias", spec.hidden_size)
     if spec.num_segments:
@@ -337,6 +338,10 @@ class _LayerReader:
             layer.query, layer.key, layer.value, layer.output = self._attention(shape)
         if self._spec.is_differential:
             layer.differential = read_differential(self._reader, self._name, self._index, shape)
+        if self._spec.bias_reach:
+            layer.distance_biases = read_distance_biases(
+                self._reader, self._config, shape.num_heads
+            )
         if self._spec.has_sinks:
             name = f"{self._name}.self_attn.sinks"
             layer.sinks = self._reader.vector(name, shape.num_heads)

@@ -13,6 +13,7 @@ from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Ro
 from anydecode.models.families.advice import advice
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.dispatch import class_names, find_family
+from anydecode.models.families.distance_biases import BIAS_REACH
 from anydecode.models.families.family import Denoising, Family, MixtureOfExperts, Scales
 from anydecode.models.families.patterns import (
     CHUNKED,
@@ -454,7 +455,10 @@ def _layers(
         """The rotary embedding of a type of layers; layers with an equal one share the object."""
         if (kind, dim) not in ropes:
             parameters = _rope_parameters(config, kind)
-            ropes[kind, dim] = make_rope(parameters, dim, trained, max_positions)
+            rope = make_rope(parameters, dim, trained, max_positions)
+            if family.has_reversed_rope:
+                rope = replace(rope, frequencies=-rope.frequencies)
+            ropes[kind, dim] = rope
         return ropes[kind, dim]
 
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
@@ -538,6 +542,7 @@ def _layers(
                 gate_cutoff=cutoffs[layer],
                 qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
                 is_differential=family.is_differential,
+                bias_reach=BIAS_REACH if family.has_distance_biases else 0,
                 memory="side" if is_side else None,
             )
         )
@@ -608,7 +613,7 @@ def _attention(
         scale=scale,
         window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
         chunk=int_value(config, "attention_chunk_size") if layer_type == CHUNKED else None,
-        is_two_sided=family.is_encoder and layer_type == SLIDING,
+        is_two_sided=family.is_encoder and (layer_type == SLIDING or family.has_alibi),
         softcap=optional_number(config, "attn_logit_softcapping")
         if family.has_attention_softcap
         else None,

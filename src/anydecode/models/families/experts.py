@@ -22,6 +22,7 @@ _ROUTERS = (
     "mlp.gate.wg",
     "mlp.router.gate",
     "mlp.router",
+    "mlp.router.layer",
     "block_sparse_moe.gate",
     "block_sparse_moe.router",
     "block_sparse_moe.router.layer",
@@ -67,6 +68,9 @@ def read_experts(
     if family.moe.has_norms:
         routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])
     experts = Experts(Linear(weight, bias), routed)
+    if reader.has(f"{block}.experts.bias"):
+        sums = reader.vector(f"{block}.experts.bias", shape[1])
+        experts.bias = plain_weight(sums[None])
     size, hidden = shared_size(config, family.moe), shape[1]
     if config.get("moe_latent_size") is not None:
         name, has_bias = f"{block}.fc1_latent_proj", bool_value(config, "mlp_bias")

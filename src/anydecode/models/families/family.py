@@ -145,6 +145,7 @@ class Family:
         has_partial_rotary: Whether `partial_rotary_factor` applies.
         interleaved_rope: See `LayerSpec.interleaved_rope`.
         norm_after_rope: See `LayerSpec.norm_after_rope`.
+        has_reversed_rope: Whether the rotary embedding rotates the other way round.
         rope_layers: Returns whether each layer has a rotary position embedding, from the config and
             the attention type of each layer; None: all have.
         norm: See `ModelSpec.norm`.
@@ -183,6 +184,8 @@ class Family:
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
         is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.
+        has_distance_biases: Whether scores have learned biases by distance, see
+            `LayerSpec.bias_reach`.
         has_query_growth: Whether `llama_4_scaling_beta` of the rope parameters applies, see
             `LayerSpec.query_rope`.
     """
@@ -206,6 +209,7 @@ class Family:
     has_partial_rotary: bool = False
     interleaved_rope: bool = False
     norm_after_rope: bool = False
+    has_reversed_rope: bool = False
     rope_layers: Callable[[Config, list[str]], list[bool]] | None = None
     scales: Callable[[Config], Scales] | None = None
     norm: str = "rms"
@@ -237,3 +241,4 @@ class Family:
     has_qkv_limit: bool = False
     is_differential: bool = False
     has_query_growth: bool = False
+    has_distance_biases: bool = False

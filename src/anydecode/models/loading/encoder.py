@@ -1,18 +1,21 @@
-"""Converts the layouts of encoders (BERT, RoBERTa, DistilBERT, ModernBERT, Nomic BERT) to the usual
-one: names of modules and keys of the config."""
+"""Converts the layouts of encoders (BERT, RoBERTa, DistilBERT, ModernBERT, Nomic BERT, Jina BERT,
+GTE, EuroBERT) to the usual one: names of modules and keys of the config."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from anydecode.models.families.values import int_value
-from anydecode.models.limits import ConfigError
+from anydecode.kernels.interface import Weight
+from anydecode.models.families.dispatch import class_names
+from anydecode.models.families.rope import rope_type
+from anydecode.models.families.values import int_value, mapping_value, value_or
+from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, ConfigError, number, refusal
 from anydecode.models.loading.lazy import Reader
 
 
@@ -25,6 +28,7 @@ class _Layout:
         blocks: The names that the list of layers may have.
         outer: The modules outside the layers, and their usual names.
         inner: The modules of a layer, and their usual names.
+        halves: The fused modules of a layer, and the usual names of both halves of their rows.
         head: The modules of a classifier, and their names in `models.classification`.
         keys: Its config keys, and the usual ones.
         fixed: Options, and the only value that is supported.
@@ -37,6 +41,7 @@ class _Layout:
     outer: Mapping[str, str]
     inner: Mapping[str, str]
     head: Mapping[str, str]
+    halves: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     head_activation: str = "tanh"
@@ -104,6 +109,17 @@ _DISTILBERT = _Layout(
     },
     head_activation="relu",
 )
+_MPNET = _Layout(
+    prefixes=("mpnet.", ""),
+    blocks=("encoder.layer",),
+    outer={**_EMBEDDINGS, "encoder.relative_attention_bias": "relative_attention_bias"},
+    inner={
+        **_BERT_LAYER,
+        **{f"attention.attn.{part}": f"self_attn.{part}_proj" for part in "qkvo"},
+        "attention.LayerNorm": "post_attention_layernorm",
+    },
+    head={"classifier.dense": "dense", "classifier.out_proj": "output"},
+)
 _MODERNBERT = _Layout(
     prefixes=("model.", ""),
     blocks=("layers",),
@@ -126,18 +142,28 @@ _MODERNBERT = _Layout(
     head_activation="gelu",
     head_pooling=None,
 )
-_NOMIC_NAMES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm",
-)  # fmt: skip
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+#: The layers of Nomic BERT and GTE in transformers.
+_GATED_LAYER = {
+    **{name: name for name in (*_ATTENTION, *_MLP, "post_attention_layernorm")},
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+_ONLY_NOMIC = {
+    "prenorm": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_scaling_factor": None,
+    "parallel_block": False,
+    "use_rms_norm": False,
+}
 #: The layout of its repositories, and that of transformers.
 _NOMIC = _Layout(
     prefixes=("nomic_bert.", ""),
     blocks=("encoder.layers", "layers"),
     outer={**_EMBEDDINGS, "emb_ln": "embed_norm"},
     inner={
-        **{name: name for name in _NOMIC_NAMES},
-        "post_mlp_layernorm": "post_feedforward_layernorm",
+        **_GATED_LAYER,
         "attn.Wqkv": "self_attn.qkv_proj",
         "attn.out_proj": "self_attn.o_proj",
         "mlp.fc11": "mlp.up_proj",
@@ -158,16 +184,79 @@ _NOMIC = _Layout(
     },
     fixed={
         "activation_function": "swiglu",
-        "prenorm": False,
         "qkv_proj_bias": False,
         "mlp_fc1_bias": False,
         "mlp_fc2_bias": False,
-        "rotary_emb_fraction": 1.0,
-        "rotary_emb_interleaved": False,
-        "rotary_scaling_factor": None,
-        "parallel_block": False,
-        "use_rms_norm": False,
+        **_ONLY_NOMIC,
     },
+)
+_NOMIC_MOE = replace(
+    _NOMIC,
+    inner={
+        **_NOMIC.inner,
+        "mlp.fc1": "mlp.up_proj",
+        "mlp.router.layer": "mlp.router.layer",
+        "mlp.experts": "mlp.experts",
+    },
+    keys={**_NOMIC.keys, "moe_top_k": "num_experts_per_tok"},
+    fixed={
+        "activation_function": "gelu",
+        "expert_choice_router": False,
+        "moe_normalize_expert_weights": False,
+        "num_shared_experts": 0,
+        **_ONLY_NOMIC,
+    },
+)
+_JINA = _Layout(
+    prefixes=("bert.", ""),
+    blocks=("encoder.layer",),
+    outer=_EMBEDDINGS,
+    inner={
+        **_BERT_LAYER,
+        "mlp.wo": "mlp.down_proj",
+        "mlp.layernorm": "post_feedforward_layernorm",
+    },
+    halves={"mlp.gated_layers": ("mlp.gate_proj", "mlp.up_proj")},
+    head={"bert.pooler.dense": "dense", "classifier": "output"},
+    fixed={"is_decoder": False, "position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+)
+#: The layout of its repositories (`NewModel`), and that of transformers.
+_GTE = _Layout(
+    prefixes=("new.", "gte.", ""),
+    blocks=("encoder.layer", "layers"),
+    outer=_EMBEDDINGS,
+    inner={
+        **_GATED_LAYER,
+        "attention.qkv_proj": "self_attn.qkv_proj",
+        **{f"attention.{part}_proj": f"self_attn.{part}_proj" for part in "qkvo"},
+        "mlp.down_proj": "mlp.down_proj",
+        "attn_ln": "post_attention_layernorm",
+        "mlp_ln": "post_feedforward_layernorm",
+    },
+    halves={"mlp.up_gate_proj": ("mlp.up_proj", "mlp.gate_proj")},
+    head={
+        "new.pooler.dense": "dense",
+        "gte.pooler.dense": "dense",
+        "classifier": "output",
+        "classifier.dense": "dense",
+        "classifier.out_proj": "output",
+    },
+    fixed={
+        "position_embedding_type": "rope",
+        "layer_norm_type": "layer_norm",
+        "logn_attention_scale": False,
+    },
+)
+_EUROBERT = _Layout(
+    prefixes=("model.", ""),
+    blocks=("layers",),
+    outer={"embed_tokens": "embed_tokens", "norm": "norm"},
+    inner={
+        name: name for name in (*_ATTENTION, *_MLP, "input_layernorm", "post_attention_layernorm")
+    },
+    head={"dense": "dense", "classifier": "output"},
+    head_activation="gelu",
+    head_pooling=None,
 )
 _LAYOUTS = {
     "bert": _BERT,
@@ -176,7 +265,12 @@ _LAYOUTS = {
     "camembert": _ROBERTA,
     "distilbert": _DISTILBERT,
     "modernbert": _MODERNBERT,
+    "mpnet": _MPNET,
     "nomic_bert": _NOMIC,
+    "nomic_bert_moe": _NOMIC_MOE,
+    "jina_bert_v2": _JINA,
+    "gte": _GTE,
+    "eurobert": _EUROBERT,
 }
 #: The names of norms in checkpoints that were converted from TensorFlow.
 _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
@@ -184,7 +278,17 @@ _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is written in one of these layouts."""
-    return config.get("model_type") in tuple(_LAYOUTS)
+    return _model_type(config) in tuple(_LAYOUTS)
+
+
+def _model_type(config: Mapping[str, Any]) -> Any:
+    """The model type, where repositories give one that others have too."""
+    model_type = config.get("model_type")
+    if model_type == "bert" and any("JinaBert" in name for name in class_names(config)):
+        return "jina_bert_v2"
+    if model_type == "nomic_bert" and config.get("moe_every_n_layers"):
+        return "nomic_bert_moe"
+    return "gte" if model_type == "new" else model_type
 
 
 def to_hf_layout(
@@ -196,28 +300,36 @@ def to_hf_layout(
     Raises:
         CheckpointError: A size is invalid, or an option is not supported.
     """
-    model_type = config["model_type"]
+    model_type = _model_type(config)
     layout = _LAYOUTS[model_type]
     for key, value in layout.fixed.items():
         if config.get(key) not in (None, value):
             raise ConfigError(f"{key} {config[key]!r} is not supported in a {model_type} config")
-    usual = dict(config)
+    usual = {**config, "model_type": model_type}
     for key, other in layout.keys.items():
         if config.get(key) is not None:
             usual[other] = config[key]
     first = 0
-    if layout is _ROBERTA:  # positions are counted from the padding token's id + 1
+    if layout in (_ROBERTA, _MPNET):  # positions are counted from the padding token's id + 1
         first = int_value(config, "pad_token_id", 1, low=0) + 1
         length = int_value(config, "max_position_embeddings", 512, low=first + 1)
         usual["max_position_embeddings"] = length - first
     if layout is _MODERNBERT:
         usual |= _modernbert(config)
+    if layout is _GTE:
+        usual |= _gte(config)
+    if layout is _NOMIC_MOE:
+        every = int_value(config, "moe_every_n_layers")
+        layers = range(int_value(usual, "num_hidden_layers", 12, high=MAX_LAYERS))
+        usual["mlp_only_layers"] = [layer for layer in layers if layer % every != 1]
     head = {}
     if any(
         str(name).endswith("SequenceClassification") for name in config.get("architectures") or ()
     ):
         head = dict(layout.head)
-        pooling = layout.head_pooling or config.get("classifier_pooling") or "cls"
+        default = "late" if layout is _EUROBERT else "cls"
+        pooling = layout.head_pooling or config.get("classifier_pooling") or default
+        pooling = "cls" if pooling == "bos" else pooling
         activation = config.get("classifier_activation") or layout.head_activation
         usual["classifier"] = {"activation": activation, "pooling": pooling}
     result: dict[str, Reader] = {}
@@ -227,7 +339,16 @@ def to_hf_layout(
         if module in head:
             result[f"classifier.{head[module]}.{leaf}"] = reader
             continue
-        target = _usual_name(module, layout)
+        if layout is _NOMIC_MOE and name.endswith(("experts.mlp.w1", "experts.mlp.w2")):
+            count = int_value(config, "num_experts", high=MAX_EXPERTS)
+            kind, module = ("up", "down")[leaf == "w2"], module.removesuffix(".mlp")
+            stack = f"model.{_usual_name(module, layout)}.{kind}_proj"
+            result[stack] = partial(_expert_stack, reader, count, leaf == "w2")
+            continue
+        halves = _halves(module, layout)
+        for index, half in enumerate(halves):
+            result[f"model.{half}.{leaf}"] = partial(_half, reader, index)
+        target = None if halves else _usual_name(module, layout)
         if target == "embed_positions" and first:
             reader = partial(_rows_from, reader, first)
         if target is not None:
@@ -252,19 +373,76 @@ def _modernbert(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": parameters, "sliding_window": window}
 
 
+def _gte(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The usual keys of GTE's rotary embedding. With the scaling "ntk", both the base and the
+    wavelengths grow."""
+    scaling = mapping_value(config, "rope_scaling")
+    if rope_type(scaling) != "ntk":
+        return {}
+    if scaling.get("mixed_b") is not None:
+        raise refusal("mixed_b of rope_scaling", scaling["mixed_b"], "null")
+    factor = number("factor of rope_scaling", scaling.get("factor"), 1e-6, 1e6)
+    theta = number("rope_theta", value_or(config, "rope_theta", 10_000.0), 1.001, 1e12)
+    heads = int_value(config, "num_attention_heads", 12)
+    dim = int_value(config, "hidden_size", 768) // heads
+    stretch = factor ** (2 / max(dim, 1))
+    return {
+        "rope_theta": theta * factor,
+        "rope_scaling": {"rope_type": "linear", "factor": stretch},
+    }
+
+
 def _usual_name(module: str, layout: _Layout) -> str | None:
     """The usual name of a module; None for one that is not part of the encoder."""
-    start = next(prefix for prefix in (*layout.prefixes, "") if module.startswith(prefix))
-    module = module[len(start) :]
+    module = _without_prefix(module, layout)
     if module in layout.outer:
         return layout.outer[module]
+    number, inner = _in_layer(module, layout)
+    return f"layers.{number}.{layout.inner[inner]}" if inner in layout.inner else None
+
+
+def _halves(module: str, layout: _Layout) -> list[str]:
+    """The usual names of both halves of a fused module; none for another one."""
+    number, inner = _in_layer(_without_prefix(module, layout), layout)
+    return [f"layers.{number}.{name}" for name in layout.halves.get(inner, ())]
+
+
+def _without_prefix(module: str, layout: _Layout) -> str:
+    start = next(prefix for prefix in (*layout.prefixes, "") if module.startswith(prefix))
+    return module[len(start) :]
+
+
+def _in_layer(module: str, layout: _Layout) -> tuple[str, str]:
+    """The number of a module's layer and its name there; both are empty outside the layers."""
     for blocks in layout.blocks:
-        if not module.startswith(f"{blocks}."):
-            continue
-        number, _, inner = module[len(blocks) + 1 :].partition(".")
-        if re.fullmatch(r"[0-9]+", number) and inner in layout.inner:
-            return f"layers.{number}.{layout.inner[inner]}"
-    return None
+        found = re.fullmatch(rf"{re.escape(blocks)}\.([0-9]+)\.(.+)", module)
+        if found is not None:
+            return found[1], found[2]
+    return "", ""
+
+
+def _half(reader: Reader, half: int) -> np.ndarray | Weight:
+    """The first or the second half of the rows of a matrix or of a vector."""
+    tensor = reader()
+    if isinstance(tensor, Weight):
+        count = tensor.out_features // 2
+        data = tensor.data[half * count : (half + 1) * count]
+        return replace(tensor, data=data, out_features=len(data))
+    count = len(tensor) // 2
+    return tensor[half * count : (half + 1) * count]
+
+
+def _expert_stack(reader: Reader, count: int, is_transposed: bool) -> np.ndarray:
+    """The matrices `[experts, out, in]` of experts that are stored one below the other, those of
+    their outputs transposed."""
+    tensor = np.asarray(reader())
+    if tensor.ndim != 2 or len(tensor) % count:
+        raise ConfigError(
+            f"the matrices of experts have shape {list(tensor.shape)}; allowed are those of"
+            f" {count} experts, one below the other"
+        )
+    stack = tensor.reshape(count, -1, tensor.shape[1])
+    return stack.swapaxes(1, 2) if is_transposed else stack
 
 
 def _rows_from(reader: Reader, first: int) -> np.ndarray:

@@ -157,6 +157,8 @@ def _convert(
             return []
         if not is_layer or part not in names:
             raise _unknown_tensor(file, info, architecture)
+        if part == "ffn_up" and config.get("has_gate_up"):
+            names["ffn_up"] = "mlp.gate_up_proj"
         target = FAMILIES[config["model_type"]].names.get(names[part], names[part])
     name = f"{prefix}{target}.{leaf}"
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
@@ -342,6 +344,31 @@ def matrix_tensors(file: GGUFFile) -> dict[str, tuple[str, np.ndarray]]:
         if isinstance(reader, partial) and reader.func is deinterleaved:
             order = half_order(info.shape[0], reader.args[1])
         found[name] = info.name, order
+    return found
+
+
+def matrix_parts(file: GGUFFile) -> dict[str, tuple[str, int, int]]:
+    """Where the matrices of layers are stored.
+
+    Returns:
+        By the name in the Hugging Face layout, fused ones under the name of one part: the name of
+        the GGUF tensor, the number of the matrix in it, and how many it has (those of experts).
+    """
+    config = config_from_gguf(file)
+    architecture: str = file.metadata["general.architecture"]
+    found: dict[str, tuple[str, int, int]] = {}
+    for info in file.tensors.values():
+        is_layer = info.name.startswith("blk.") and info.name.endswith(".weight")
+        if not is_layer or len(info.shape) not in (2, 3):
+            continue
+        converted = _convert(file, info, architecture, config)
+        count = info.shape[0] if len(info.shape) == 3 else 1
+        for number, (name, shape, _) in enumerate(converted):
+            if len(shape) != 2:
+                continue
+            for fused, part in (("qkv_proj", "q_proj"), ("gate_up_proj", "up_proj")):
+                name = name.replace(f".{fused}.", f".{part}.")
+            found[name] = info.name, number * count // len(converted), count
     return found
 
 

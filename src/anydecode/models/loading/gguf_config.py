@@ -31,19 +31,30 @@ from anydecode.models.loading.gguf_dense import (
     starcoder2,
 )
 from anydecode.models.loading.gguf_diffusion import denoising, dream, llada_moe, rnd1
-from anydecode.models.loading.gguf_encoder import bert, modern_bert, nomic_bert
+from anydecode.models.loading.gguf_encoder import (
+    bert,
+    jina_bert,
+    modern_bert,
+    nomic_bert,
+    nomic_bert_moe,
+)
 from anydecode.models.loading.gguf_experts import (
     afmoe,
     bailing_moe,
     deepseek,
     dots1,
     ernie_moe,
+    exaone_moe,
+    experts_beside_shared,
     glm4_moe,
     gpt_oss,
     hunyuan_moe,
     llama4,
+    minicpm3,
     minimax_m2,
+    mistral4,
     olmoe,
+    phimoe,
     qwen2_moe,
     qwen3_moe,
 )
@@ -122,7 +133,13 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "gpt-oss": gpt_oss,
         "qwen2moe": qwen2_moe,
         "olmoe": olmoe,
+        "bailingmoe": experts_beside_shared,
         "bailingmoe2": bailing_moe,
+        "exaone-moe": exaone_moe,
+        "phimoe": phimoe,
+        "jais2": arcee,
+        "minicpm3": minicpm3,
+        "mistral4": mistral4,
         "glm4moe": glm4_moe,
         "dots1": dots1,
         "afmoe": afmoe,
@@ -134,6 +151,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "lfm2moe": lfm2_moe,
         "bert": bert,
         "nomic-bert": nomic_bert,
+        "nomic-bert-moe": nomic_bert_moe,
+        "jina-bert-v2": jina_bert,
         "modern-bert": modern_bert,
         "gemma-embedding": embedding_gemma,
         "mamba": mamba,
@@ -193,7 +212,9 @@ def _common(keys: Keys) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
     }
-    if FAMILIES[model_type].norm == "layer":
+    if keys.architecture == "phimoe":  # whose layer norms have the key of the others
+        config["layer_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
+    elif FAMILIES[model_type].norm == "layer":
         config["layer_norm_eps"] = keys.number("attention.layer_norm_epsilon")
     else:
         config["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")

@@ -10,7 +10,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
-from anydecode.models.limits import MAX_COUNT, refusal
+from anydecode.models.limits import MAX_COUNT, MAX_EXPERTS, refusal
 from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.lazy import Reader
@@ -41,6 +41,32 @@ def nomic_bert(keys: Keys, config: dict[str, Any]) -> None:
     _segments(keys, config)
 
 
+def nomic_bert_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """Nomic BERT with experts in one of every `moe_every_n_layers` layers."""
+    _segments(keys, config)
+    config["hidden_act"] = "gelu"
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors
+    config["num_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    every = keys.count("moe_every_n_layers")
+    layers = range(config["num_hidden_layers"])
+    config["mlp_only_layers"] = [layer for layer in layers if layer % every != 1]
+
+
+def jina_bert(keys: Keys, config: dict[str, Any]) -> None:
+    """Jina BERT. Old files have a matrix of gates, others have its rows before those of up."""
+    tensors = keys.file.tensors
+    for name in ("blk.0.attn_q_norm.weight", "blk.0.attn_norm_2.weight"):
+        if name in tensors:
+            raise CheckpointError(
+                f"{keys.file.path}: tensor {name!r} is one of jina-embeddings-v2-base-code, whose"
+                " additional norms are not supported"
+            )
+    _segments(keys, config)
+    config["hidden_act"] = "gelu"
+    config["has_gate_up"] = "blk.0.ffn_gate.weight" not in tensors
+
+
 def modern_bert(keys: Keys, config: dict[str, Any]) -> None:
     """ModernBERT: full attention in the first of every `sliding_window_pattern` layers."""
     key = "attention.sliding_window_pattern"
@@ -59,7 +85,7 @@ def modern_bert(keys: Keys, config: dict[str, Any]) -> None:
         "full_attention": {"rope_theta": keys.number("rope.freq_base", 160_000.0)},
         "sliding_attention": {"rope_theta": keys.number("rope.freq_base_swa", 10_000.0)},
     }
-    config["hidden_activation"] = "gelu"
+    config["hidden_activation"] = keys.get("hidden_activation", "gelu")
 
 
 def _segments(keys: Keys, config: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from anydecode.errors import CheckpointError
 from anydecode.models.limits import MAX_EXPERTS, refusal
+from anydecode.models.loading.gguf_dense import phi3
 from anydecode.models.loading.gguf_keys import Keys
-from anydecode.models.loading.gguf_rope import partial_rotary, windows
+from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
 
 #: The values of `expert_gating_func`; 0 is none.
 _SOFTMAX, _SIGMOID = 1, 2
@@ -64,14 +65,14 @@ def _require_sigmoid(keys: Keys) -> None:
 def dots1(keys: Keys, config: dict[str, Any]) -> None:
     """dots.llm1."""
     _require_sigmoid(keys)
-    _experts_beside_shared(keys, config)
+    experts_beside_shared(keys, config)
     config["use_sliding_window"] = False
 
 
 def afmoe(keys: Keys, config: dict[str, Any]) -> None:
     """AFMoE."""
     _require_sigmoid(keys)
-    _experts_beside_shared(keys, config)
+    experts_beside_shared(keys, config)
     windows(keys, config)
     config["mup_enabled"] = True  # as published; the file does not store it
 
@@ -94,11 +95,8 @@ def hunyuan_moe(keys: Keys, config: dict[str, Any]) -> None:
 def glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
     """GLM-4.5 to 4.7."""
     _require_sigmoid(keys)
-    # The count of blocks includes those that predict further tokens.
-    num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
-    config["num_hidden_layers"] -= num_unused
-    config["num_nextn_predict_layers"] = num_unused
-    _experts_beside_shared(keys, config)
+    _further_layers(keys, config)
+    experts_beside_shared(keys, config)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in keys.file.tensors
     partial_rotary(keys, config)
 
@@ -106,11 +104,39 @@ def glm4_moe(keys: Keys, config: dict[str, Any]) -> None:
 def bailing_moe(keys: Keys, config: dict[str, Any]) -> None:
     """Ling and Ring 2.0: GLM-4.5 with groups of experts."""
     glm4_moe(keys, config)
+    _groups(keys, config)
+
+
+def exaone_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """K-EXAONE."""
+    _require_sigmoid(keys)
+    _further_layers(keys, config)
+    experts_beside_shared(keys, config)
+    _groups(keys, config)
+    windows(keys, config)
+
+
+def phimoe(keys: Keys, config: dict[str, Any]) -> None:
+    """Phi-3.5-MoE."""
+    config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
+    config["num_experts_per_tok"] = keys.count("expert_used_count")
+    phi3(keys, config)
+
+
+def _further_layers(keys: Keys, config: dict[str, Any]) -> None:
+    """The layers that predict further tokens, which the count of blocks includes."""
+    num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
+    config["num_hidden_layers"] -= num_unused
+    config["num_nextn_predict_layers"] = num_unused
+
+
+def _groups(keys: Keys, config: dict[str, Any]) -> None:
+    """The number of groups of experts, and of those that experts are chosen from."""
     config["n_group"] = keys.count("expert_group_count", 1)
     config["topk_group"] = keys.count("expert_group_used_count", 1)
 
 
-def _experts_beside_shared(keys: Keys, config: dict[str, Any]) -> None:
+def experts_beside_shared(keys: Keys, config: dict[str, Any]) -> None:
     """Experts beside shared ones, behind the first layers."""
     experts(keys, config)
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
@@ -121,8 +147,39 @@ def _experts_beside_shared(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def deepseek(keys: Keys, config: dict[str, Any]) -> None:
-    """DeepSeek-V2, and V3 if the scores of experts are sigmoids. Newer files describe the attention
-    in its compressed form, and have the sizes of a head under keys of their own."""
+    """DeepSeek-V2, and V3 if the scores of experts are sigmoids."""
+    file = keys.file
+    _latent(keys, config)
+    gating = keys.get("expert_gating_func", 0)
+    if gating not in (0, _SOFTMAX, _SIGMOID):
+        raise refusal(f"{file.path}: metadata deepseek2.expert_gating_func", gating, "1 or 2")
+    # Only V3 has selection biases; its first files lack the key.
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    _deepseek_experts(keys, config, gating == _SIGMOID or (not gating and has_bias))
+
+
+def mistral4(keys: Keys, config: dict[str, Any]) -> None:
+    """Mistral Small 4."""
+    _latent(keys, config)
+    _deepseek_experts(keys, config, is_sigmoid=False)
+    config.pop("topk_method", None)
+    if keys.get("attention.temperature_scale", None) is not None:
+        scaling = config["rope_scaling"] or {"rope_type": "default"}
+        scaling["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+        config["rope_scaling"] = scaling
+
+
+def minicpm3(keys: Keys, config: dict[str, Any]) -> None:
+    """MiniCPM3. The file stores neither the size of a value nor the factors, which are those of the
+    published model."""
+    usual = max(1, config["hidden_size"] // config["num_attention_heads"])
+    _latent(keys, config, value_dim=usual)
+    longrope(keys, config)
+
+
+def _latent(keys: Keys, config: dict[str, Any], value_dim: int | None = None) -> None:
+    """Latent attention. Newer files describe it in its compressed form, and have the sizes of a
+    head under keys of their own. `value_dim` is that of files without one."""
     file = keys.file
     rotary, rank = keys.count("rope.dimension_count"), keys.count("attention.kv_lora_rank")
     suffix = "_mla" if keys.get("attention.key_length_mla", None) is not None else ""
@@ -136,7 +193,7 @@ def deepseek(keys: Keys, config: dict[str, Any]) -> None:
         "q_lora_rank": None,
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": length - rotary,
-        "v_head_dim": keys.count(f"attention.value_length{suffix}"),
+        "v_head_dim": value_dim or keys.count(f"attention.value_length{suffix}"),
         "num_key_value_heads": config["num_attention_heads"],
         "has_stacked_heads": "blk.0.attn_kv_b.weight" not in file.tensors,
     }
@@ -147,18 +204,10 @@ def deepseek(keys: Keys, config: dict[str, Any]) -> None:
         # The file has 0.1 times `mscale_all_dim`, and the two factors are equal in every model.
         scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
-    gating = keys.get("expert_gating_func", 0)
-    if gating not in (0, _SOFTMAX, _SIGMOID):
-        raise refusal(f"{file.path}: metadata deepseek2.expert_gating_func", gating, "1 or 2")
-    # Only V3 has selection biases; its first files lack the key.
-    has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
-    _deepseek_experts(keys, config, gating == _SIGMOID or (not gating and has_bias))
 
 
 def _deepseek_experts(keys: Keys, config: dict[str, Any], is_sigmoid: bool) -> None:
-    num_unused = keys.count("nextn_predict_layers", 0, config["num_hidden_layers"] - 1, low=0)
-    config["num_hidden_layers"] -= num_unused
-    config["num_nextn_predict_layers"] = num_unused
+    _further_layers(keys, config)
     count = keys.count("expert_count", 0, high=MAX_EXPERTS, low=0)
     config["n_routed_experts"] = config["num_experts"] = count
     if is_sigmoid:

@@ -14,7 +14,7 @@ OUTER = {
 }
 #: Modules outside the layers that have another meaning in one architecture.
 OWN_OUTER = dict.fromkeys(
-    ("bloom", "rwkv7", "bert", "nomic-bert", "modern-bert"),
+    ("bloom", "rwkv7", "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "modern-bert"),
     {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
 )
 LAYER = {
@@ -104,6 +104,15 @@ def _shared(module: str) -> dict[str, str]:
     return {"ffn_gate_inp": "mlp.gate", **parts}
 
 
+#: Latent attention.
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 OVERRIDES = {
     "gemma2": _SANDWICH,
@@ -120,6 +129,12 @@ OVERRIDES = {
     },
     "bert": _SUM_NORMS,
     "nomic-bert": {**_SUM_NORMS, "attn_qkv": "self_attn.qkv_proj"},
+    "nomic-bert-moe": {
+        **_SUM_NORMS,
+        "attn_qkv": "self_attn.qkv_proj",
+        "ffn_gate_inp": "mlp.router.layer",
+    },
+    "jina-bert-v2": _SUM_NORMS,
     "modern-bert": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "olmo2": _POST_NORMS,
     "exaone4": _POST_NORMS,
@@ -187,21 +202,15 @@ OVERRIDES = {
         "post_attention_norm": "post_attention_layernorm",
         **_shared("shared_experts"),
     },
-    "dots1": _shared("shared_experts"),
+    **dict.fromkeys(("dots1", "bailingmoe", "exaone-moe"), _shared("shared_experts")),
+    "phimoe": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "bailingmoe2": {**_shared("shared_experts"), "attn_qkv": "self_attn.qkv_proj"},
     "afmoe": {**_SANDWICH, "attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
     "minimax-m2": {"ffn_gate_inp": "mlp.gate"},
     "hunyuan-moe": _shared("shared_mlp"),
     "llama4": {**_shared("shared_expert"), "ffn_gate_inp": "feed_forward.router"},
-    "deepseek2": {
-        "attn_q_a": "self_attn.q_a_proj",
-        "attn_q_a_norm": "self_attn.q_a_layernorm",
-        "attn_q_b": "self_attn.q_b_proj",
-        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-        "attn_kv_b": "self_attn.kv_b_proj",
-        **_shared("shared_experts"),
-    },
+    **dict.fromkeys(("deepseek2", "mistral4"), {**_LATENT, **_shared("shared_experts")}),
+    "minicpm3": _LATENT,
 }
 _MLP_EXPERTS = {
     "ffn_gate": "mlp.experts.{}.gate_proj",
@@ -209,12 +218,18 @@ _MLP_EXPERTS = {
     "ffn_down": "mlp.experts.{}.down_proj",
 }
 EXPERTS = {
-    "nemotron_h_moe": {part: _MLP_EXPERTS[part] for part in ("ffn_up", "ffn_down")},
-    "llama": {
-        "ffn_gate": "block_sparse_moe.experts.{}.w1",
-        "ffn_up": "block_sparse_moe.experts.{}.w3",
-        "ffn_down": "block_sparse_moe.experts.{}.w2",
-    },
+    **dict.fromkeys(
+        ("nemotron_h_moe", "nomic-bert-moe"),
+        {part: _MLP_EXPERTS[part] for part in ("ffn_up", "ffn_down")},
+    ),
+    **dict.fromkeys(
+        ("llama", "phimoe"),
+        {
+            "ffn_gate": "block_sparse_moe.experts.{}.w1",
+            "ffn_up": "block_sparse_moe.experts.{}.w3",
+            "ffn_down": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
     "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
     **dict.fromkeys(
         ("llama4", "jamba"),
@@ -225,18 +240,16 @@ EXPERTS = {
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
-            *("bailingmoe2", "afmoe"),
+            *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe", "mistral4"),
         ),
         _MLP_EXPERTS,
     ),
 }
 #: Stacks of matrices, one for each head, of latent attention.
-HEADS = {
-    "deepseek2": {
-        "attn_k_b": "self_attn.k_b_proj.{}",
-        "attn_v_b": "self_attn.v_b_proj.{}",
-    }
-}
+HEADS = dict.fromkeys(
+    ("deepseek2", "mistral4"),
+    {"attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"},
+)
 #: Vectors whose Hugging Face names have no suffix.
 VECTORS = {
     "attn_sinks.weight": "self_attn.sinks",
@@ -274,7 +287,7 @@ FLAT = (
 #: RWKV-7: the first layer does not mix its values; files have another product's in that place.
 UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
-WITHOUT_NEXTN = ("nemotron_h_moe", "bailingmoe2")
+WITHOUT_NEXTN = ("nemotron_h_moe", "bailingmoe2", "exaone-moe")
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")
@@ -283,7 +296,7 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
-    *("llada", "olmo", "arcee", "internlm2"),
+    *("llada", "olmo", "arcee", "internlm2", "bailingmoe", "llama-embed"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (

@@ -211,7 +211,8 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 
 def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if architecture in ("phi3", "glm4", "chatglm", "modern-bert"):
+    is_fused = architecture in ("phi3", "glm4", "chatglm", "modern-bert")
+    if is_fused or config.get("has_gate_up"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
     family = FAMILIES[config["model_type"]]
     if family.mlp == "none":
