@@ -13,7 +13,10 @@ from anydecode.quantization.encoders import FORMATS, encode
 
 #: Bounds of the relative error of normally distributed values. Without the search for scales, the
 #: errors are 0.0787, 0.0383, 0.0188, 0.0796 and 0.0800.
-SEARCHED = {"Q4_K": 0.0745, "Q5_K": 0.0372, "Q6_K": 0.0181, "IQ4_NL": 0.0778, "IQ4_XS": 0.0783}
+SEARCHED = {
+    "Q2_K": 0.36, "Q3_K": 0.165, "Q4_K": 0.0745, "Q5_K": 0.0372, "Q6_K": 0.0181, "IQ4_NL": 0.0778,
+    "IQ4_XS": 0.0783,
+}  # fmt: skip
 
 
 def values() -> np.ndarray:
@@ -48,8 +51,10 @@ def test_special_rows_are_close(format: str) -> None:
     x = values()
     error = np.abs(decoded(x, format) - x).max(1)
     assert error[3] == 0
-    assert error[4] < 0.004 and error[6] < 0.2 * x[6].max()
-    assert (error <= 0.13 * np.abs(x).max(1)).all()
+    limit = {"Q2_K": 0.5, "Q3_K": 0.25}.get(format, 0.13)
+    assert (error <= limit * np.abs(x).max(1)).all()
+    if limit == 0.13:
+        assert error[4] < 0.004 and error[6] < 0.2 * x[6].max()
 
 
 @pytest.mark.parametrize("format", SEARCHED)
@@ -57,3 +62,35 @@ def test_decoded_values_are_encoded_again_with_a_small_error(format: str) -> Non
     once = decoded(values(), format)
     twice = decoded(once, format)
     assert np.linalg.norm(twice - once) < 0.02 * np.linalg.norm(once)
+
+
+@pytest.mark.parametrize("format", SEARCHED)
+def test_an_importance_matrix_lowers_the_error_of_important_inputs(format: str) -> None:
+    """Rejects an importance of other columns, and one that is not read."""
+    x = np.random.default_rng(3).standard_normal((32, 512), np.float32)
+    importance = np.random.default_rng(4).random(512, np.float32) ** 8
+    unweighted = float((((decoded(x, format) - x) ** 2) * importance).sum())
+
+    def error(weights: np.ndarray) -> float:
+        data = encode(x, format, weights)
+        found = dequantize(Weight(format, *x.shape, data))
+        return float((((found - x) ** 2) * importance).sum())
+
+    assert error(importance) < 0.95 * unweighted
+    assert error(importance[::-1].copy()) > unweighted
+
+
+@pytest.mark.parametrize("format", SEARCHED)
+def test_inputs_that_are_never_used_keep_their_values(format: str) -> None:
+    x = np.random.default_rng(5).standard_normal((4, 256), np.float32)
+    data = encode(x, format, np.zeros(256, np.float32))
+    found = dequantize(Weight(format, *x.shape, data))
+    assert np.linalg.norm(found - x) < 1.2 * np.linalg.norm(decoded(x, format) - x)
+
+
+@pytest.mark.parametrize("format", SEARCHED)
+def test_the_package_gguf_reads_the_blocks(format: str) -> None:
+    data = encode(values(), format)
+    assert np.array_equal(
+        quants.dequantize(data, GGMLQuantizationType[format]), decoded(values(), format)
+    )

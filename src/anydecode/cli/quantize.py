@@ -32,8 +32,17 @@ def quantize(
         Path | None,
         typer.Option(
             "--calibrate",
-            help="Texts for ptq161, separated by empty lines; default: the package's prompts.",
+            help="Texts, separated by empty lines, for ptq161 (default: the package's prompts) or"
+            " for an importance matrix.",
         ),
+    ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option("--imatrix", help="Importance matrix to read, of llama-imatrix or of this."),
+    ] = None,
+    save_imatrix: Annotated[
+        Path | None,
+        typer.Option("--save-imatrix", help="Write the importance matrix of --calibrate here."),
     ] = None,
     epochs: Annotated[
         int | None,
@@ -62,7 +71,7 @@ def quantize(
     """
     from anydecode.api.llm import LLM
     from anydecode.models.loading import load_checkpoint
-    from anydecode.quantization import ptq161
+    from anydecode.quantization import encoders, ptq161
     from anydecode.quantization.gguf import quantize_file
 
     source = load_checkpoint(model).path
@@ -73,10 +82,21 @@ def quantize(
         )
     is_calibrated = format.lower() == ptq161.KEY
     training = options.without_none(epochs=epochs, restore=restore)
-    if not is_calibrated and (calibrate is not None or training):
+    if not is_calibrated and training:
+        raise InvalidRequestError(f"--epochs and --restore are options of {ptq161.KEY} alone")
+    if imatrix is not None and calibrate is not None:
+        raise InvalidRequestError("--imatrix and --calibrate exclude each other: give one of them")
+    if save_imatrix is not None and (is_calibrated or calibrate is None):
+        raise InvalidRequestError("--save-imatrix writes what --calibrate measures: give both")
+    is_weighed = imatrix is not None or (calibrate is not None and not is_calibrated)
+    if is_weighed and format.upper() not in encoders.SEARCHED:
+        names = ", ".join(name.lower() for name in encoders.SEARCHED)
         raise InvalidRequestError(
-            f"--calibrate, --epochs and --restore are options of {ptq161.KEY} alone"
+            f"an importance matrix changes nothing in {format.lower()}; it does in {names}"
         )
+    importance: dict[str, Any] = {}
+    if is_weighed:
+        importance = _importance(source, imatrix, calibrate, save_imatrix)
     with progress("the new file", unit="count" if is_calibrated else "bytes") as bar:
         common: dict[str, Any] = {
             "overwrite": force,
@@ -87,7 +107,7 @@ def quantize(
             texts = ptq161.calibration_texts(calibrate)
             summary = ptq161.quantize_gguf(source, out, texts, **training, **common)
         else:
-            summary = quantize_file(source, out, format, **common)
+            summary = quantize_file(source, out, format, importance=importance, **common)
     text = None
     if prompt:
         with LLM(str(out), **options.without_none(threads=threads)) as llm:
@@ -103,3 +123,22 @@ def quantize(
     if text is not None:
         note(f"{prompt}{text}")
     print(out)
+
+
+def _importance(
+    source: Path, imatrix: Path | None, calibrate: Path | None, save: Path | None
+) -> dict[str, Any]:
+    """The importance of the inputs of a model's matrices, read or measured."""
+    from anydecode.models.loading import load_checkpoint
+    from anydecode.quantization.importance import measure_importance, read_importance
+    from anydecode.quantization.ptq161 import calibration_texts
+
+    if imatrix is not None:
+        return read_importance(imatrix.expanduser()).importance()
+    assert calibrate is not None, "one of the two is given"
+    note("measuring the importance of inputs")
+    texts = calibration_texts(calibrate)
+    measured = measure_importance(load_checkpoint(str(source)), texts, calibrate.name)
+    if save is not None:
+        measured.write(save)
+    return measured.importance()

@@ -1,7 +1,7 @@
 """Blocks of GGUF's formats from float32 values: rounding to nearest, with a search for the scales.
 
 The search is that of llama.cpp's reference in outline: several scales are tried, and the one with
-the smallest weighted squared error is kept. An importance matrix is not used.
+the smallest weighted squared error is kept. An importance matrix weighs these errors.
 """
 
 from __future__ import annotations
@@ -17,21 +17,29 @@ _TRIES = 20  # scales per block with a minimum
 _SIGNED_TRIES = 6  # scales per block above and below that of the largest value
 
 
-def encode(values: np.ndarray, format: str) -> np.ndarray:
+def encode(values: np.ndarray, format: str, importance: np.ndarray | None = None) -> np.ndarray:
     """Encode rows of values.
 
     Args:
         values: float32 `[rows, columns]`; the columns divide into blocks of the format.
         format: One of `FORMATS`.
+        importance: float32 `[columns]` or `[rows, columns]`, at least 0: the weights of squared
+            errors, which formats without a search (all but `SEARCHED`) do not read.
 
     Returns:
         uint8 `[rows, bytes]`.
     """
     if format in QUANTIZABLE:
         return quantize(values, format).data
-    blocks = values.reshape(-1, BLOCKS[format][0])
+    size = BLOCKS[format][0]
+    blocks = values.reshape(-1, size)
     with np.errstate(all="ignore"):  # infinities and NaN pass through
-        return _ENCODERS[format](blocks).reshape(len(values), -1)
+        if format not in SEARCHED:
+            return _ENCODERS[format](blocks).reshape(len(values), -1)
+        weights = None
+        if importance is not None:
+            weights = np.broadcast_to(importance, values.shape).reshape(-1, size)
+        return SEARCHED[format](blocks, weights).reshape(len(values), -1)
 
 
 def _halves(*scales: np.ndarray) -> np.ndarray:
@@ -59,10 +67,27 @@ def _sum(values: np.ndarray) -> np.ndarray:
     return values.sum(-1, keepdims=True, dtype=np.float32)
 
 
-def _fit_with_min(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+def _weights(x: np.ndarray, importance: np.ndarray) -> np.ndarray:
+    """The weights of squared errors: larger values of a block count more. A part of a block that is
+    never used counts by its values alone."""
+    squares = x * x
+    spread = squares.mean(tuple(range(1, x.ndim)), keepdims=True, dtype=np.float32)
+    size = np.sqrt(2 * spread + squares)
+    importance = importance.reshape(x.shape)
+    is_used = importance.max(-1, keepdims=True) > 0
+    found: np.ndarray = np.where(is_used, importance, 1) * size
+    return found
+
+
+def _fit_with_min(
+    x: np.ndarray, top: int, importance: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Scales and minima `[..., 1]`, at least 0, with which codes from 0 to `top` represent x best:
     x is about scale * code - min."""
-    weight = np.sqrt(_sum(x * x) / x.shape[-1]) + np.abs(x)
+    if importance is None:
+        weight = np.sqrt(_sum(x * x) / x.shape[-1]) + np.abs(x)
+    else:
+        weight = _weights(x, importance)
     low = np.minimum(x.min(-1, keepdims=True), 0)
     span = x.max(-1, keepdims=True) - low
     best_scale, best_min = span / np.float32(top), -low
@@ -88,15 +113,21 @@ def _fit_with_min(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     return best_scale, best_min
 
 
-def _fit(x: np.ndarray, first: float, nearest: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _fit(
+    x: np.ndarray,
+    first: float,
+    nearest: Callable[[np.ndarray], np.ndarray],
+    importance: np.ndarray | None,
+) -> np.ndarray:
     """Scales `[..., 1]` of either sign with which the numbers of a format represent x best.
 
     Args:
         x: float32 `[..., values]`.
         first: The number of the largest magnitude.
         nearest: Maps values to the nearest numbers.
+        importance: The weights of squared errors, as many numbers as x has; None: x².
     """
-    weight = x * x
+    weight = x * x if importance is None else _weights(x, importance)
     extreme = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
     best_scale, best_gain = np.zeros_like(extreme), np.zeros_like(extreme)
     for step in range(-_SIGNED_TRIES, _SIGNED_TRIES + 1):
@@ -142,11 +173,11 @@ def _q5(has_min: bool, x: np.ndarray) -> np.ndarray:
     return np.concatenate((heads, high, _paired(code & 15)), 1)
 
 
-def _k45(format: str, x: np.ndarray) -> np.ndarray:
+def _k45(format: str, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     """Q4_K and Q5_K: eight parts with six-bit scales and minima."""
     top = 15 if format == "Q4_K" else 31
     parts = x.reshape(-1, 8, 32)
-    scales, minima = (fit[..., 0] for fit in _fit_with_min(parts, top))
+    scales, minima = (fit[..., 0] for fit in _fit_with_min(parts, top, importance))
     scale, least = (part.max(1, keepdims=True) / np.float32(63) for part in (scales, minima))
     scale_codes = np.rint(scales * _inverse(scale)).astype(np.uint8)
     min_codes = np.rint(minima * _inverse(least)).astype(np.uint8)
@@ -172,9 +203,49 @@ def _k45(format: str, x: np.ndarray) -> np.ndarray:
     return np.concatenate(packed, 1)
 
 
-def _q6_k(x: np.ndarray) -> np.ndarray:
+def _four_each(codes: np.ndarray) -> np.ndarray:
+    """Codes `[blocks, 256]` below 4 as bytes `[blocks, 64]`: those of every 32 values side by
+    side."""
+    quarters = codes.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return np.bitwise_or.reduce(quarters, axis=2).reshape(-1, 64)
+
+
+def _q2_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    """16 parts with four-bit scales and minima."""
     parts = x.reshape(-1, 16, 16)
-    scales = _fit(parts, -32, lambda numbers: np.rint(numbers).clip(-32, 31))[..., 0]
+    scales, minima = (fit[..., 0] for fit in _fit_with_min(parts, 3, importance))
+    scale, least = (part.max(1, keepdims=True) / np.float32(15) for part in (scales, minima))
+    scale_codes = np.rint(scales * _inverse(scale)).astype(np.uint8)
+    min_codes = np.rint(minima * _inverse(least)).astype(np.uint8)
+    steps = (_stored(scale) * scale_codes)[..., None]
+    offsets = (_stored(least) * min_codes)[..., None]
+    codes = np.rint((parts + offsets) * _inverse(steps)).clip(0, 3).astype(np.uint8)
+    packed = _four_each(codes.reshape(-1, 256))
+    return np.concatenate((scale_codes | min_codes << 4, packed, _halves(scale, least)), 1)
+
+
+def _q3_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    """16 parts with six-bit scales of either sign."""
+    parts = x.reshape(-1, 16, 16)
+    numbers = partial(np.clip, a_min=-4, a_max=3)
+    scales = _fit(parts, -4, lambda x: numbers(np.rint(x)), importance)[..., 0]
+    extreme = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
+    scale = extreme / np.float32(-32)
+    stored = np.rint(scales * _inverse(scale)).clip(-32, 31)
+    steps = (_stored(scale) * stored)[..., None]
+    codes = (numbers(np.rint(parts * _inverse(steps))) + 4).astype(np.uint8).reshape(-1, 256)
+    six = (stored + 32).astype(np.uint8)
+    low = six[:, :8] & 15 | (six[:, 8:] & 15) << 4
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = np.bitwise_or.reduce((six >> 4).reshape(-1, 4, 4) << shifts, axis=1)
+    eighths = (codes >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    masks = np.bitwise_or.reduce(eighths, axis=1)
+    return np.concatenate((masks, _four_each(codes & 3), low, high, _halves(scale)), 1)
+
+
+def _q6_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    parts = x.reshape(-1, 16, 16)
+    scales = _fit(parts, -32, lambda x: np.rint(x).clip(-32, 31), importance)[..., 0]
     extreme = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
     scale = extreme / np.float32(-128)
     scale_codes = np.rint(scales * _inverse(scale)).clip(-128, 127).astype(np.int8)
@@ -191,15 +262,15 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
     )
 
 
-def _iq4_nl(x: np.ndarray) -> np.ndarray:
-    scale = _fit(x, _IQ4[0], lambda numbers: _IQ4[_iq4_codes(numbers)])
+def _iq4_nl(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    scale = _fit(x, _IQ4[0], lambda numbers: _IQ4[_iq4_codes(numbers)], importance)
     codes = _iq4_codes(x * _inverse(_stored(scale)))
     return np.concatenate((_halves(scale), _paired(codes)), 1)
 
 
-def _iq4_xs(x: np.ndarray) -> np.ndarray:
+def _iq4_xs(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     parts = x.reshape(-1, 8, 32)
-    scales = _fit(parts, _IQ4[0], lambda numbers: _IQ4[_iq4_codes(numbers)])[..., 0]
+    scales = _fit(parts, _IQ4[0], lambda x: _IQ4[_iq4_codes(x)], importance)[..., 0]
     extreme = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
     scale = extreme / np.float32(-32)
     stored = np.rint(scales * _inverse(scale)).clip(-32, 31)
@@ -243,15 +314,21 @@ def _ternary(format: str, x: np.ndarray) -> np.ndarray:
 _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q5_0": partial(_q5, False),
     "Q5_1": partial(_q5, True),
-    "Q4_K": partial(_k45, "Q4_K"),
-    "Q5_K": partial(_k45, "Q5_K"),
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "TQ1_0": partial(_ternary, "TQ1_0"),
     "TQ2_0": partial(_ternary, "TQ2_0"),
 }
 
+#: The encoders that search for scales, and weigh errors by an importance matrix.
+SEARCHED: dict[str, Callable[[np.ndarray, np.ndarray | None], np.ndarray]] = {
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": partial(_k45, "Q4_K"),
+    "Q5_K": partial(_k45, "Q5_K"),
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}
+
 #: The block formats that can be encoded.
-FORMATS = (*QUANTIZABLE, *_ENCODERS)
+FORMATS = (*QUANTIZABLE, *_ENCODERS, *SEARCHED)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,8 +32,8 @@ from anydecode.quantization import encoders
 #: The formats that can be written, and their codes in `general.file_type`.
 FORMATS = {
     "F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q6_K": 18, "Q5_K": 16, "Q5_1": 9, "Q5_0": 8,
-    "Q4_K": 14, "Q4_1": 3, "Q4_0": 2, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38, "TQ2_0": 37,
-    "TQ1_0": 36,
+    "Q4_K": 14, "Q3_K": 11, "Q2_K": 10, "Q4_1": 3, "Q4_0": 2, "IQ4_NL": 25, "IQ4_XS": 30,
+    "MXFP4": 38, "TQ2_0": 37, "TQ1_0": 36,
 }  # fmt: skip
 _OUTER = ("token_embd.weight", "output.weight")
 #: Parts of the names of matrices that stay: they are small, or not read as matrices.
@@ -43,8 +44,8 @@ _KEPT = (
 )  # fmt: skip
 #: Formats with blocks of 256 -> what llama.cpp writes where a row is no multiple of that.
 _SMALL_BLOCKS = {
-    "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "IQ4_XS": "IQ4_NL", "TQ2_0": "Q4_0",
-    "TQ1_0": "Q4_0",
+    "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL", "Q2_K": "IQ4_NL",
+    "IQ4_XS": "IQ4_NL", "TQ2_0": "Q4_0", "TQ1_0": "Q4_0",
 }  # fmt: skip
 _FACTORS = (".scale", ".input_scale")
 _GROUP_VALUES = 1 << 18  # values that are encoded at once
@@ -74,6 +75,7 @@ def quantize_file(
     threads: int = 1,
     progress: Progress = lambda done, total, name: None,
     given: Mapping[str, Weight] | None = None,
+    importance: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Summary:
     """Write the model of a GGUF file to another one in another format.
 
@@ -85,9 +87,13 @@ def quantize_file(
         threads: Number of threads.
         progress: Called with the bytes written, those in all, and the name of a tensor.
         given: Tensors that are quantised already, by name.
+        importance: The importance of the inputs of matrices, by the name of the tensor:
+            float32 `[in_features]`, or `[experts, in_features]`. Matrices without one are rounded
+            as without an importance matrix.
 
     Raises:
-        InvalidRequestError: The format is unknown, or the target cannot be written.
+        InvalidRequestError: The format is unknown, the target cannot be written, or an importance
+            has the wrong shape.
         CheckpointError: The source is damaged, or has values that the format cannot hold.
     """
     format = format.upper()
@@ -108,6 +114,8 @@ def quantize_file(
             " have no factors of their own"
         )
     check_source(file)
+    for name, vector in importance.items():
+        _check_importance(file, name, vector)
     plan = {info.name: _planned(info, format) for info in file.tensors.values()}
     errors = _Errors()
     stored = _stored(file, given or {}, plan, errors)
@@ -126,7 +134,15 @@ def quantize_file(
                 parts: Iterable[bytes] = (
                     [stored[name].tobytes()]
                     if name in stored
-                    else _encoded(file, file.tensors[name], planned, pool, threads, errors)
+                    else _encoded(
+                        file,
+                        file.tensors[name],
+                        planned,
+                        pool,
+                        threads,
+                        errors,
+                        importance.get(name),
+                    )
                 )
                 for data in parts:
                     out.write(data)
@@ -146,6 +162,18 @@ def quantize_file(
         formats=dict(Counter(info.format for info in plan.values())),
         error=errors.relative(),
     )
+
+
+def _check_importance(file: GGUFFile, name: str, vector: np.ndarray) -> None:
+    info = file.tensors.get(name)
+    if info is None:
+        return
+    allowed = (*info.shape[:-2], info.shape[-1])
+    if vector.shape not in (allowed, allowed[-1:]):
+        raise InvalidRequestError(
+            f"the importance matrix has {list(vector.shape)} numbers for {name!r} of"
+            f" {file.path}; allowed are {list(allowed)}: is it that of another model?"
+        )
 
 
 def check_source(file: GGUFFile) -> None:
@@ -219,7 +247,7 @@ def _header(
     return header_of(entries, plan, file.metadata.get("general.alignment", 32))
 
 
-def entry(key: str, value: str | bool | int | float | list[int]) -> bytes:
+def entry(key: str, value: str | bool | int | float | list[int] | list[str]) -> bytes:
     """The key and the value of one of the metadata as a file stores them."""
     match value:
         case bool():
@@ -230,6 +258,9 @@ def entry(key: str, value: str | bool | int | float | list[int]) -> bytes:
             stored = struct.pack("<If", 6, value)
         case str():
             stored = struct.pack("<I", 8) + _string(value)
+        case [str(), *_]:
+            texts = b"".join(_string(str(text)) for text in value)
+            stored = struct.pack("<IIQ", 9, 8, len(value)) + texts
         case _:
             stored = struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     return _string(key) + stored
@@ -285,6 +316,7 @@ def _encoded(
     pool: ThreadPoolExecutor,
     threads: int,
     errors: _Errors,
+    importance: np.ndarray | None,
 ) -> Iterator[bytes]:
     """The bytes of a tensor in its new format, part by part."""
     tensor = file.view(info)
@@ -294,6 +326,8 @@ def _encoded(
     columns = info.shape[-1]
     weight = tensor if isinstance(tensor, Weight) else plain_weight(tensor.reshape(-1, columns))
     step = max(1, _GROUP_VALUES // columns)
+    if importance is not None and importance.ndim == 2:  # of the experts of a stack
+        importance = importance.repeat(info.shape[-2], axis=0)
 
     def encode(first: int) -> tuple[bytes, float, float]:
         rows = weight.data[first : first + step]
@@ -302,7 +336,10 @@ def _encoded(
             with np.errstate(over="ignore"):
                 written = plain_weight(values.astype(DTYPES[planned.format]))
         else:
-            data = encoders.encode(values, planned.format)
+            weights = importance
+            if importance is not None and importance.ndim == 2:
+                weights = importance[first : first + step]
+            data = encoders.encode(values, planned.format, weights)
             written = Weight(planned.format, len(rows), columns, data)
         with np.errstate(all="ignore"):  # the caller refuses an error that is not finite
             difference = (dequantize(written) - values).ravel()
