@@ -28,8 +28,8 @@ from anydecode.scoring.tree import TokenTree
             " of those that are far from it",
         ),
         measured=(
-            "0.52 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1) without"
-            " consistency training, with 12.8% of tokens as the full model (AMD EPYC, 2 cores;"
+            "0.67 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1) without"
+            " consistency training, with 9.9% of tokens as the full model (AMD EPYC, 2 cores;"
             " `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(

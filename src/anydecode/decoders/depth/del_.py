@@ -176,8 +176,8 @@ def head_cost(model: Any) -> float:
         summary="Each round's exit layer and draft length follow from how well all layers predict.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         measured=(
-            "0.06 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1): it chooses"
-            " plain decoding, and pays for 35.03 rows of the head per token (AMD EPYC, 2 cores;"
+            "0.20 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1): it chooses"
+            " plain decoding, and pays for 32.51 rows of the head per token (AMD EPYC, 2 cores;"
             " `anydecode bench depth`, docs/performance.md)",
             "0.98 times the speed of plain decoding on early-8b.Q4_0, with 35.38 rows of the head"
             " per token (random weights whose exits agree often; AMD EPYC with AVX2, 2 cores;"

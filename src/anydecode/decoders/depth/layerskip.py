@@ -43,7 +43,7 @@ class _Session(DepthSession):
         summary="The first layers propose draft tokens, the remaining layers verify them.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         measured=(
-            "0.21 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), whose first"
+            "0.26 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), whose first"
             " layers do not predict what all do (AMD EPYC, 2 cores; `anydecode bench depth`,"
             " docs/performance.md)",
             "2.23 times the speed of plain decoding on early-8b.Q4_0 with layers=8 and size=6,"

@@ -21,7 +21,7 @@ from anydecode.scoring.sequence import Sequence
         " after the first.",
         works_with=("constraints", "samplers", "batches"),
         measured=(
-            "1.88 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 9.7% of"
+            "1.20 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 10.4% of"
             " tokens as the full model (AMD EPYC, 2 cores; `anydecode bench depth`,"
             " docs/performance.md)",
             "1.56 times the speed of plain decoding on early-8b.Q4_0 with 22 of 32 layers, with"

@@ -88,7 +88,7 @@ class _Session(DepthSession):
         " leaves at none ends the draft.",
         works_with=("constraints", "samplers", "batches", "adapters"),
         measured=(
-            "0.24 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1) (AMD EPYC,"
+            "0.19 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1) (AMD EPYC,"
             " 2 cores; `anydecode bench depth`, docs/performance.md)",
             "0.99 times the speed of plain decoding on early-8b.Q4_0 with first=8 and interval=4,"
             " and 0.61 times on early-1b.Q4_0 (random weights whose exits agree often; AMD EPYC"

@@ -148,7 +148,7 @@ def _branch(sequence: Sequence) -> Iterator[Sequence]:
         " generating.",
         works_with=("constraints", "samplers", "batches"),
         measured=(
-            "0.27 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), the search"
+            "0.20 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), the search"
             " included (AMD EPYC, 2 cores; `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(

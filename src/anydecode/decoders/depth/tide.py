@@ -23,7 +23,7 @@ from anydecode.models.exit_routers import ExitRouters
         needs=("exit routers",),
         works_with=("constraints", "samplers", "batches"),
         measured=(
-            "0.89 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 77.8%"
+            "0.83 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 82.3%"
             " of tokens as the full model: a full head costs as much as 8.0 of its layers (AMD"
             " EPYC, 2 cores; `anydecode bench depth`, docs/performance.md)",
         ),
