@@ -64,7 +64,7 @@ def test_a_written_file_holds_the_same_model(format: str, source: Path, tmp_path
     reader = gguf.GGUFReader(target)
     assert [tensor.name for tensor in reader.tensors] == list(after.tensors)
     if not format.startswith("TQ"):
-        assert summary.error < 0.13
+        assert summary.error < (0.3 if format == "Q2_K" else 0.13)
     with LLM(str(target)) as llm:
         assert llm.generate("abc", max_tokens=4).tokens
 
