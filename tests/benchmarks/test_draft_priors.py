@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from anydecode import LLM
-from anydecode.benchmarks.draft_priors import DraftRates, measure
-from anydecode.certification.tiny import tiny_model
+from anydecode.benchmarks.draft_priors import DraftRates, drafter_rounds, measure
+from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.cli.main import app
-from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS
+from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, DraftRecord, ModelSource
 from anydecode.models.scripted import ByteTokenizer
 
 
@@ -53,7 +54,7 @@ def test_ranks_are_those_of_the_last_token_alone() -> None:
 def test_texts_of_a_model_are_read() -> None:
     """Without layers, each token depends on the last one only, so that texts repeat themselves."""
     with LLM(tiny_model(residual=0.0), tokenizer=ByteTokenizer()) as llm:
-        rates = measure(llm, [[97, 98], [99]], 64, 0.0)
+        rates = measure(llm, [[97, 98], [99]], 80, 0.0)
     assert rates.copies.hits[-1] > 0 and rates.ranks.hits[0] == rates.ranks.tries[0] > 10
 
 
@@ -64,4 +65,15 @@ def test_the_command_prints_the_rates(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
     result = CliRunner().invoke(app, [*command, "--json", str(target)])
     found = json.loads(target.read_text())
-    assert found["tokens"] == 8 and set(found["rates"]) == {"0.0", "0.8"}
+    assert found["tokens"] == 8 and set(found["rates"]) == set(found["rounds"]) == {"0.0", "0.8"}
+
+
+def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round of each answer, in which the drafter reads the text, does not count."""
+    monkeypatch.setattr(ModelSource, "expected", lambda *_: DraftRecord(2.0, 1.9, 1e-9, 1e-9))
+    with tiny_llm(draft=tiny_model()) as llm:
+        found = drafter_rounds(llm, [[97, 98], [99]], 64, 0.0)
+    assert found["rounds"] > 4 and 0 < found["accepted"] <= found["drafts"]
+    assert found["seconds"] == pytest.approx(found["drafts"] * found["seconds_per_draft"])
+    with tiny_llm() as llm:
+        assert drafter_rounds(llm, [[97, 98]], 16, 0.0)["rounds"] == 0
