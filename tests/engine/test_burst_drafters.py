@@ -390,7 +390,7 @@ def test_a_drafter_whose_drafts_are_wrong_is_left_out() -> None:
         llm.generate(PROMPTS[1], decoder="auto", **options)
     drafters = [burst.drafts.drafter for burst in bursts if burst.drafts.drafter is not None]
     num_drafted = sum(sum(drafter.num_drafted) for drafter in drafters)
-    assert num_drafted < 20
+    assert num_drafted < 40  # of 200 tokens
 
 
 def bound(**changes: Any) -> BoundDrafts:

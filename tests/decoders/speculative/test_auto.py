@@ -447,7 +447,7 @@ class FileModel(ScriptedModel):
 def test_costs_are_measured_once_and_cached(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_is_busy", lambda: False)
     times = iter(range(1, 10_000))
-    monkeypatch.setattr(costs, "_time", lambda model, cache, count, *_: 1.0 * next(times))
+    monkeypatch.setattr(costs, "time_pass", lambda model, cache, count, *_: 1.0 * next(times))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
     first = costs.load(FileModel(file), tmp_path)
@@ -490,7 +490,7 @@ def test_costs_of_a_busy_machine_are_replaced_when_idle(
 
     def cost(load: float, factor: float) -> float:
         monkeypatch.setattr(costs.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
-        monkeypatch.setattr(costs, "_time", lambda model, cache, count, *_: factor * count)
+        monkeypatch.setattr(costs, "time_pass", lambda model, cache, count, *_: factor * count)
         return costs.load(FileModel(file), tmp_path).seconds(4, 256)
 
     assert cost(1e6, 1.0) == 4.0
@@ -522,7 +522,7 @@ def test_time_of_other_processes_is_excluded(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_broken_cost_file_is_measured_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "_is_busy", lambda: False)
-    monkeypatch.setattr(costs, "_time", lambda model, cache, count, *_: 1.0 * count)
+    monkeypatch.setattr(costs, "time_pass", lambda model, cache, count, *_: 1.0 * count)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
     costs.load(FileModel(file), tmp_path)
@@ -532,7 +532,7 @@ def test_broken_cost_file_is_measured_again(tmp_path, monkeypatch: pytest.Monkey
 
 
 def test_models_without_a_file_use_the_default_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_time", lambda *_: 1 / 0)
+    monkeypatch.setattr(costs, "time_pass", lambda *_: 1 / 0)
     assert costs.load(ScriptedModel(cyclic, vocab_size=32)) == default_table()
 
 
