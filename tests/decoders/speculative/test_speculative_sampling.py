@@ -70,4 +70,4 @@ def test_the_card_says_what_shared_noise_costs() -> None:
     assert same == pytest.approx(by_noise, abs=0.015)
     assert by_noise >= by_rule / (2 - by_rule)
     said = " ".join(catalogue.find("speculative-sampling").card.deviations)
-    assert f"it is {by_noise:.3f} against {by_rule:.3f}" in said
+    assert f"{by_noise:.3f} of them against {by_rule:.3f}" in said

@@ -415,9 +415,9 @@ def _without_prefix(module: str, layout: _Layout) -> str:
 def _in_layer(module: str, layout: _Layout) -> tuple[str, str]:
     """The number of a module's layer and its name there; both are empty outside the layers."""
     for blocks in layout.blocks:
-        found = re.fullmatch(rf"{re.escape(blocks)}\.([0-9]+)\.(.+)", module)
-        if found is not None:
-            return found[1], found[2]
+        number, _, inner = module.removeprefix(f"{blocks}.").partition(".")
+        if module.startswith(f"{blocks}.") and inner and re.fullmatch("[0-9]+", number):
+            return number, inner
     return "", ""
 
 
