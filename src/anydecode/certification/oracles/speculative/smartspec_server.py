@@ -74,7 +74,8 @@ def _chances() -> Iterator[Check]:
             sequence: Sequence = llm.request("abcabc", max_tokens=20).jobs[0].sequence
             budget = _shared(llm, "prompt-lookup").budget(sequence)
             found = list(budget.chances(tree))
-        is_right = all(abs(a - b) < 1e-9 for a, b in zip(found, expected, strict=True))
+        pairs = list(zip(found, expected, strict=False))
+        is_right = len(found) == len(expected) and all(abs(a - b) < 1e-9 for a, b in pairs)
         yield Check("a pass may leave out drafts by their probabilities", is_right, str(found))
     with scripted_llm(drafting=ServerGoodput()) as llm:
         sequence = llm.request("abcabcabcabc", max_tokens=20).jobs[0].sequence
