@@ -1,7 +1,7 @@
 """`anydecode bench draft-priors`: how often copies from the text and the model's own most probable
 tokens are right, and what its drafter brings, on prompts and answers that the model writes itself.
 
-The rates are those that `auto`, `token-recycling` and `stand` begin with.
+`auto`, `token-recycling` and `stand` begin with rates of these kinds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import typer
 
 from anydecode.api.llm import LLM
 from anydecode.decoders.framework.ngram_index import NgramIndex
+from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, class_of
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
@@ -208,6 +209,10 @@ def bench_draft_priors(
             "tokens": tokens,
             "seed": seed,
             "rates": {str(one): measure(llm, texts, tokens, one).summary() for one in TEMPERATURES},
-            "rounds": {str(one): drafter_rounds(llm, texts, tokens, one) for one in TEMPERATURES},
+            "rounds": {
+                str(one): drafter_rounds(llm, texts, tokens, one)
+                for one in TEMPERATURES
+                if DRAFT in llm.engine.runners
+            },
         }
     write_report(result, json_file, lambda: show(result))

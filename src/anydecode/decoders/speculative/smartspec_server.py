@@ -158,7 +158,7 @@ class SharedDrafts(Speculative):
             " not limited, so that no result depends on the load",
             "`auto`, whose drafted rows share the budget when passes are planned with or without"
             " this, and methods with a loop of their own (`jacobi`, `layerskip`, `pearl`,"
-            " `saguaro`) draft as ever",
+            " `saguaro`) are not limited",
         ),
     )
 )

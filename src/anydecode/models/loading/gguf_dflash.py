@@ -20,12 +20,13 @@ from anydecode.models.loading.gguf_drafters import (
 )
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_keys import Keys
+from anydecode.models.loading.gguf_names import LAYER
 from anydecode.models.loading.gguf_rope import partial_rotary, windows
 from anydecode.models.loading.lazy import LazyTensors, Reader
 
 ARCHITECTURE = "dflash"
 _MARKOV, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-#: Tensors of a file, without their suffix, and their names in safetensors.
+#: Tensors of a file outside its layers, without their suffix, and their names in safetensors.
 _OUTER = {
     "fc": "fc",
     "enc.output_norm": "hidden_norm",
@@ -35,20 +36,6 @@ _OUTER = {
     "markov_w1": "markov_head.markov_w1",
     "markov_w2": "markov_head.markov_w2",
     "conf_proj": "confidence_head.proj",
-}
-#: Those of a layer.
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 #: Keys of drafters that work otherwise, which the layout of safetensors refuses too.
 _OTHER_KINDS = ("conv_kernel_size", "selector_rank")
@@ -76,8 +63,8 @@ def _name(file: GGUFFile, info: TensorInfo) -> str:
     """The name of a tensor in safetensors."""
     module, _, leaf = info.name.rpartition(".")
     layer, _, part = module.removeprefix("blk.").partition(".")
-    is_inner = module.startswith("blk.") and part in _LAYER
-    name = f"layers.{layer}.{_LAYER[part]}" if is_inner else _OUTER.get(module)
+    is_inner = module.startswith("blk.") and part in LAYER
+    name = f"layers.{layer}.{LAYER[part]}" if is_inner else _OUTER.get(module)
     if name is None or leaf not in ("weight", "bias"):
         raise CheckpointError(f"{file.path}: tensor {info.name!r} is unknown in {ARCHITECTURE}")
     return f"{name}.{leaf}"

@@ -63,8 +63,8 @@ def smartspec_server() -> Iterator[Check]:
 
 
 def _chances() -> Iterator[Check]:
-    """What the planning of a pass is told: 0.6, 0.36, 0.216 of a chain. Of a tree with two children
-    of the root, and two of the first of them: 0.3 each, then 0.09 each."""
+    """The probabilities by which a pass is planned: 0.6, 0.36, 0.216 of a chain. Of a tree with two
+    children of the root, and two of the first of them: 0.3 each, then 0.09 each."""
     for tree, expected in (
         (TokenTree.chain([1, 2, 3]), [0.6, 0.36, 0.216]),
         (TokenTree([1, 2, 3, 4], [-1, -1, 0, 0]), [0.3, 0.3, 0.09, 0.09]),
