@@ -25,16 +25,17 @@ from anydecode.scoring.tree import ROOT
 #: Lower bounds of the match-length classes.
 MATCH_LENGTHS = (1, 2, 3, 4, 6, 9, 14, 20, 32, 64)
 #: Prior acceptance rate of a copied token by match-length class, in greedy (True) and in sampled
-#: texts of a small model. `PRIOR_WEIGHT` is the number of observations that the priors count for.
+#: texts of the default model, from `anydecode bench draft-priors` (classes with fewer than 30 drafts
+#: take the rate before). `PRIOR_WEIGHT` is the number of observations that the priors count for.
 PRIORS = {
-    True: (0.25, 0.53, 0.65, 0.72, 0.79, 0.85, 0.91, 0.95, 0.98, 0.995),
-    False: (0.18, 0.4, 0.55, 0.57, 0.68, 0.76, 0.85, 0.92, 0.97, 0.99),
+    True: (0.17, 0.49, 0.57, 0.73, 0.81, 0.89, 0.93, 0.96, 0.99, 0.99),
+    False: (0.15, 0.4, 0.45, 0.6, 0.72, 0.84, 0.85, 0.85, 0.85, 0.85),
 }
 #: Prior acceptance rates of the model's most probable successors: two of a token pair, then two of
-#: a single token.
+#: a single token; from the same command.
 SUCCESSOR_PRIORS = {
-    True: (0.6, 0.08, 0.4, 0.09),
-    False: (0.45, 0.12, 0.18, 0.1),
+    True: (0.55, 0.08, 0.16, 0.08),
+    False: (0.32, 0.1, 0.13, 0.06),
 }
 #: What a round of the default model's drafter brings on the mean, in greedy and in sampled texts:
 #: the drafts that are verified, those that are accepted, and the time of drafting and of one draft
