@@ -492,8 +492,8 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
         deviations=(
             "lengths are chosen per request and pass, from acceptance rates by match length, not"
             " from one moving average",
-            "acceptance rates start from priors measured on a small model, and count with their"
-            " lower bounds",
+            "acceptance rates start from what `anydecode bench draft-priors` measured on texts of"
+            " the default model, and count with their lower bounds",
             "a draft must gain 2 %; costs are measured while the engine runs, not profiled"
             " beforehand",
             "the kernels choose the drafts of a sequence that runs alone within multi-step bursts,"

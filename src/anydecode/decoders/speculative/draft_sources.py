@@ -25,8 +25,9 @@ from anydecode.scoring.tree import ROOT
 #: Lower bounds of the match-length classes.
 MATCH_LENGTHS = (1, 2, 3, 4, 6, 9, 14, 20, 32, 64)
 #: Prior acceptance rate of a copied token by match-length class, in greedy (True) and in sampled
-#: texts of the default model, from `anydecode bench draft-priors` (classes with fewer than 30 drafts
-#: take the rate before). `PRIOR_WEIGHT` is the number of observations that the priors count for.
+#: texts of the default model, from `anydecode bench draft-priors` (classes with fewer than 30
+#: drafts take the rate before). `PRIOR_WEIGHT` is the number of observations that the priors count
+#: for.
 PRIORS = {
     True: (0.17, 0.49, 0.57, 0.73, 0.81, 0.89, 0.93, 0.96, 0.99, 0.99),
     False: (0.15, 0.4, 0.45, 0.6, 0.72, 0.84, 0.85, 0.85, 0.85, 0.85),
