@@ -3,6 +3,7 @@ machine, on the second half of a trace.
 
 python examples/plan_against_a_fleet.py TRACE --model MODEL --rate 1 --prefill 1 --decode 1
 python examples/plan_against_a_fleet.py TRACE --model MODEL --slo ttft=2,tpot=0.1 --goodput
+python examples/plan_against_a_fleet.py TRACE --model MODEL --schedule nexus --threads 2
 
 The costs of passes are measured first, with as many processes at once as the fleet has workers,
 and never on the trace. The machine should be otherwise idle.
@@ -16,6 +17,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from anydecode import LLM
 from anydecode.benchmarks.fleet_runs import (
@@ -31,18 +33,18 @@ from anydecode.cluster.plan import Machine, measured, worker_plan
 from anydecode.cluster.simulator.simulation import Arrival, Link, Served, simulate
 from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals, read_trace
 
-ENGINE = {"threads": 1, "cache_positions": 16384}
+CACHE_POSITIONS = 16384
 
 
 def main() -> None:
     options = parsed()
     if options.neighbour:
-        be_busy(options.model)
+        be_busy(options)
     num_workers = options.workers or options.prefill + options.decode or 1
     wanted = places(num_workers, options.prefill, options.decode)
     traced = read_trace(options.trace)
     held_out = traced[len(traced) // 2 :][: options.requests]
-    machine = machine_of(options.model, len(wanted))
+    machine = machine_of(options, len(wanted))
     plans = [worker_plan(one.role, machine) for one in wanted]
     link = Link(machine.position_bytes, latency=0.004, request_seconds=request_seconds())
 
@@ -50,7 +52,7 @@ def main() -> None:
         return simulate(arriving, plans, link).served
 
     print(f"{', '.join(one.name for one in wanted)}: {len(held_out)} requests", flush=True)
-    with local_fleet(options.model, wanted, **ENGINE) as fleet:
+    with local_fleet(options.model, wanted, **engine_of(options)) as fleet:
         compare(held_out, options, simulated, partial(served_by, fleet))
 
 
@@ -64,6 +66,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, help="those with a role, or 1")
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--decode", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker")
+    parser.add_argument("--schedule", help="of the workers, such as nexus, which needs two threads")
     parser.add_argument("--slo", type=limits, default="ttft=2,tpot=0.1", help="ttft=S,tpot=S")
     parser.add_argument(
         "--goodput",
@@ -121,25 +125,36 @@ def print_line(name: str, simulated: float, real: float) -> None:
     print(f"{name:28}{simulated:12.2f}{real:12.2f}{ratio}", flush=True)
 
 
-def machine_of(model: str, num_workers: int) -> Machine:
+def engine_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `LLM` that the workers have."""
+    engine: dict[str, Any] = {"threads": options.threads, "cache_positions": CACHE_POSITIONS}
+    return engine | schedule_of(options)
+
+
+def schedule_of(options: argparse.Namespace) -> dict[str, str]:
+    return {} if options.schedule is None else {"schedule": options.schedule}
+
+
+def machine_of(options: argparse.Namespace, num_workers: int) -> Machine:
     """The machine, measured while the other workers' processes compute passes, too."""
-    command = [sys.executable, __file__, "-", "--model", model, "--neighbour"]
+    command = [sys.executable, __file__, "-", "--model", options.model, "--neighbour"]
+    command += ["--threads", str(options.threads)]
     neighbours = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(1, num_workers)]
     try:
         for one in neighbours:
             assert one.stdout is not None
             one.stdout.readline()
-        with LLM(model, draft="none", **ENGINE) as llm:
-            return measured(llm)
+        with LLM(options.model, draft="none", **engine_of(options)) as llm:
+            return measured(llm, engine=schedule_of(options))
     finally:
         for one in neighbours:
             one.kill()
             one.wait()
 
 
-def be_busy(model: str) -> None:
+def be_busy(options: argparse.Namespace) -> None:
     """Compute passes until this process is killed."""
-    with LLM(model, draft="none", **ENGINE) as llm:
+    with LLM(options.model, draft="none", **engine_of(options)) as llm:
         print("ready", flush=True)
         while True:
             measured(llm)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from anydecode import LLM
 from anydecode.api.prefix_spill import parse_bytes, stable_name
 from anydecode.certification.checks import scripted_llm
 from anydecode.engine import model_runner
 from anydecode.engine.engine import Engine
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.library import load_library
 from anydecode.memory.layer_load import LayerLoad
 from anydecode.memory.prefix import BLOCK, read_slots
 from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
@@ -85,6 +88,22 @@ def test_certificate_rejects_layers_in_another_order(monkeypatch: pytest.MonkeyP
         LayerLoad, "load_layer", lambda self, layer: load(self, self.num_layers - 1 - layer)
     )
     assert_rejected("prefix-spill")
+
+
+def test_blocks_of_another_build_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load_library()
+    if library is None:
+        pytest.skip("needs the native kernels")
+    options = {"threads": 1, "cache_positions": 1024, "prefix_spill": tmp_path}
+    num_restored = []
+    for build in (library.build, "that of another compiler", library.build):
+        monkeypatch.setattr(library, "build", build)
+        with LLM("tiny-autoregressive", **options) as llm:
+            llm.generate([65] * (2 * BLOCK + 1), max_tokens=1)
+            num_restored.append(llm.engine.runners["target"].prefixes.num_restored)
+    assert num_restored == [0, 0, 2 * BLOCK]
 
 
 def test_blocks_that_are_evicted_before_they_are_loaded_are_stored() -> None:

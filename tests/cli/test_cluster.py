@@ -66,6 +66,16 @@ def test_the_workers_of_a_fleet() -> None:
         (["up", "tiny-autoregressive", "--host", "0.0.0.0"], "lets other machines connect"),
         (["up", "no-such-model"], "no-such-model"),
         (["up", "tiny-autoregressive", "--handover-memory", "much"], "'much' is not a number of"),
+        (["up", "tiny-autoregressive", "--handover-memory", "0"], "is 0 bytes; allowed is 1 or"),
+        (["up", "tiny-autoregressive", "--spill-limit", "0"], "is 0 bytes; allowed is 1 or more"),
+        (
+            ["up", "tiny-autoregressive", "--prefix-spill", "TRACE"],
+            "trace.csv cannot be used: File exists",
+        ),
+        (
+            ["up", "tiny-autoregressive", "--ray", "local", "--prefix-spill", "x"],
+            "--prefix-spill is 'x'; with --ray it must be an absolute path",
+        ),
         (["up", "tiny-autoregressive", "--decoder", "nosuch"], "no decoding method is called"),
         (
             ["up", "tiny-autoregressive", "--ratio", "pd-serve"],

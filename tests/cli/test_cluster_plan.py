@@ -26,9 +26,10 @@ def test_a_plan_names_the_best_placement_first(
         assert end.value.code == 0
     *lines, data = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("2 mixed ") and lines[2].startswith("1 prefill, 1 decode ")
-    assert lines[1].endswith("or more") and "raise --requests" in lines[3]
-    assert "within the limits at 2 mixed" in lines[4] and "100.0%" in lines[5]
-    assert [line[:15].strip() for line in lines[7:9]] == ["1 mixed", "2 mixed"]
+    assert lines[3].startswith("measured in ") and ", simulated in " in lines[3]
+    assert lines[1].endswith("or more") and "raise --requests" in lines[4]
+    assert "within the limits at 2 mixed" in lines[5] and "100.0%" in lines[6]
+    assert [line[:15].strip() for line in lines[8:10]] == ["1 mixed", "2 mixed"]
     assert "5 requests/s need 5 x 1 mixed: 5 workers" in lines
     first = json.loads(data)["placements"][0]
     assert first["placement"] == {"mixed": 2, "prefill": 0, "decode": 0, "encode": 0}

@@ -29,6 +29,8 @@ from anydecode.errors import (
     InvalidRequestError,
     UnsupportedCombinationError,
 )
+from anydecode.kernels.library import load_library
+from anydecode.memory.spill import MemorySpill
 from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.sampling.banned_words import BannedWordTable
 from worker_threads import SECRET, start_worker
@@ -239,6 +241,55 @@ def test_groups_are_those_of_equal_bits() -> None:
     first = group()
     assert group(row_budget=32, cache_positions=2048) == first
     assert len({first, group(dtype="int8"), group(cache="int8")}) == 3
+
+
+def test_a_probe_neither_uses_nor_removes_stored_blocks() -> None:
+    from anydecode.cluster.fingerprint import probe
+
+    calls: list[str] = []
+
+    class Recorded(MemorySpill):
+        def __contains__(self, key: bytes) -> bool:
+            calls.append("contains")
+            return super().__contains__(key)
+
+        def put(self, key: bytes, block: bytes) -> None:
+            calls.append("put")
+
+        def get(self, key: bytes) -> bytes | None:
+            calls.append("get")
+            return None
+
+        def clear(self) -> None:
+            calls.append("clear")
+
+    with LLM(MODEL, **OPTIONS) as llm:
+        expected = probe(llm)
+        prefixes = llm.engine.runners["target"].prefixes
+        prefixes.spill = spill = Recorded(1 << 20)
+        assert probe(llm) == expected and prefixes.spill is spill
+        assert not calls
+        llm.generate(PROMPT, max_tokens=1)
+        assert calls
+
+
+def test_kernels_of_another_build_are_another_group_although_the_probe_is_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from anydecode.cluster.fingerprint import group_of, probe
+
+    library = load_library()
+    if library is None:
+        pytest.skip("needs the native kernels")
+    with LLM(MODEL, **OPTIONS) as llm:
+        encoder = PatchEncoder(llm.model.spec.hidden_size)
+        group, computed = group_of(llm, encoder), probe(llm)
+        monkeypatch.setattr(library, "build", "that of another compiler")
+        assert group_of(llm, encoder) != group
+        assert probe(llm) == computed
+        monkeypatch.undo()
+        monkeypatch.setattr(library, "variant", "another variant")
+        assert group_of(llm, encoder) != group
 
 
 def test_the_probe_finds_other_bits_behind_equal_facts() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -36,10 +36,12 @@ pytestmark = [
 
 
 @contextmanager
-def running_fleet(*roles: str, ratio: str | None = None) -> Iterator[FleetLLM]:
+def running_fleet(
+    *roles: str, ratio: str | None = None, arguments: Sequence[str] = ARGUMENTS
+) -> Iterator[FleetLLM]:
     with FleetLLM(MODEL, SECRET, ratio=ratio, **OPTIONS) as fleet:
         address = ["--address", f"127.0.0.1:{fleet.fleet_port}"]
-        launcher = Launcher(LocalWorkers([MODEL, *address, *ARGUMENTS], SECRET))
+        launcher = Launcher(LocalWorkers([MODEL, *address, *arguments], SECRET))
         launcher.start([Place(f"{role}-{n}", role) for n, role in enumerate(roles)])
         try:
             wait_for(lambda: len(fleet.status()["workers"]) == len(roles))
@@ -61,6 +63,10 @@ def worker_with_tasks(fleet: FleetLLM) -> dict[str, Any] | None:
 
 def has_lost(fleet: FleetLLM, count: int) -> bool:
     return bool(fleet.status()["counts"]["lost_workers"] == count)
+
+
+def has_restored(fleet: FleetLLM, num_tokens: int) -> bool:
+    return bool(fleet.status()["workers"][0]["restored"] == num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +219,24 @@ def test_a_stopped_process_is_given_up_and_joins_again() -> None:
         wait_for(lambda: len(fleet.status()["workers"]) == 2)
 
 
+def test_stored_prefixes_outlive_a_worker(tmp_path: Path) -> None:
+    """It is asked to end, and the next one restores the blocks of its cache."""
+    prompt = [65 + number % 26 for number in range(100)]
+    arguments = [*ARGUMENTS, "--prefix-spill", str(tmp_path)]
+    found = []
+    for num_restored in (0, 96):
+        with running_fleet("mixed", arguments=arguments) as fleet:
+            found.append(fleet.generate(prompt, max_tokens=8, seed=1).tokens)
+            wait_for(partial(has_restored, fleet, num_restored))
+    assert found[0] == found[1]
+
+
 def test_the_command_serves_shows_and_drains(tmp_path: Path) -> None:
     environment = {**os.environ, "ANYDECODE_CLUSTER_SECRET": SECRET.decode()}
     anydecode = [sys.executable, "-m", "anydecode", "cluster"]
     up = subprocess.Popen(
         [*anydecode, "up", MODEL, "--workers", "2", "--port", "0", "--fleet-port", "0"]
-        + ["--threads", "1", "--cache-positions", "4096"],
+        + ["--threads", "1", "--cache-positions", "4096", "--prefix-spill", str(tmp_path)],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
@@ -242,6 +260,7 @@ def test_the_command_serves_shows_and_drains(tmp_path: Path) -> None:
             f"http://{urls[0]}/v1/completions", json={"prompt": "abc", "max_tokens": 4}, timeout=60
         )
         assert answer.status_code == 200, answer.text
+        assert len(list(tmp_path.iterdir())) == 1  # that of the workers' model and build
 
         def command(*arguments: str) -> str:
             return subprocess.run(

@@ -1097,7 +1097,10 @@ def test_a_wrong_kernel_is_detected_at_start(tmp_path: Path) -> None:
     wrong_kernels = pytest.warns(UserWarning, match="avx2 kernels give wrong")
     with pytest.raises(InvalidRequestError, match="ANYDECODE_VARIANT is 'avx2'"), wrong_kernels:
         Library(path, "avx2")
-    assert Library(path, "scalar").variant == "scalar"
+    other = Library(path, "scalar")
+    assert other.variant == "scalar"
+    own = load_library()
+    assert own is not None and own.build != other.build == Library(path, "scalar").build
 
 
 def test_an_unknown_variant_is_refused_with_those_of_the_machine() -> None:

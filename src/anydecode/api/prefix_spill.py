@@ -21,6 +21,9 @@ from anydecode.kernels.interface import KeyValues
 from anydecode.memory.spill import DiskSpill, MemorySpill, Spill
 from anydecode.version import __version__
 
+#: In place of a folder: the main memory.
+MEMORY = "memory"
+
 _BYTES = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(?:i?b)?\s*")
 _MAX_BYTES = (1 << 63) - 1
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -46,7 +49,8 @@ def parse_bytes(text: str | int) -> int:
         "serving",
         paper="Gao et al. 2024, CachedAttention, arXiv:2403.19708",
         exactness="token-exact",
-        use="LLM(prefix_spill='memory') or anydecode serve --prefix-spill memory",
+        use="LLM(prefix_spill='memory') or anydecode serve --prefix-spill memory; also for the"
+        " workers of a fleet",
         summary="Evicted prefixes are stored in main memory or on disk and restored bit by bit.",
         deviations=(
             "a block is written when its slots are reused; it is read from its file while the"
@@ -69,32 +73,44 @@ def open_spill(
     """Open a spill.
 
     Args:
-        where: "memory" or a folder. Blocks in a folder belong to `model` (file, backend, number of
-            threads) and to the layout of `cache`. Blocks of models that were not loaded from a file
-            are not found by other processes.
+        where: "memory" or a folder. Blocks in a folder belong to `model` (file, backend, build of
+            the kernels, number of threads) and to the layout of `cache`. Blocks of models that were
+            not loaded from a file are not found by other processes.
         limit: Maximum size: a number of bytes, or a text such as "4GiB".
         model: The target model.
         cache: Its key-value cache.
     """
     size = parse_bytes(limit)
-    if str(where) == "memory":
+    if str(where) == MEMORY:
         return MemorySpill(size)
+    return DiskSpill(spill_folder(where), size, _identity(model, cache))
+
+
+def spill_folder(where: str | Path) -> Path:
+    """The absolute path of a folder for blocks, which is created if it is missing.
+
+    Raises:
+        InvalidRequestError: It cannot be created.
+    """
     try:
-        return DiskSpill(Path(where).expanduser(), size, _identity(model, cache))
+        folder = Path(where).expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the spill folder {where} cannot be used: {error.strerror}"
+        ) from None
     except (TypeError, ValueError, RuntimeError) as error:  # no path; a user without a home folder
-        if isinstance(error, InvalidRequestError):
-            raise
         raise InvalidRequestError(
             f"prefix_spill={where!r} is no folder: {error}; give a folder or 'memory'"
         ) from None
+    return folder
 
 
 def _identity(model: Any, cache: KeyValues | None) -> str:
     facts: dict[str, Any] = {"version": __version__}
     if getattr(model, "path", None):
         facts |= identity(model)
-        library = getattr(model.executor, "_library", None)
-        facts["variant"] = getattr(library, "variant", None)
+        facts["kernels"] = getattr(model.executor, "kernels", None)
     else:
         facts["object"] = f"{id(model)}"
     if cache is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,6 +75,23 @@ HandoverMemory = Annotated[
         "--handover-memory",
         metavar="SIZE",
         help="Memory of a worker for blocks that it gets from others, such as 512MiB.",
+    ),
+]
+PrefixSpill = Annotated[
+    str | None,
+    typer.Option(
+        "--prefix-spill",
+        metavar="DIR",
+        help="Store evicted prefixes of a worker in this folder of its machine, or in 'memory'."
+        " Default: not stored.",
+    ),
+]
+SpillLimit = Annotated[
+    str,
+    typer.Option(
+        "--spill-limit",
+        metavar="SIZE",
+        help="Maximum size of the prefixes that a worker stores, such as 512MiB.",
     ),
 ]
 MaxRunning = Annotated[
@@ -169,6 +188,8 @@ def up(
     row_budget: RowBudget = 512,
     cache_positions: CachePositions = None,
     cache_memory: CacheMemory = None,
+    prefix_spill: PrefixSpill = None,
+    spill_limit: SpillLimit = "4GiB",
     dtype: options.Dtype = None,
     cache: options.Cache = None,
     threads: Annotated[
@@ -189,7 +210,7 @@ def up(
     Example: anydecode cluster up smollm2-135m-instruct --workers 2
     """
     from anydecode.api.methods import build_as, build_decoder
-    from anydecode.api.prefix_spill import parse_bytes
+    from anydecode.api.prefix_spill import MEMORY, open_spill, spill_folder
     from anydecode.cluster.control.roles import RoleControl
     from anydecode.cluster.launcher import Launcher, LocalWorkers, Starter, places
     from anydecode.cluster.metrics import FleetCollector
@@ -212,7 +233,16 @@ def up(
             f" {control.num_scenarios} or more, too"
         )
     # Otherwise only the workers would find these errors, and end, while the server goes on.
-    parse_bytes(handover_memory)
+    for size in (handover_memory, spill_limit):
+        open_spill(MEMORY, size)
+    if prefix_spill is not None and prefix_spill != MEMORY:
+        if ray is None:
+            prefix_spill = str(spill_folder(prefix_spill))
+        elif not Path(prefix_spill).is_absolute():
+            raise InvalidRequestError(
+                f"--prefix-spill is {prefix_spill!r}; with --ray it must be an absolute path or"
+                f" '{MEMORY}', since the workers run in other folders"
+            )
     if decoder is not None:
         build_decoder(decoder)
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
@@ -240,6 +270,10 @@ def up(
         threads=threads,
         backend=backend,
     )
+    of_worker = {
+        **engine,
+        **options.without_none(prefix_spill=prefix_spill, spill_limit=spill_limit),
+    }
     with status_line(f"loading {model}"):
         llm = FleetLLM(
             model,
@@ -254,7 +288,7 @@ def up(
     if ray is None:
         arguments = [model, "--address", at, "--patience", "5"]
         arguments += ["--max-running", str(max_running), "--handover-memory", handover_memory]
-        for name_of, value in engine.items():
+        for name_of, value in of_worker.items():
             for one in value if isinstance(value, list) else [value]:
                 arguments += [f"--{name_of.replace('_', '-')}", str(one)]
         start = LocalWorkers(arguments, secret)
@@ -262,7 +296,7 @@ def up(
         common = WorkerOptions(
             model,
             *split_address(at),
-            engine,
+            of_worker,
             max_running=max_running,
             handover_memory=handover_memory,
             patience=5.0,
@@ -312,6 +346,8 @@ def worker(
     row_budget: RowBudget = 512,
     cache_positions: CachePositions = None,
     cache_memory: CacheMemory = None,
+    prefix_spill: PrefixSpill = None,
+    spill_limit: SpillLimit = "4GiB",
     dtype: options.Dtype = None,
     cache: options.Cache = None,
     threads: options.Threads = None,
@@ -336,11 +372,14 @@ def worker(
         row_budget=row_budget,
         cache_positions=cache_positions,
         cache_memory=cache_memory,
+        prefix_spill=prefix_spill,
+        spill_limit=spill_limit,
         dtype=dtype,
         cache=cache,
         threads=threads,
         backend=backend,
     )
+    signal.signal(signal.SIGTERM, _end)  # the cached prefixes are stored, if they are to be
     write_json_lines()
     work(
         WorkerOptions(
@@ -356,6 +395,11 @@ def worker(
         ),
         secret,
     )
+
+
+def _end(number: int, _: Any) -> None:
+    """End the process, as a signal without a handler does, but close what is open."""
+    raise SystemExit(128 + number)
 
 
 @app.command()
@@ -629,9 +673,11 @@ def plan(
         threads=threads,
         backend=backend,
     )
+    began = perf_counter()
     with status_line(f"measuring {model}"), LLM(model, draft="none", **engine, **memory) as llm:
         machine = measured(llm, max_running=max_running, engine=engine)
         of_request = request_seconds()
+    measured_at = perf_counter()
     link = Link(
         machine.position_bytes, link_bytes, link_latency, machine.embedding_bytes, of_request
     )
@@ -647,6 +693,7 @@ def plan(
             can_replicate=rate is not None,
             images=sizes,
         )
+    simulated_at = perf_counter()
     if figure is not None:
         draw_goodput(figure, found, limits, method.attainment)
     best = found[0]
@@ -666,6 +713,9 @@ def plan(
             note = f"{ttft:20.0%} {tpot:6.0%}"
         figures = f"{one.goodput:10.3g}  {one.goodput_per_worker:10.3g}{note}"
         typer.echo(f"{one.placement!s:20}  {figures}")
+    typer.echo(
+        f"measured in {measured_at - began:.0f} s, simulated in {simulated_at - measured_at:.0f} s"
+    )
     if not best.goodput:
         typer.echo("no placement serves enough requests within the limits at any rate")
         return

@@ -56,7 +56,7 @@ def _facts(executor: Any, digest: str) -> dict[str, Any]:
     return {
         "version": __version__,
         "backend": type(executor).__name__,
-        "kernels": getattr(getattr(executor, "_library", None), "variant", None),
+        "kernels": executor.kernels,
         "model": digest,
     }
 
@@ -185,7 +185,7 @@ class FfnClient:
             names = " and ".join(welcome["different"])
             raise FleetError(
                 f"the FFN process at {host}:{port} has another {names}: start it with this model,"
-                " format and version of anydecode"
+                " format, version and build of anydecode"
             )
         return str(welcome["cache_format"])
 
@@ -304,7 +304,7 @@ class AttentionExecutor:
         # That of one process: with quantised FFNs, too, the cache is in half precision.
         self.cache_format = "float16" if "float16" in formats else inner.cache_format
         self.cache_formats = inner.cache_formats
-        self.threads = getattr(inner, "threads", 1)
+        self.threads, self.kernels = getattr(inner, "threads", 1), inner.kernels
         self.new_cache, self.embed, self.head = inner.new_cache, inner.embed, inner.head
         for name in ("read_rows", "linear"):
             if hasattr(inner, name):

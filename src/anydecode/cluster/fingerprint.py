@@ -1,16 +1,19 @@
 """Which workers give the same bits: a digest of everything that determines them, and of bits that
 they have really computed.
 
-The facts cover the content of the files, formats and versions. Libraries of mathematics and the
-choice of instructions can differ without a trace in them, so each worker also computes a probe: a
-chunk of a prompt, single rows at several lengths, a tree of drafts, and tokens drawn with top-p.
-Only workers with equal digests form a group, and nothing moves between groups.
+The facts cover the content of the model's files, formats, versions, and the code of the kernels: a
+library that another compiler has built, or from other sources, differs in them even where a probe
+finds no other bits. Libraries of mathematics and processors can differ without a trace in the
+facts, so each worker also computes a probe: a chunk of a prompt, single rows at several lengths, a
+tree of drafts, and tokens drawn with top-p. Only workers with equal digests form a group, and
+nothing moves between groups.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,12 +49,25 @@ def facts(llm: LLM, encoder: Encoder) -> dict[str, Any]:
         "protocol": VERSION,
         "version": __version__,
         "numpy": np.__version__,
+        "libc": " ".join(platform.libc_ver()),
         "runners": {name: _runner_facts(one) for name, one in sorted(llm.engine.runners.items())},
     }
 
 
 def probe(llm: LLM) -> str:
-    """A digest of tokens, log-probabilities and cached keys and values that the model computes."""
+    """A digest of tokens, log-probabilities and cached keys and values that the model computes.
+    Stored blocks are not used for it, and stay."""
+    prefixes = llm.engine.runners["target"].prefixes
+    spill, prefixes.spill = prefixes.spill, None
+    try:
+        llm.clear()
+        return _computed(llm)
+    finally:
+        llm.clear()
+        prefixes.spill = spill
+
+
+def _computed(llm: LLM) -> str:
     digest = hashlib.sha256()
     spec, runner = llm.model.spec, llm.engine.runners["target"]
     if not spec.causal:
@@ -70,7 +86,6 @@ def probe(llm: LLM) -> str:
         slots = runner.prefixes.match(prompt, (-1, None))
         digest.update(read_slots(runner.pool.cache, slots[:BLOCK]))
         digest.update(read_slots(runner.pool.cache, slots[-BLOCK:]))
-    llm.clear()
     return digest.hexdigest()
 
 
@@ -91,12 +106,11 @@ def _probe_prompt(llm: LLM, length: int) -> list[int]:
 def _runner_facts(runner: ModelRunner) -> dict[str, Any]:
     model: Any = runner.model
     executor = getattr(model, "executor", None)
-    library = getattr(executor, "_library", None)
     return {
         "model": _content(getattr(model, "path", None)),
         "dtype": str(getattr(model, "dtype", None)),
         "backend": type(executor).__name__,
-        "variant": getattr(library, "variant", None),
+        "kernels": getattr(executor, "kernels", None),
         "cache": [f"{one.dtype} {tuple(one.shape[1:])}" for one in runner.pool.cache.arrays],
     }
 

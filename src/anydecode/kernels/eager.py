@@ -47,6 +47,14 @@ class TorchExecutor(ABC):
     reads_states = False  # whether the hidden states of all rows start as `Rows.inputs`
     extra_width = 0  # numbers of a hidden state beyond those of an embedding
 
+    @property
+    def kernels(self) -> str:
+        """A name of the code that computes the passes, and of the device if it is no CPU."""
+        name = f"torch {torch.__version__}"
+        if self.device.type == "cuda":
+            name += f" on {torch.cuda.get_device_name(self.device)}"
+        return name
+
     @abstractmethod
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         """Start a pass; calls of `layers` until the next `begin` belong to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import warnings
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64
@@ -234,7 +235,12 @@ _SIGNATURES = {
 
 
 class Library:
-    """The functions of one compiled library, and the name of the variant in use."""
+    """The functions of one compiled library.
+
+    Attributes:
+        variant: The name of the variant in use.
+        build: A digest of the file. Builds of other sources, or by another compiler, have another.
+    """
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
         self._handle = ctypes.CDLL(str(path))
@@ -246,6 +252,7 @@ class Library:
         if (self.size(0), self.size(1)) != sizes:
             raise RuntimeError(f"{path} was built for another version of anydecode")
         self.variant = self._choose(variant)
+        self.build = hashlib.sha256(path.read_bytes()).hexdigest()[:24]
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
         raise AttributeError(name)

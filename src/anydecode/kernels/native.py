@@ -288,6 +288,11 @@ class NativeExecutor:
         return Output(logits, hidden, sampled, probabilities, num_passes)
 
     @property
+    def kernels(self) -> str:
+        """A name of the code that computes the passes; another build or variant has another."""
+        return f"{self._library.variant} of {self._library.build}"
+
+    @property
     def truncates(self) -> bool:
         """Whether samples may have a truncation (`SampleSpec.truncation`)."""
         return self._can_sample and not self.program.recurrences

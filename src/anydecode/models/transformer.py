@@ -63,6 +63,12 @@ class Executor(Protocol):
     cache_formats: tuple[str, ...]  # the supported formats of the key-value cache
     cache_format: str  # the fastest of them
 
+    @property
+    def kernels(self) -> str:
+        """A name of the code that computes the passes. Equal rows may have other bits with code of
+        another name."""
+        ...
+
     def new_cache(
         self,
         format: str,

@@ -24,6 +24,7 @@ from anydecode.cluster.control.step_3 import FfnSplit
 from anydecode.cluster.ffn import AttentionExecutor, FfnClient, FfnServer, LocalFfn
 from anydecode.errors import AnydecodeError, FleetError, UnsupportedCombinationError
 from anydecode.kernels.interface import OutputSpec, Rows
+from anydecode.kernels.library import load_library
 from anydecode.models import ffn_split
 from anydecode.models.families import build, load_network
 from anydecode.models.opening import choose_executor
@@ -303,6 +304,23 @@ def test_an_ffn_process_of_another_model_is_refused() -> None:
     with (
         pytest.raises(FleetError, match="has another model: start it with this model"),
         oracle.split_model(0, ffn_seed=1),
+    ):
+        pass
+
+
+def test_an_ffn_process_of_another_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load_library()
+    if library is None:
+        pytest.skip("needs the native kernels")
+
+    def start(self: FfnServer, *arguments: Any) -> None:
+        _START(self, *arguments)
+        monkeypatch.setattr(library, "build", "that of another compiler")
+
+    monkeypatch.setattr(FfnServer, "__init__", start)
+    with (
+        pytest.raises(FleetError, match="has another kernels: start it with .* build of anydecode"),
+        oracle.split_model(0),
     ):
         pass
 
