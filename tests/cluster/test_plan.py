@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from anydecode import LLM
+from anydecode.cluster import plan as plan_module
 from anydecode.cluster.control.distserve import Limits, Placement, PlacementSearch
 from anydecode.cluster.plan import CONTEXTS, MAX_EXACT_WORKERS, Machine, measured, plan
 from anydecode.cluster.simulator.simulation import Link
@@ -72,6 +73,29 @@ def test_the_machine_of_an_engine() -> None:
         2 * spec.num_layers * layer.num_kv_heads * layer.head_dim * size
     )
     assert machine.costs.seconds(512, CONTEXTS[0]) >= machine.costs.seconds(1, CONTEXTS[0]) > 0
+
+
+def test_what_passes_take_in_addition_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1 s per second without a pass before them, and 1 ms for each position that is new."""
+    pauses, used, caches = [0.0], set[tuple[int, int]](), list[Any]()
+
+    def timed(
+        model: Any, cache: Any, count: int, context: int, clock: Any, num_logits: int
+    ) -> float:
+        if not any(cache is one for one in caches):
+            caches.append(cache)  # which lives as long as its id is used
+        start = max(0, context - count // 2)
+        new = {(id(cache), start + number) for number in range(count)} - used
+        used.update(new)
+        return 1.0 + 0.1 * pauses[-1] + 0.001 * len(new)
+
+    monkeypatch.setattr(plan_module, "sleep", pauses.append)
+    monkeypatch.setattr(plan_module, "time_pass", timed)
+    with LLM("tiny-autoregressive", threads=1, cache_positions=2048) as llm:
+        machine = measured(llm)
+    expected = {pause: 0.1 * pause for pause in (0.0, *plan_module.PAUSES)}
+    assert machine.pause_seconds == pytest.approx(expected)
+    assert machine.first_use_seconds == pytest.approx(0.001)
 
 
 @pytest.mark.slow

@@ -36,7 +36,10 @@ _COUNTERS = {
     "passes": ("passes", "Forward passes of a worker."),
     "rows": ("rows", "Rows computed in forward passes."),
     "prefix_hit_tokens": ("hits", "Prompt tokens found in its prefix cache."),
-    "prefix_restored_tokens": ("restored", "Prompt tokens restored from stored blocks, or from others'."),
+    "prefix_restored_tokens": (
+        "restored",
+        "Prompt tokens restored from stored blocks, or from others'.",
+    ),
 }
 
 

@@ -24,7 +24,7 @@ from anydecode.cluster.control.distserve import (
 from anydecode.cluster.simulator.leap import leap
 from anydecode.cluster.simulator.simulation import Arrival, Link, Served, WorkerPlan, simulate
 from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals, repeated, scaled
-from anydecode.engine.costs import computing, measure, time_pass
+from anydecode.engine.costs import busy_seconds, computing, measure, time_pass
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.patch_encoder import PatchEncoder
 from anydecode.scoring.cost import CostTable, ThreadCosts
@@ -40,7 +40,9 @@ CONTEXT = 256
 #: answers, and of prompts.
 ANSWER_ROWS, PROMPT_ROWS = (1, 16), (128, 512)
 #: Times without a pass after which passes are measured, in seconds, with so many rows, so often.
-IDLE_SECONDS, IDLE_ROWS, IDLE_ROUNDS = (0.3, 1.5), 64, 3
+PAUSES, PAUSE_ROWS, PAUSE_ROUNDS = (0.3, 1.5), 64, 5
+#: Number of positions of the cache that are used for the first time in a pass, so often.
+FIRST_USED, FIRST_USE_ROUNDS = 128, 5
 #: Larger fleets are simulated in leap mode.
 MAX_EXACT_WORKERS = 64
 #: A plan of a larger fleet compares all placements of so many workers, and the best ones at the
@@ -72,8 +74,9 @@ class Machine:
         encode_seconds: The time to encode an image, per embedding.
         embedding_bytes: Size of one embedding.
         thread_costs: The costs of passes by number of threads, if the schedule runs two at a time.
-        idle_factors: The factors by which a pass takes longer, by the seconds without a pass before
-            it.
+        pause_seconds: What a pass takes in addition, by the seconds without a pass before it.
+        first_use_seconds: What it takes in addition for each position of the cache that it is the
+            first to use: memory that was never written is not there yet.
     """
 
     costs: CostTable
@@ -87,7 +90,8 @@ class Machine:
     encode_seconds: float = 0.0
     embedding_bytes: int = 0
     thread_costs: ThreadCosts | None = None
-    idle_factors: Mapping[float, float] = field(default_factory=dict)
+    pause_seconds: Mapping[float, float] = field(default_factory=dict)
+    first_use_seconds: float = 0.0
 
 
 def measured(llm: LLM, **options: Any) -> Machine:
@@ -122,7 +126,8 @@ def measured(llm: LLM, **options: Any) -> Machine:
         encode_seconds=_encode_seconds(PatchEncoder(hidden_size)),
         embedding_bytes=4 * hidden_size,
         thread_costs=thread_costs,
-        idle_factors=_idle_factors(_alone(llm)),
+        pause_seconds=_pause_seconds(_alone(llm)),
+        first_use_seconds=_first_use_seconds(_alone(llm)),
         **options,
     )
 
@@ -182,16 +187,35 @@ def _by_wall_clock(model: Any, rows: tuple[int, ...]) -> CostTable:
     )
 
 
-def _idle_factors(model: Any) -> dict[float, float]:
-    """The factors by which a pass takes longer after so many seconds without one: a processor may
-    have slowed down, and its caches have lost the weights."""
-    cache = model.new_cache(CONTEXT + IDLE_ROWS)
-    times: dict[float, list[float]] = {one: [] for one in (*IDLE_SECONDS, 0.0)}
-    for _ in range(IDLE_ROUNDS):
-        for idle, found in times.items():
-            sleep(idle)
-            found.append(time_pass(model, cache, IDLE_ROWS, IDLE_ROWS, lambda _: perf_counter(), 1))
-    return {idle: max(1.0, mean(found) / mean(times[0.0])) for idle, found in times.items()}
+def _pause_seconds(model: Any) -> dict[float, float]:
+    """What a pass takes in addition after so many seconds without one: a processor may have slowed
+    down, and takes some time to be as fast as before, whatever it computes."""
+    cache = model.new_cache(CONTEXT + PAUSE_ROWS)
+    times: dict[float, list[float]] = {one: [] for one in (*PAUSES, 0.0)}
+    for _ in range(PAUSE_ROUNDS):
+        for pause, found in times.items():
+            sleep(pause)
+            found.append(
+                time_pass(model, cache, PAUSE_ROWS, PAUSE_ROWS, lambda _: perf_counter(), 1)
+            )
+    without = median(times[0.0])
+    return {pause: max(0.0, median(found) - without) for pause, found in times.items()}
+
+
+def _first_use_seconds(model: Any) -> float:
+    """What a pass takes in addition per position of the cache that is used for the first time: the
+    system provides its memory then."""
+    cache, differences = model.new_cache(FIRST_USED * (FIRST_USE_ROUNDS + 1)), []
+    if not all(isinstance(one, np.ndarray) for one in cache.arrays):
+        return 0.0  # memory of a GPU
+    num_rounds = min(FIRST_USE_ROUNDS + 1, model.spec.max_positions // FIRST_USED)
+    for number in range(num_rounds):
+        context = FIRST_USED * number + FIRST_USED // 2  # of the positions behind those in use
+        first, again = (
+            time_pass(model, cache, FIRST_USED, context, busy_seconds, 1) for _ in range(2)
+        )
+        differences.append(first - again)
+    return max(0.0, mean(differences[1:] or [0.0])) / FIRST_USED
 
 
 def _seconds_besides(llm: LLM, costs: CostTable, num: int) -> float:
@@ -359,7 +383,8 @@ def worker_plan(role: str, machine: Machine) -> WorkerPlan:
         machine.answer_seconds,
         encode_seconds=machine.encode_seconds,
         thread_costs=machine.thread_costs,
-        idle_factors=machine.idle_factors,
+        pause_seconds=machine.pause_seconds,
+        first_use_seconds=machine.first_use_seconds,
     )
 
 

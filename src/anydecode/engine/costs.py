@@ -62,7 +62,7 @@ def measure(
         num_logits: The number of rows, the last ones, whose logits are computed; None: all.
         of_rounds: The duration of a pass by those of the rounds.
     """
-    clock = clock or _busy_seconds
+    clock = clock or busy_seconds
     if max_seconds is None:
         max_seconds = MAX_SECONDS
     longest = min(max(contexts), model.spec.max_positions - max(rows))
@@ -274,7 +274,7 @@ def time_pass(
     return clock(model) - start
 
 
-def _busy_seconds(model: Any) -> float:
+def busy_seconds(model: Any) -> float:
     """CPU seconds per thread if `model` has its own threads, which excludes time in which other
     processes use the cores; else wall-clock seconds."""
     threads = getattr(getattr(model, "executor", None), "threads", None)

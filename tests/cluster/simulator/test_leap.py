@@ -98,13 +98,13 @@ def test_the_way_of_a_request_delays_its_first_token_alone() -> None:
 
 
 def test_passes_after_a_time_without_any_take_longer() -> None:
-    """Twice as long after a second or more; the requests come after 0.25 s, 3 s and 0.5 s."""
-    plan = replace(PLAN, idle_factors={0.0: 1.0, 1.0: 2.0})
+    """0.08 s after a second or more; the requests come after 0.25 s, 3 s and 0.5 s."""
+    plan = replace(PLAN, pause_seconds={0.0: 0.0, 1.0: 0.08})
     seconds = COSTS.seconds(40, 20)
-    times = [0.25, 0.25 + 1.25 * seconds + 3, 0.25 + 3.25 * seconds + 3.5]
+    times = [0.25, 0.25 + seconds + 3.02, 0.25 + 2 * seconds + 3.6]
     requests = [TracedRequest(time, 40, 1) for time in times]
     arriving = [Arrival(time, [number] * 40, 1) for number, time in enumerate(times)]
-    expected = [1.25 * seconds, 2 * seconds, 1.5 * seconds]
+    expected = [seconds + 0.02, seconds + 0.08, seconds + 0.04]
     served = simulate(arriving, [plan]).served
     assert [one.first_token_seconds for one in served] == pytest.approx(expected)
     assert [first for first, _ in leap(requests, plan, 1)] == pytest.approx(expected)

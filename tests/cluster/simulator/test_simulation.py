@@ -206,6 +206,16 @@ def test_passes_beside_each_other_share_the_memory() -> None:
     assert 0 < num_beside < len(passes)
 
 
+def test_the_first_use_of_a_position_of_the_cache_takes_longer() -> None:
+    """Three prompts without a common block come to a cache that has room for one of them, which is
+    evicted for the next one; its answer has one token, whose position is not used."""
+    plan = WorkerPlan("mixed", COSTS, positions=96, first_use_seconds=0.001)
+    seconds = COSTS.seconds(64, 32)
+    arriving = [Arrival(float(number), [number] * 64, 1) for number in range(3)]
+    found = [one.first_token_seconds for one in simulate(arriving, [plan]).served]
+    assert found == pytest.approx([seconds + 0.064, seconds + 0.032, seconds])
+
+
 def test_another_schedule_or_cache_has_other_passes() -> None:
     real = RealRun("sarathi-serve:budget=40", trace(1))
     assert replay(real, "sarathi:budget=40") != real.passes

@@ -116,12 +116,12 @@ class TableSeconds:
         return besides + self._costs.seconds(num_rows, int(rows.prefix.mean()))
 
 
-def idle_factor(factors: Mapping[float, float], seconds: float) -> float:
-    """The factor for a pass after so many seconds without one, between those of `factors`."""
-    if not factors:
-        return 1.0
-    known = sorted(factors)
-    return float(np.interp(seconds, known, [factors[one] for one in known]))
+def seconds_after_pause(known: Mapping[float, float], pause: float) -> float:
+    """What a pass takes in addition after so many seconds without one, between those of `known`."""
+    if not known:
+        return 0.0
+    pauses = sorted(known)
+    return float(np.interp(pause, pauses, [known[one] for one in pauses]))
 
 
 class VirtualClock:
@@ -132,11 +132,13 @@ class VirtualClock:
         thread_costs: The costs of passes by number of threads. A pass beside another one takes
             longer in the ratio of those of its threads and of all, and by their contention; None:
             equally long.
-        idle_factors: The factors by which a pass takes longer, by the seconds without a pass before
-            it; none: equally long.
+        pause_seconds: What a pass takes in addition, by the seconds without a pass before it; none:
+            nothing.
+        first_use_seconds: What it takes in addition for each position of the cache that it is the
+            first to use.
 
     Attributes:
-        idle_seconds: The time without a pass before those that begin.
+        pause: The time without a pass before those that begin.
         launched: The passes that have begun, with their durations in seconds; the caller empties
             the list.
     """
@@ -145,16 +147,20 @@ class VirtualClock:
         self,
         seconds: PassSeconds,
         thread_costs: ThreadCosts | None = None,
-        idle_factors: Mapping[float, float] | None = None,
+        pause_seconds: Mapping[float, float] | None = None,
+        first_use_seconds: float = 0.0,
     ) -> None:
         self._seconds, self._thread_costs = seconds, thread_costs
-        self._idle_factors = idle_factors or {}
-        self.idle_seconds = 0.0
+        self._pause_seconds = pause_seconds or {}
+        self._first_use_seconds = first_use_seconds
+        self._is_used = np.zeros(0, bool)  # by slot
+        self.pause = 0.0
         self.launched: list[tuple[Plan, float]] = []
 
     def seconds(self, runner: ModelRunner, plan: Plan) -> float:
         """The virtual duration of a pass."""
-        seconds = self._seconds(plan) * idle_factor(self._idle_factors, self.idle_seconds)
+        seconds = self._seconds(plan) + seconds_after_pause(self._pause_seconds, self.pause)
+        seconds += self._first_use_seconds * self._num_first_used(runner, plan)
         if self._thread_costs is not None and not plan.is_alone:
             executor: Any = runner.model.executor  # type: ignore[attr-defined]
             rows, context = len(plan.rows), int(plan.rows.prefix.mean())
@@ -165,3 +171,12 @@ class VirtualClock:
             seconds *= of_threads / of_all * self._thread_costs.contention(rows, context)
         self.launched.append((plan, seconds))
         return seconds
+
+    def _num_first_used(self, runner: ModelRunner, plan: Plan) -> int:
+        """The number of slots that the pass writes and that none has written before."""
+        if len(self._is_used) != runner.pool.num_slots:
+            self._is_used = np.zeros(runner.pool.num_slots, bool)
+        slots = plan.rows.slots
+        first = slots[~self._is_used[slots]]
+        self._is_used[first] = True
+        return len(first)

@@ -4,7 +4,8 @@ While the answers of a worker stay the same, the duration of their next passes h
 event is an arrival, a pass with rows of a prompt, the end of an answer or of a transfer: a few for
 each request in place of one for each token. Workers schedule as `DecodesFirst`, and the proxy
 places tasks as `Fleet` does without a control. There are no preemptions, priorities, images, leases
-that end, or lost workers. Prompts share what their hashed blocks share.
+that end, or lost workers, and the first use of a position of the cache takes no time. Prompts share
+what their hashed blocks share.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from anydecode.cluster.fleet import EXPECTED_TOKENS, MAX_PREFILLS, MIN_BLOCKS
 from anydecode.cluster.routing import ROWS_PER_TASK
-from anydecode.cluster.simulator.hollow import idle_factor
+from anydecode.cluster.simulator.hollow import seconds_after_pause
 from anydecode.cluster.simulator.simulation import Link, WorkerPlan
 from anydecode.cluster.simulator.trace_files import HASHED_TOKENS, TracedRequest
 from anydecode.engine.schedule import DecodesFirst
@@ -372,8 +373,8 @@ class _Leap:
         """A task begins on its worker, with the next pass."""
         (worker.long if task.stop - task.start > _SHORT else worker.short).append(task)
         if worker.start is None:
-            idle = self._now - worker.idle_since
-            self._plan(worker, idle_factor(worker.plan.idle_factors, idle))
+            pause = self._now - worker.idle_since
+            self._plan(worker, seconds_after_pause(worker.plan.pause_seconds, pause))
         elif worker.num_planned > 1:  # passes of answers alone, of which the present one ends
             past = self._now - worker.start
             num = bisect_left(range(1, worker.num_planned), past, key=worker.seconds) + 1
@@ -381,12 +382,12 @@ class _Leap:
                 worker.num_planned = num
                 self._at_end(worker, worker.seconds(num), [])
 
-    def _plan(self, worker: _Worker, factor: float = 1.0) -> None:
+    def _plan(self, worker: _Worker, additional: float = 0.0) -> None:
         """Begin the next passes of a worker, if there is something to compute. With rows of
-        prompts, which come after a time without a pass, the pass takes longer by a factor."""
+        prompts, which come after a time without a pass, the pass takes so many seconds more."""
         if worker.short or worker.long:
             seconds, completed = worker.mixed_pass()
-            seconds *= factor
+            seconds += additional
             worker.num_planned = 1
         elif worker.ends:
             worker.num_planned = worker.ends[0][0] - worker.num_passes

@@ -138,8 +138,9 @@ class WorkerPlan:
         encode_seconds: The time to encode an image, per embedding. Passes go on meanwhile.
         thread_costs: The costs of its passes by number of threads, the largest of which is that of
             the worker. With two or more, schedules may run two passes at a time, such as `nexus`.
-        idle_factors: The factors by which a pass takes longer, by the seconds without a pass before
-            it.
+        pause_seconds: What a pass takes in addition, by the seconds without a pass before it.
+        first_use_seconds: What it takes in addition for each position of the cache that it is the
+            first to use.
     """
 
     role: str
@@ -153,7 +154,8 @@ class WorkerPlan:
     seconds: PassSeconds | None = None
     encode_seconds: float = 0.0
     thread_costs: ThreadCosts | None = None
-    idle_factors: Mapping[float, float] = field(default_factory=dict)
+    pause_seconds: Mapping[float, float] = field(default_factory=dict)
+    first_use_seconds: float = 0.0
 
 
 @dataclass
@@ -233,7 +235,9 @@ class _Worker:
         self.blocks = PromptBlocks(runner, MAX_LEASED_BYTES)
         self.kept: dict[Key, list[bytes]] = {}
         table = TableSeconds(plan.costs, plan.pass_seconds, plan.answer_seconds)
-        self.clock = VirtualClock(plan.seconds or table, plan.thread_costs, plan.idle_factors)
+        self.clock = VirtualClock(
+            plan.seconds or table, plan.thread_costs, plan.pause_seconds, plan.first_use_seconds
+        )
         self.engine.clock = self.clock
         self._correct, self.engine.on_pass = self.engine.on_pass, None
         self.requests: dict[Key, Request] = {}
@@ -277,7 +281,7 @@ class _Worker:
         """Begin passes, and compute what the engine will have computed at `engine.now`, when the
         first of those under way ends. Returns those that begin."""
         numbers = {id(one.jobs[0].sequence): key[0] for key, one in self.requests.items()}
-        self.clock.idle_seconds = now - self.engine.now  # since the last pass has ended
+        self.clock.pause = now - self.engine.now  # since the last pass has ended
         self.engine.now = now
         self.engine.step()
         launched, self.clock.launched = self.clock.launched, []
