@@ -45,7 +45,7 @@ def test_every_point_is_timed_in_every_round(monkeypatch: pytest.MonkeyPatch) ->
     assert set(counts.values()) == {3} and first == 2 + 3  # with a round to warm up
 
 
-def test_rows_without_logits_and_averages_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_logits_in_descending_order_and_averages_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked, run = ScriptedModel(), [], ScriptedModel.run
 
     def seen(rows, cache, output_spec):  # type: ignore[no-untyped-def]
@@ -66,9 +66,9 @@ def test_rows_without_logits_and_averages_of_rounds(monkeypatch: pytest.MonkeyPa
         num_logits=1,
         of_rounds=max,
     )
-    assert asked == [(1, [0]), (1, [0]), *[(1, [0]), (4, [3])] * 3]
+    assert asked == [(1, [0]), (1, [0]), *[(4, [3]), (1, [0])] * 3]
     # The clock's n-th interval takes 4 n + 1: the last round has intervals 6 and 7.
-    assert table.seconds_by == {8: {1: 25, 4: 29}}
+    assert table.seconds_by == {8: {1: 29, 4: 25}}
 
 
 def test_contexts_leave_room_for_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
