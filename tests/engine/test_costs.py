@@ -45,7 +45,9 @@ def test_every_point_is_timed_in_every_round(monkeypatch: pytest.MonkeyPatch) ->
     assert set(counts.values()) == {3} and first == 2 + 3  # with a round to warm up
 
 
-def test_rows_without_logits_in_descending_order_and_averages_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_logits_in_descending_order_and_averages_of_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, asked, run = ScriptedModel(), [], ScriptedModel.run
 
     def seen(rows, cache, output_spec):  # type: ignore[no-untyped-def]
