@@ -152,12 +152,12 @@ class TritonExecutor(TorchExecutor):
         self._pass: tuple[Rows, KeyValues] | None = None
         self._pack(shapes)
 
-    @torch.no_grad()
     @property
     def kernels(self) -> str:
         """A name of the code that computes the passes, and of the device."""
         return f"triton {triton.__version__}, {super().kernels}"
 
+    @torch.no_grad()
     def _pack(self, shapes: Sequence[Attention]) -> None:
         """Run a pass of one row that stores nothing, which packs every weight as passes use it."""
         cache = self.new_cache(self.cache_format, 1, shapes)
