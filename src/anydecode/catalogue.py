@@ -9,7 +9,7 @@ import keyword
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -385,6 +385,7 @@ def build(key: str, /, **parameters: Any) -> Any:
     entry = find(key)
     method = entry.build
     kinds = _kinds(method)
+    _check_names(entry, parameters)
     try:
         inspect.signature(method).bind(**parameters)
     except TypeError as error:
@@ -486,11 +487,8 @@ def check_remote(choice: str) -> None:
         raise InvalidRequestError(f"{key!r} reads files of this machine: {_OPERATOR_ONLY}")
     if not given:
         return  # the most common case, for every request
-    names = inspect.signature(entry.build).parameters
+    _check_names(entry, given)
     for name, value in given.items():
-        if name not in names:
-            known = ", ".join(names) or "it has none"
-            raise InvalidRequestError(f"method {key!r} has no parameter {name!r}; known: {known}")
         if name in files:
             raise InvalidRequestError(f"{key!r}: {name} names a file: {_OPERATOR_ONLY}")
         if value is None and type(None) in _kinds(entry.build).get(name, ()):
@@ -501,6 +499,19 @@ def check_remote(choice: str) -> None:
         if not allowed.allows(value):
             raise InvalidRequestError(
                 f"{key!r}: {name} is {quoted(value)}; requests to a server may set {allowed}"
+            )
+
+
+def _check_names(entry: Entry, names: Iterable[str]) -> None:
+    """Raise `InvalidRequestError` unless the method has parameters of all `names`."""
+    found = inspect.signature(entry.build).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in found.values()):
+        return
+    for name in names:
+        if name not in found:
+            known = ", ".join(found) or "it has none"
+            raise InvalidRequestError(
+                f"method {entry.card.key!r} has no parameter {name!r}; known: {known}"
             )
 
 

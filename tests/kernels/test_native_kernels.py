@@ -680,6 +680,50 @@ def test_the_reference_reads_packed_caches_too(library: Library, format: str) ->
     assert relative_error(exact, expected) > 5e-3 or format == "int8"
 
 
+def test_convolutions_within_blocks_match_their_formula(library: Library) -> None:
+    """Alone and beside other blocks, on several threads; the torch reference too. A block begins
+    with another token than the mask's."""
+    width, groups, taps, mask = 40, 5, 3, 19
+    random = np.random.default_rng(1)
+    base = random.standard_normal((taps, width), np.float32)
+    projection = small_weight(taps * groups, width, 1)
+    embedding = small_weight(20, width, 2)
+
+    def layer(b: Any, x: Any, index: int) -> Any:
+        return b.block_convolution(x, b.linear(x, projection), base, mask)
+
+    executor = NativeExecutor(
+        embedding, 20, 1, layer, lambda b, x: b.linear(x, embedding), width=width, threads=2
+    )
+    tokens = np.array([3, mask, mask, mask, 4, mask, 5, 6, mask, mask, mask, mask])
+    rows = sequence_rows(tokens, np.arange(12), layers=1)
+    cache, every = new_cache("float32", 12, [None]), ints(np.arange(12))
+    found = executor.run(rows, cache, OutputSpec(every, {1: every})).hidden[1]
+    x = embedding.data[tokens].astype(np.float64)
+    kernels = (x @ projection.data.T.astype(np.float64)).reshape(12, taps, groups)
+    kernels = kernels.repeat(width // groups, -1) + base
+    starts = [max(i for i in range(row + 1) if tokens[i] != mask) for row in range(12)]
+    expected = [
+        sum(kernels[row, t] * x[row - t] for t in range(taps) if row - t >= starts[row])
+        for row in range(12)
+    ]
+    assert relative_error(found, np.array(expected)) < 1e-5
+    alone = executor.run(
+        sequence_rows(tokens[6:], np.arange(12), layers=1),
+        cache,
+        OutputSpec(ints(np.arange(6)), {1: ints(np.arange(6))}),
+    )
+    assert np.array_equal(alone.hidden[1], found[6:])
+    pytest.importorskip("torch")
+    from anydecode.kernels.reference import ReferenceBackend
+    from anydecode.kernels.torch_arrays import as_numpy, as_tensor
+
+    backend = ReferenceBackend()
+    backend.bind(rows, np.arange(12), cache)
+    same = as_numpy(layer(backend, as_tensor(embedding.data[tokens]), 0))
+    assert relative_error(found, same) < 1e-5
+
+
 @pytest.mark.parametrize("width", [7, 16, 40])
 def test_operations_of_streams_match_the_reference(library: Library, width: int) -> None:
     """And those of rows, on widths with and without a rest."""

@@ -18,7 +18,9 @@ from anydecode.certification.tiny import tiny_network
 from anydecode.certification.tiny_blocks import (
     as_deepspec,
     as_speculators,
+    dflash2_checkpoint,
     dflash_checkpoint,
+    domino_checkpoint,
     dspark_checkpoint,
     pard_checkpoint,
     peagle_checkpoint,
@@ -97,9 +99,9 @@ def _refuse(checkpoint: Checkpoint, target: Network, change: Change, message: st
         (_inner(target_layer_ids=[]), "target_layer_ids"),
         (_inner(target_layer_ids=[0, 1]), "fc.weight"),
         (_inner(causal_head=3), "causal_head"),
-        (_inner(projector_type="domino"), "projector_type is 'domino'"),
-        (_inner(selector_rank=256), "selector_rank is 256"),
-        (_inner(conv_kernel_size=2), "conv_kernel_size is 2"),
+        (_inner(projector_type="eagle"), "projector_type is 'eagle'"),
+        (_inner(selector_rank=256), "candidate_selector"),
+        (_inner(conv_kernel_size=2), "lacks 'conv_group_size'"),
         (_inner(use_swa=True), "use_swa"),
         (_inner(attention_sink_bias=True), "attention_sink_bias"),
         (_tensor("fc.weight", np.ones((64, 64), np.float32)), "fc.weight"),
@@ -143,7 +145,50 @@ def test_heads_that_do_not_fit_are_refused(target: Network, change: Change, mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set(speculators_model_type="dflash2"), "speculators_model_type is 'dflash2'"),
+        (_inner(gru_hidden_dim=25), "prefix_gru.weight_ih_l0"),
+        (_inner(gru_hidden_dim=None), "lacks 'gru_hidden_dim'"),
+        (_inner(emb_dim=None), "lacks 'emb_dim'"),
+        (_inner(emb_dim=8), "embed_proj.2"),
+        (_inner(pure_draft_prefix_len=-1), "pure_draft_prefix_len is -1"),
+        (_without("prefix_gru.weight_hh_l0"), "weight_hh_l0"),
+        (_without("embed_proj.0.weight"), "embed_proj.0"),
+        (_tensor("prefix_gru.bias_ih_l0", np.ones(72, np.float32)), "bias_ih_l0 is not a part"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_domino_heads_that_do_not_fit_are_refused(
+    target: Network, change: Change, message: str
+) -> None:
+    _refuse(domino_checkpoint(target), target, change, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_inner(conv_kernel_size=2), "attention_conv.kernel_projection"),
+        (_inner(conv_kernel_size=None), "attention_conv.base_kernel is not a part"),
+        (_inner(conv_group_size=24), "conv_group_size is 24"),
+        (_inner(conv_group_size=0), "conv_group_size is 0"),
+        (_inner(selector_rank=32), "candidate_selector.hidden_projection"),
+        (_inner(selector_rank=None), "candidate_selector.hidden_projection.weight is not a part"),
+        (_inner(selector_top_k=None), "lacks 'selector_top_k'"),
+        (_inner(selector_top_k=VOCAB + 1), "selector_top_k is 260"),
+        (_inner(output_multiplier="x"), "output_multiplier"),
+        (_without("layers.1.mlp_conv.base_kernel"), "layers.1.mlp_conv.base_kernel"),
+        (_without("candidate_selector.successor_codebook"), "successor_codebook"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_dflash2_parts_that_do_not_fit_are_refused(
+    target: Network, change: Change, message: str
+) -> None:
+    _refuse(dflash2_checkpoint(target), target, change, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set(speculators_model_type="dfly"), "speculators_model_type is 'dfly'"),
         (_set(aux_hidden_state_layer_ids=[1, 2, 4]), "aux_hidden_state_layer_ids is"),
         (_set(draft_vocab_size=5), "d2t is int64"),
         (_tensor("lm_head.weight", np.ones((5, 64), np.float32)), "lm_head"),
@@ -231,13 +276,15 @@ def test_what_a_block_predicts_is_read_as_the_files_mean_it(target: Network) -> 
     """DSpark's first row predicts too; speculators say so, and Domino's key."""
     dflash, dspark = dflash_checkpoint(target), dspark_checkpoint(target)
     expected = {
-        False: [dflash, as_speculators(dflash, target)],
+        False: [dflash, as_speculators(dflash, target), domino_checkpoint(target)],
         True: [
             dspark,
             as_deepspec(dspark, target),
             as_speculators(dspark, target),
             as_speculators(dflash, target, sample_from_anchor=True),
             _changed(dflash, _inner(shift_label=True)),
+            domino_checkpoint(target, shifted=True),
+            as_speculators(domino_checkpoint(target, shifted=True), target),
         ],
     }
     for predicts_next, checkpoints in expected.items():
@@ -259,6 +306,7 @@ def test_causal_layers_are_read_as_the_files_mean_them(target: Network) -> None:
     assert layers(windowed) == (0,)
     assert layers(dflash_checkpoint(target, causal_head=True)) == (0, 1)
     assert layers(dflash_checkpoint(target, window=4, causal=False)) == ()
+    assert layers(_changed(windowed, _set(is_causal=False))) == ()
     assert layers(as_speculators(windowed, target)) == (0,)
     assert layers(as_speculators(windowed, target, sliding_window_non_causal=True)) == ()
 

@@ -107,6 +107,68 @@ def dspark_checkpoint(target: Network, *, seed: int = 0, kind: str = "vanilla") 
     return Checkpoint("dspark", Path("dspark"), config, tensors)
 
 
+def domino_checkpoint(
+    target: Network, *, seed: int = 0, shifted: bool = False, num_free: int = 0
+) -> Checkpoint:
+    """A random drafter in the layout of SpecForge's Domino, whose recurrent unit has 24 numbers.
+    With `shifted` its first slot predicts too, and `num_free` drafted tokens have no correction."""
+    base = dflash_checkpoint(target, seed=seed, shift_label=shifted)
+    random, hidden = np.random.default_rng(seed + 7000), target.spec.hidden_size
+    width, rank = 24, 16
+    tensors = {
+        **base.tensors,
+        "prefix_gru.weight_ih_l0": _matrix(random, 3 * width, hidden),
+        "prefix_gru.weight_hh_l0": 3 * _matrix(random, 3 * width, width),
+        "embed_proj.0.weight": 2 * _matrix(random, rank, hidden + width),
+        "embed_proj.2.weight": 2 * _matrix(random, target.spec.vocab_size, rank),
+    }
+    domino = {
+        "projector_type": "domino",
+        "emb_dim": rank,
+        "gru_hidden_dim": width,
+        "pure_draft_prefix_len": num_free,
+    }
+    config = {**base.config, "architectures": ["DominoDraftModel"]}
+    config["dflash_config"] = {**base.config["dflash_config"], **domino}
+    return Checkpoint("domino", Path("domino"), config, tensors)
+
+
+def dflash2_checkpoint(
+    target: Network, *, seed: int = 0, top_k: int = 16, has_factors: bool = True
+) -> Checkpoint:
+    """A random drafter in the layout of z-lab's DFlash2, with convolutions of three rows around its
+    sublayers and a selector among `top_k` tokens. The selector's codebooks are the target's
+    embedding and head. With `has_factors`, logits are scaled and capped."""
+    base = dflash_checkpoint(target, seed=seed, window=4)
+    random = np.random.default_rng(seed + 8000)
+    hidden, weights, taps, group = target.spec.hidden_size, target.weights, 3, 16
+    tensors = dict(base.tensors)
+    for layer in range(base.config["num_hidden_layers"]):
+        for part in ("attention", "mlp"):
+            name = f"layers.{layer}.{part}_conv"
+            kernel = 0.3 * random.standard_normal((2, taps, hidden), np.float32)
+            kernel[:, 0] += 1
+            changes = 0.3 * _matrix(random, 2 * taps * hidden // group, hidden)
+            tensors |= {f"{name}.base_kernel": kernel, f"{name}.kernel_projection.weight": changes}
+    selector = "candidate_selector"
+    tensors |= {
+        f"{selector}.predecessor_codebook": weights.embedding.data.astype(np.float32),
+        f"{selector}.successor_codebook": weights.head.data.astype(np.float32),
+        f"{selector}.hidden_projection.weight": 2 * _matrix(random, hidden, hidden),
+    }
+    own: dict[str, float] = {
+        "conv_kernel_size": taps,
+        "conv_group_size": group,
+        "selector_rank": hidden,
+        "selector_top_k": top_k,
+    }
+    if has_factors:
+        own |= {"output_multiplier": 0.8, "final_logit_softcapping": 30.0}
+    config = {**base.config, "architectures": ["DFlash2DraftModel"], "is_causal": False}
+    config["dflash_config"] = {**base.config["dflash_config"], **own}
+    return Checkpoint("dflash2", Path("dflash2"), config, tensors)
+
+
 def peagle_checkpoint(target: Network, *, seed: int = 0) -> Checkpoint:
     """A random drafter in the layout of P-EAGLE (speculators): that of EAGLE-3 with a second layer,
     an embedding of its own and the state of mask tokens, which drafts six tokens."""
@@ -192,25 +254,37 @@ def as_deepspec(checkpoint: Checkpoint, target: Network) -> Checkpoint:
 
 def as_speculators(checkpoint: Checkpoint, target: Network, **options: Any) -> Checkpoint:
     """A drafter in the layout of speculators, with an embedding of its own and a head for four of
-    five tokens. `options` are keys of its config."""
+    five tokens (DFlash2: for all). `options` are keys of its config."""
     layers = dict(checkpoint.config)
+    is_causal = layers.pop("is_causal", True)
     own: dict[str, Any] = dict(layers.pop("dflash_config"))
-    kind = own.pop("projector_type", "dflash")
+    kind = own.pop("projector_type", "dflash2" if "selector_rank" in own else "dflash")
     taps = [layer + 1 for layer in own.pop("target_layer_ids")]
     vocabulary = np.arange(target.spec.vocab_size)
-    kept = vocabulary[vocabulary % 5 > 0]
+    is_kept = (vocabulary % 5 > 0) | (kind == "dflash2")  # which has a head for all tokens
+    kept = vocabulary[is_kept]
     tensors = {
         **checkpoint.tensors,
         "embed_tokens.weight": target.weights.embedding.data.copy(),
         "lm_head.weight": target.weights.head.data[kept].copy(),
-        "d2t": kept - np.arange(len(kept)),
-        "t2d": vocabulary % 5 > 0,
     }
-    second = "markov_head.markov_w2.weight"
-    if second in tensors:
-        tensors[second] = np.asarray(tensors[second])[kept]
+    if len(kept) < len(vocabulary):
+        tensors |= {"d2t": kept - np.arange(len(kept)), "t2d": is_kept}
+    for second in ("markov_head.markov_w2.weight", "embed_proj.2.weight"):
+        if second in tensors:
+            tensors[second] = np.asarray(tensors[second])[kept]
+    if kind == "domino":
+        for name in [name for name in tensors if name.startswith(("prefix_gru.", "embed_proj."))]:
+            tensors[f"logits_correction.{name}"] = tensors.pop(name)
+        own["logits_correction_emb_dim"] = own.pop("emb_dim")
+        options = {"sample_from_anchor": own.pop("shift_label"), **options}
+    names = {
+        "dspark": "DSparkSpeculator",
+        "domino": "DominoDraftModel",
+        "dflash2": "DFlash2DraftModel",
+    }
     config = {
-        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        "architectures": [names.get(kind, "DFlashSpeculator")],
         "speculators_model_type": kind,
         "transformer_layer_config": layers,
         "draft_vocab_size": len(kept),
@@ -218,7 +292,7 @@ def as_speculators(checkpoint: Checkpoint, target: Network, **options: Any) -> C
         "aux_hidden_state_layer_ids": taps,
         "target_hidden_size": None,
         "sample_from_anchor": kind == "dspark",
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": not is_causal,
         **own,
         **options,
     }

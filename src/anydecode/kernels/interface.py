@@ -805,6 +805,15 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def block_convolution(self, x: Any, kernels: Any, base: np.ndarray, mask_token: int) -> Any:
+        """A causal convolution within blocks of rows, of which only the first row has another token
+        than `mask_token`: the sum over t of the x of the row t before in the block, times
+        `base[t]`, float32 `[taps, width]`, plus the number t of each group in `kernels`.
+
+        `kernels` has `taps` times `groups` numbers per row, for as many equal parts of a row of x.
+        """
+
+    @abstractmethod
     def spread(self, x: Any, factors: Any, groups: int) -> Any:
         """`groups` multiples of x side by side.
 

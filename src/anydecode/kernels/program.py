@@ -289,6 +289,14 @@ class NativeBackend(Backend):
     def mix(self, x: Value, coefficients: Value, groups: int) -> Value:
         return self._record(Code.MIX, (x, coefficients), x.width, groups=groups)
 
+    def block_convolution(
+        self, x: Value, kernels: Value, base: np.ndarray, mask_token: int
+    ) -> Value:
+        taps = len(base)
+        fields = {"count": taps, "groups": kernels.width // taps, "window": mask_token}
+        fields["weight"] = self._keep_vector(base.ravel())
+        return self._record(Code.BLOCK_CONVOLVE, (x, kernels), x.width, **fields)
+
     def spread(self, x: Value, factors: Value | np.ndarray, groups: int) -> Value:
         fields: dict[str, Any] = {"groups": groups}
         inputs = (x, factors) if isinstance(factors, Value) else (x,)

@@ -335,6 +335,21 @@ class ReferenceBackend(Backend):
             out = out + factors[:, :, part : part + 1] * parts[:, part : part + 1]
         return out.flatten(-2)
 
+    def block_convolution(
+        self, x: torch.Tensor, kernels: torch.Tensor, base: np.ndarray, mask_token: int
+    ) -> torch.Tensor:
+        bound, (taps, width) = self._rows(), base.shape
+        tokens = bound.rows.tokens[bound.index]
+        follows = torch.from_numpy(tokens == mask_token).to(self.device).unsqueeze(-1)
+        parts = kernels.view(len(x), taps, -1)
+        changes = parts.repeat_interleave(width // parts.shape[-1], -1)
+        factors, before = self._vector(base) + changes, x
+        out = factors[:, 0] * x
+        for tap in range(1, taps):
+            before = torch.cat([torch.zeros_like(x[:1]), before[:-1]]) * follows
+            out = out + factors[:, tap] * before
+        return out
+
     def spread(
         self, x: torch.Tensor, factors: torch.Tensor | np.ndarray, groups: int
     ) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Opens drafters that predict a block of tokens in one pass, by their files: DFlash (Chen et al.,
-arXiv:2602.06036) and DSpark (arXiv:2607.05147).
+arXiv:2602.06036) and DFlash2 (by z-lab), DSpark (arXiv:2607.05147) and Domino (arXiv:2605.29707).
 
 Layouts: those of z-lab/dflash, DeepSpec, SpecForge and speculators.
 """
@@ -28,10 +28,16 @@ from anydecode.models.drafter_files import (
 from anydecode.models.families.build import read_layer
 from anydecode.models.families.config import spec_from_config, text_config
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import bool_value, int_value, list_value, mapping_value
+from anydecode.models.families.values import (
+    bool_value,
+    int_value,
+    list_value,
+    mapping_value,
+    optional_number,
+)
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.limits import MAX_COUNT, MAX_TOKENS, refusal
-from anydecode.models.network import ModelWeights, Network
+from anydecode.models.network import BlockConvolution, ModelWeights, Network
 from anydecode.models.spec import BlockSpec, ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
 
@@ -39,12 +45,18 @@ from anydecode.models.states import StateWeights
 _TAP_KEYS = ("aux_hidden_state_layer_ids", "target_layer_ids")
 #: Keys of drafters of this kind that work otherwise, with the only values that are supported.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "selector_rank": (None, 0),  # DFlash2
-    "conv_kernel_size": (None, 0),
     "attention_sink_bias": (None, False),
     "use_swa": (None, False),
-    "projector_type": (None, "dflash", "dspark"),  # not "domino"
+    "projector_type": (None, "dflash", "dspark", "domino"),
 }
+#: Keys of DFlash2 in `dflash_config`, and the names of what they set.
+_FACTORS = {
+    "input_embedding_scale": "embedding_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "logit_softcap",
+}
+#: Kinds of block drafters beside DFlash.
+_KINDS = ("DFlash2", "DSpark", "Domino")
 
 
 def is_block_drafter(checkpoint: Checkpoint) -> bool:
@@ -53,7 +65,7 @@ def is_block_drafter(checkpoint: Checkpoint) -> bool:
     return (
         "hidden_norm.weight" in checkpoint.tensors
         or "dflash_config" in config
-        or config.get(SPECULATORS) in ("dflash", "dspark", "dflash2")
+        or config.get(SPECULATORS) in ("dflash", "dflash2", "dspark", "domino")
     )
 
 
@@ -98,19 +110,23 @@ class _BlockDrafter:
         self.target = target
         self.reader = TensorReader(self.checkpoint, dtype, "fc")
         config = drafter_config(checkpoint)
-        self.options = {**config, **mapping_value(config, "dflash_config")}
+        self.own_options = mapping_value(config, "dflash_config")
+        self.options = {**config, **self.own_options}
         for key, allowed in _UNSUPPORTED.items():
             if self.options.get(key) not in allowed:
                 raise refusal(key, self.options[key], f"one of {allowed}, as of DFlash and DSpark")
-        if config.get(SPECULATORS) not in (None, "dflash", "dspark"):
-            raise refusal(SPECULATORS, config[SPECULATORS], "dflash or dspark")
-        self.config = text_config(layer_config(config, "qwen3"))
+        kinds = ("dflash", *(kind.lower() for kind in _KINDS))
+        if config.get(SPECULATORS) not in (None, *kinds):
+            raise refusal(SPECULATORS, config[SPECULATORS], " or ".join(kinds))
+        layers = {**config, "is_causal": None}  # of the block, see `_block`
+        self.config = text_config(layer_config(layers, "qwen3"))
         self.spec = self._spec(spec_from_config(self.config))
 
     @property
-    def _is_dspark(self) -> bool:
-        names = (self.options.get("architectures"), self.options.get("projector_type"))
-        return "dspark" in f"{names} {self.options.get(SPECULATORS)}".lower()
+    def _kind(self) -> str:
+        keys = ("architectures", "projector_type", SPECULATORS)
+        names = f"{[self.options.get(key) for key in keys]}".lower()
+        return next((kind for kind in _KINDS if kind.lower() in names), "DFlash")
 
     def _spec(self, plain: ModelSpec) -> ModelSpec:
         target, reader = self.target.spec, self.reader
@@ -130,7 +146,7 @@ class _BlockDrafter:
             head = int_value(self.options, "draft_vocab_size", high=MAX_TOKENS)
         spec = replace(
             plain,
-            architecture="DSpark" if self._is_dspark else "DFlash",
+            architecture=self._kind,
             states=StateSpec(self._taps(), size, is_projected=True, joins="context"),
             block=self._block(plain),
             head_size=head,
@@ -140,13 +156,19 @@ class _BlockDrafter:
         if not reader.has("lm_head.weight"):
             logits = {"logit_scale": target.logit_scale, "logit_softcap": target.logit_softcap}
             spec = replace(spec, **logits)  # type: ignore[arg-type]
-        return spec
+        given = {
+            name: optional_number(self.own_options, key)
+            for key, name in _FACTORS.items()
+            if self.own_options.get(key)
+        }
+        return replace(spec, **given)  # type: ignore[arg-type]
 
     def _block(self, plain: ModelSpec) -> BlockSpec:
         options, count = self.options, plain.num_layers
-        is_causal = bool_value(options, "causal_head") or bool_value(options, "causal")
+        key = "is_causal" if options.get("causal") is None else "causal"
+        is_causal = bool_value(options, "causal_head") or bool_value(options, key)
         causal = list(range(count)) if is_causal else []
-        if options.get("causal") is None and not bool_value(options, "sliding_window_non_causal"):
+        if options.get(key) is None and not bool_value(options, "sliding_window_non_causal"):
             attention = [layer.attention for layer in plain.layers]
             windows = [shape is not None and shape.window is not None for shape in attention]
             causal = sorted({*causal, *np.flatnonzero(windows).tolist()})
@@ -154,7 +176,7 @@ class _BlockDrafter:
         return BlockSpec(
             int_value(options, "block_size", high=MAX_COUNT),
             int_value(options, "mask_token_id", low=0, high=MAX_TOKENS),
-            bool_value(options, "sample_from_anchor", shifted or self._is_dspark),
+            bool_value(options, "sample_from_anchor", shifted or self._kind == "DSpark"),
             tuple(causal),
         )
 
@@ -189,6 +211,10 @@ class _BlockDrafter:
             head = own_or_target(reader, "lm_head", outer, target.head, packed, name)
         norm = reader.vector("norm.weight", spec.hidden_size, offset)
         layers = [read_layer(reader, spec, self.config, index) for index in range(spec.num_layers)]
+        if taps := int_value(self.options, "conv_kernel_size", 0, low=0, high=MAX_COUNT):
+            for index, layer in enumerate(layers):
+                layer.attention_convolution = self._convolution(f"layers.{index}.attention", taps)
+                layer.mlp_convolution = self._convolution(f"layers.{index}.mlp", taps)
         weights = ModelWeights(embedding, layers, norm, head)
         states = spec.states
         assert states is not None
@@ -201,6 +227,20 @@ class _BlockDrafter:
         weights.block_heads = read_block_heads(reader, self.options, spec, tokens)
         self._check_all_read()
         return Network(spec, weights, packed=tuple(packed))
+
+    def _convolution(self, name: str, taps: int) -> BlockConvolution:
+        """The convolutions of a sublayer (DFlash2)."""
+        size, block = self.spec.hidden_size, self.spec.block
+        group = int_value(self.options, "conv_group_size", high=size)
+        if size % group:
+            raise refusal("conv_group_size", group, f"a divisor of the hidden size {size}")
+        assert block is not None and block.mask_token is not None, "of this kind of drafters"
+        shape = (2 * taps * (size // group), size)
+        return BlockConvolution(
+            self.reader.linear(f"{name}_conv.kernel_projection", shape, False),
+            self.reader.tensor(f"{name}_conv.base_kernel", (2, taps, size)),
+            block.mask_token,
+        )
 
     def _check_all_read(self) -> None:
         """Raise CheckpointError for a tensor that was not used: the drafter would be another."""

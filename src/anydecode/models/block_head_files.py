@@ -1,5 +1,5 @@
-"""Reads the heads of a block drafter (DSpark), in the layouts of DeepSpec, SpecForge and
-speculators."""
+"""Reads the heads of a block drafter (DSpark, Domino, DFlash2), in the layouts of DeepSpec,
+SpecForge and speculators."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import dequantize
 from anydecode.models.families.values import bool_value, int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.limits import refusal
@@ -19,11 +20,15 @@ from anydecode.models.network import (
     MarkovHead,
     ModelWeights,
     Network,
+    PrefixHead,
+    SelectorHead,
 )
 from anydecode.models.spec import LayerSpec, ModelSpec
 
 _MARKOV = "markov_head.markov_w1"
 _CONFIDENCE = "confidence_head.proj"
+#: Keys of the size of Domino's second matrix, in SpecForge and in speculators.
+_RANK_KEYS = ("emb_dim", "logits_correction_emb_dim")
 
 
 def read_block_heads(
@@ -41,9 +46,58 @@ def read_block_heads(
     prefix = "logit_head." if reader.has_module("logit_head") else ""
     markov = _read_markov(reader, options, spec, tokens, prefix)
     confidence = _read_confidence(reader, options, spec, markov, prefix)
-    if markov is None and confidence is None:
+    recurrent = _read_prefix(reader, options, spec)
+    selector = _read_selector(reader, options, spec)
+    if markov is None and confidence is None and recurrent is None and selector is None:
         return None
-    return BlockHeads(markov, confidence)
+    return BlockHeads(markov, confidence, recurrent, selector)
+
+
+def _read_selector(
+    reader: TensorReader, options: Mapping[str, Any], spec: ModelSpec
+) -> SelectorHead | None:
+    rank = int_value(options, "selector_rank", 0, low=0)
+    if not rank:
+        return None
+    if spec.head_size:
+        raise refusal("draft_vocab_size", spec.head_size, "all of the target's tokens in DFlash2")
+    module, shape = "candidate_selector", (spec.vocab_size, rank)
+    hidden = reader.matrix(f"{module}.hidden_projection", (rank, spec.hidden_size), is_outer=True)
+    return SelectorHead(
+        reader.matrix(module, shape, is_outer=True, part="predecessor_codebook"),
+        reader.matrix(module, shape, is_outer=True, part="successor_codebook"),
+        dequantize(hidden),
+        int_value(options, "selector_top_k", high=spec.vocab_size),
+    )
+
+
+def _read_prefix(
+    reader: TensorReader, options: Mapping[str, Any], spec: ModelSpec
+) -> PrefixHead | None:
+    """The head of Domino; speculators have it in a module of its own."""
+    module = "logits_correction." if reader.has_module("logits_correction") else ""
+    unit = f"{module}prefix_gru"
+    if not reader.has_module(unit):
+        return None
+    key = next((key for key in _RANK_KEYS if options.get(key) is not None), _RANK_KEYS[0])
+    width, rank = int_value(options, "gru_hidden_dim"), int_value(options, key)
+    second = reader.matrix(f"{module}embed_proj.2", (spec.num_logits, rank), is_outer=True)
+    corrections = ModelSpec(
+        architecture="Domino",
+        vocab_size=spec.num_logits,
+        hidden_size=rank,
+        max_positions=spec.max_positions,
+        norm_eps=spec.norm_eps,
+        layers=(LayerSpec(None, None, mlp="none"),),
+        has_final_norm=False,
+    )
+    return PrefixHead(
+        Network(corrections, ModelWeights(second, [LayerWeights()], None, second)),
+        reader.tensor(f"{unit}.weight_ih_l0", (3 * width, spec.hidden_size)),
+        reader.tensor(f"{unit}.weight_hh_l0", (3 * width, width)),
+        reader.tensor(f"{module}embed_proj.0.weight", (rank, spec.hidden_size + width)),
+        int_value(options, "pure_draft_prefix_len", 0, low=0),
+    )
 
 
 def _read_markov(

@@ -85,7 +85,9 @@ def load_draft_head(
             return load_block_drafter(checkpoint, target, dtype, read_rows)
         kind = checkpoint.config.get(SPECULATORS)
         if kind not in (None, "eagle", "eagle3", "peagle"):
-            raise refusal(SPECULATORS, kind, "eagle, eagle3, peagle, dflash or dspark")
+            raise refusal(
+                SPECULATORS, kind, "eagle, eagle3, peagle, dflash, dflash2, dspark or domino"
+            )
         if _LSTM in checkpoint.tensors:
             reader = TensorReader(checkpoint, dtype, "layers.0.self_attn.q_proj")
             return _Falcon(checkpoint, target, reader, read_rows).read()

@@ -187,6 +187,41 @@ class MarkovHead:
         return self.network.spec.hidden_size
 
 
+@dataclass(eq=False)
+class PrefixHead:
+    """A bias of the logits of a block's slot that depends on all tokens of the block before it
+    (Domino). A gated recurrent unit reads their embeddings. Its state behind the slot's hidden
+    state is multiplied by `mix`, activated by SiLU, and multiplied by the head of `network`.
+
+    Args:
+        network: Without layers; its head is `[num_logits, rank]`.
+        inputs: What the unit's reset gate, update gate and candidate read of an embedding, float32
+            `[3 * width, hidden_size]`.
+        states: The same of its state, float32 `[3 * width, width]`.
+        mix: Float32 `[rank, hidden_size + width]`.
+        num_free: The number of first slots without a bias.
+    """
+
+    network: Network
+    inputs: np.ndarray
+    states: np.ndarray
+    mix: np.ndarray
+    num_free: int = 0
+
+
+@dataclass(eq=False)
+class SelectorHead:
+    """Chooses among the `top_k` most probable tokens of a block's slot (DFlash2): each gets the sum
+    of the products of its row of `successors`, of the row of the token before in `predecessors`,
+    both `[vocab_size, rank]`, and of `hidden`, float32 `[rank, hidden_size]`, times the slot's
+    hidden state. Other tokens are left out."""
+
+    predecessors: Weight
+    successors: Weight
+    hidden: np.ndarray
+    top_k: int
+
+
 class ConfidenceHead(NamedTuple):
     """The logit of the probability that a slot's token is accepted: the product of `weight`,
     float32, with the slot's hidden state, followed by the embedding of the Markov head if it is
@@ -220,6 +255,30 @@ class BlockHeads:
 
     markov: MarkovHead | None = None
     confidence: ConfidenceHead | None = None
+    prefix: PrefixHead | None = None
+    selector: SelectorHead | None = None
+
+
+@dataclass(eq=False)
+class BlockConvolution:
+    """Convolutions of the inputs and of the outputs of a sublayer, within the blocks of a drafter
+    that predicts blocks (DFlash2): see `Backend.block_convolution`. The product of `projection`
+    `[2 * taps * groups, hidden_size]` with the inputs gives what the kernels of a row add to
+    `base`, float32 `[2, taps, hidden_size]`."""
+
+    projection: Linear
+    base: np.ndarray
+    mask_token: int
+
+    def of_inputs(self, backend: Backend, x: Any) -> tuple[Any, Any]:
+        """The convolved inputs, and the kernels of the outputs."""
+        kernels, half = self.projection.apply(backend, x), self.projection.weight.out_features // 2
+        first, second = backend.columns(kernels, 0, half), backend.columns(kernels, half, half)
+        return backend.block_convolution(x, first, self.base[0], self.mask_token), second
+
+    def of_outputs(self, backend: Backend, y: Any, kernels: Any) -> Any:
+        """The convolved outputs."""
+        return backend.block_convolution(y, kernels, self.base[1], self.mask_token)
 
 
 #: The second sublayer of a layer.
@@ -272,6 +331,8 @@ class LayerWeights:
     # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
     mlp_mix: np.ndarray | None = None
     xielu: Xielu | None = None  # the activation of the MLP, where it is "xielu"
+    attention_convolution: BlockConvolution | None = None
+    mlp_convolution: BlockConvolution | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -286,6 +347,8 @@ class LayerWeights:
             linears += [self.memory_unit.gate, self.memory_unit.output]
         if self.side is not None:
             linears.append(self.side.projection)
+        for convolution in (self.attention_convolution, self.mlp_convolution):
+            linears += [] if convolution is None else [convolution.projection]
         weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
@@ -711,7 +774,12 @@ class Network:
             y = states.attention_inputs(backend, x, self.weights.embedding, self.spec)
         elif spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+        convolution, kernels = weights.attention_convolution, None
+        if convolution is not None:
+            y, kernels = convolution.of_inputs(backend, y)
         y = self._mixer(backend, y, spec, weights, index)
+        if convolution is not None:
+            y = convolution.of_outputs(backend, y, kernels)
         if weights.attention_factors is not None:
             y = backend.multiply(y, weights.attention_factors)
         if spec.norms in ("post", "both"):
@@ -729,6 +797,9 @@ class Network:
             assert spec.recurrence is not None, "checked by `_check_time_mix`"
             first, shape = self.spec.hidden_size, spec.recurrence.shape
             (y,) = backend.shift(y, index, shape, first, [weights.mlp_mix])
+        convolution, kernels = weights.mlp_convolution, None
+        if convolution is not None:
+            y, kernels = convolution.of_inputs(backend, y)
         if isinstance(weights.mlp, Experts) and weights.mlp.norms is not None:
             y = self._experts_beside_mlp(backend, x, y, spec, weights.mlp, weights.mlp.norms)
         elif weights.xielu is not None:
@@ -736,6 +807,8 @@ class Network:
             y = _plain_mlp(backend, y, weights.mlp, weights.xielu)
         else:
             y = _mlp(backend, y, spec, weights.mlp)
+        if convolution is not None:
+            y = convolution.of_outputs(backend, y, kernels)
         if weights.mlp_factors is not None:
             y = backend.multiply(y, weights.mlp_factors)
         if spec.norms in ("post", "both"):

@@ -128,7 +128,7 @@ class Transformer:
         self.end_split: Callable[[], None] | None = None  # ends processes of its own
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
         heads = network.weights.block_heads
-        self.slot_heads = None if heads is None else SlotHeads(heads, executor)
+        self.slot_heads = None if heads is None else SlotHeads(heads, executor, self.embed)
         self.reranker: Classifier | YesNo | None = None  # of a cross-encoder
         self.exit_routers: ExitRouters | None = None  # of its folder
         self.exit_predictors: ExitPredictors | None = None  # of its folder

@@ -25,9 +25,10 @@ from anydecode.certification.tiny_blocks import (
 from anydecode.decoders.speculative import draft_blocks
 from anydecode.decoders.speculative.draft_blocks import BlockSpan, BlockTree
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.kernels.program import NativeBackend
 from anydecode.models import block_drafters
 from anydecode.models.block_heads import SlotHeads, SlotStep
-from anydecode.models.network import Network
+from anydecode.models.network import BlockConvolution, Network
 from anydecode.models.states import StateWeights
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
@@ -199,25 +200,54 @@ def test_certificate_rejects_a_block_that_starts_with_a_mask(monkeypatch: Patch)
     assert_rejected("dflash")
 
 
-@pytest.mark.parametrize("name", ["DSpark, recurrent"])
+@pytest.mark.parametrize("name", ["DSpark, recurrent", "Domino"])
 def test_certificate_rejects_a_recurrence_that_forgets(monkeypatch: Patch, name: str) -> None:
     only_drafter(monkeypatch, oracle, name)
     step = SlotHeads.step
 
-    def forgetful(self: SlotHeads, token: int, hidden: Any, state: Any = None) -> SlotStep:
-        return step(self, token, hidden)
+    def forgetful(self: SlotHeads, token: int, hidden: Any, state: Any, *given: Any) -> SlotStep:
+        return step(self, token, hidden, None, *given)
 
     monkeypatch.setattr(SlotHeads, "step", forgetful)
     assert_rejected("dflash")
 
 
-def test_certificate_rejects_a_bias_of_the_texts_last_token(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("name", ["DSpark", "DFlash2"])
+def test_certificate_rejects_a_bias_of_the_texts_last_token(monkeypatch: Patch, name: str) -> None:
     """The bias depends on the token before the slot, which is drafted."""
-    only_drafter(monkeypatch, oracle, "DSpark")
+    only_drafter(monkeypatch, oracle, name)
     step = SlotHeads.step
+    monkeypatch.setattr(SlotHeads, "step", lambda self, token, *given: step(self, 97, *given))
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_sublayers_whose_outputs_are_not_convolved(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "DFlash2")
+    monkeypatch.setattr(BlockConvolution, "of_outputs", lambda self, backend, y, kernels: y)
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_convolution_over_blocks_that_begin_with_a_mask(
+    monkeypatch: Patch,
+) -> None:
+    """Then every row is the first one of its block."""
+    only_drafter(monkeypatch, oracle, "DFlash2")
+    own = NativeBackend.block_convolution
     monkeypatch.setattr(
-        SlotHeads, "step", lambda self, token, hidden, state=None: step(self, 97, hidden, state)
+        NativeBackend, "block_convolution", lambda self, *given: own(self, *given[:3], -5)
     )
+    assert_rejected("dflash")
+
+
+def test_certificate_rejects_a_correction_of_tokens_that_have_none(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "Domino, shifted")
+    step = SlotHeads.step
+
+    def corrected(self: SlotHeads, *given: Any) -> SlotStep:
+        *first, slot, logits = given
+        return step(self, *first, slot + 1, logits)
+
+    monkeypatch.setattr(SlotHeads, "step", corrected)
     assert_rejected("dflash")
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from anydecode import catalogue
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.decoders.speculative.pearl import Pearl
-from anydecode.errors import InvalidRequestError
 from anydecode.scoring.tree import TokenTree
 from certificates import (
     assert_certified,
@@ -55,8 +53,3 @@ def test_certificate_rejects_a_first_draft_ahead_that_is_never_tested(
 
     monkeypatch.setattr(Pearl, "_accept", accept)
     assert not next(rejection_checks("pearl")).passed
-
-
-def test_lossy_rules_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="'token-exact' or 'rejection'"):
-        catalogue.build("pearl", acceptance="typical")

@@ -29,7 +29,9 @@ from anydecode.certification.oracles.speculative.rejection_rules import (
 )
 from anydecode.certification.tiny import eagle_checkpoint
 from anydecode.certification.tiny_blocks import (
+    dflash2_checkpoint,
     dflash_checkpoint,
+    domino_checkpoint,
     dspark_checkpoint,
     parallelspec_checkpoint,
     pard_checkpoint,
@@ -45,7 +47,6 @@ from anydecode.certification.tiny_heads import (
     mtp_checkpoint,
 )
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.decoders.speculative.dyspec import DySpecDrafter
 from anydecode.decoders.speculative.rsd import StochasticBeam
@@ -86,7 +87,14 @@ MODEL_FREE = (
     "stand",
     "bandit",
     "taps",
+    "smartspec",
+    "stree",
+    "jacobi",
 )
+#: Methods with a draft model and a loop of their own, whose rules read no hidden states.
+PARALLEL = ("pearl", "saguaro")
+#: Parameters with which a method drafts in the large company of the samples.
+PARAMETERS: dict[str, dict[str, Any]] = {"smartspec": {"fixed": 1.0, "per_row": 0.0}}
 DIFFUSION = ("deer", "diffuspec", "specdiff-2")
 MASKED = ("space", "ppd")
 #: Drafters that read the target's states, by the method that drafts with them.
@@ -94,6 +102,8 @@ DRAFTERS: dict[str, tuple[str, Callable[..., Checkpoint]]] = {
     "dflash": ("dflash", dflash_checkpoint),
     "dflash, tree": ("dflash:tree=true", dflash_checkpoint),
     "dspark": ("dflash:tree=true", dspark_checkpoint),
+    "dflash2": ("dflash", partial(dflash2_checkpoint, top_k=3)),
+    "domino": ("dflash:tree=true", domino_checkpoint),
     "p-eagle": ("dflash:tree=true", peagle_checkpoint),
     "pard": ("dflash:tree=true", pard_checkpoint),
     "parallelspec": ("parallelspec", parallelspec_checkpoint),
@@ -106,15 +116,11 @@ DRAFTERS: dict[str, tuple[str, Callable[..., Checkpoint]]] = {
     "chimera": ("chimera", chimera_checkpoint),
     "mtp": ("mtp", mtp_checkpoint),
 }
-#: Methods whose rule is their idea, or whose drafts rest on the noise that the target will use.
+#: Methods whose rule is their idea, and `auto`, whose drafts depend on measured times.
 ONE_RULE = {
     "auto",
-    "jacobi",
     "lenient-sampling",
     "mars",
-    "saguaro",
-    "smartspec",
-    "stree",
     "top-m-acceptance",
     "typical-acceptance",
 }
@@ -148,12 +154,13 @@ def setting(key: str) -> tuple[Callable[[], LLM], tuple[int, ...]]:
     "key",
     [
         key if key in ("rsd", "eagle", "stand") else pytest.param(key, marks=pytest.mark.slow)
-        for key in (*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED, "pearl")
+        for key in (*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED, *PARALLEL)
     ],
 )
 def test_samples_follow_the_target(key: str) -> None:
     open_llm, prompt = setting(key)
-    failed = [one for one in rejection_checks(key, open_llm, prompt) if not one.passed]
+    checks = rejection_checks(key, open_llm, prompt, **PARAMETERS.get(key, {}))
+    failed = [one for one in checks if not one.passed]
     assert not failed
 
 
@@ -179,13 +186,13 @@ def test_samples_from_trees_of_trained_drafters_follow_the_target(name: str) -> 
     assert not failed
 
 
-@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED])
+@pytest.mark.parametrize("key", [*DRAFT_MODEL, *MODEL_FREE, *DIFFUSION, *MASKED, *PARALLEL])
 def test_lossy_rules_run(key: str) -> None:
     open_llm, prompt = setting(key)
     with open_llm() as llm:
         for rule in ("typical", "top-m"):
             decoder = llm.decoder(f"{key}:acceptance={rule}")
-            assert isinstance(decoder, Speculative) and decoder.acceptance.exactness == "lossy"
+            assert decoder.exactness == "lossy"
             answer = llm.generate(list(prompt), decoder=decoder, max_tokens=12, temperature=0.8)
             assert len(answer.tokens) == 12
         llm.engine.check_integrity()
@@ -208,16 +215,33 @@ def test_every_speculative_method_takes_a_rule_or_has_one() -> None:
         *MODEL_FREE,
         *DIFFUSION,
         *MASKED,
+        *PARALLEL,
         "dflash",
         "mtp-future",
         "hidden-transfer",
-        "pearl",
     ],
 )
 def test_unknown_rules_are_refused_in_one_line(key: str) -> None:
     with pytest.raises(InvalidRequestError, match="unknown acceptance rule 'none'") as refusal:
         catalogue.build(key, acceptance="none")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("key", [*PARALLEL, "jacobi"])
+def test_rules_of_hidden_states_are_refused_by_methods_with_a_loop_of_their_own(key: str) -> None:
+    with pytest.raises(InvalidRequestError, match="token-exact or rejection or typical or top-m"):
+        catalogue.build(key, acceptance="judge")
+
+
+@pytest.mark.parametrize("key", ["smartspec", "stree", "bandit"])
+def test_a_drafter_within_another_method_takes_no_rule_of_its_own(key: str) -> None:
+    with pytest.raises(InvalidRequestError, match="give acceptance= to the method that verifies"):
+        catalogue.build(key, drafter="prompt-lookup:acceptance=rejection")
+
+
+def test_a_method_that_verifies_nothing_takes_no_rule() -> None:
+    with pytest.raises(InvalidRequestError, match="'mars' has no parameter 'acceptance'"):
+        catalogue.build("mars", acceptance="rejection")
 
 
 def assert_wrong(key: str) -> None:
@@ -264,11 +288,25 @@ def test_a_table_whose_probabilities_are_ignored_is_noticed(monkeypatch: Patch) 
     assert_wrong("stand")
 
 
-def test_distributions_of_the_next_position_are_noticed(monkeypatch: Patch) -> None:
-    from anydecode.decoders.speculative import draft_model, specdecpp
+def test_predictions_that_are_always_kept_are_noticed(monkeypatch: Patch) -> None:
+    from anydecode.decoders.speculative import jacobi
+
+    own = jacobi._distributions
+
+    def tiny(*given: Any) -> list[np.ndarray]:
+        return [1e-6 * row for row in own(*given)]
+
+    monkeypatch.setattr(jacobi, "_distributions", tiny)
+    assert_wrong("jacobi")
+
+
+@pytest.mark.parametrize("key", ["specdec++", "saguaro"])
+def test_distributions_of_the_next_position_are_noticed(monkeypatch: Patch, key: str) -> None:
+    from anydecode.decoders.speculative import draft_model, saguaro, specdecpp
 
     def shifted(drafts: list[int], rows: list[np.ndarray]) -> TokenTree:
         return draft_model.sampled_chain(drafts, rows[1:] + rows[:1])
 
-    monkeypatch.setattr(specdecpp, "sampled_chain", shifted)
-    assert_wrong("specdec++")
+    owner = specdecpp if key == "specdec++" else saguaro
+    monkeypatch.setattr(owner, "sampled_chain", shifted)
+    assert_wrong(key)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from anydecode import catalogue
 from anydecode.certification.oracles.speculative import saguaro as saguaro_oracle
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
+from anydecode.decoders.framework.draft_candidates import DraftCandidates
 from anydecode.decoders.speculative import saguaro
 from anydecode.decoders.speculative.saguaro import fan_out
+from anydecode.errors import InvalidRequestError
 from certificates import assert_certified, assert_rejected
 
 
@@ -33,6 +38,44 @@ def test_certificate_rejects_a_fan_out_that_exceeds_its_budget(
     assert sum(rounded(3, 16, 0.3, 0.5)) != 16 or sum(rounded(3, 5, 0.95, 0.5)) != 5
     monkeypatch.setattr(saguaro_oracle, "fan_out", rounded)
     assert_rejected("saguaro")
+
+
+def test_reshaped_drafts_that_are_compared_with_the_plain_distribution_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mislabelled(candidates: DraftCandidates, count: int, factor: float) -> DraftCandidates:
+        found = own(candidates, count, factor)
+        plain = dict(zip(candidates.tokens.tolist(), candidates.probabilities, strict=True))
+        probabilities = np.array([plain[token] for token in found.tokens.tolist()])
+        return DraftCandidates(found.tokens, probabilities, found.keys)
+
+    own = saguaro.reshaped
+    monkeypatch.setattr(saguaro, "reshaped", mislabelled)
+    assert not next(rejection_checks("saguaro", fan=1, discount=0.2)).passed
+
+
+def test_the_reshaped_distribution_has_less_of_the_most_probable_tokens() -> None:
+    candidates = DraftCandidates(
+        np.array([7, 3, 5]), np.array([0.3, 0.5, 0.2]), np.array([0.4, -0.1, -2.0])
+    )
+    found = saguaro.reshaped(candidates, 1, 0.2)
+    assert found.tokens.tolist() == [7, 3, 5]
+    assert found.probabilities == pytest.approx(np.array([0.5, 1 / 6, 1 / 3]))
+    assert saguaro.reshaped(candidates, 2, 0.01).tokens.tolist() == [5, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"discount": 0.5}, "with acceptance='rejection' alone"),
+        ({"discount": 0.0, "acceptance": "rejection"}, "0 < discount <= 1"),
+    ],
+)
+def test_discounts_are_refused_where_they_do_nothing(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        catalogue.build("saguaro", **options)
 
 
 def test_fan_out_follows_the_acceptance_rate() -> None:

@@ -32,7 +32,9 @@ def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_certificate_rejects_shorter_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand, "NgramProbabilities", lambda _: NgramProbabilities(3))
+    monkeypatch.setattr(
+        stand, "NgramProbabilities", lambda _, **given: NgramProbabilities(3, **given)
+    )
     assert_rejected("stand")
 
 

@@ -15,6 +15,7 @@ from anydecode import LLM
 from anydecode.certification.oracles.speculative import dflash as oracle
 from anydecode.certification.tiny_blocks import (
     as_speculators,
+    dflash2_checkpoint,
     dflash_checkpoint,
     dspark_checkpoint,
 )
@@ -40,6 +41,18 @@ OUTER = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}
+#: Whole names of DFlash2, outside the layers and within one.
+CODEBOOKS = {
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+CONVOLUTIONS = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
 }
 
 
@@ -51,6 +64,7 @@ DRAFTERS: dict[str, Any] = {
     "dflash": dflash_checkpoint,
     "windowed": partial(dflash_checkpoint, window=4),
     "dspark": dspark_checkpoint,
+    "dflash2": partial(dflash2_checkpoint, has_factors=False),
     "a head for some tokens": _speculators,
 }
 
@@ -77,6 +91,11 @@ def write(path: Path, checkpoint: Checkpoint) -> Path:
             continue
         if name == "d2t":
             writer.add_tensor(name, values + np.arange(len(values)))
+            continue
+        number, _, inner = name.removeprefix("layers.").partition(".")
+        if name in CODEBOOKS or inner in CONVOLUTIONS:
+            stored = CODEBOOKS.get(name) or f"blk.{number}.{CONVOLUTIONS[inner]}"
+            writer.add_tensor(stored, values.astype(np.float32))
             continue
         module, _, leaf = name.rpartition(".")
         if module.startswith("layers."):
@@ -109,6 +128,11 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "block_size": config["block_size"],
         "target_layers": taps or [layer + 1 for layer in config["target_layer_ids"]],
         "sample_from_anchor": config.get("sample_from_anchor"),
+        "attention.causal": config.get("is_causal"),
+        "conv_kernel_size": config.get("conv_kernel_size"),
+        "conv_group_size": config.get("conv_group_size"),
+        "selector_rank": config.get("selector_rank"),
+        "selector_top_k": config.get("selector_top_k"),
     }
 
 
@@ -198,8 +222,8 @@ def test_rotary_frequencies_may_be_scaled(network: Network, tmp_path: Path) -> N
         ("attention.causal", "no", "causal"),
         ("attention.sliding_window_pattern", [True], "pattern has 1 entries"),
         ("rope.scaling.type", "dynamic", "rope scaling"),
-        ("conv_kernel_size", 2, "conv_kernel_size is 2"),
-        ("selector_rank", 256, "selector_rank is 256"),
+        ("conv_kernel_size", 2, "lacks 'conv_group_size'"),
+        ("selector_rank", 256, "candidate_selector"),
         ("sample_from_anchor", 3, "sample_from_anchor"),
     ],
 )
@@ -221,7 +245,7 @@ def test_a_bad_mask_token_is_refused(mask: Any, network: Network, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.0.attn_sinks.weight", "selector_hidden.weight", "blk.x.weight", "fc.scale"]
+    "name", ["blk.0.attn_sinks.weight", "selector_gate.weight", "blk.x.weight", "fc.scale"]
 )
 def test_an_unknown_tensor_is_refused(name: str, network: Network, tmp_path: Path) -> None:
     checkpoint, path = dflash_checkpoint(network), tmp_path / "d.gguf"

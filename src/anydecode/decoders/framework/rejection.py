@@ -141,6 +141,8 @@ ACCEPTANCE_RULES: dict[str, type[Acceptance]] = {
     "judge": JudgeAcceptance,
 }
 ACCEPTANCE_WORDS = Words(tuple(ACCEPTANCE_RULES))
+#: The rules that read nothing but logits, for methods with a loop of their own.
+LOGIT_RULES = Words(tuple(key for key, rule in ACCEPTANCE_RULES.items() if not rule.reads_states))
 
 
 def acceptance_rule(choice: str | Acceptance) -> Acceptance:
@@ -151,3 +153,16 @@ def acceptance_rule(choice: str | Acceptance) -> Acceptance:
         names = ", ".join(ACCEPTANCE_RULES)
         raise InvalidRequestError(f"unknown acceptance rule {choice!r}: give one of {names}")
     return ACCEPTANCE_RULES[choice]()
+
+
+def logit_rule(choice: str | Acceptance, key: str) -> Acceptance:
+    """`acceptance_rule` for the method `key`, whose loop has no hidden states for a rule.
+
+    Raises:
+        InvalidRequestError: The name is unknown, or the rule reads hidden states.
+    """
+    rule = acceptance_rule(choice)
+    if rule.reads_states:
+        name = choice if isinstance(choice, str) else type(choice).__name__
+        raise InvalidRequestError(f"acceptance is {name!r}; {key} takes {LOGIT_RULES}")
+    return rule

@@ -15,6 +15,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY, BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -38,11 +39,11 @@ RowOf = Callable[[TokenTree, int], Row]
 
 class TrigramTable:
     """P(w3 | w1, w2): counted in the prompt at first, the target's own probabilities once it has
-    scored the pair (w1, w2)."""
+    scored the pair (w1, w2), of up to `memory` bytes."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, memory: int = DEFAULT_MEMORY) -> None:
         self.width = width
-        self.rows: dict[tuple[int, int], Row] = {}
+        self.rows: BoundedTable[tuple[int, int], Row] = BoundedTable(memory, _BYTES_PER_ROW)
 
     def row(self, pair: tuple[int, int], counts: dict[tuple[int, int], Row]) -> Row:
         """The most probable successors of `pair`, by falling probability; empty if the pair has not
@@ -115,11 +116,11 @@ class AdedDrafter(Drafter):
     """Drafts by tree search. The table is shared by all requests; the counts of a prompt belong to
     its request."""
 
-    def __init__(self, depth: int = 4, width: int = 8) -> None:
+    def __init__(self, depth: int = 4, width: int = 8, memory: int = DEFAULT_MEMORY) -> None:
         if depth < 1 or width < 1:
             raise InvalidRequestError("aded needs depth >= 1 and width >= 1")
         self.depth = depth
-        self.table = TrigramTable(width)
+        self.table = TrigramTable(width, memory)
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -129,7 +130,7 @@ class AdedDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return _BYTES_PER_ROW * len(self.table.rows)
+        return self.table.rows.num_bytes
 
 
 class _Session(TextDraftSession):
@@ -190,7 +191,10 @@ class _Session(TextDraftSession):
             "the row of a scored pair is replaced by the target's probabilities at once",
             "the default sizes (6 nodes, depth 4, 8 successors) are not the paper's",
             "the constants of the search are MuZero's, since the paper does not state its own",
+            "the entries of the table that were stored longest ago are dropped where it would"
+            " exceed `memory` bytes",
         ),
+        bounds={"memory": Range(0, 1 << 40)},
         remote={
             "size": Range(1, 64),
             "depth": Range(1, 32),
@@ -204,6 +208,7 @@ def aded(
     depth: int = 4,
     width: int = 8,
     acceptance: str | Acceptance = "token-exact",
+    memory: int = DEFAULT_MEMORY,
 ) -> Speculative:
     """ADED: tree search in a tri-gram table.
 
@@ -212,5 +217,6 @@ def aded(
         depth: Maximum depth of a draft tree.
         width: Successors stored per token pair.
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
+        memory: Maximum memory of the table, in bytes.
     """
-    return Speculative(AdedDrafter(depth, width), size, acceptance_rule(acceptance))
+    return Speculative(AdedDrafter(depth, width, memory), size, acceptance_rule(acceptance))

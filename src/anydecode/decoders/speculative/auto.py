@@ -504,6 +504,8 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
             "of earlier answers, the older half is dropped where they would exceed `memory` tokens",
+            "token-exact alone: its drafts depend on measured times and on the load, so that with"
+            " another acceptance rule the text would too",
         ),
         remote={"max_drafts": Range(1, 64), "max_model_drafts": Range(0, 64)},
     )

@@ -3,6 +3,8 @@ text.
 
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv:2602.06036; "DSpark",
 arXiv:2607.05147, whose drafters have heads that make each slot depend on the token before;
+"Domino", arXiv:2605.29707, on all tokens of the block before; DFlash2, whose layers convolve the
+rows of a block, and whose selector chooses among a slot's most probable tokens by the token before;
 "P-EAGLE", arXiv:2602.01469, which makes the drafter of EAGLE-3 predict a block; "PARD",
 arXiv:2504.18583, a draft model that was trained to; "DDTree", arXiv:2604.12989, the best-first
 tree over the slots.
@@ -28,8 +30,8 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
         "dflash",
         "speculative",
         paper=(
-            "DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), P-EAGLE (arXiv:2602.01469),"
-            " PARD (arXiv:2504.18583), DDTree (arXiv:2604.12989)"
+            "DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), Domino (arXiv:2605.29707),"
+            " P-EAGLE (arXiv:2602.01469), PARD (arXiv:2504.18583), DDTree (arXiv:2604.12989)"
         ),
         exactness="token-exact",
         summary="A small drafter predicts a block of tokens in one pass.",
@@ -47,6 +49,9 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
             " probable tokens, verified by the rule for chosen tokens",
             "at most the last 2,048 tokens of a prompt that were not cached are read (by PARD, all:"
             " it reads no states)",
+            "DFlash2, whose paper is not published: as its checkpoints and their readers have it;"
+            " above temperature 0 a token is sampled among the selector's, with the noise that the"
+            " target will use",
             "PARD-2 drafts in the mode of its paper that reads no features of the target",
         ),
         remote={
@@ -62,7 +67,7 @@ def dflash(
     threshold: float = 0.1,
     acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
-    """Blocks drafted in one pass (DFlash, DSpark, P-EAGLE, PARD).
+    """Blocks drafted in one pass (DFlash, DFlash2, DSpark, Domino, P-EAGLE, PARD).
 
     Args:
         size: Maximum number of drafted tokens; the block has no more slots than the drafter was

@@ -261,7 +261,7 @@ class BlockTree:
         if self._heads is not None:
             token = self.sequence.all_tokens[-1] if node == ROOT else self._tree.tokens[node]
             hidden = self._scores.last_state(slot) if self._heads.reads_hidden else None
-            step = self._heads.step(token, hidden, self._states[node])
+            step = self._heads.step(token, hidden, self._states[node], depth, row)
             self._states[node] = step.state
             self._confidences[node] *= step.confidence
             if step.bias is not None:

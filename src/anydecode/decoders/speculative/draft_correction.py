@@ -58,6 +58,11 @@ class Correction:
         }
         self._adam = Adam(self.parameters, rate)
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the parameters with their moments, in bytes."""
+        return 3 * sum(array.nbytes for array in self.parameters.values())
+
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
         """The correction of the logits, `[..., vocab_size]`, for `hidden` `[..., hidden_size]`."""
         p = self.parameters

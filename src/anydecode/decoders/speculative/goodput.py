@@ -74,12 +74,19 @@ def chain_drafter(choice: str, rule: Acceptance | None = None) -> Drafter:
     Args:
         choice: Key, and parameters.
         rule: The acceptance rule that it drafts for; None: `TokenExact`.
+
+    Raises:
+        InvalidRequestError: The method has no drafter, or `choice` has an acceptance rule too.
     """
     expected = "a method with a drafter"
+    key, given = catalogue.parse(choice)
+    if "acceptance" in given:
+        raise InvalidRequestError(
+            f"{choice!r} only drafts here: give acceptance= to the method that verifies"
+        )
     if rule is None or isinstance(rule, TokenExact):
         method: Speculative = catalogue.build_as(choice, expected, Speculative)
         return method.drafter
-    key, given = catalogue.parse(choice)
     catalogue.check_kind(key, expected, Speculative)
     built: Speculative = catalogue.build(key, **given, acceptance=rule)
     return built.drafter

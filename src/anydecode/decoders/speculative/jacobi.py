@@ -7,13 +7,16 @@ the block no longer changes, which gives the tokens of plain decoding.
 
 from __future__ import annotations
 
+import numpy as np
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import LOGIT_RULES, logit_rule
+from anydecode.decoders.speculative.draft_model import distribution_list, sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
 
 
 @register(
@@ -32,9 +35,11 @@ from anydecode.scoring.tree import TokenTree
             "works at any temperature: a token's noise is the same in every iteration",
             "a block starts as copies of the last token, or of `pad`; the paper's starts as PAD",
             "if the sampler has state, predictions that are not final are the most probable tokens",
+            "with acceptance='rejection' a prediction is tested against the distribution that it"
+            " was drawn from, the rule of Speculative Jacobi Decoding (arXiv:2410.01699)",
         ),
         bounds={"block": Range(0, 4096)},
-        remote={"block": Range(1, 64), "length": Range(1, 4096)},
+        remote={"block": Range(1, 64), "length": Range(1, 4096), "acceptance": LOGIT_RULES},
     )
 )
 class Jacobi(Decoder):
@@ -44,15 +49,23 @@ class Jacobi(Decoder):
         block: Tokens per block (Gauss-Seidel over blocks); 0: all remaining tokens.
         pad: Initial token of a block; by default the last token of the text.
         length: Number of tokens after which decoding becomes plain (hybrid); None: never.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
-    def __init__(self, block: int = 5, pad: int | None = None, length: int | None = None) -> None:
+    def __init__(
+        self,
+        block: int = 5,
+        pad: int | None = None,
+        length: int | None = None,
+        acceptance: str | Acceptance = "token-exact",
+    ) -> None:
         if block < 0 or (length is not None and length < 0):
             raise InvalidRequestError("jacobi needs block >= 0 and length >= 0")
         self.block = block
         self.pad = pad
         self.length = length
-        self.acceptance = TokenExact()
+        self.acceptance = logit_rule(acceptance, "jacobi")
 
     def prepare(self, sequence: Sequence) -> None:
         size = sequence.kv_cache().pool.model.spec.vocab_size
@@ -63,16 +76,20 @@ class Jacobi(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         iterate: list[int] = []
+        rows = distribution_list(self.acceptance)
         end = sequence.length
         while not sequence.finished:
             if sequence.length >= end:
                 end = sequence.length + self._block_size(sequence)
                 pad = sequence.all_tokens[-1] if self.pad is None else self.pad
                 iterate = [pad] * (end - sequence.length - 1)
-            tree = TokenTree.chain(iterate[: end - sequence.length - 1])
+                rows = distribution_list(self.acceptance)
+            tree = sampled_chain(iterate[: end - sequence.length - 1], rows)
             scores = yield sequence.verify(tree)
             result = self.acceptance.walk(tree, scores)
             iterate = _next(sequence, scores, len(result.path))
+            if rows is not None:
+                rows = _distributions(sequence, scores, len(result.path))
             sequence.record(tree, result.path, result.tokens)
             sequence.accept(result.path, result.tokens, scores)
 
@@ -92,3 +109,13 @@ def _next(sequence: Sequence, scores: Scores, num_accepted: int) -> list[int]:
     if sequence.sampler.is_stateful:
         return [int(scores.logits[row].argmax()) for row in rows]
     return [scores.sample(row) for row in rows]
+
+
+def _distributions(sequence: Sequence, scores: Scores, num_accepted: int) -> list[np.ndarray]:
+    """The distributions that the tokens of `_next` were sampled from, float64 `[vocab_size]`; none
+    if they were not."""
+    if sequence.sampler.is_stateful:
+        return []
+    size = scores.logits.shape[1]
+    rows = range(num_accepted + 1, len(scores))
+    return [scores.distribution(row).dense(size) for row in rows]

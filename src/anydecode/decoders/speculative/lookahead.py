@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.bounded_table import BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -20,6 +21,11 @@ from anydecode.decoders.framework.speculation import (
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
+
+#: Maximum memory of the n-grams of one request, in bytes, and that of a token's, of an n-gram, and
+#: of a token in it.
+POOL_MEMORY = 8 << 20
+_BYTES_PER_KEY, _BYTES_PER_NGRAM, _BYTES_PER_TOKEN = 300, 150, 8
 
 
 class LookaheadDrafter(Drafter):
@@ -51,7 +57,10 @@ class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: LookaheadDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
-        self.pool: dict[int, dict[tuple[int, ...], None]] = {}
+        bytes_per_ngram = _BYTES_PER_NGRAM + _BYTES_PER_TOKEN * drafter.ngram
+        self.pool: BoundedTable[int, dict[tuple[int, ...], None]] = BoundedTable(
+            POOL_MEMORY, _BYTES_PER_KEY + drafter.guesses * bytes_per_ngram
+        )
         self.levels: list[list[int]] = []
         self._drafted: TokenTree | None = None
         self._positions: list[list[int]] = []
@@ -98,7 +107,7 @@ class _Session(TextDraftSession):
         self.levels = [(level[shift:] + filler)[:width] for level in self.levels]
 
     def _store(self, ngram: list[int]) -> None:
-        ngrams = self.pool.setdefault(ngram[0], {})
+        self.pool[ngram[0]] = ngrams = self.pool.get(ngram[0], {})
         ngrams.pop(tuple(ngram[1:]), None)
         ngrams[tuple(ngram[1:])] = None
         if len(ngrams) > self.drafter.guesses:
@@ -123,6 +132,8 @@ class _Session(TextDraftSession):
             "the window's own nodes may be accepted too",
             "5 columns, 4-grams and 5 guesses by default (the paper, for 7B on a GPU: 15, 5, 15)",
             "new columns start with tokens spread over the text, not with random ones",
+            "of a request's n-grams, those of the first token that was written longest ago are"
+            " dropped above 8 MiB",
         ),
         remote={
             "window": Range(1, 16),

@@ -38,6 +38,8 @@ METRICS = Words(("probability", "entropy", "margin"))
             "the last mask of the paper's block is left out, since its row is not read",
             "the masks move with the text, as in the paper's sampler with a sliding window; its"
             " cache by blocks, which lets texts of a batch wait for each other, is not needed",
+            "nothing is verified, so that no acceptance= applies: `space` drafts with the same"
+            " masks and takes every rule",
             "a sampler's token at T > 0 has the noise of plain decoding at its position",
             "anydecode train masks trains an adapter with groups of masks behind random tokens of"
             " the model's own answers; the paper trains all weights on [masked | clean] texts",

@@ -17,6 +17,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.bounded_table import BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -37,17 +38,20 @@ from anydecode.scoring.tree import TokenTree
 RANK = 16
 #: Learning rate of the head that predicts acceptance, and the least number of drafts.
 HEAD_RATE, MIN_DRAFTS = 0.001, 2
+#: Maximum memory of the spellings, and of one of them, in bytes.
+RUNS_MEMORY, _BYTES_PER_RUN = 16 << 20, 300
 #: Probabilities below this count as this, so that logarithms are finite.
 _SMALLEST = 1e-8
 
 
 class Translation:
     """Translates draft tokens to target tokens: one to one where the bytes are equal, and by a
-    cache of runs of draft tokens that spelled an accepted target token."""
+    cache, of up to `RUNS_MEMORY` bytes, of runs of draft tokens that spelled an accepted target
+    token."""
 
     def __init__(self) -> None:
         self.direct: dict[bytes, int] = {}
-        self.runs: dict[tuple[int, ...], int] = {}
+        self.runs: BoundedTable[tuple[int, ...], int] = BoundedTable(RUNS_MEMORY, _BYTES_PER_RUN)
         self.max_length = 1
 
     def learn(self, run: list[int], token: int) -> None:
@@ -148,6 +152,17 @@ class OmniDrafter(Drafter):
         self.lessons: list[Lesson] = []
         self.correction: Correction | None = None
         self.online.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        lessons = sum(
+            array.nbytes
+            for lesson in self.lessons
+            for array in (lesson.hidden, lesson.logits, lesson.target)
+            if array is not None
+        )
+        added = 0 if self.correction is None else self.correction.num_bytes
+        return self.translation.runs.num_bytes + lessons + added + self.online.num_bytes
 
     def open(self, sequence: Sequence) -> DraftSession:
         if not self.translation.direct:
@@ -313,6 +328,7 @@ class _Session(DraftSession):
             " rejection, in runs of its own beside the adaptation; before the first run, and with"
             " rate=0, the length is fixed",
             "the draft model's input omits the special tokens of the prompt",
+            "of the cache of spellings, those seen longest ago are dropped above 16 MiB",
         ),
         remote={
             "size": Range(1, 64),

@@ -114,7 +114,9 @@ class OnlineDrafter(Drafter):
     @property
     def num_bytes(self) -> int:
         weights = 0 if self._weights is None else self._weights.num_bytes
-        return weights + sum(4 * len(one.logits) + 8 * len(one.text) for one in self.examples)
+        added = 0 if self.correction is None else self.correction.num_bytes
+        examples = sum(4 * len(one.logits) + 8 * len(one.text) for one in self.examples)
+        return weights + added + examples
 
     def add_example(self, example: RejectedDraft) -> None:
         """Store an example."""

@@ -3,10 +3,15 @@ Decoding with Adaptive Draft Length", arXiv:2408.11850)."""
 
 from __future__ import annotations
 
-from anydecode.catalogue import Card, Range, Words, register
+from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
-from anydecode.decoders.framework.rejection import CHAIN_NOISE, RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
+from anydecode.decoders.framework.rejection import (
+    CHAIN_NOISE,
+    LOGIT_RULES,
+    RejectionSampling,
+    logit_rule,
+)
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
     distribution_list,
@@ -34,7 +39,7 @@ from anydecode.scoring.tree import ROOT, TokenTree
             "the models run in parallel on threads or devices of one process",
             "the draft length is a parameter, not derived from the ratio of the two pass times",
         ),
-        remote={"size": Range(1, 64), "acceptance": Words(("token-exact", "rejection"))},
+        remote={"size": Range(1, 64), "acceptance": LOGIT_RULES},
     )
 )
 class Pearl(Decoder):
@@ -46,7 +51,8 @@ class Pearl(Decoder):
             model's.
         pre_verify: The target does not wait for drafts: if there are none, it scores the text while
             the first ones are made. False leaves post-verify alone.
-        acceptance: "token-exact" or "rejection".
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
     requirements = Requirements(runners=(DRAFT,))
@@ -61,11 +67,7 @@ class Pearl(Decoder):
             raise InvalidRequestError("drafting in parallel needs a size of at least one draft")
         self.size = size
         self.pre_verify = pre_verify
-        self.acceptance = acceptance_rule(acceptance)
-        if not isinstance(self.acceptance, TokenExact | RejectionSampling):
-            raise InvalidRequestError(
-                f"acceptance is {acceptance!r}; pearl takes 'token-exact' or 'rejection'"
-            )
+        self.acceptance = logit_rule(acceptance, "pearl")
 
     def decode(self, sequence: Sequence) -> Decoding:
         drafts, rows = list[int](), distribution_list(self.acceptance)

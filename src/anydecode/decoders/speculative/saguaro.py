@@ -11,11 +11,20 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
+from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
+from anydecode.decoders.framework.draft_candidates import DraftCandidates
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.framework.rejection import LOGIT_RULES, logit_rule
+from anydecode.decoders.speculative.draft_model import (
+    DRAFT,
+    distribution_list,
+    draft_chain,
+    sampled_chain,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction, Decoding, Submit, Ticket, Wait
 from anydecode.scoring.sequence import Sequence
@@ -48,11 +57,25 @@ def fan_out(size: int, budget: int, acceptance_rate: float, exponent: float) -> 
     return counts
 
 
+def reshaped(candidates: DraftCandidates, count: int, factor: float) -> DraftCandidates:
+    """The candidates with the probabilities of the `count` most probable ones times `factor`,
+    normalised: the paper's sampling, by which more of these is left after a rejection."""
+    factors = np.ones(len(candidates.tokens))
+    factors[np.argsort(-candidates.probabilities, kind="stable")[:count]] = factor
+    probabilities = candidates.probabilities * factors
+    keys = candidates.keys + np.log(factors)
+    order = np.argsort(-keys, kind="stable")
+    probabilities = probabilities[order] / probabilities.sum()
+    return DraftCandidates(candidates.tokens[order], probabilities, keys[order])
+
+
 @dataclass(eq=False)
 class _Branch:
-    """Drafts prepared for one outcome; `node` is the tree index of the last one."""
+    """Drafts prepared for one outcome, and the distributions that they were drawn from, if the
+    rule compares with them; `node` is the tree index of the last one."""
 
     node: int
+    rows: list[np.ndarray] | None
     drafts: list[int] = field(default_factory=list)
 
 
@@ -66,8 +89,11 @@ class _Branch:
         needs=("draft model",),
         works_with=("constraints", "samplers", "batches"),
         deviations=(
-            "verified token-exactly alone: bonus tokens are predicted with the noise that the"
-            " target will use, so the paper's reshaped draft distribution is not needed",
+            "verified token-exactly: bonus tokens are predicted with the noise that the target will"
+            " use, so the paper's reshaped draft distribution is not needed",
+            "with acceptance='rejection', the paper's rule, bonus tokens after a rejection are"
+            " predicted by the draft model's probabilities, as in the paper; discount is the"
+            " paper's factor C of the reshaped distribution, 1 by default",
             "after a miss new drafts are made at once (the paper's just-in-time backup)",
             "once the outcome is known, only its own branch is continued",
             "bonus tokens and prepared drafts come from the draft model's 64 most probable tokens",
@@ -78,6 +104,8 @@ class _Branch:
             "fan": Range(1, 8),
             "acceptance_rate": Range(0, 1),
             "exponent": Range(0, 10),
+            "acceptance": LOGIT_RULES,
+            "discount": Range(0, 1),
         },
     )
 )
@@ -89,6 +117,11 @@ class Saguaro(Decoder):
         fan: Bonus tokens to prepare for after each number of accepted drafts.
         acceptance_rate: Acceptance rate, below 1; with it the same total is spread by `fan_out`.
         exponent: Exponent of `fan_out`.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
+        discount: Factor, above 0 and at most 1, on the draft probabilities of the tokens for which
+            drafts are prepared after a rejection, with acceptance="rejection": such a rejection
+            then leaves more of them.
     """
 
     requirements = Requirements(runners=(DRAFT,))
@@ -99,6 +132,8 @@ class Saguaro(Decoder):
         fan: int = 3,
         acceptance_rate: float | None = None,
         exponent: float = 0.5,
+        acceptance: str | Acceptance = "token-exact",
+        discount: float = 1.0,
     ) -> None:
         if size < 1 or fan < 1:
             raise InvalidRequestError("saguaro needs size >= 1 and fan >= 1")
@@ -108,16 +143,22 @@ class Saguaro(Decoder):
         self.fans = [fan] * (size + 1)
         if acceptance_rate is not None:
             self.fans = fan_out(size, fan * (size + 1), acceptance_rate, exponent)
-        self.acceptance = TokenExact()
+        self.acceptance = logit_rule(acceptance, "saguaro")
+        if not 0 < discount <= 1:
+            raise InvalidRequestError(f"discount is {discount}; saguaro needs 0 < discount <= 1")
+        if discount < 1 and not self.acceptance.reads_probabilities:
+            raise InvalidRequestError("saguaro takes discount with acceptance='rejection' alone")
+        self.discount = discount
 
     def decode(self, sequence: Sequence) -> Decoding:
-        drafts: list[int] = []
+        drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
             is_hit = bool(drafts)
             if not drafts:
                 sequence.align(DRAFT)
-                drafts = yield from draft_chain(sequence, [], self.size)
-            tree = TokenTree.chain(drafts)
+                rows = distribution_list(self.acceptance)
+                drafts = yield from self._draft(sequence, rows)
+            tree = sampled_chain(drafts, rows)
             ticket = yield Submit(sequence.verify(tree))
             growing = GrowingTree(sequence)
             branches = yield from self._prepare(growing, tree, ticket)
@@ -128,7 +169,36 @@ class Saguaro(Decoder):
             sequence.accept(result.path, result.tokens, ticket.scores)
             growing.retain(result.tokens[:-1])
             branch = branches.get(_outcome(result))
-            drafts = branch.drafts if branch and len(branch.drafts) == self.size else []
+            drafts = []
+            if branch is not None and len(branch.drafts) == self.size:
+                drafts, rows = branch.drafts, branch.rows
+
+    def _draft(
+        self, sequence: Sequence, rows: list[np.ndarray] | None
+    ) -> Generator[DecoderAction, Any, list[int]]:
+        """Draft a chain; the distribution of each draft is appended to `rows`."""
+        if self.discount == 1:
+            return (yield from draft_chain(sequence, [], self.size, distributions=rows))
+        growing, drafts, node = GrowingTree(sequence), list[int](), ROOT
+        yield from growing.start()
+        while len(drafts) < self.size and len(growing.candidates[node].tokens):
+            drafts.append(self._draw(growing, node, len(drafts), rows))
+            node = growing.add(drafts[-1], node)
+            if len(drafts) < self.size:
+                yield from growing.expand([node])
+        return drafts
+
+    def _draw(
+        self, growing: GrowingTree, node: int, number: int, rows: list[np.ndarray] | None
+    ) -> int:
+        """Draft number `number` of a chain, after `node`; its distribution is appended to
+        `rows`."""
+        candidates = growing.candidates[node]
+        if self.discount < 1:
+            candidates = reshaped(candidates, self.fans[number], self.discount)
+        if rows is not None:
+            rows.append(candidates.dense(growing.sequence.kv_cache().pool.model.spec.vocab_size))
+        return int(candidates.tokens[0])
 
     def _prepare(
         self, growing: GrowingTree, tree: TokenTree, ticket: Ticket
@@ -137,12 +207,13 @@ class Saguaro(Decoder):
         that one."""
         yield from growing.start(tree.tokens)
         branches: dict[Outcome, _Branch] = {}
-        for num_accepted, count in enumerate(self.fans):
-            excluded = tree.tokens[num_accepted] if num_accepted < self.size else None
-            tokens = [int(t) for t in growing.candidates[num_accepted - 1].tokens if t != excluded]
-            for token in tokens[:count]:
+        for num_accepted, count in enumerate(self.fans[: len(tree) + 1]):
+            excluded = tree.tokens[num_accepted] if num_accepted < len(tree) else None
+            found = self._ordered(growing.candidates[num_accepted - 1], num_accepted < len(tree))
+            for token in [int(one) for one in found if one != excluded][:count]:
                 branches[num_accepted, token] = _Branch(
-                    growing.add(token, num_accepted - 1 if num_accepted else ROOT)
+                    growing.add(token, num_accepted - 1 if num_accepted else ROOT),
+                    distribution_list(self.acceptance),
                 )
         active = branches
         for _ in range(self.size):
@@ -151,10 +222,17 @@ class Saguaro(Decoder):
                 active = {outcome: branches[outcome]} if outcome in branches else {}
             yield from growing.expand([branch.node for branch in active.values()])
             for branch in active.values():
-                token = int(growing.candidates[branch.node].tokens[0])
+                token = self._draw(growing, branch.node, len(branch.drafts), branch.rows)
                 branch.drafts.append(token)
                 branch.node = growing.add(token, branch.node)
         return branches
+
+    def _ordered(self, candidates: DraftCandidates, is_rejection: bool) -> np.ndarray:
+        """Candidates for a bonus token, the most probable one first: with the noise that it is
+        sampled with, or without noise where a rejection rule draws it from a residual."""
+        if not (is_rejection and self.acceptance.reads_probabilities):
+            return candidates.tokens
+        return candidates.tokens[np.argsort(-candidates.probabilities, kind="stable")]
 
 
 def _outcome(result: AcceptanceResult) -> Outcome:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Nested, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     DraftBudget,
     Drafter,
@@ -20,6 +22,7 @@ from anydecode.decoders.speculative.goodput import (
     expected_tokens,
     user_cost,
 )
+from anydecode.scoring.cost import DEFAULT_ROW_COST
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -75,8 +78,14 @@ class GoodputBudget(DraftBudget):
 class SmartSpec(Speculative):
     """Decodes with `drafter` and the draft length of best goodput for the running sequences."""
 
-    def __init__(self, drafter: Drafter, max_size: int, cost: LinearCost | None = None) -> None:
-        super().__init__(drafter, max_size)
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_size: int,
+        cost: LinearCost | None = None,
+        acceptance: Acceptance | None = None,
+    ) -> None:
+        super().__init__(drafter, max_size, acceptance)
         self.load = RunningSet(DraftCosts(cost))
 
     def budget(self, sequence: Sequence) -> DraftBudget:
@@ -107,6 +116,9 @@ class SmartSpec(Speculative):
             " beforehand",
             "a length is kept until another is better by 2 %",
             "sequences of other decoders count with one row each",
+            "with another rule than token-exact, such as acceptance='rejection', the paper's, a row"
+            " costs a tenth of a pass where no costs are given, so that no text depends on measured"
+            " times; a text then depends on the load, as draft lengths do",
         ),
         remote={
             "drafter": Nested(),
@@ -114,6 +126,7 @@ class SmartSpec(Speculative):
             "fixed": Range(0, 100),
             "per_row": Range(0, 100),
             "per_position": Range(0, 100),
+            "acceptance": ACCEPTANCE_WORDS,
         },
     )
 )
@@ -123,6 +136,7 @@ def smartspec(
     fixed: float | None = None,
     per_row: float = 0.1,
     per_position: float = 0.0,
+    acceptance: str | Acceptance = "token-exact",
 ) -> SmartSpec:
     """SmartSpec: draft lengths by goodput.
 
@@ -132,6 +146,9 @@ def smartspec(
         fixed: Fixed cost of a pass; if absent, all costs are measured.
         per_row: Cost per row.
         per_position: Cost per position of context.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
-    cost = user_cost(fixed, per_row, per_position)
-    return SmartSpec(chain_drafter(drafter), max_drafts, cost)
+    cost, rule = user_cost(fixed, per_row, per_position), acceptance_rule(acceptance)
+    if cost is None and not isinstance(rule, TokenExact):
+        cost = LinearCost(1.0, DEFAULT_ROW_COST)
+    return SmartSpec(chain_drafter(drafter, rule), max_drafts, cost, rule)

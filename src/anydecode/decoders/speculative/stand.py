@@ -11,6 +11,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY, BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, TREE_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -32,12 +33,14 @@ _BYTES_PER_ROW = 1200
 
 class NgramProbabilities:
     """For the first n - 1 tokens of each n-gram, the running average of the target's next-token
-    distribution, over the `width` most probable tokens."""
+    distribution, over the `width` most probable tokens; of up to `memory` bytes."""
 
-    def __init__(self, max_ngram: int = 4, width: int = 10) -> None:
+    def __init__(self, max_ngram: int = 4, width: int = 10, memory: int = DEFAULT_MEMORY) -> None:
         self.max_ngram = max_ngram
         self.width = width
-        self.rows: dict[Key, tuple[int, dict[int, float]]] = {}
+        self.rows: BoundedTable[Key, tuple[int, dict[int, float]]] = BoundedTable(
+            memory, _BYTES_PER_ROW
+        )
 
     def update(self, key: Key, tokens: list[int], probabilities: list[float]) -> None:
         """Add an observation: P becomes (k P + P_new) / (k + 1) after k updates; the `width`
@@ -65,11 +68,15 @@ class StandDrafter(Drafter):
     """Drafts from one table for all requests, so that samples of one problem share it."""
 
     def __init__(
-        self, tree: WorthwhileTree, longest: int = 4, rule: Acceptance | None = None
+        self,
+        tree: WorthwhileTree,
+        longest: int = 4,
+        rule: Acceptance | None = None,
+        memory: int = DEFAULT_MEMORY,
     ) -> None:
         self.tree = tree
         self.reads_probabilities = rule is not None and rule.reads_probabilities
-        self.table = NgramProbabilities(longest)
+        self.table = NgramProbabilities(longest, memory=memory)
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -80,7 +87,7 @@ class StandDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return _BYTES_PER_ROW * len(self.table.rows)
+        return self.table.rows.num_bytes
 
 
 class _Session(TextDraftSession):
@@ -178,7 +185,10 @@ class _Session(TextDraftSession):
             " the paper fits a tree of 80 nodes to 30 problems",
             "one table for all requests; probabilities are those at the temperature of the request"
             " that updated them",
+            "the entries of the table that were stored longest ago are dropped where it would"
+            " exceed `memory` bytes",
         ),
+        bounds={"memory": Range(0, 1 << 40)},
         remote={
             "row_cost": Range(0, 100),
             "max_ngram": Range(2, 16),
@@ -190,6 +200,7 @@ def stand(
     row_cost: float | None = None,
     max_ngram: int = 4,
     acceptance: str | Acceptance = "token-exact",
+    memory: int = DEFAULT_MEMORY,
 ) -> Speculative:
     """STAND.
 
@@ -197,10 +208,11 @@ def stand(
         row_cost: Cost of one more row, relative to a pass over one row; None: measured costs.
         max_ngram: Maximum n-gram length.
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
+        memory: Maximum memory of the table, in bytes.
     """
     if max_ngram < 2:
         raise InvalidRequestError("stand needs n-grams of at least 2 tokens")
     rule = acceptance_rule(acceptance)
     tree = chosen_tree("worthwhile", row_cost, rule)
-    drafter = StandDrafter(tree, max_ngram, rule)
+    drafter = StandDrafter(tree, max_ngram, rule, memory)
     return Speculative(drafter, len(tree.paths), rule)

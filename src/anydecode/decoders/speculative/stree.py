@@ -13,10 +13,13 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Nested, Range, register
+from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import DraftBudget, SpeculationRound, Speculative
 from anydecode.decoders.speculative.goodput import chain_drafter
 from anydecode.errors import InvalidRequestError
 from anydecode.models.interface import Model
+from anydecode.scoring.cost import DEFAULT_ROW_COST
 from anydecode.scoring.sequence import Sequence
 
 #: Weight of a round in a node's acceptance rate, and of its first rate in that of a node that a
@@ -48,25 +51,31 @@ class ReplayBudget(DraftBudget):
     Args:
         max_size: Largest number of nodes.
         replay: See `replay_cost`.
+        row_cost: The cost of one more row, relative to a pass over one row; None: measured costs.
     """
 
-    def __init__(self, max_size: int, replay: float) -> None:
+    def __init__(self, max_size: int, replay: float, row_cost: float | None = None) -> None:
         self.replay = replay
+        self.row_cost = row_cost
         self._first_rates = 1 / np.arange(2.0, max_size + 2)
         self.rates = self._first_rates.copy()
         self._size = max_size
 
     def size(self, sequence: Sequence) -> int:
-        costs, others = sequence.cost_model, sequence.cost_model.num_others()
-        context = len(sequence.all_tokens)
         accepted = np.concatenate([[0.0], np.cumsum(self.rates)])
-        seconds = np.array(
-            [costs.seconds(1 + others + nodes, context) for nodes in range(len(accepted))]
-        )
+        seconds = np.array([self._seconds(sequence, nodes) for nodes in range(len(accepted))])
         row = (seconds[-1] - seconds[0]) / len(self.rates)
         goodput = (1 + accepted) / (seconds + self.replay * row * accepted)
         self._size = int(np.argmax(goodput))
         return self._size
+
+    def _seconds(self, sequence: Sequence, num_nodes: int) -> float:
+        """The cost of a pass with so many nodes."""
+        if self.row_cost is not None:
+            return 1 + self.row_cost * num_nodes
+        cost_model = sequence.cost_model
+        rows = 1 + cost_model.num_others() + num_nodes
+        return cost_model.seconds(rows, len(sequence.all_tokens))
 
     def observe(self, round: SpeculationRound) -> None:
         """Update the rates of the drafted nodes, and of those that the budget left out."""
@@ -95,9 +104,16 @@ class ReplayBudget(DraftBudget):
             "any diagonal or delta-rule state, not only Mamba-2's scalar decays",
             "any drafter, by default suffix automata; the paper distils a small Mamba-2 and takes"
             " trees of fixed shapes",
-            "the size of a tree follows measured acceptance and costs; the paper's is fixed",
+            "the size of a tree follows measured acceptance and costs; the paper's is fixed. With"
+            " another rule than token-exact, a row counts as a tenth of a pass, so that no text"
+            " depends on measured times",
         ),
-        remote={"drafter": Nested(), "size": Range(1, 64), "replay": Range(0, 1)},
+        remote={
+            "drafter": Nested(),
+            "size": Range(1, 64),
+            "replay": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
+        },
     )
 )
 class STree(Speculative):
@@ -108,12 +124,18 @@ class STree(Speculative):
         size: Largest number of nodes of a tree.
         replay: Cost of advancing the states over an accepted position again, relative to that of
             one more row in a pass; if absent, the share of a row's operations.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
 
     def __init__(
-        self, drafter: str = "suffix", size: int = 16, replay: float | None = None
+        self,
+        drafter: str = "suffix",
+        size: int = 16,
+        replay: float | None = None,
+        acceptance: str | Acceptance = "token-exact",
     ) -> None:
-        super().__init__(chain_drafter(drafter), size)
+        rule = acceptance_rule(acceptance)
+        super().__init__(chain_drafter(drafter, rule), size, rule)
         if replay is not None and replay < 0:
             raise InvalidRequestError(f"stree needs replay >= 0, not {replay}")
         self.replay = replay
@@ -122,4 +144,5 @@ class STree(Speculative):
         replay = self.replay
         if replay is None:
             replay = replay_cost(sequence.kv_cache().pool.model)
-        return ReplayBudget(self.size, replay)
+        is_token_exact = isinstance(self.acceptance, TokenExact)
+        return ReplayBudget(self.size, replay, None if is_token_exact else DEFAULT_ROW_COST)

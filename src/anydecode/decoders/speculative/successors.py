@@ -12,6 +12,9 @@ from itertools import islice
 
 #: Number of successors kept per pair and per token.
 NUM_SUCCESSORS = 2
+#: Maximum number of pairs, some 300 bytes each, while a text is read: above it, the eighth of them
+#: that was learned first is dropped.
+MAX_PAIRS = 200_000
 _NONE: list[int] = []
 
 
@@ -28,11 +31,16 @@ class Successors:
     def learn(self, before: int, last: int, top_tokens: list[int]) -> None:
         """Store the most probable tokens after `last`, which the model scored after `before`."""
         self._pairs[before, last] = self._singles[last] = top_tokens
+        if len(self._pairs) > MAX_PAIRS:
+            self.limit(MAX_PAIRS - MAX_PAIRS // 8)
 
     def limit(self, count: int) -> None:
-        """Forget the pairs that were learned first, up to the last `count`."""
+        """Forget the pairs that were learned first, up to the last `count`, and as many single
+        tokens."""
         for pair in list(islice(self._pairs, max(0, len(self._pairs) - count))):
             del self._pairs[pair]
+        for token in list(islice(self._singles, max(0, len(self._singles) - count))):
+            del self._singles[token]
 
     def find(self, before: int, last: int) -> tuple[int, list[int]]:
         """The successors of the pair, else of the single token.

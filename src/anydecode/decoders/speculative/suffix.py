@@ -9,7 +9,7 @@ probability is drafted: a long match allows more nodes, a short one may be more 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY
 from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
@@ -35,8 +36,10 @@ _BYTES_PER_STATE = 200
 _BYTES_PER_TRANSITION = 90
 #: Maximum length of a match, in tokens.
 MAX_MATCH = 64
-#: Earlier answers are kept in this many parts, the oldest of which is dropped when memory is full.
+#: Texts are kept in this many parts, the oldest of which is dropped when memory is full.
 NUM_PARTS = 8
+#: Maximum memory of the automata of a request's own text, in bytes.
+TEXT_MEMORY = 64 << 20
 
 
 class SuffixAutomaton:
@@ -109,6 +112,30 @@ class SuffixAutomaton:
             self.next[at][token] = clone
             at = self.link[at]
         return clone
+
+
+class AutomatonParts:
+    """Automata of the parts of a growing text, the oldest first, of up to `memory` bytes. When
+    these are full, the oldest part is dropped: about one eighth of the tokens."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.parts: deque[SuffixAutomaton] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory, in bytes."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append `tokens` to the text."""
+        parts = self.parts
+        for token in tokens:
+            if not parts or parts[-1].num_bytes * NUM_PARTS >= self.memory:
+                parts.append(SuffixAutomaton())
+            parts[-1].extend(token)
+            while self.num_bytes > self.memory:
+                parts.popleft()
 
 
 #: States of the same string in several automata.
@@ -240,7 +267,7 @@ class SuffixDrafter(Drafter):
     requirements = Requirements(takes_prediction=True)
 
     def __init__(
-        self, factor: float = 2.0, min_probability: float = 0.1, memory: int = 64 << 20
+        self, factor: float = 2.0, min_probability: float = 0.1, memory: int = DEFAULT_MEMORY
     ) -> None:
         if factor <= 0 or not 0 < min_probability <= 1 or memory < 0:
             raise InvalidRequestError(
@@ -249,35 +276,31 @@ class SuffixDrafter(Drafter):
         self.factor = factor
         self.min_probability = min_probability
         self.memory = memory
-        #: Earlier answers, the oldest part first.
-        self.parts: deque[SuffixAutomaton] = deque()
+        self._earlier = AutomatonParts(memory)
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
-        self.parts = deque()
+        self._earlier = AutomatonParts(self.memory)
+
+    @property
+    def parts(self) -> Seq[SuffixAutomaton]:
+        """The automata of earlier answers, the oldest part first."""
+        return self._earlier.parts
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        return self._earlier.num_bytes
 
     def learn(self, answer: list[int]) -> None:
-        """Add a finished answer. When `memory` is full, the oldest part is dropped: about one
-        eighth of the tokens that are kept."""
-        if not self.memory:
-            return
-        parts = self.parts
-        for token in [*answer, SEPARATOR]:
-            if not parts or parts[-1].num_bytes * NUM_PARTS >= self.memory:
-                parts.append(SuffixAutomaton())
-            parts[-1].extend(token)
-            while self.num_bytes > self.memory:
-                parts.popleft()
+        """Add a finished answer."""
+        if self.memory:
+            self._earlier.extend([*answer, SEPARATOR])
 
 
 class _Cursor:
-    """Matches the end of a text in one part of the earlier answers."""
+    """Matches the end of a text in one part of texts."""
 
     def __init__(self, part: SuffixAutomaton) -> None:
         self.match = Match(part, 0, 0)
@@ -302,27 +325,29 @@ class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: SuffixDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
-        self.automaton = SuffixAutomaton()
+        self._own = AutomatonParts(TEXT_MEMORY)
         self._cursors: list[_Cursor] = []
 
     def read(self, tokens: list[int]) -> None:
-        for token in tokens:
-            self.automaton.extend(token)
+        self._own.extend(tokens)
 
     def tree(self, size: int) -> TokenTree:
-        drafter, own = self.drafter, self.automaton
-        state = own.repeated_suffix
-        sources = [[Match(own, state, own.length[state])], self._matches()]
+        drafter = self.drafter
+        *before, last = self._own.parts
+        earlier = self._matches([*before, *drafter.parts])
+        state = last.repeated_suffix
+        own = [Match(last, state, last.length[state]), *earlier[: len(before)]]
+        sources = [own, earlier[len(before) :]]
         return best_tree(sources, size, drafter.factor, drafter.min_probability)
 
     def observe(self, round: SpeculationRound) -> None:
         if round.sequence.finished:
             self.drafter.learn(round.sequence.tokens)
 
-    def _matches(self) -> list[Match]:
-        """The longest matches among earlier answers, one per part."""
+    def _matches(self, parts: Seq[SuffixAutomaton]) -> list[Match]:
+        """The longest matches of the text's end in `parts`."""
         by_part = {id(cursor.match.automaton): cursor for cursor in self._cursors}
-        self._cursors = [by_part.get(id(part)) or _Cursor(part) for part in self.drafter.parts]
+        self._cursors = [by_part.get(id(part)) or _Cursor(part) for part in parts]
         for cursor in self._cursors:
             cursor.catch_up(self.text)
         return [cursor.match for cursor in self._cursors]
@@ -340,8 +365,9 @@ class _Session(TextDraftSession):
             "automata with occurrence counts instead of the paper's depth-limited suffix trees, so"
             " the length of a match is not limited",
             "a draft has up to `size` nodes, and none below `min_probability`",
-            "earlier answers are kept in eight parts within `memory` bytes, and the oldest part is"
-            " dropped when they are full",
+            "earlier answers are kept in eight parts within `memory` bytes, a request's own text in"
+            " eight within 64 MiB, and the oldest part is dropped when they are full; a match does"
+            " not reach from one part into another",
         ),
         bounds={"memory": Range(0, 1 << 40)},
         remote={
@@ -356,7 +382,7 @@ def suffix(
     size: int = 8,
     factor: float = 2.0,
     min_probability: float = 0.1,
-    memory: int = 64 << 20,
+    memory: int = DEFAULT_MEMORY,
     acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """SuffixDecoding.

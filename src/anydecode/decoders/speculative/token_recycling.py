@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY, BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -38,7 +39,8 @@ PUBLISHED = [
     ).split()
 ]
 
-#: Prior acceptance rate of a successor by rank, over greedy texts of a 135M model.
+#: Prior acceptance rate of a successor by rank, over greedy texts of a 135M model: what
+#: `anydecode bench draft-priors` prints of successors of one token alone.
 RATES = (0.37, 0.09, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01)
 
 
@@ -55,19 +57,21 @@ def chosen_tree(tree: str, row_cost: float | None, rule: Acceptance) -> Worthwhi
     return WorthwhileTree(PUBLISHED, RATES, 0.0 if tree == "published" else row_cost)
 
 
-#: Memory of one entry of the matrix, in bytes.
-_BYTES_PER_SUCCESSOR = 50
+#: Memory of a row of the matrix without its entries, and of an entry, in bytes.
+_BYTES_PER_ROW, _BYTES_PER_SUCCESSOR = 200, 40
 
 
 class TokenRecyclingDrafter(Drafter):
     """Drafts from a matrix of each token's `width` most probable successors when it was last
-    scored.
+    scored, of up to `memory` bytes.
     """
 
-    def __init__(self, tree: WorthwhileTree, width: int = 8) -> None:
+    def __init__(self, tree: WorthwhileTree, width: int = 8, memory: int = DEFAULT_MEMORY) -> None:
         self.tree = tree
         self.width = width
-        self.successors: dict[int, list[int]] = {}
+        self.successors: BoundedTable[int, list[int]] = BoundedTable(
+            memory, _BYTES_PER_ROW + _BYTES_PER_SUCCESSOR * width
+        )
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -78,7 +82,7 @@ class TokenRecyclingDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return _BYTES_PER_SUCCESSOR * self.width * len(self.successors)
+        return self.successors.num_bytes
 
 
 class _Session(TextDraftSession):
@@ -120,7 +124,10 @@ class _Session(TextDraftSession):
             " 2 nodes where a row costs a tenth of a pass, 15 where up to 16 rows cost one pass;"
             " tree='published' takes all nodes",
             "works at any temperature; the released code is greedy only",
+            "the rows of the matrix that were written longest ago are dropped where it would exceed"
+            " `memory` bytes",
         ),
+        bounds={"memory": Range(0, 1 << 40)},
         remote={
             "tree": Words(("worthwhile", "published")),
             "row_cost": Range(0, 100),
@@ -132,6 +139,7 @@ def token_recycling(
     tree: str = "worthwhile",
     row_cost: float | None = None,
     acceptance: str | Acceptance = "token-exact",
+    memory: int = DEFAULT_MEMORY,
 ) -> Speculative:
     """Token recycling.
 
@@ -139,7 +147,8 @@ def token_recycling(
         tree: "worthwhile", or "published" for all 80 nodes.
         row_cost: Cost of one more row, relative to a pass over one row; None: measured costs.
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
+        memory: Maximum memory of the matrix, in bytes.
     """
     rule = acceptance_rule(acceptance)
-    drafter = TokenRecyclingDrafter(chosen_tree(tree, row_cost, rule))
+    drafter = TokenRecyclingDrafter(chosen_tree(tree, row_cost, rule), memory=memory)
     return Speculative(drafter, len(PUBLISHED), rule)

@@ -165,6 +165,10 @@ static void run_row(const Step *s, int r) {
     case OP_MIX:
       mix(a + from, b + (int64_t)r * op->groups * op->groups, op->width, op->groups, out + from);
       break;
+    case OP_BLOCK_CONVOLVE:
+      block_convolve(op, s->pass->tokens, r, a, b + (int64_t)r * op->count * op->groups,
+                     out + from);
+      break;
     case OP_SPREAD:
       spread(a + from, op->weight ? op->weight : b + (int64_t)r * op->groups, op->width,
              op->groups, out + to);

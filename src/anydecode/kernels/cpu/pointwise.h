@@ -237,6 +237,27 @@ static void mix(const float *x, const float *coefficients, int width, int groups
   }
 }
 
+/* The sum over t of row - t of x [rows, width] times the factors of `base` [taps, width] and of the
+ * row's `kernels` [taps, groups], over the rows of its block: a row with the token `mask` is in the
+ * block of the row before. */
+static void block_convolve(const Op *op, const int32_t *tokens, int row, const float *x,
+                           const float *kernels, float *out) {
+  int width = op->width, part = width / op->groups, taps = 1;
+  while (taps < op->count && taps <= row && tokens[row - taps + 1] == op->window) taps++;
+  for (int g = 0; g < op->groups; g++) {
+    for (int i = 0; i < part; i += 8) {
+      int at = g * part + i, left = part - i;
+      f8 sum = f8_set(0.0f);
+      for (int t = 0; t < taps; t++) {
+        f8 factor = f8_add(f8_load_part(op->weight + (int64_t)t * width + at, left),
+                           f8_set(kernels[t * op->groups + g]));
+        sum = f8_fma(factor, f8_load_part(x + (int64_t)(row - t) * width + at, left), sum);
+      }
+      f8_store_part(out + at, sum, left);
+    }
+  }
+}
+
 /* `groups` multiples of x [width], side by side. */
 static void spread(const float *x, const float *factors, int width, int groups, float *out) {
   for (int g = 0; g < groups; g++, out += width)

@@ -1,5 +1,6 @@
-"""Block drafters in GGUF files, in the layout of llama.cpp: DFlash (Chen et al., arXiv:2602.06036)
-and DSpark (arXiv:2607.05147), which has a Markov head and may have a confidence head beside."""
+"""Block drafters in GGUF files, in the layout of llama.cpp: DFlash (Chen et al., arXiv:2602.06036);
+DFlash2, which has convolutions and a selector beside; and DSpark (arXiv:2607.05147), which has a
+Markov head and may have a confidence head."""
 
 from __future__ import annotations
 
@@ -36,9 +37,21 @@ _OUTER = {
     "markov_w1": "markov_head.markov_w1",
     "markov_w2": "markov_head.markov_w2",
     "conf_proj": "confidence_head.proj",
+    "selector_hidden": "candidate_selector.hidden_projection",
 }
-#: Keys of drafters that work otherwise, which the layout of safetensors refuses too.
-_OTHER_KINDS = ("conv_kernel_size", "selector_rank")
+#: The same of tensors of DFlash2, whole names: outside the layers, and within one.
+_CODEBOOKS = {
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
+}
+_CONVOLUTIONS = {
+    "attn_conv_base": "attention_conv.base_kernel",
+    "attn_conv_proj.weight": "attention_conv.kernel_projection.weight",
+    "ffn_conv_base": "mlp_conv.base_kernel",
+    "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
+}
+#: Keys of DFlash2.
+_SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 def load_dflash(file: GGUFFile) -> Checkpoint:
@@ -61,6 +74,11 @@ def load_dflash(file: GGUFFile) -> Checkpoint:
 
 def _name(file: GGUFFile, info: TensorInfo) -> str:
     """The name of a tensor in safetensors."""
+    if info.name in _CODEBOOKS:
+        return _CODEBOOKS[info.name]
+    number, _, inner = info.name.removeprefix("blk.").partition(".")
+    if inner in _CONVOLUTIONS:
+        return f"layers.{number}.{_CONVOLUTIONS[inner]}"
     module, _, leaf = info.name.rpartition(".")
     layer, _, part = module.removeprefix("blk.").partition(".")
     is_inner = module.startswith("blk.") and part in LAYER
@@ -80,7 +98,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     is_dspark = _MARKOV in file.tensors
     token = integer(f"{file.path}: metadata {mask}", file.metadata.get(mask), 0, MAX_TOKENS)
     block: dict[str, Any] = {"mask_token_id": token}
-    for key in _OTHER_KINDS:
+    for key in _SELECTOR_KEYS:
         block[key] = keys.get(key, None)
     if keys.get("attention.causal", None) is not None:
         block["causal"] = keys.get("attention.causal")
@@ -89,8 +107,9 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     if is_dspark:
         block["markov_rank"] = file.tensors[_MARKOV].shape[-1]
         block["confidence_head_with_markov"] = _CONFIDENCE in file.tensors
+    kind = "DSpark" if is_dspark else "DFlash2" if block["selector_rank"] else "DFlash"
     config = config_of(keys) | {
-        "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
+        "architectures": [f"{kind}DraftModel"],
         "model_type": "qwen3",
         "block_size": keys.count("block_size", high=MAX_COUNT),
         "aux_hidden_state_layer_ids": keys.get(TAPS),

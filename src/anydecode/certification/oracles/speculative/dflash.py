@@ -1,5 +1,6 @@
-"""Oracle test of dflash (arXiv:2602.06036, 2604.12989, 2607.05147): the trees that follow from a
-forward pass of target and drafter over the whole text, written from the drafter's tensors."""
+"""Oracle test of dflash (arXiv:2602.06036, 2604.12989, 2607.05147, 2605.29707): the trees that
+follow from a forward pass of target and drafter over the whole text, written from the drafter's
+tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_blocks import (
     as_deepspec,
     as_speculators,
+    dflash2_checkpoint,
     dflash_checkpoint,
+    domino_checkpoint,
     dspark_checkpoint,
     pard_checkpoint,
     peagle_checkpoint,
@@ -41,6 +44,14 @@ DRAFTERS: dict[str, Drafter] = {
     "DSpark, recurrent": partial(dspark_checkpoint, kind="rnn"),
     "DSpark of DeepSpec": lambda target: as_deepspec(dspark_checkpoint(target), target),
     "DSpark of speculators": lambda target: as_speculators(dspark_checkpoint(target), target),
+    "DFlash2": dflash2_checkpoint,
+    "DFlash2, four candidates": partial(dflash2_checkpoint, top_k=4),
+    "DFlash2 of speculators": lambda target: as_speculators(
+        dflash2_checkpoint(target, has_factors=False), target
+    ),
+    "Domino": domino_checkpoint,
+    "Domino, shifted": partial(domino_checkpoint, shifted=True, num_free=1),
+    "Domino of speculators": lambda target: as_speculators(domino_checkpoint(target), target),
     "P-EAGLE": peagle_checkpoint,
     "PARD": pard_checkpoint,
 }
@@ -51,14 +62,16 @@ class Drafting:
 
     def __init__(self, checkpoint: Checkpoint, target: Network) -> None:
         self.tensors: dict[str, Any] = {
-            name: np.asarray(tensor, np.float64) for name, tensor in checkpoint.tensors.items()
+            name.removeprefix("logits_correction."): np.asarray(tensor, np.float64)
+            for name, tensor in checkpoint.tensors.items()
         }
         config = checkpoint.config
         nested = config.get("transformer_layer_config", {}), config.get("dflash_config", {})
         self.config: dict[str, Any] = {**nested[0], **config, **nested[1]}
         self.target, self.size = target, self.config["hidden_size"]
         names = f"{config['architectures']}"
-        self.is_shifted = "DSpark" in names
+        keys = ("shift_label", "sample_from_anchor")
+        self.is_shifted = "DSpark" in names or any(self.config.get(key) for key in keys)
         self.embedding = self._own("embed_tokens", target.weights.embedding.data)
         self.head = self._own("lm_head", target.weights.head.data)
 
@@ -86,7 +99,9 @@ class Drafting:
             is_window = "sliding_attention" in types[layer : layer + 1]
             visible = np.ones((count, start + count), bool)
             places = start + np.arange(count)[:, None] - np.arange(start + count)
-            if is_window or self.config.get("causal_head"):
+            is_causal = is_window and self.config.get("is_causal") is not False
+            is_causal &= not self.config.get("sliding_window_non_causal")
+            if is_causal or self.config.get("causal_head"):
                 visible &= places >= 0
             if is_window:
                 visible &= places < self.config["sliding_window"]
@@ -102,6 +117,7 @@ class Drafting:
         heads, width = self.config["num_attention_heads"], self.config["head_dim"]
         frequencies = self.config["rope_theta"] ** (-np.arange(0, width, 2) / width)
         inputs = self._norm(x, f"{name}.input_layernorm")
+        inputs, after = self._convolved(f"{name}.attention_conv", inputs)
         both, places = np.concatenate([context, inputs]), np.arange(len(context) + len(x))
 
         def product(part: str, rows: np.ndarray) -> np.ndarray:
@@ -119,17 +135,54 @@ class Drafting:
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(width)
         weights = softmax(np.where(visible, scores, -np.inf))
         mixed = np.einsum("hqk,khd->qhd", weights, v).reshape(len(x), -1)
-        x = x + product("self_attn.o_proj", mixed)
+        x = x + after(product("self_attn.o_proj", mixed))
         y = self._norm(x, f"{name}.post_attention_layernorm")
+        y, after = self._convolved(f"{name}.mlp_conv", y)
         gate = product("mlp.gate_proj", y)
         inner = gate / (1 + np.exp(-gate)) * product("mlp.up_proj", y)
-        return np.asarray(x + product("mlp.down_proj", inner))
+        return np.asarray(x + after(product("mlp.down_proj", inner)))
+
+    def _convolved(
+        self, name: str, x: np.ndarray
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        """The inputs of a sublayer after its convolution, and the convolution of its outputs
+        (DFlash2); the inputs themselves, and the identity, if it has none."""
+        if f"{name}.base_kernel" not in self.tensors:
+            return x, lambda y: y
+        base, size = self.tensors[f"{name}.base_kernel"], self.config["conv_group_size"]
+        changes = x @ self.tensors[f"{name}.kernel_projection.weight"].T
+        kernels = base + changes.reshape(len(x), 2, base.shape[1], -1).repeat(size, -1)
+
+        def convolved(rows: np.ndarray, side: int) -> np.ndarray:
+            out = np.zeros_like(rows)
+            for row in range(len(rows)):
+                for tap in range(min(base.shape[1], row + 1)):
+                    out[row] += kernels[row, side, tap] * rows[row - tap]
+            return out
+
+        return convolved(x, 0), lambda y: convolved(y, 1)
+
+    def _selected(self, logits: np.ndarray, hidden: np.ndarray, token: int) -> np.ndarray:
+        """The logits of the most probable tokens, with the scores of DFlash2's selector."""
+        kept = np.sort(np.argsort(-logits, kind="stable")[: self.config["selector_top_k"]])
+        before, after, mix = (
+            self.tensors[f"candidate_selector.{name}"]
+            for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+        )
+        found = np.full(len(logits), -np.inf)
+        for one in kept:
+            found[one] = logits[one] + (before[token] * (mix @ hidden)) @ after[one]
+        return found
 
     def step(
         self, hidden: np.ndarray, token: int, state: np.ndarray | None
     ) -> tuple[np.ndarray, float, np.ndarray | None]:
         """The logits of a slot after `token`, of all tokens; the confidence; the next state."""
         logits, confidence = self.head @ hidden, 1.0
+        if "selector_rank" in self.config:
+            if cap := self.config.get("final_logit_softcapping"):
+                logits = cap * np.tanh(self.config["output_multiplier"] * logits / cap)
+            logits = self._selected(logits, hidden, token)
         if "markov_head.markov_w1.weight" in self.tensors:
             previous = self.tensors["markov_head.markov_w1.weight"][token]
             latent = previous
@@ -146,12 +199,31 @@ class Drafting:
             logits = logits + self.tensors["markov_head.markov_w2.weight"] @ latent
             pair = np.concatenate([hidden, previous])
             confidence = float(_sigmoid(self._product("confidence_head.proj", pair))[0])
+        if "prefix_gru.weight_ih_l0" in self.tensors:
+            state = np.array([token]) if state is None else np.append(state, token)
+            if len(state) > self.config["pure_draft_prefix_len"]:
+                features = np.concatenate([hidden, self._read(state)])
+                mixed = self.tensors["embed_proj.0.weight"] @ features
+                logits = logits + self.tensors["embed_proj.2.weight"] @ (mixed * _sigmoid(mixed))
         if "d2t" in self.tensors:
             tokens = self.tensors["d2t"].astype(int) + np.arange(len(logits))
             spread = np.full(self.config["vocab_size"], -np.inf)
             spread[tokens] = logits
             logits = spread
         return logits, confidence, state
+
+    def _read(self, tokens: np.ndarray) -> np.ndarray:
+        """The state of Domino's gated recurrent unit after `tokens`."""
+        ours, theirs = (self.tensors[f"prefix_gru.weight_{one}_l0"] for one in ("hh", "ih"))
+        state = np.zeros(ours.shape[1])
+        for token in tokens:
+            (reset, keep, fresh), own = (
+                (theirs @ self.embedding[token]).reshape(3, -1),
+                (ours @ state).reshape(3, -1),
+            )
+            share = _sigmoid(keep + own[1])
+            state = share * state + (1 - share) * np.tanh(fresh + _sigmoid(reset + own[0]) * own[2])
+        return state
 
     def _product(self, name: str, x: np.ndarray) -> np.ndarray:
         return np.asarray(self.tensors[f"{name}.weight"] @ x + self.tensors[f"{name}.bias"])

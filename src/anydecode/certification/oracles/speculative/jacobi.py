@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import (
     TracedRound,
     accepted,
@@ -36,6 +37,7 @@ def jacobi() -> Iterator[Check]:
                     total += accepted(trace)
             yield Check(f"{name}, T={temperature}: the rounds equal the iteration", wrong == 0)
             yield Check(f"{name}, T={temperature}: drafts are accepted", total > 0, f"{total}")
+    yield from rejection_checks("jacobi")
 
 
 def _iterates(

@@ -10,6 +10,7 @@ from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_chains import PROMPTS, overlap
 from anydecode.certification.oracles.speculative.draft_trees import DRAFT as SHARP
 from anydecode.certification.oracles.speculative.draft_trees import draft_row
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import TracedRound, plain_token, rounds, scripted, wordy
 from anydecode.decoders.speculative.saguaro import fan_out
 
@@ -50,6 +51,8 @@ def saguaro() -> Iterator[Check]:
             f"{hits} hits, {misses} misses",
         )
     yield from overlap("saguaro:size=4,fan=3")
+    yield from rejection_checks("saguaro")
+    yield from rejection_checks("saguaro", fan=1, discount=0.2)
 
 
 def _nearest(wanted: list[float], budget: int) -> list[int]:

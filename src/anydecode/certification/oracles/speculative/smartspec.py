@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts, latest_copy
+from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
 from anydecode.certification.rounds import TracedRound, scripted, traced_rounds, wordy
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab and the cab had", "aaaaaaaa")
@@ -54,6 +55,7 @@ def smartspec() -> Iterator[Check]:
         llm.cost_model = FixedCosts(lambda rows, context: float(rows))
         (never,) = traced_rounds(llm, "smartspec", PROMPTS[:1], 30)
     yield Check("nothing is drafted where every row costs a pass", not any(o.tokens for o in never))
+    yield from rejection_checks("smartspec", prompt=REPEATING, fixed=1.0, per_row=0.0)
 
 
 def _replay(traces: list[list[TracedRound]]) -> tuple[int, list[int]]:
